@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 import psutil
 
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, free_port
@@ -182,7 +182,7 @@ class Bench:
             models=(ModelConfig(name="policy"),),
             gateway=GatewayConfig(port=port),
         )
-        agent = SamplerThread(with_values(config, {"run_dir": str(self.folder / "sampler")}))
+        agent = SamplerThread(config.replace(run_dir=str(self.folder / "sampler")))
         with service("rollout_gateway", config, 0) as (process, _):
             agent.start()
             try:

@@ -180,8 +180,8 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
 
 def _longest(engine: Any, state: Any, tokens: int) -> dict[str, Any]:
     """Measure a step over one sequence of `tokens` tokens, of which the second half is trained."""
-    from trainer.batches.groups import Example
-    from trainer.batches.sequences import TokenSequence
+    from trainer.batches.examples import Example
+    from trainer.sequences import TokenSequence
 
     ids = np.random.default_rng(0).integers(2, engine.model.vocabulary, tokens).astype(np.int32)
     trained = np.arange(tokens) >= tokens // 2

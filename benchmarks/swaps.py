@@ -31,7 +31,7 @@ from safetensors.numpy import load as load_tensors
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bench import RESULTS, machine, nats_server, write_results
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig, with_values
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer, free_port
@@ -268,7 +268,7 @@ async def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         )
         stack.enter_context(service("rollout_gateway", config))
         stack.enter_context(
-            service("rollout_gateway.sampler", with_values(config, {"run_dir": str(folder / "sampler")}))
+            service("rollout_gateway.sampler", config.replace(run_dir=str(folder / "sampler")))
         )
         async with Broker.connect(nats) as broker:
             out, seen = await measure(

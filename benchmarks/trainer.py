@@ -62,8 +62,8 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
     """Examples and the group of each; `groups` overrides the shape's number of groups."""
     import numpy as np
 
-    from trainer.batches.groups import Example
-    from trainer.batches.sequences import TokenSequence
+    from trainer.batches.examples import Example
+    from trainer.sequences import TokenSequence
 
     rng = np.random.default_rng(0)
 

@@ -6,6 +6,8 @@
 | `groups` | what the log says of a group: its members, and what closed it |
 | `group_log` | reads of groups from the log; deadlines and late trajectories |
 | `scoring` | from a closed group to its event |
+| `reward_parts` | how the parts of a reward become one number |
+| `errors` | errors that several rooms raise |
 | `limits` | whether learning is over budget |
 | `feedback` | what signals say about a run: values, rewards of calls, hints, graders |
 | `next_state` | a judge model scores calls by what followed them: votes, hints |

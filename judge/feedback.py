@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from judge.reward_parts import is_usable
 from pipeline.config import JudgeConfig, RewardConfig
 from pipeline.events import Hint, SignalGiven, TrajectoryCompleted
 from pipeline.events.signal import OWN_REWARD
-from pipeline.rewards import is_usable
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,12 @@ def _graders(own: Iterable[SignalGiven], config: JudgeConfig) -> tuple[str, ...]
     return tuple(sorted(graders))
 
 
-def _call_rewards(
-    member: TrajectoryCompleted, own: Sequence[SignalGiven], config: JudgeConfig
-) -> dict[str, float]:
+def _call_rewards(member: TrajectoryCompleted, own: Sequence[SignalGiven], config: JudgeConfig) -> dict[str, float]:
     weights = {r.name: r.weight for r in config.rewards if r.kind == "feedback"}
     rewards: dict[str, float] = {}
     for call in sorted({s.call for s in own if s.kind == "number" and s.call >= 0}):
         parts = [
-            weight * fmean(values.values())
-            for name, weight in weights.items()
-            if (values := graded(own, name, call))
+            weight * fmean(values.values()) for name, weight in weights.items() if (values := graded(own, name, call))
         ]
         reward = graded(own, OWN_REWARD, call).get(member.owner) if OWN_REWARD not in weights else None
         if parts or reward is not None:

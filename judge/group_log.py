@@ -14,7 +14,7 @@ from judge.feedback import counting
 from judge.groups import Arrival, GroupKey, GroupOnLog, read_group
 from judge.scoring import late_event
 from pipeline import crash
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.config import FeedbackConfig, JudgeConfig
 from pipeline.events import (
     AnyEvent,
@@ -26,12 +26,12 @@ from pipeline.events import (
     TrajectoryCompleted,
     now_us,
 )
-from pipeline.log.broker import Broker, Delivery, HistoryGoneError, Recorded
+from pipeline.log.broker import Broker, Delivery, HistoryGoneError, LogEntry
 from pipeline.log.messages import Place
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.group_log")
+logger = get_logger("judge.group_log")
 
 _ROLLOUTS, _GROUPS = stream_of(TrajectoryCompleted), stream_of(GroupScored)
 _MAX_CACHED = 512
@@ -92,9 +92,7 @@ class GroupLog:
         return state
 
     async def _read(self, key: GroupKey, place: Place, until: int) -> GroupOnLog | None:
-        subject = subject_filter(
-            TrajectoryCompleted, project=key.project, model=key.model, group_key=key.group
-        )
+        subject = subject_filter(TrajectoryCompleted, project=key.project, model=key.model, group_key=key.group)
         signals = subject_filter(SignalGiven, project=key.project, model=key.model, group=key.group)
         subjects = [subject, self._timeout(key).subject(), self._overdue(key).subject(), signals]
         backoff = Backoff()
@@ -111,13 +109,9 @@ class GroupLog:
                 event = await self._broker.decode(message.payload)
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # the consumer makes it a dead letter when it is delivered
-            decoded.append(
-                Recorded[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers)
-            )
+            decoded.append(LogEntry[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers))
         uncounted = {
-            m.seq
-            for m in decoded
-            if isinstance(m.event, SignalGiven) and not counting([m.event], self._config)
+            m.seq for m in decoded if isinstance(m.event, SignalGiven) and not counting([m.event], self._config)
         }
         decoded = [m for m in decoded if m.seq not in uncounted]
         awaited = None if self._waits_whole else self.awaited
@@ -126,9 +120,7 @@ class GroupLog:
     async def end_of(self, key: GroupKey) -> GroupEnd:
         """Return the judges' events about a group, read from the stream's leader."""
         names: dict[str, Any] = {"project": key.project, "model": key.model, "group": key.group}
-        of_group = subject_filter(GroupDiscarded, **names).replace(
-            GroupDiscarded.subject_prefix(), "group.*", 1
-        )
+        of_group = subject_filter(GroupDiscarded, **names).replace(GroupDiscarded.subject_prefix(), "group.*", 1)
         if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
             return GroupEnd()  # the usual case needs this request only
         ended, scored_once, trajectories = False, False, set[str]()
@@ -148,7 +140,7 @@ class GroupLog:
         """Publish a late discard for each trajectory that is not `recorded` in the group's events."""
         for event in (a.event for a in arrivals if a.event.trajectory not in recorded):
             await self._broker.publish(late_event(event))
-            log.info("late", group=event.group, trajectory=event.trajectory)
+            logger.info("late", group=event.group, trajectory=event.trajectory)
 
     async def set_deadline(self, key: GroupKey, first: Place) -> None:
         """Set the deadline timer of an open group. `first`: the place of its first completed trajectory, whose time is

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pipeline.events import AnyEvent, FeedbackTimedOut, GroupTimedOut, SignalGiven, Split, TrajectoryCompleted
-from pipeline.log.broker import Recorded
+from pipeline.log.broker import LogEntry
 
 
 class GroupKey(NamedTuple):
@@ -77,7 +77,7 @@ def key_of(event: TrajectoryCompleted | GroupTimedOut | FeedbackTimedOut | Signa
 
 def read_group(
     key: GroupKey,
-    messages: Iterable[Recorded[AnyEvent]],
+    messages: Iterable[LogEntry[AnyEvent]],
     group_size: int,
     awaited: frozenset[str] | None = frozenset(),
     until: int = 0,

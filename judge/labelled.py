@@ -13,8 +13,8 @@ import msgspec
 
 from judge.ruler.aggregation import sign
 from judge.ruler.transcripts import Transcript
+from pipeline.chat.conversations import Conversation, Reply
 from pipeline.config import ConfigError
-from pipeline.conversations import Conversation, Reply
 
 
 class GroupMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

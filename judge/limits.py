@@ -8,11 +8,7 @@ from pipeline.config import Config
 from pipeline.events import AlarmChanged
 from pipeline.log.broker import Broker
 
-_ALARMS = {
-    "judge_usd": "over_judge_budget",
-    "gpu_hours": "over_gpu_budget",
-    "sampled_tokens": "over_token_budget",
-}
+_ALARMS = {"judge_usd": "over_judge_budget", "gpu_hours": "over_gpu_budget", "sampled_tokens": "over_token_budget"}
 """The alarm of each limit, by its setting."""
 
 

@@ -23,7 +23,7 @@ from pipeline.config import JudgeConfig
 from pipeline.events import JudgeMeasured, Verdict
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.monitor")
+logger = get_logger("judge.monitor")
 
 _CHECK_S = 5.0
 _PUBLISH_S = 60.0
@@ -91,13 +91,19 @@ class JudgeMonitor:
             self._published[name] = (statistics.passes, statistics.failed_judgings, time.monotonic())
             await self._publish(
                 JudgeMeasured(
-                    **self._identity(name, ruler), **asdict(statistics.usage), kind="groups", groups=statistics.groups,
-                    failed=statistics.failed_judgings, asked_again=statistics.asked_again,
-                    recent_passes=statistics.passes - passes, recent_failed=statistics.failed_judgings - failed,
+                    **self._identity(name, ruler),
+                    **asdict(statistics.usage),
+                    kind="groups",
+                    groups=statistics.groups,
+                    failed=statistics.failed_judgings,
+                    asked_again=statistics.asked_again,
+                    recent_passes=statistics.passes - passes,
+                    recent_failed=statistics.failed_judgings - failed,
                     failure=statistics.failure,
-                    self_agreement=statistics.self_agreement, position_bias=statistics.position_bias,
+                    self_agreement=statistics.self_agreement,
+                    position_bias=statistics.position_bias,
                 )
-            )  # fmt: skip
+            )
 
     def _identity(self, name: str, ruler: GroupJudge) -> dict[str, Any]:
         return {
@@ -124,13 +130,13 @@ class JudgeMonitor:
                 scores, _ = await ruler.judge(group.transcripts, count=False)
                 pairs.append((group.rewards, scores))
             except JudgingError as error:
-                log.warning("anchor not judged", anchor=group.id, reason=str(error)[:300])
+                logger.warning("anchor not judged", anchor=group.id, reason=str(error)[:300])
         failed = len(self._anchors) - len(pairs)
         agreement = measure_agreement(pairs)
         alarm = agreement.kendall_tau is None or agreement.kendall_tau < self._config.anchors.min_tau
         measured = {**asdict(agreement), "failed": failed, "alarm": alarm}
         await self._publish(JudgeMeasured(**self._identity(name, ruler), **measured, kind="anchors"))
-        write = log.error if alarm else log.info
+        write = logger.error if alarm else logger.info
         message = "judge disagrees with the anchors" if alarm else "judge agrees with the anchors"
         message = message if pairs else "no anchor could be judged"
         write(message, ruler=name or "default", kendall_tau=agreement.kendall_tau, failed=failed)

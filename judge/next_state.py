@@ -19,6 +19,7 @@ from statistics import fmean
 
 import msgspec
 
+from judge.errors import UnscoredError
 from judge.feedback import RunFeedback
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
@@ -27,14 +28,13 @@ from judge.ruler.layout import ConversationText, PromptLayout
 from judge.ruler.replies import VOTES
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript, render_message, render_tools
-from judge.scoring import UnscoredError
+from pipeline.chat.conversations import Conversation, Reply
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import JudgeConfig
-from pipeline.conversations import Conversation, Reply
 from pipeline.events import Hint, Score, TrajectoryCompleted, Verdict
-from pipeline.gather import gather
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.next_state")
+logger = get_logger("judge.next_state")
 
 _AT_ONCE = 20
 """Calls in one prompt: a judge model answers so many within the tokens of a reply."""
@@ -129,11 +129,11 @@ class NextStateJudge(Asker):
                 run, in_vain = await self.retry(attempt, member.group or member.trajectory)
             except UnscoredError as error:
                 why = str(error)
-                log.error("run not judged", trajectory=member.trajectory, reason=why[:500])
+                logger.error("run not judged", trajectory=member.trajectory, reason=why[:500])
                 return None
             return replace(run, verdicts=charged(run.verdicts, in_vain)) if run.verdicts else run
 
-        results = dict(zip((m.trajectory for m in members), await gather(judge, members), strict=True))
+        results = dict(zip((m.trajectory for m in members), await concurrently(judge, members), strict=True))
         judged = {trajectory: run for trajectory, run in results.items() if run is not None}
         if not judged:
             raise UnscoredError(why)
@@ -144,7 +144,7 @@ class NextStateJudge(Asker):
     ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
         """Return the mean score of each run's calls, 0 where none was judged, and the verdicts, without retries.
         `count`: add them to the statistics. Raises `JudgingError`."""
-        runs = await gather(functools.partial(self._judge_run, count=count), transcripts)
+        runs = await concurrently(functools.partial(self._judge_run, count=count), transcripts)
         scores = {t.trajectory: run.mean or 0.0 for t, run in zip(transcripts, runs, strict=True)}
         return scores, tuple(verdict for run in runs for verdict in run.verdicts)
 
@@ -159,7 +159,7 @@ class NextStateJudge(Asker):
             judge = functools.partial(self._vote, transcript, calls)
             return await self.try_pass(judge, failures, count, trajectory=transcript.trajectory)
 
-        verdicts = await gather(vote, [calls for calls in prompts for _ in range(self._votes)])
+        verdicts = await concurrently(vote, [calls for calls in prompts for _ in range(self._votes)])
         counted = tuple(v for v in verdicts if v is not None)
         votes: dict[int, list[Score]] = defaultdict(list)
         for score in (s for v in counted for s in v.scores):

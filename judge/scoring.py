@@ -16,9 +16,11 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from judge.errors import UnscoredError
 from judge.feedback import RunFeedback, feedback_on
 from judge.groups import Group, GroupKey, key_of
 from judge.models.params import scoring_params
+from judge.reward_parts import is_usable
 from judge.ruler.rubrics import load_rubric, rubric_of
 from pipeline.config import JudgeConfig
 from pipeline.events import (
@@ -31,17 +33,12 @@ from pipeline.events import (
     TrajectoryCompleted,
     Verdict,
 )
-from pipeline.rewards import is_usable
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
 PROMPT_VERSION = 7
 """Part of the judge configuration's hash. Raise it when the prompt or the parsing of replies changes."""
 DiscardReason = Literal["too_small", "late", "unscored", "over_budget"]
-
-
-class UnscoredError(Exception):
-    """No judge could score the group; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class GroupRewards:
     """The teacher from outside that answered about a run, by trajectory."""
 
 
-Teach = Callable[[Sequence[TrajectoryCompleted]], Awaitable[Mapping[str, str]]]
+AskTeacher = Callable[[Sequence[TrajectoryCompleted]], Awaitable[Mapping[str, str]]]
 """Asks a teacher from outside about runs. Returns its name by trajectory, of the runs with an answer."""
 
 
@@ -115,7 +112,7 @@ async def score_closed(
     config: JudgeConfig,
     judge: str,
     composer: RewardComposer | None,
-    teach: Teach | None = None,
+    teach: AskTeacher | None = None,
     *,
     over_budget: str = "",
 ) -> GroupScored | GroupDiscarded:
@@ -141,7 +138,7 @@ async def score_closed(
                 return _discarded(group.key, events, "unscored", str(error))
             rewards = GroupRewards({}, {}, ())
     if not over_budget:
-        rewards = await with_lessons(rewards, scorable, group.signals, config, teach)
+        rewards = await with_hints_and_answers(rewards, scorable, group.signals, config, teach)
     # The trainer waits for every group of a batch, so it also gets those that it will discard.
     if len(rewards.final) < needed and batch is None:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)
@@ -158,25 +155,25 @@ async def score_closed(
     )
 
 
-async def with_lessons(
+async def with_hints_and_answers(
     rewards: GroupRewards,
     members: Sequence[TrajectoryCompleted],
     signals: Sequence[SignalGiven],
     config: JudgeConfig,
-    teach: Teach | None,
+    teach: AskTeacher | None,
 ) -> GroupRewards:
     """Add to `rewards` what signals and a teacher from outside say about `members`.
 
-    A *lesson* is a hint or an answer of the teacher. If the group has no reward and `judge.rewards` is empty, members
-    with a lesson get the reward 0: else they would be masked, and the lesson could not train."""
+    If the group has no reward and `judge.rewards` is empty, members with a hint or an answer get the reward 0: else
+    they would be masked, and the hint or the answer could not train."""
     said = feedback_on(members, signals, config, rewards.feedback)
     rewards = replace(rewards, feedback=said)
     if teach is not None:
         rewards = replace(rewards, taught={**rewards.taught, **await teach(members)})
     if rewards.final or config.rewards:
         return rewards
-    lessons = {name for name, of_run in said.items() if of_run.hints} | rewards.taught.keys()
-    return replace(rewards, final={e.trajectory: 0.0 for e in members if e.trajectory in lessons})
+    taught = {name for name, of_run in said.items() if of_run.hints} | rewards.taught.keys()
+    return replace(rewards, final={e.trajectory: 0.0 for e in members if e.trajectory in taught})
 
 
 def batch_of(group: Group) -> TrainingBatch | None:
@@ -191,15 +188,11 @@ def _too_few(usable: int, total: int, needed: int) -> str:
 def agent_rewards(members: Sequence[TrajectoryCompleted]) -> GroupRewards:
     """Return the agents' own rewards."""
     final = {e.trajectory: r for e in members if (r := agent_reward(e)) is not None}
-    components = {
-        e.trajectory: {**e.rewards, AGENT: final[e.trajectory]} for e in members if e.trajectory in final
-    }
+    components = {e.trajectory: {**e.rewards, AGENT: final[e.trajectory]} for e in members if e.trajectory in final}
     scores = tuple(Score(trajectory=t, score=r) for t, r in final.items())
     lacking = len(members) - len(final)
     missing = f"{lacking} of {len(members)} trajectories carry no reward and judge.model is not set"
-    return GroupRewards(
-        final, components, (Verdict(judge_model=AGENT, scores=scores),), missing if lacking else ""
-    )
+    return GroupRewards(final, components, (Verdict(judge_model=AGENT, scores=scores),), missing if lacking else "")
 
 
 def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> Member:

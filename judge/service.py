@@ -29,26 +29,19 @@ from judge.limits import Budget
 from judge.monitor import JudgeMonitor
 from judge.rewards.compose import open_composer, open_composer_on_log
 from judge.ruler.transcripts import Transcript
-from judge.scoring import RewardComposer, Teach, judge_hash, score_closed
+from judge.scoring import AskTeacher, RewardComposer, judge_hash, score_closed
 from judge.teacher import open_teacher
 from pipeline import crash
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config
-from pipeline.events import (
-    FeedbackTimedOut,
-    GroupDiscarded,
-    GroupTimedOut,
-    SignalGiven,
-    TrajectoryCompleted,
-    now_us,
-)
-from pipeline.gather import gather
+from pipeline.events import FeedbackTimedOut, GroupDiscarded, GroupTimedOut, SignalGiven, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.consumer import handling
 from pipeline.running.service import Ready
 from pipeline.streams import RETRY_HEADER, consumer
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge")
+logger = get_logger("judge")
 
 _BATCH = 512
 _WAIT_S = 1.0
@@ -98,9 +91,8 @@ async def serve(config: Config, ready: Ready) -> None:
         async with anyio.create_task_group() as tg:
             if composer is not None:
                 monitor = JudgeMonitor(
-                    config.judge, composer.judges, anchors, broker.publish,
-                    project=config.project, judge=judge_id,
-                )  # fmt: skip
+                    config.judge, composer.judges, anchors, broker.publish, project=config.project, judge=judge_id
+                )
                 tg.start_soon(monitor.run)
             ready()
             teach = teacher.teach if teacher is not None else None
@@ -116,7 +108,7 @@ class Judge:
         config: Config,
         composer: RewardComposer | None,
         judge_id: str,
-        teach: Teach | None = None,
+        teach: AskTeacher | None = None,
     ) -> None:
         """`composer`: scores groups with a judge model or composed rewards; `None` if only agents' rewards are used.
         `judge_id`: hash of the judge configuration. `teach`: asks a teacher from outside; `None` if there is none."""
@@ -170,7 +162,7 @@ class Judge:
             else:
                 await delivery.give_back(_WRONG_EVENT_DELAY_S)
 
-        await gather(self._on_arrivals_of, list(by_group.items()), _READS)
+        await concurrently(self._on_arrivals_of, list(by_group.items()), _READS)
 
     async def _on_arrivals_of(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
         """Handle completions and signals of one group: score the group if one of them made it ready; acknowledge the
@@ -220,7 +212,7 @@ class Judge:
             self._begin_scoring(replace(state.group, again=True), delivery)
 
     async def _on_timers(self, batch: list[Delivery]) -> None:
-        await gather(self._on_timer, batch, _READS)
+        await concurrently(self._on_timer, batch, _READS)
 
     async def _on_timer(self, delivery: Delivery) -> None:
         """Close a group that has timed out, unless it was scored or discarded or is full."""
@@ -236,9 +228,7 @@ class Judge:
             place = await self._log.record_timeout(event)
             state = await self._log.read(key, place)
             if state is None or not state.group.members:  # its trajectories were deleted by retention
-                log.warning(
-                    "group not scored: the log no longer holds its runs", group=key.group, model=key.model
-                )
+                logger.warning("group not scored: the log no longer holds its runs", group=key.group, model=key.model)
                 await delivery.ack()
             elif not state.ready_at:
                 await self._log.set_feedback_deadline(key, now_us())
@@ -288,7 +278,7 @@ class Judge:
             # first.
             if (end := await self._log.end_of(group.key)).ended:
                 return end.trajectories
-            log.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)
+            logger.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)
         ack = await self._broker.publish(event)
         crash.point("judge.after_publish")
         return (await self._log.end_of(group.key)).trajectories if ack.duplicate else group.trajectories

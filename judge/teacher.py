@@ -21,7 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline import crash
-from pipeline.backoff import Backoff
+from pipeline.chat.images import Media, media_of
+from pipeline.chat.sampling import NO_DEFAULTS, sampling_of
+from pipeline.concurrency.backoff import Backoff
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config, ConfigError, DistillConfig
 from pipeline.events import (
     ExchangeRecorded,
@@ -32,13 +35,10 @@ from pipeline.events import (
     pack_logprobs,
     unpack_ids,
 )
-from pipeline.gather import gather
-from pipeline.images import Media, media_of
 from pipeline.log.broker import Broker, HistoryGoneError
-from pipeline.sampling import NO_DEFAULTS, sampling_of
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.teacher")
+logger = get_logger("judge.teacher")
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -60,7 +60,7 @@ class TeacherError(Exception):
 
 
 @dataclass
-class Conversation:
+class JoinedCalls:
     """Calls that continue each other, which the teacher reads in one request."""
 
     ids: Ids
@@ -68,15 +68,15 @@ class Conversation:
     """Of each call: its place among the run's calls, where its sampled tokens begin in `ids`, and their number."""
 
 
-def conversations(calls: Sequence[ExchangeRecorded]) -> list[Conversation]:
+def join_calls(calls: Sequence[ExchangeRecorded]) -> list[JoinedCalls]:
     """Join the calls of a run whose prompt begins with all tokens of an earlier one, its reply included."""
-    joined: list[Conversation] = []
+    joined: list[JoinedCalls] = []
     for place, call in enumerate(calls):
         prompt, sampled = unpack_ids(call.prompt_ids), unpack_ids(call.sampled_ids)
         begun = [c for c in joined if np.array_equal(c.ids, prompt[: len(c.ids)])]
         conversation = max(begun, key=lambda c: len(c.ids), default=None)
         if conversation is None:
-            conversation = Conversation(prompt[:0])
+            conversation = JoinedCalls(prompt[:0])
             joined.append(conversation)
         conversation.calls.append((place, len(prompt), len(sampled)))
         conversation.ids = np.concatenate([prompt, sampled])
@@ -175,14 +175,14 @@ class Teacher:
                     crash.point("judge.teacher_answered")
                 answered[run.trajectory] = self.config.model
             except (TeacherError, HistoryGoneError) as error:
-                log.error("no teacher for a run", reason=str(error)[:500], **names)
+                logger.error("no teacher for a run", reason=str(error)[:500], **names)
 
         asked = [run for run in runs if run.model in self._models and run.split == "train"]
         with anyio.move_on_after(self.config.wait_s) as scope:
-            await gather(answer, asked, self.config.concurrency)
+            await concurrently(answer, asked, self.config.concurrency)
         if scope.cancelled_caught:
             missing = [run.trajectory for run in asked if run.trajectory not in answered]
-            log.error("no teacher for runs", reason="teacher.wait_s is over", trajectories=missing[:20])
+            logger.error("no teacher for runs", reason="teacher.wait_s is over", trajectories=missing[:20])
         return answered
 
     async def _answer(self, model: str, exchanges: Iterable[ExchangeRecorded]) -> TeacherAnswered:
@@ -201,7 +201,7 @@ class Teacher:
                 f"the run was sampled at temperature {temperatures[0]:g}, and a teacher's logprobs are those of "
                 "temperature 1: sample runs that it is to teach at temperature 1"
             )
-        asked = conversations(calls)
+        asked = join_calls(calls)
         tokens = sum(len(c.ids) for c in asked)
         if 0 < self.config.max_tokens < tokens:
             raise TeacherError(f"the run has {tokens} tokens, more than teacher.max_tokens")
@@ -214,17 +214,27 @@ class Teacher:
         in_order = zip(*(parts[i] for i in range(len(calls))), strict=True)
         logprobs, top_ids, top_logprobs = (np.concatenate(part).ravel().tolist() for part in in_order)
         return TeacherAnswered(
-            project=calls[0].project, trajectory=calls[0].trajectory, teacher=self.config.model, at=now_us(),
-            logprobs=pack_logprobs(logprobs), top_k=top_k, top_ids=pack_ids(top_ids),
-            top_logprobs=pack_logprobs(top_logprobs), requests=len(asked), tokens=tokens,
+            project=calls[0].project,
+            trajectory=calls[0].trajectory,
+            teacher=self.config.model,
+            at=now_us(),
+            logprobs=pack_logprobs(logprobs),
+            top_k=top_k,
+            top_ids=pack_ids(top_ids),
+            top_logprobs=pack_logprobs(top_logprobs),
+            requests=len(asked),
+            tokens=tokens,
             latency_s=time.monotonic() - began,
-        )  # fmt: skip
+        )
 
     async def _prompt_logprobs(self, ids: Ids, top_k: int) -> list[Any]:
         body = {
-            "model": self.config.model, "prompt": ids.tolist(), "max_tokens": 1, "prompt_logprobs": top_k,
+            "model": self.config.model,
+            "prompt": ids.tolist(),
+            "max_tokens": 1,
+            "prompt_logprobs": top_k,
             "temperature": 1.0,
-        }  # fmt: skip
+        }
         answer = await self._post(self.config.url.rstrip("/") + "/completions", body)
         try:
             said = answer["choices"][0]["prompt_logprobs"]
@@ -294,9 +304,7 @@ async def open_teacher(config: Config, broker: Broker) -> AsyncIterator[Teacher 
         try:
             await teacher.check()
         except TeacherError as error:
-            log.error(
-                "the teacher does not answer: runs train without it until it does", reason=str(error)[:500]
-            )
+            logger.error("the teacher does not answer: runs train without it until it does", reason=str(error)[:500])
         yield teacher
 
 

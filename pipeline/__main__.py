@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.commands import SDK, run_module
+from pipeline.commands.modules import SDK, run_module
 
 
 def main() -> None:
-    """Run `pipeline.cli`. Exits with 2 and one line where a package that the command needs is missing."""
+    """Run `pipeline.commands.main`. Exits with 2 and one line where a package that the command needs is missing."""
     if sys.argv[1:2] and sys.argv[1] in SDK:
         run_module(SDK[sys.argv[1]][0], sys.argv[2:])
     try:
-        from pipeline import cli
+        from pipeline.commands import main as cli
     except ModuleNotFoundError as missing:
         sys.stderr.write(
             f"journeywork: the package {missing.name} is not installed: this is the SDK for agent code alone. "

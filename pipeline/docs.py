@@ -80,9 +80,7 @@ def events_page() -> str:
         tag = events.wire_name(cls)
         parts.append(f"## `{tag}`\n")
         unique = " Its subject never holds more than one event." if cls.unique_subject else ""
-        parts.append(
-            f"{_doc(cls)}\n\nClass `{cls.__name__}`, stream `{streams.stream_of_subject(tag)}`.{unique}\n"
-        )
+        parts.append(f"{_doc(cls)}\n\nClass `{cls.__name__}`, stream `{streams.stream_of_subject(tag)}`.{unique}\n")
         parts.append(_fields(cls))
     parts.append("## Structs inside events\n")
     for struct in _structs():
@@ -154,8 +152,14 @@ def streams_page() -> str:
         table(
             "stream|subjects|holds|kept|share of `nats.max_bytes`, and at that limit|duplicate window",
             (
-                (f"`{s.name}`", _names(s.subjects), s.purpose, _days(s.max_age_s),
-                 f"{s.share:.0%}; {s.at_limit}", f"{s.duplicate_window_s:g} s")
+                (
+                    f"`{s.name}`",
+                    _names(s.subjects),
+                    s.purpose,
+                    _days(s.max_age_s),
+                    f"{s.share:.0%}; {s.at_limit}",
+                    f"{s.duplicate_window_s:g} s",
+                )
                 for s in streams.STREAMS
             ),
         ),
@@ -171,8 +175,16 @@ def streams_page() -> str:
         table(
             "consumer|stream|subjects|for|ack wait|max deliver|max ack pending|starts at",
             (
-                (f"`{c.name}`", f"`{c.stream}`", _names(c.subjects), c.purpose, f"{c.ack_wait_s:g} s",
-                 f"{c.max_deliver:,}", f"{c.max_ack_pending:,}", c.start)
+                (
+                    f"`{c.name}`",
+                    f"`{c.stream}`",
+                    _names(c.subjects),
+                    c.purpose,
+                    f"{c.ack_wait_s:g} s",
+                    f"{c.max_deliver:,}",
+                    f"{c.max_ack_pending:,}",
+                    c.start,
+                )
                 for c in streams.CONSUMERS
             ),
         ),
@@ -182,11 +194,9 @@ def streams_page() -> str:
             ((f"`{b.name}`", b.purpose, _days(b.max_age_s), f"{b.share:.1%}") for b in streams.buckets()),
         ),
         "## Key-value buckets\n",
-        table(
-            "bucket|keys|holds", ((f"`{k.name}`", _names(k.keys), k.purpose) for k in streams.KEY_VALUES)
-        ),
+        table("bucket|keys|holds", ((f"`{k.name}`", _names(k.keys), k.purpose) for k in streams.KEY_VALUES)),
         *_users_section(),
-    ]  # fmt: skip
+    ]
     return "\n".join(parts)
 
 

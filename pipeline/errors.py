@@ -47,9 +47,7 @@ class UndecodableError(HistoryGoneError):
     """A message of the log is no event of this version. It is among the dead letters."""
 
     def __init__(self, stream: str, seq: int) -> None:
-        super().__init__(
-            f"message {seq} of {stream}", "is no event of this version: see `journeywork dead list`"
-        )
+        super().__init__(f"message {seq} of {stream}", "is no event of this version: see `journeywork dead list`")
 
 
 class OtherEventError(HistoryGoneError):

@@ -21,7 +21,7 @@ class StreamSpec:
     subjects: tuple[str, ...]
     purpose: str
     max_age_s: float = 0.0
-    """How long events are kept, in seconds; 0: until `trainer.checkpoints.retention` deletes them."""
+    """How long events are kept, in seconds; 0: until `trainer.retention` deletes them."""
     share: float = 0.0
     """Share of `nats.max_bytes` that the stream may take on disk."""
     discard: Literal["new", "old"] = "new"
@@ -35,11 +35,7 @@ class StreamSpec:
     @property
     def at_limit(self) -> str:
         """What happens at the byte limit, for alarms and docs."""
-        return (
-            "the server refuses new events"
-            if self.discard == "new"
-            else "the server deletes the oldest events"
-        )
+        return "the server refuses new events" if self.discard == "new" else "the server deletes the oldest events"
 
 
 @dataclass(frozen=True)
@@ -71,9 +67,7 @@ STREAMS: tuple[StreamSpec, ...] = (
         duplicate_window_s=120.0,
     ),
     StreamSpec("GROUPS", ("group.>",), "scored and discarded groups", max_age_s=90 * DAY_S, share=0.1),
-    StreamSpec(
-        "POLICY", ("policy.>",), "checkpoints, promotions, adapter loads, evaluations, alarms", share=0.04
-    ),
+    StreamSpec("POLICY", ("policy.>",), "checkpoints, promotions, adapter loads, evaluations, alarms", share=0.04),
     # Dead letters must never block other streams. They are in Parquet too, and an alarm comes long before one is
     # deleted.
     StreamSpec(
@@ -115,8 +109,14 @@ CLAIMS_SHARE = 0.25
 """The size of a stream's bucket of large events, as a share of the stream's own share and in addition to it."""
 
 CONSUMERS: tuple[ConsumerSpec, ...] = (
-    ConsumerSpec("judge", "ROLLOUTS", ("rollout.completed.>", "rollout.signal.>"), "groups and scores", max_deliver=50,
-                 max_ack_pending=100_000),
+    ConsumerSpec(
+        "judge",
+        "ROLLOUTS",
+        ("rollout.completed.>", "rollout.signal.>"),
+        "groups and scores",
+        max_deliver=50,
+        max_ack_pending=100_000,
+    ),
     ConsumerSpec("judge-timers", "TIMERS", (f"{TIMER_DUE}.>",), "closes groups whose time is up", max_deliver=50),
     ConsumerSpec("trainer", "GROUPS", ("group.scored.>",), "takes optimizer steps", max_deliver=50, max_deaths=0),
     ConsumerSpec("store-rollouts", "ROLLOUTS", ("rollout.>",), "Parquet", max_ack_pending=200_000),
@@ -125,7 +125,7 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
     ConsumerSpec("store-dead", "DEAD", ("dead.>",), "Parquet", max_ack_pending=200_000),
     ConsumerSpec("telemetry-rollouts", "ROLLOUTS", ("rollout.>",), "spans", start="new"),
     ConsumerSpec("telemetry-groups", "GROUPS", ("group.>",), "spans", start="new"),
-)  # fmt: skip
+)
 
 RETRY_HEADER = "Journeywork-Retry"
 """Header of a dead letter that is delivered again: the one consumer that may use it. The others acknowledge it
@@ -204,9 +204,7 @@ def streams_with_ages(rollouts_max_age_s: float = 0.0) -> tuple[StreamSpec, ...]
     """Return the streams of events with `nats.rollouts_max_age_h` as the age of ROLLOUTS, in seconds; 0: that of the
     table."""
     return tuple(
-        dataclasses.replace(s, max_age_s=rollouts_max_age_s)
-        if s.name == "ROLLOUTS" and rollouts_max_age_s
-        else s
+        dataclasses.replace(s, max_age_s=rollouts_max_age_s) if s.name == "ROLLOUTS" and rollouts_max_age_s else s
         for s in STREAMS
     )
 
@@ -274,11 +272,7 @@ def gateway_key(project: str, gateway: str) -> str:
 
 def _key_token(name: str) -> str:
     """Escape the characters in `name` that NATS clients refuse in a key."""
-    return (
-        name
-        if name == "*"
-        else quote(name, safe="").replace(".", "%2E").replace("~", "%7E").replace("%", "=")
-    )
+    return name if name == "*" else quote(name, safe="").replace(".", "%2E").replace("~", "%7E").replace("%", "=")
 
 
 def trainer_consumer(branch: str) -> ConsumerSpec:

@@ -13,7 +13,7 @@ import anyio
 from pipeline.config import Config, ConfigError
 from pipeline.events import CheckpointPublished, Event, PolicyLoaded
 from pipeline.files import write_once
-from pipeline.log.broker import Broker, Recorded
+from pipeline.log.broker import Broker, LogEntry
 from pipeline.running.ports import host_and_port, http_url
 from pipeline.running.service import Ready
 from pipeline.security.server_key import api_key
@@ -103,7 +103,7 @@ async def _gateway_from_log(
 async def _follow_log(gateway: Gateway) -> None:
     """Apply new events as they arrive. Never returns. Raises `LogShrankError`."""
 
-    def changed(recorded: Recorded[Event]) -> None:
+    def changed(recorded: LogEntry[Event]) -> None:
         event = recorded.event
         gateway.members.policies_changed(event)
         if isinstance(event, CheckpointPublished):

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pipeline.docs
-from pipeline.command_line import command_parser, exit_on_error
 from pipeline.config import Config
 from pipeline.docs import GENERATED, table
+from pipeline.terminal.parsers import command_parser, exit_on_error
 from store.alarms.reading import threshold
 from store.alarms.table import ALARMS, PARAMETER, Alarm
 from store.reading import sql
@@ -45,7 +45,7 @@ def views_page() -> str:
 def runnable(alarm: Alarm) -> str:
     """Return the alarm's query for `journeywork sql`: with the default values of its parameters, and with the servers
     of the view `adapters` in place of the table `replicas`, which only the service has. A query over its tables
-    `fills`, `unwritten` or `parts` can't be run there."""
+    `fills` or `unwritten` can't be run there."""
     settings = Config().alarms
     values = {
         "threshold": f"{threshold(Config(), alarm):g}",
@@ -66,14 +66,11 @@ def alarms_page() -> str:
         GENERATED.format(source="`store/alarms/table.py`"),
         "docs/operations.md says how alarms are raised and where to look first. A query returns one row per model, "
         "server, consumer or stream that meets the condition. Run it with `journeywork sql`; it has the default "
-        "threshold. Exceptions are queries over `fills`, `unwritten`, `damaged` and `parts`, which only the service "
+        "threshold. Exceptions are queries over `fills`, `unwritten` and `damaged`, which only the service "
         "has.\n",
         table(
             "alarm|title|threshold|default",
-            (
-                (f"[`{a.name}`](#{a.name})", a.title, f"`{a.setting}`", f"{threshold(Config(), a):g}")
-                for a in ALARMS
-            ),
+            ((f"[`{a.name}`](#{a.name})", a.title, f"`{a.setting}`", f"{threshold(Config(), a):g}") for a in ALARMS),
         ),
     ]
     parts += [
@@ -84,11 +81,7 @@ def alarms_page() -> str:
     return "\n".join(parts)
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    **pipeline.docs.PAGES,
-    "views.md": views_page,
-    "alarms.md": alarms_page,
-}
+PAGES: dict[str, Callable[[], str]] = {**pipeline.docs.PAGES, "views.md": views_page, "alarms.md": alarms_page}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from store.lake.writer import Writer, store_consumers
 from store.showing.curves.task import Curves
 from store.showing.curves.trackers import check_trackers
 
-log = get_logger("store.service")
+logger = get_logger("store.service")
 
 _LOCK_RETRY_S = 2.0
 """Pause between two attempts to get the lock of the run directory."""
@@ -59,7 +59,7 @@ async def _prepare(lake: Lake) -> None:
     except LAKE_ERRORS as error:
         if not lake.storage.is_retryable(error):
             raise
-        log.warning(
+        logger.warning(
             "the lake can't be reached; events stay on the log until it can", folder=str(lake), why=str(error)
         )
 

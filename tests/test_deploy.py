@@ -19,7 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from pipeline.cli import _parser
+from pipeline.commands.main import _parser
 from pipeline.config import load
 from pipeline.running.plan import SERVICES, make_plan, vllm_command
 

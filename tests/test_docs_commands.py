@@ -14,7 +14,7 @@ from typing import Never
 
 import pytest
 
-from pipeline import cli
+from pipeline.commands import main as cli
 from tests.test_packaging import ROOT
 
 PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/README.md"))

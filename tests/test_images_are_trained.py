@@ -15,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from journeywork import Journeywork
-from pipeline.images import media_of
+from pipeline.chat.images import media_of
 from tests.kits.installation import started
 from tests.kits.vision import IMAGE, QUESTION, VOCABULARY, data_url, make_guesser, picture, torchvision
 

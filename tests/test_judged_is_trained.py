@@ -20,7 +20,7 @@ from judge.ruler import prompt
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.transcripts import from_exchanges
 from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
-from trainer.batches.sequences import TokenSequence, build
+from trainer.sequences import TokenSequence, build
 
 Message = dict[str, Any]
 ROOM = 10_000_000

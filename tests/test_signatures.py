@@ -9,11 +9,11 @@ import anyio
 import msgspec
 import pytest
 
+from pipeline.commands.status import read_log
 from pipeline.config import ConfigError, NatsConfig, SigningConfig, load
 from pipeline.events import CheckpointPublished, DeadLettered, decode, encode
 from pipeline.log.broker import Broker
 from pipeline.running.plan import make_plan
-from pipeline.running.status import read_log
 from pipeline.security import nkey, signing
 from rollout_gateway.serving.policies import Policies
 from tests.kits.events import checkpoint as checkpoint_of
@@ -65,11 +65,11 @@ def test_up_without_a_trainer_serves_signed_checkpoints_only(tmp_path: Path) -> 
     """It trusts the keys that the settings name, else its own, which a trainer of the same run directory uses."""
     settings = [f"run_dir={tmp_path}", 'vllm.urls=["http://x:1"]']
     planned, _ = make_plan(load(None, settings), ("gateway", "sampler"))
-    trust = signing.Trust(signing.trusting_own_key(planned).signing)
+    trust = signing.Trust(signing.trusting_own_key(planned.signing))
     assert "is not signed" in trust.objection(event())
     public = nkey.KeyPair(nkey.new_seed()).public
     planned, _ = make_plan(load(None, [*settings, f'signing.keys=["{public}"]']), ("gateway", "sampler"))
-    assert signing.trusting_own_key(planned).signing.keys == (public,)
+    assert signing.trusting_own_key(planned.signing).keys == (public,)
 
 
 async def letters(broker: Broker) -> list[str]:
@@ -96,8 +96,7 @@ async def test_forged_checkpoints_are_skipped(
 ) -> None:
     config = kit.settings(tiny_base, tmp_path / "run", nats_config, groups_per_step=1)
     seed = tmp_path / "checkpoints.nk"
-    config = msgspec.structs.replace(config, signing=SigningConfig(seed=str(seed)))
-    config = signing.trusting_own_key(config)
+    config = config.replace(signing=signing.trusting_own_key(SigningConfig(seed=str(seed))))
     public = nkey.load(seed).public
     assert config.signing.keys == (public,)
     trust = signing.Trust(config.signing)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import NatsConfig, with_values
+from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryCompleted
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.judge.kit import groups, judging
+from tests.kits.settings import with_values
 from tests.trainer import kit
 from tests.trainer.engine.test_vllm import play
 from tests.trainer.kit import running, steps_reach

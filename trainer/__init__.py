@@ -5,7 +5,10 @@
 | `service` | the service: recovery, batches, steps |
 | `intake` | scored groups from the log into the queues |
 | `queues` | the groups of a model that wait for a step |
+| `requested` | batches that agents request, until all their groups are there |
+| `sequences` | exchanges to exact token sequences and loss masks |
 | `recovery` | the start: from disk and log to the newest committed step |
+| `retention` | removal of adapters and events that nothing needs any more |
 | `lease` | one trainer of a branch trains, others wait |
 | `gpu_turns` | one GPU that the inference server and the trainer use by turns |
 | `learner` | one policy: from a batch of groups to a checkpoint on disk |

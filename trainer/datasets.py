@@ -27,33 +27,36 @@ from anyio.to_thread import run_sync
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from pipeline.chat.demonstrations import demonstrated_replies
 from pipeline.config import Config
-from pipeline.demonstrations import demonstrated_replies
 from pipeline.events import ExchangeRecorded, now_us, pack_ids
 from pipeline.log.broker import Broker
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.sequences import build
 from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.checkpoints.start import read_start
 from trainer.distillation.prompts import as_template_reads
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.recovery import catch_up
+from trainer.sequences import build
 from trainer.service import user_of
 from trainer.trl_trainers import plain_logprobs, trl_imports
 
 with trl_imports():
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-log = get_logger("trainer.datasets")
+logger = get_logger("trainer.datasets")
 
 Kind = Literal["sft", "dpo", "kto"]
 _TRAINERS: dict[Kind, tuple[Any, Any]] = {
-    "sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer), "kto": (KTOConfig, KTOTrainer)
-}  # fmt: skip
+    "sft": (SFTConfig, SFTTrainer),
+    "dpo": (DPOConfig, DPOTrainer),
+    "kto": (KTOConfig, KTOTrainer),
+}
 _COLUMNS: dict[Kind, tuple[set[str], ...]] = {
-    "sft": ({"messages"}, {"prompt", "completion"}, {"text"}), "dpo": ({"prompt", "chosen", "rejected"},),
+    "sft": ({"messages"}, {"prompt", "completion"}, {"text"}),
+    "dpo": ({"prompt", "chosen", "rejected"},),
     "kto": ({"prompt", "completion", "label"},),
-}  # fmt: skip
+}
 """The sets of columns that a format may have; the first one is what `journeywork dataset` writes."""
 _IGNORED = -100
 """Label of a token that isn't trained."""
@@ -91,9 +94,7 @@ async def adopt(config: Config, version: str, ready: Callable[[str], None]) -> N
     await take_step(config, begin_with, ready)
 
 
-async def take_step(
-    config: Config, make: Callable[[Learner, Path], PendingStep], ready: Callable[[str], None]
-) -> None:
+async def take_step(config: Config, make: Callable[[Learner, Path], PendingStep], ready: Callable[[str], None]) -> None:
     """Publish the checkpoint that `make` writes, given the learner of the first model at its newest step and a scratch
     folder. `ready` is called with the name of the new version."""
     with TemporaryDirectory() as scratch:
@@ -122,24 +123,33 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep) -> PendingStep:
     config_of, trainer_of = _TRAINERS[step.kind]
     on_cpu = model.device.type == "cpu"
     settings = config_of(
-        output_dir=str(scratch), use_cpu=on_cpu, bf16=not on_cpu, seed=step.seed, num_train_epochs=step.epochs,
-        learning_rate=step.learning_rate, per_device_train_batch_size=step.batch_size, max_length=step.max_length,
-        gradient_checkpointing=not on_cpu, report_to="none", save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(scratch),
+        use_cpu=on_cpu,
+        bf16=not on_cpu,
+        seed=step.seed,
+        num_train_epochs=step.epochs,
+        learning_rate=step.learning_rate,
+        per_device_train_batch_size=step.batch_size,
+        max_length=step.max_length,
+        gradient_checkpointing=not on_cpu,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     with plain_logprobs(model.device.type):
-        trainer = trainer_of(
-            model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer,
-        )  # fmt: skip
+        trainer = trainer_of(model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer)
         result = trainer.train()
     metrics = {
-        "dataset_loss": float(result.training_loss), "dataset_rows": float(len(table)),
-        "updates": float(result.global_step), "learning_rate": step.learning_rate,
+        "dataset_loss": float(result.training_loss),
+        "dataset_rows": float(len(table)),
+        "updates": float(result.global_step),
+        "learning_rate": step.learning_rate,
         "step_s": time.perf_counter() - began,
-    }  # fmt: skip
+    }
     after = learner.engine.state_with(state.step + 1, model.weights())
     after = dataclasses.replace(after, optimizer=state.optimizer, history=state.history | after.history)
     source = f"{step.kind}:sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
-    log.info("trained on a data set", source=source, **metrics)
+    logger.info("trained on a data set", source=source, **metrics)
     return learner.write_step(after, source=source, metrics=metrics, started_at=started_at)
 
 
@@ -149,15 +159,11 @@ def _table(file: Path, kind: Kind) -> pa.Table:
         table = pq.read_table(file)
         names = set(table.column_names)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise TrainerError(
-            f"{file} can't be read: name a folder that `journeywork dataset` wrote ({error})"
-        ) from error
+        raise TrainerError(f"{file} can't be read: name a folder that `journeywork dataset` wrote ({error})") from error
     columns = next((c for c in _COLUMNS[kind] if c <= names), None)
     if columns is None:
         lacking = _COLUMNS[kind][0] - names
-        raise TrainerError(
-            f"{file} has no column {min(lacking)!r}: write it with `journeywork dataset --as {kind}`"
-        )
+        raise TrainerError(f"{file} has no column {min(lacking)!r}: write it with `journeywork dataset --as {kind}`")
     return table.select([name for name in table.column_names if name in columns | {"tools", "replies"}])
 
 
@@ -200,6 +206,15 @@ def _calls(row: dict[str, Any], tokenizer: Any) -> Iterator[ExchangeRecorded]:
             for f in (reply.prompt, reply.whole)
         )
         yield ExchangeRecorded(
-            project="", trajectory="", seq=seq, model="", policy_version="", step=0, request=b"{}", response=b"{}",
-            prompt_ids=pack_ids(prompt), sampled_ids=pack_ids(reply.reply_ids(prompt, whole)), logprobs=b"",
-        )  # fmt: skip
+            project="",
+            trajectory="",
+            seq=seq,
+            model="",
+            policy_version="",
+            step=0,
+            request=b"{}",
+            response=b"{}",
+            prompt_ids=pack_ids(prompt),
+            sampled_ids=pack_ids(reply.reply_ids(prompt, whole)),
+            logprobs=b"",
+        )

@@ -28,6 +28,4 @@ def import_first(config: Config) -> None:
     except ModuleNotFoundError as error:
         if error.name != "unsloth":
             raise
-        raise ConfigError(
-            "trainer.engine: unsloth is not installed: install it, or set `transformers`"
-        ) from error
+        raise ConfigError("trainer.engine: unsloth is not installed: install it, or set `transformers`") from error

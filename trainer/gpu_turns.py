@@ -21,7 +21,7 @@ from pipeline.security.server_key import api_key
 from pipeline.telemetry.logs import get_logger
 from trainer.engine.model import PolicyModel
 
-log = get_logger("trainer")
+logger = get_logger("trainer")
 
 _MOVE_S = 300.0
 """Longest time for moving a server's weights; calls that run may take `gateway.replicas.timeout_s` more."""
@@ -85,7 +85,7 @@ class GpuTurns:
             try:
                 response = await self._client.post(f"{url}/{action}")
             except httpx.ConnectError as error:
-                log.warning("the inference server does not answer", url=url, action=action, exc=error)
+                logger.warning("the inference server does not answer", url=url, action=action, exc=error)
                 continue
             if response.status_code == httpx.codes.NOT_FOUND:
                 raise ConfigError(

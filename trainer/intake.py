@@ -7,7 +7,6 @@ dead letters.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -21,14 +20,15 @@ from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.messages import Place
 from pipeline.names import branch_model
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Refusal, TrainingGroup, trainable_members
-from trainer.batches.tasks import WINDOW, EarlierRuns
+from trainer.batches.groups import AdmittedGroup, Refusal, trainable_members
+from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns
 from trainer.checkpoints.commits import LogShrankError
 from trainer.checkpoints.consumed import Consumed
-from trainer.queues import ModelQueue, RequestedBatch
+from trainer.queues import ModelQueue
 from trainer.recovery import unacknowledged
+from trainer.requested import batches_to_end
 
-log = get_logger("trainer")
+logger = get_logger("trainer")
 
 _CONSUMED_KEPT = 10_000
 """With more places of consumed groups in memory, those that the server has acknowledged are dropped."""
@@ -60,7 +60,7 @@ class Intake:
         for name, queue in self.queues.items():
             scored = await self._broker.read(
                 GroupScored, project=self._config.project, model=name, branch=self._config.trainer.branch, split="val"
-            )  # fmt: skip
+            )
             await self._record_validation(queue, [r.event for r in scored if r.seq <= last_seq])
         self._validated_to = last_seq
         self._redeliveries, groups = await unacknowledged(self._broker, self.consumer, self.consumed)
@@ -70,13 +70,11 @@ class Intake:
     async def run(self, consumption: Consumption) -> None:
         """Queue the groups that are delivered. Runs until cancelled."""
         while True:
-            for delivery in await self._broker.retry(
-                partial(consumption.batch, 256), "groups were not delivered"
-            ):
+            for delivery in await self._broker.retry(partial(consumption.batch, 256), "groups were not delivered"):
                 if isinstance(delivery.event, GroupScored):
                     await self._admit(delivery.event, delivery.place, delivery)
                 else:
-                    log.warning("event skipped: it is not a scored group", subject=delivery.subject)
+                    logger.warning("event skipped: it is not a scored group", subject=delivery.subject)
                     await delivery.ack()
                 self._redeliveries -= delivery.deliveries > 1
             self._redelivered.set()
@@ -104,48 +102,50 @@ class Intake:
                 "trainer again: it reads the log anew"
             )
         self.newest = max(self.newest, place)
-        # Groups of other branches wait for a trainer of their own. Runs of a branch's versions, which evaluations play,
-        # are trained by none.
-        of_branch = any(event.model.startswith(branch_model(name, "")) for name in self.queues)
-        if place in self.consumed or event.branch != self._config.trainer.branch or of_branch:
+        queue = self.queues.get(event.model) if event.project == self._config.project else None
+        if place in self.consumed or not self._is_of_branch(event):
             if delivery is not None:
                 await delivery.ack()
-            return
-        group = TrainingGroup(event, place, delivery)
-        queue = self.queues.get(event.model)
-        if queue is None or event.project != self._config.project:
+        elif queue is None:
             await self.dead_letter(
-                group, "unknown_model",
+                AdmittedGroup(event, place, delivery),
+                "unknown_model",
                 f"no model of this trainer is {event.model} of project {event.project}: after a start with that model, "
                 "`journeywork dead retry` trains it",
-            )  # fmt: skip
-            return
-        for waiting in queue.groups():
-            # Names first: thousands of groups may wait, and a subject takes time to build.
-            if waiting.event.group == event.group and waiting.event.subject() == event.subject():
-                # The same group: delivered again, or scored again after the log lost its first event.
-                waiting.place, waiting.delivery = place, delivery
-                await self._attach_earlier_runs(queue, waiting)
-                return
-        await queue.begin_requested(event, self._broker, self.consumer.name)
-        await self._attach_earlier_runs(queue, group)
+            )
+        elif (held := queue.find(event)) is not None:
+            held.place, held.delivery = place, delivery
+            held.earlier = await self._earlier_runs(queue, held.event, place.seq)
+        else:
+            await self._queue_or_discard(queue, AdmittedGroup(event, place, delivery))
+
+    def _is_of_branch(self, event: GroupScored) -> bool:
+        """Whether a group is of the trained branch. Groups of other branches wait for a trainer of their own. Runs of a
+        branch's versions, which evaluations play, are trained by none."""
+        played = any(event.model.startswith(branch_model(name, "")) for name in self.queues)
+        return event.branch == self._config.trainer.branch and not played
+
+    async def _queue_or_discard(self, queue: ModelQueue, group: AdmittedGroup) -> None:
+        event, seq = group.event, group.place.seq
+        await queue.requested.begin(event)
+        group.earlier = await self._earlier_runs(queue, event, seq)
         refusal = await self.consumed.refuse_repeated(event, self._broker)
         if refusal is None:
-            if place.seq > self._validated_to:
+            if seq > self._validated_to:
                 await self._record_validation(queue, [event])
             refusal = group.refusal(queue.step, queue.settings_of(event.batch))
         if refusal is not None:
             await self.discard(queue, group, refusal)
-            return
-        queue.add(group)
-        self.changed.set()
+        else:
+            queue.add(group)
+            self.changed.set()
 
-    async def _attach_earlier_runs(self, queue: ModelQueue, group: TrainingGroup) -> None:
-        """Set `group.earlier`, if its step compares runs with the earlier runs of their task.
+    async def _earlier_runs(self, queue: ModelQueue, event: GroupScored, seq: int) -> EarlierReturns:
+        """Return the earlier runs of the group's task, if its step compares runs with them.
 
         The queue's earlier runs are read from the log when the first group asks for those of its discount. Every group
         is added to them, because later ones may be compared with it; one that is delivered again changes nothing."""
-        event, seq, kept = group.event, group.place.seq, queue.earlier_runs
+        kept = queue.earlier_runs
         loss = queue.settings_of(event.batch).loss
         asked, discount = loss.baseline == "task", loss.turn_discount
         if asked and discount not in kept:
@@ -153,15 +153,17 @@ class Intake:
                 del kept[next(iter(kept))]
             kept[discount] = EarlierRuns(discount)
             for recorded in await self._broker.read(
-                GroupScored, project=event.project, model=event.model, branch=event.branch,
+                GroupScored,
+                project=event.project,
+                model=event.model,
+                branch=event.branch,
                 # A group that is not acknowledged may come again: begin a window before the oldest of them.
                 start_seq=max(min(await self._ack_floor() + 1, seq) - WINDOW, 1),
-            ):  # fmt: skip
+            ):
                 kept[discount].add(recorded.event, trainable_members(recorded.event), recorded.seq)
         for earlier_runs in kept.values():
-            earlier_runs.add(event, group.members, seq)
-        if asked:
-            group.earlier = kept[discount].before(event, seq)
+            earlier_runs.add(event, trainable_members(event), seq)
+        return kept[discount].before(event, seq) if asked else EarlierReturns()
 
     async def _ack_floor(self) -> int:
         """The sequence up to which the server knows every acknowledgement."""
@@ -173,40 +175,56 @@ class Intake:
         if validation.record(groups) and validation.best is not None:
             await run_sync(queue.learner.checkpoints.set_best, validation.best)  # it waits for the disk
 
-    async def discard(self, queue: ModelQueue, group: TrainingGroup, refusal: Refusal) -> None:
+    async def discard(self, queue: ModelQueue, group: AdmittedGroup, refusal: Refusal) -> None:
         """Publish that a group is not trained and why, and acknowledge it."""
-        event = group.event
-        if refusal.reason == "stale" and group.sequences is None:
-            await queue.histories.read(group)  # sets `duration_s`, which shows whether long tasks starve
+        event, duration_s = group.event, refusal.duration_s
+        if refusal.reason == "stale" and duration_s is None:  # it shows whether long tasks starve
+            read = await queue.histories.read(group)
+            duration_s = read.duration_s if isinstance(read, Refusal) else read.history.duration_s
         await self._broker.publish(
             GroupDiscarded(
-                project=event.project, group=event.group, model=event.model,
-                trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
-                split=event.split, detail=refusal.detail, version=queue.learner.version,
-                duration_s=group.duration_s, branch=event.branch, owner=event.owner, judge=event.judge,
+                project=event.project,
+                group=event.group,
+                model=event.model,
+                trajectories=tuple(m.trajectory for m in event.members),
+                reason=refusal.reason,
+                by="trainer",
+                split=event.split,
+                detail=refusal.detail,
+                version=queue.learner.version,
+                duration_s=duration_s or 0.0,
+                branch=event.branch,
+                owner=event.owner,
+                judge=event.judge,
             )
-        )  # fmt: skip
+        )
         if refusal.reason != "repeated":  # its rewards were counted when it was trained
             rewards = [m.reward for m in group.members]
             queue.learner.record_discarded(rewards, equal=refusal.reason == "no_variance")
-        queue.settle(event)
-        log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
+        queue.requested.settle(event)
+        logger.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
         await self._finish(group)
 
-    async def dead_letter(self, group: TrainingGroup, reason: str, detail: str) -> None:
+    async def dead_letter(self, group: AdmittedGroup, reason: str, detail: str) -> None:
         """Move a group that can't be trained to the dead letters, so that it is not delivered again."""
         event = group.event
         await self._broker.publish(
             DeadLettered(
-                project="", stream=self.consumer.stream, stream_seq=group.place.seq, stream_at=group.place.at,
-                original_subject=event.subject(), consumer=self.consumer.name, reason=reason, detail=detail,
+                project="",
+                stream=self.consumer.stream,
+                stream_seq=group.place.seq,
+                stream_at=group.place.at,
+                original_subject=event.subject(),
+                consumer=self.consumer.name,
+                reason=reason,
+                detail=detail,
                 payload=encode(event),
             )
-        )  # fmt: skip
-        log.error("group moved to the dead letters", group=event.group, reason=reason, detail=detail)
+        )
+        logger.error("group moved to the dead letters", group=event.group, reason=reason, detail=detail)
         await self._finish(group)
 
-    async def _finish(self, group: TrainingGroup) -> None:
+    async def _finish(self, group: AdmittedGroup) -> None:
         """Acknowledge a group that is not trained. Its batch may be complete without it."""
         self.consumed.add(group.place)
         self.changed.set()
@@ -218,36 +236,16 @@ class Intake:
     async def refuse_stale_batches(self, queue: ModelQueue) -> None:
         """Discard the groups of incomplete requested batches that became too old. Their agent may have died before it
         completed the others."""
-        for group in [group for batch in queue.incomplete() for group in batch.groups]:
+        for group in [group for batch in queue.requested.incomplete() for group in batch.groups]:
             if refusal := group.refusal(queue.step, queue.settings_of(group.event.batch)):
                 await self.discard(queue, group, refusal)
 
     async def _end_incomplete_batches(self) -> None:
-        """Discard the groups of requested batches to which nothing came for `trainer.batch_timeout_s`.
+        """Discard the groups of requested batches that are to end.
 
         At most half of the groups that the log delivers without an acknowledgement may wait for others of their batch:
-        with all of them, the log would deliver no more. Beyond that, the owner with most of them loses the oldest."""
-        now = anyio.current_time()
-        batches = [(queue, batch) for queue in self.queues.values() for batch in queue.incomplete()]
-        waiting: dict[str, deque[tuple[ModelQueue, RequestedBatch]]] = {}
-        for queue, batch in batches:
-            timeout_s = queue.settings.batch_timeout_s
-            if now - batch.changed < timeout_s:
-                waiting.setdefault(batch.request.owner, deque()).append((queue, batch))
-                continue
-            why = f"no group of batch {batch.request.id} was scored or discarded for {timeout_s:g} s"
-            await self._end_batch(queue, batch, why)
-        bound = self.consumer.max_ack_pending // 2
-        counts = Counter(
-            {owner: sum(len(b.groups) for _, b in of_owner) for owner, of_owner in waiting.items()}
-        )
-        while counts.total() > bound:
-            owner, count = counts.most_common(1)[0]
-            queue, batch = waiting[owner].popleft()
-            counts[owner] -= len(batch.groups)
-            why = f"{count} groups of key {owner!r} wait for others of their batches, of {bound} for all keys"
-            await self._end_batch(queue, batch, why)
-
-    async def _end_batch(self, queue: ModelQueue, batch: RequestedBatch, why: str) -> None:
-        for group in list(batch.groups):
-            await self.discard(queue, group, Refusal("incomplete", why))
+        with all of them, the log would deliver no more."""
+        requested = {name: queue.requested for name, queue in self.queues.items()}
+        for name, batch, why in batches_to_end(requested, self.consumer.max_ack_pending // 2):
+            for group in list(batch.groups):
+                await self.discard(self.queues[name], group, Refusal("incomplete", why))

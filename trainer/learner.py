@@ -17,23 +17,15 @@ from typing import Any
 import msgspec
 
 from pipeline import crash
+from pipeline.chat.sampling import sampling_of
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, config_hash, with_batch_settings
-from pipeline.events import (
-    STATE_FILE,
-    CheckpointPublished,
-    GroupDiscarded,
-    TrainingBatch,
-    now_us,
-    pack_seqs,
-)
+from pipeline.events import STATE_FILE, CheckpointPublished, GroupDiscarded, TrainingBatch, now_us, pack_seqs
 from pipeline.names import version_name
-from pipeline.sampling import sampling_of
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import cap_graders
-from trainer.batches.groups import TrainingGroup
+from trainer.batches.groups import GroupWithHistory
 from trainer.batches.metrics import group_metrics, replay_metrics
 from trainer.batches.sampling import defaults_of
-from trainer.batches.sequences import TokenSequence
 from trainer.checkpoints.checkpoint import Checkpoints, Manifest, batch_id, pack, passed_over_if_damaged
 from trainer.checkpoints.compatibility import require_compatible
 from trainer.checkpoints.start import Start
@@ -46,8 +38,9 @@ from trainer.engine.late import LateRunsError, is_late
 from trainer.engine.model import load_settings
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import StepResult, TrainState, UntrainableError, Weights
+from trainer.sequences import TokenSequence
 
-log = get_logger("trainer.learner")
+logger = get_logger("trainer.learner")
 
 MAX_ATTEMPTS = 10
 """After the process died this many times while it computed the same batch, the batch is not computed again."""
@@ -83,12 +76,14 @@ class Learner:
         self.sampling_defaults = defaults_of(engine.model.peft.get_base_model(), config.vllm.flags)
         """Sampling parameters that the inference server uses where a request names none."""
         if unsupported := sampling_of(b"{}", self.sampling_defaults).unsupported:
-            log.error(
+            logger.error(
                 "replies sampled with the inference server's default penalty are not trained, because the trainer "
                 "can't compute it: start vLLM with --generation-config vllm (vllm.args), or switch the penalty off "
                 "in the requests",
-                model=model.name, base=model.base, setting=unsupported,
-            )  # fmt: skip
+                model=model.name,
+                base=model.base,
+                setting=unsupported,
+            )
         text_config = engine.model.peft.get_base_model().config.get_text_config()
         longest = engine.model.longest or getattr(text_config, "max_position_embeddings", None)
         self.prompts = (
@@ -145,10 +140,11 @@ class Learner:
         self.engine.model.load_adapter(state.weights)
         self.state = state
         if STATE_FILE not in files:
-            log.warning(
-                "optimizer state lost: training continues from the adapter in the log", version=event.version,
+            logger.warning(
+                "optimizer state lost: training continues from the adapter in the log",
+                version=event.version,
                 checkpoints=str(self.checkpoints.folder),
-            )  # fmt: skip
+            )
 
     def _state_of(self, step: int, files: Mapping[str, bytes]) -> TrainState:
         if STATE_FILE in files:
@@ -213,18 +209,14 @@ class Learner:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self,
-        batch: Sequence[TrainingGroup],
-        request: TrainingBatch | None = None,
-    ) -> PendingStep:
+    def train_step(self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None) -> PendingStep:
         """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
 
         The groups have their sequences, with stale tokens as context. `request` may hold settings for this step.
         Raises `UntrainableError` if the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it
         computed the batch."""
         began, started_at = time.perf_counter(), now_us()
-        places = [g.place for g in batch]  # before the computation: the intake may replace a group's place
+        places = [g.admitted.place for g in batch]  # before the computation: the intake may replace a group's place
         settings = self.settings_for(request)
         discarded, equal_groups = len(self.discarded_rewards), self.equal_groups
         result = self._compute(batch, settings, MAX_ATTEMPTS)
@@ -236,10 +228,15 @@ class Learner:
         metrics["step_s"] = time.perf_counter() - began
         metrics["gpu_s"] = metrics["step_s"] * self.engine.passes.processes
         manifest, files = self._write(
-            result.state, batch, settings, dropped=result.dropped,
-            group_seqs=pack_seqs([p.seq for p in places]), group_times=pack_seqs([p.at for p in places]),
-            metrics=metrics, started_at=started_at,
-        )  # fmt: skip
+            result.state,
+            batch,
+            settings,
+            dropped=result.dropped,
+            group_seqs=pack_seqs([p.seq for p in places]),
+            group_times=pack_seqs([p.at for p in places]),
+            metrics=metrics,
+            started_at=started_at,
+        )
         return PendingStep(manifest, files, result.state, discarded, equal_groups)
 
     def write_step(self, state: TrainState, **fields: Any) -> PendingStep:
@@ -250,7 +247,7 @@ class Learner:
     def _write(
         self,
         state: TrainState,
-        batch: Sequence[TrainingGroup],
+        batch: Sequence[GroupWithHistory],
         settings: TrainerConfig,
         *,
         dropped: Sequence[TokenSequence] = (),
@@ -263,14 +260,24 @@ class Learner:
         version = version_name(self.model.name, state.step)
         digest = hashlib.sha256(archive).hexdigest()
         event = CheckpointPublished(
-            project=self.config.project, at=now_us(), model=self.model.name, step=state.step, version=version,
-            parent=self.version, batch_id=self._batch_id(batch, settings), groups=tuple(g.event.group for g in batch),
-            config_hash=config_hash(settings), base_model=self.model.base, base_digest=self.engine.model.base_digest,
-            adapter=f"{self.config.project}/{version}/{digest[:16]}", adapter_sha256=digest,
+            project=self.config.project,
+            at=now_us(),
+            model=self.model.name,
+            step=state.step,
+            version=version,
+            parent=self.version,
+            batch_id=self._batch_id(batch, settings),
+            groups=tuple(g.event.group for g in batch),
+            config_hash=config_hash(settings),
+            base_model=self.model.base,
+            base_digest=self.engine.model.base_digest,
+            adapter=f"{self.config.project}/{version}/{digest[:16]}",
+            adapter_sha256=digest,
             adapter_bytes=len(archive),
             files={name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
-            branch=self.config.trainer.branch, **fields,
-        )  # fmt: skip
+            branch=self.config.trainer.branch,
+            **fields,
+        )
         discarded = _too_large(batch, dropped, version)
         manifest = Manifest(event=event, config=msgspec.to_builtins(settings), discarded=discarded)
         crash.point("trainer.before_checkpoint")
@@ -278,8 +285,8 @@ class Learner:
         return manifest, files
 
     def faults(
-        self, batch: Sequence[TrainingGroup], request: TrainingBatch | None = None
-    ) -> dict[TrainingGroup, str]:
+        self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None
+    ) -> dict[GroupWithHistory, str]:
         """Find out which groups of a batch that could not be trained are at fault: a step is computed over each alone
         and abandoned. Returns them with the reason. Blocks."""
         settings = self.settings_for(request)
@@ -294,12 +301,10 @@ class Learner:
             self.checkpoints.clear_attempts(self._batch_id([group], settings))
         return faults
 
-    def late_groups(
-        self, batch: Sequence[TrainingGroup], request: TrainingBatch | None
-    ) -> list[TrainingGroup]:
+    def late_groups(self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None) -> list[GroupWithHistory]:
         """Return the groups of a batch with late sequences (`trainer.late`)."""
         settings = self.settings_for(request)
-        return [g for g in batch if any(is_late(s, self.state.step, settings) for s in g.sequences or ())]
+        return [g for g in batch if any(is_late(s, self.state.step, settings) for s in g.sequences)]
 
     def settings_for(self, request: TrainingBatch | None) -> TrainerConfig:
         """The settings of a step. Raises `UntrainableError` if those that the request chose can't be used."""
@@ -310,23 +315,19 @@ class Learner:
         except ConfigError as error:
             raise UntrainableError(f"the batch's settings can't be used: {error}") from error
 
-    def _batch_id(self, batch: Sequence[TrainingGroup], settings: TrainerConfig) -> str:
+    def _batch_id(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig) -> str:
         return batch_id(self.version, tuple(g.event.group for g in batch), config_hash(settings))
 
-    def _compute(
-        self, batch: Sequence[TrainingGroup], settings: TrainerConfig, max_attempts: int
-    ) -> StepResult:
+    def _compute(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig, max_attempts: int) -> StepResult:
         """Compute a step. The state is unchanged. Raises `UntrainableError`."""
         attempt = self.checkpoints.count_attempt(self._batch_id(batch, settings))
         if attempt > max_attempts:
-            raise UntrainableError(
-                f"the trainer died or failed {max_attempts} times while it computed this batch"
-            )
+            raise UntrainableError(f"the trainer died or failed {max_attempts} times while it computed this batch")
         self.engine.configure(settings)
         if self.engine.model.lockstep:  # its processes can't try again when one of them runs out of memory
             budget = self.engine.passes.budget
             budget.tokens = max(1, settings.memory.tokens_per_batch >> (attempt - 1))
-        group_of = [i for i, g in enumerate(batch) for _ in g.sequences or ()]
+        group_of = [i for i, g in enumerate(batch) for _ in g.sequences]
         made, metrics = cap_graders(batch, settings, self.config.feedback.max_share)
         result = self.engine.step(self.state, made, group_of)
         return dataclasses.replace(result, metrics=result.metrics | metrics)
@@ -342,21 +343,31 @@ class Learner:
 
 
 def _too_large(
-    batch: Sequence[TrainingGroup], dropped: Sequence[TokenSequence], version: str
+    batch: Sequence[GroupWithHistory], dropped: Sequence[TokenSequence], version: str
 ) -> tuple[GroupDiscarded, ...]:
     """Return a `too_large` discard for each group with `dropped` sequences. It names the trajectories of these."""
     names = {sequence.trajectory for sequence in dropped}
     groups = [(g, tuple(m.trajectory for m in g.members if m.trajectory in names)) for g in batch]
     return tuple(
         GroupDiscarded(
-            project=g.event.project, group=g.event.group, model=g.event.model, trajectories=trajectories,
-            reason="too_large", by="trainer", split=g.event.split, version=version, duration_s=g.duration_s,
+            project=g.event.project,
+            group=g.event.group,
+            model=g.event.model,
+            trajectories=trajectories,
+            reason="too_large",
+            by="trainer",
+            split=g.event.split,
+            version=version,
+            duration_s=g.history.duration_s,
             detail="one of their sequences is longer than the trainer's model takes, or a pass over it alone does not "
             "fit into memory; the rest of the group was trained",
-            branch=g.event.branch, owner=g.event.owner, judge=g.event.judge,
+            branch=g.event.branch,
+            owner=g.event.owner,
+            judge=g.event.judge,
         )
-        for g, trajectories in groups if trajectories
-    )  # fmt: skip
+        for g, trajectories in groups
+        if trajectories
+    )
 
 
 Shape = tuple[object, ...]

@@ -28,7 +28,7 @@ from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.commits import TrainerError
 
-log = get_logger("trainer.lease")
+logger = get_logger("trainer.lease")
 
 _TTL_S = 10.0
 _RENEW_S = 3.0
@@ -78,7 +78,7 @@ class Lease:
                         "next start"
                     )
             except BrokerError as error:
-                log.warning("the lease was not renewed", reason=str(error))
+                logger.warning("the lease was not renewed", reason=str(error))
 
     async def release(self) -> None:
         """Let a waiting trainer go on at once."""

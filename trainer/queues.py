@@ -5,42 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import anyio
-
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import TrainerConfig
-from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrainingBatch
-from pipeline.log.broker import Broker
-from pipeline.log.subjects import subject_filter
-from pipeline.names import is_name
-from trainer.batches.groups import TrainingGroup
+from pipeline.events import GroupScored, TrainingBatch
+from trainer.batches.groups import AdmittedGroup, GroupWithHistory, Refusal
 from trainer.batches.histories import Histories
 from trainer.batches.tasks import EarlierRuns
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner
+from trainer.requested import RequestedBatches, insert_in_order
 
 
 @dataclass(eq=False)
-class RequestedBatch:
-    """Groups that their agent wants to be trained together, in a step of their own."""
+class Batch:
+    """The groups of a step that is being filled, computed or committed."""
 
-    request: TrainingBatch
-    groups: list[TrainingGroup] = field(default_factory=list)
-    """Those that wait, in stream order."""
-    settled: set[str] = field(default_factory=set)
-    """Names of the groups that wait or were discarded."""
-    changed: float = field(default_factory=anyio.current_time)
-    """When the last of its groups began to wait or was discarded, in the event loop's time."""
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Its owner and id, by which it is known."""
-        return self.request.owner, self.request.id
-
-    @property
-    def complete(self) -> bool:
-        return self.settled.issuperset(self.request.groups)
+    groups: list[GroupWithHistory] = field(default_factory=list)
+    request: TrainingBatch | None = None
+    """`None` for a step of any groups."""
 
 
 @dataclass(eq=False)
@@ -49,14 +32,14 @@ class ModelQueue:
 
     learner: Learner
     histories: Histories
-    waiting: deque[TrainingGroup] = field(default_factory=deque)
+    requested: RequestedBatches
+    waiting: deque[AdmittedGroup] = field(default_factory=deque)
     """The waiting groups of no requested batch, in stream order."""
-    requested: dict[tuple[str, str], RequestedBatch] = field(default_factory=dict)
-    """The requested batches by owner and id, in the order in which their first group came."""
-    batch: list[TrainingGroup] = field(default_factory=list)
-    """The groups of the step that is being filled, computed or committed."""
-    request: TrainingBatch | None = None
-    """The request that `batch` is for; `None` for a step of any groups."""
+    read_ahead: dict[AdmittedGroup, GroupWithHistory] = field(default_factory=dict)
+    """Those of them whose exchanges are read."""
+    candidates: list[AdmittedGroup] = field(default_factory=list)
+    """Groups on their way from the queue to the batch."""
+    batch: Batch = field(default_factory=Batch)
     earlier_runs: dict[float, EarlierRuns] = field(default_factory=dict)
     """By `loss.turn_discount`, which a requested batch may choose: those of the discounts with which a group was
     compared with them (`trainer.loss.baseline`)."""
@@ -84,87 +67,76 @@ class ModelQueue:
     @property
     def full(self) -> bool:
         """Whether there are enough groups for a step, if none of them is refused."""
-        if any(batch.complete for batch in self.requested.values()):
+        if self.requested.complete is not None:
             return True
-        return len(self.batch) + len(self.waiting) >= self.settings.groups_per_step
+        return len(self.batch.groups) + len(self.waiting) >= self.settings.groups_per_step
 
     @property
     def first_seq(self) -> int:
         """Stream sequence of the first group held here; 0 if none is."""
         return next((group.place.seq for group in self.groups()), 0)
 
-    def groups(self) -> Iterator[TrainingGroup]:
+    def groups(self) -> Iterator[AdmittedGroup]:
         """Yield all groups that wait or are in the batch."""
         yield from self.waiting
-        yield from self.batch
-        for batch in self.requested.values():
-            yield from batch.groups
+        yield from (group.admitted for group in self.batch.groups)
+        yield from self.candidates
+        yield from self.requested.groups()
 
-    def add(self, group: TrainingGroup) -> None:
-        """Queue a group in stream order. A redelivered group may come behind newer ones."""
-        request = group.event.batch
-        if request is None:
-            index = _index(self.waiting, group)
-            self.waiting.insert(index, group)
-            return
-        batch = self.requested[request.owner, request.id]
-        batch.groups.insert(_index(batch.groups, group), group)
-        batch.settled.add(group.event.group)
-        batch.changed = anyio.current_time()
+    def find(self, event: GroupScored) -> AdmittedGroup | None:
+        """Return the group of an event that is held here: it was delivered again, or scored again after the log lost
+        its first event."""
+        for group in self.groups():
+            # Names first: thousands of groups may wait, and a subject takes time to build.
+            if group.event.group == event.group and group.event.subject() == event.subject():
+                return group
+        return None
 
-    async def begin_requested(self, event: GroupScored, broker: Broker, consumer: str) -> None:
-        """Begin the requested batch of a group, if it is the first one of it here. Groups of the batch that were
-        discarded before, or are dead letters of `consumer`, count as settled."""
-        request = event.batch
-        if request is None or (request.owner, request.id) in self.requested:
-            return
-        batch = self.requested[request.owner, request.id] = RequestedBatch(request)
-        names = [name for name in request.groups if is_name(name)]
-        batch.settled.update(set(request.groups).difference(names))  # no group can have such a name
-        for name in names:
-            keys: dict[str, Any] = {"project": event.project, "model": event.model, "group": name}
-            discards = await broker.read(GroupDiscarded, **keys)
-            where = event.branch, event.split
-            if any(
-                (e.branch, e.split) == where and e.reason != "too_large" for e in (r.event for r in discards)
-            ):
-                batch.settled.add(name)
-        letters = await broker.read(DeadLettered, stream="GROUPS", consumer=consumer)
-        subjects = [letter.event.original_subject for letter in letters]
-        for name in names:
-            prefix = subject_filter(GroupScored, project=event.project, model=event.model, group=name)
-            if any(subject.startswith(prefix.removesuffix(">")) for subject in subjects):
-                batch.settled.add(name)
+    def add(self, group: AdmittedGroup) -> None:
+        """Queue a group in stream order. That of a requested batch has begun it (`RequestedBatches.begin`)."""
+        if group.event.batch is None:
+            insert_in_order(self.waiting, group)
+        else:
+            self.requested.add(group.event.batch, group)
 
-    def settle(self, event: GroupScored) -> None:
-        """Let the requested batch of a discarded group go on without it."""
-        request = event.batch
-        batch = self.requested.get((request.owner, request.id)) if request is not None else None
-        if batch is None:
-            return
-        batch.settled.add(event.group)
-        batch.changed = anyio.current_time()
-        batch.groups = [group for group in batch.groups if group.event.group != event.group]
-        if not batch.groups:
-            del self.requested[batch.key]  # the next group of it, if there is one, begins it again
-
-    def incomplete(self) -> list[RequestedBatch]:
-        """Return the requested batches that are not complete, oldest first."""
-        return [batch for batch in self.requested.values() if not batch.complete]
-
-    def take_complete_batch(self) -> bool:
-        """Make the first complete requested batch the batch of the next step. Returns whether there is one."""
-        complete = next((b for b in self.requested.values() if b.complete), None)
+    def take_requested(self) -> bool:
+        """Make the groups of the first complete requested batch the candidates of the next step. Returns whether there
+        is one."""
+        complete = self.requested.take_complete()
         if complete is None:
             return False
-        self.waiting.extendleft(reversed(self.batch))  # groups of a step that was not full yet
-        self.batch, self.request = complete.groups, complete.request
-        del self.requested[complete.key]
+        # Groups of a step that was not full yet.
+        self.waiting.extendleft(group.admitted for group in reversed(self.batch.groups))
+        self.read_ahead |= {group.admitted: group for group in self.batch.groups}
+        self.batch, self.candidates = Batch(request=complete.request), complete.groups
         return True
 
+    def take_waiting(self) -> bool:
+        """Make waiting groups the candidates for what the batch lacks. Returns whether there are any."""
+        missing = self.settings.groups_per_step - len(self.batch.groups)
+        self.candidates = [self.waiting.popleft() for _ in range(min(missing, len(self.waiting)))]
+        return bool(self.candidates)
 
-def _index(groups: deque[TrainingGroup] | list[TrainingGroup], group: TrainingGroup) -> int:
-    index = len(groups)
-    while index and groups[index - 1].place.seq > group.place.seq:
-        index -= 1
-    return index
+    def drop(self, group: AdmittedGroup) -> None:
+        """Take a refused group out of the candidates or the batch."""
+        self.candidates = [g for g in self.candidates if g is not group]
+        self.batch.groups = [g for g in self.batch.groups if g.admitted is not group]
+
+    async def read_candidates(self) -> list[tuple[AdmittedGroup, GroupWithHistory | Refusal]]:
+        """Read the exchanges of the candidates, where they are not read yet."""
+        groups = self.candidates
+        read = await concurrently(self._read, groups)
+        for group in groups:
+            self.read_ahead.pop(group, None)
+        return list(zip(groups, read, strict=True))
+
+    async def read_next(self) -> None:
+        """Read the exchanges of the groups that the next step probably trains. A refusal is found again when their turn
+        comes."""
+        groups = list(self.waiting)[: self.settings.groups_per_step]
+        for group, read in zip(groups, await concurrently(self._read, groups), strict=True):
+            if isinstance(read, GroupWithHistory):
+                self.read_ahead[group] = read
+
+    async def _read(self, group: AdmittedGroup) -> GroupWithHistory | Refusal:
+        return self.read_ahead.get(group) or await self.histories.read(group)

@@ -23,7 +23,7 @@ from anyio.to_thread import run_sync
 from pipeline import streams
 from pipeline.errors import HistoryGoneError
 from pipeline.events import STATE_FILE, CheckpointPublished, DeadLettered, GroupDiscarded, GroupScored
-from pipeline.log.broker import Broker, Recorded
+from pipeline.log.broker import Broker, LogEntry
 from pipeline.log.messages import Place
 from pipeline.log.subjects import stream_of
 from pipeline.streams import ConsumerSpec
@@ -35,7 +35,7 @@ from trainer.checkpoints.start import read_start
 from trainer.checkpoints.tensors import weights_of
 from trainer.learner import Learner
 
-log = get_logger("trainer.recovery")
+logger = get_logger("trainer.recovery")
 
 
 async def catch_up(commits: Commits, learner: Learner) -> list[CheckpointPublished]:
@@ -53,7 +53,7 @@ async def catch_up(commits: Commits, learner: Learner) -> list[CheckpointPublish
     for manifest in unpublished:
         _, files = await run_sync(learner.checkpoints.read, manifest.event.step)
         await commits.publish(manifest, files)
-        log.warning("published a checkpoint that the log did not hold", version=manifest.event.version)
+        logger.warning("published a checkpoint that the log did not hold", version=manifest.event.version)
     if unpublished:
         await run_sync(learner.resume, unpublished[-1].event.step)
     elif last is not None:
@@ -66,7 +66,7 @@ async def catch_up(commits: Commits, learner: Learner) -> list[CheckpointPublish
 
 async def unacknowledged(
     broker: Broker, consumer: ConsumerSpec, consumed: Consumed
-) -> tuple[int, list[Recorded[GroupScored]]]:
+) -> tuple[int, list[LogEntry[GroupScored]]]:
     """Return how many messages a trainer before this one held when it died, and the groups among them or behind them
     that were delivered, in stream order: the server delivers them again only after `ack_wait`, behind newer groups.
 
@@ -114,7 +114,7 @@ async def _begin(commits: Commits, learner: Learner) -> Manifest:
     manifest, files = await run_sync(learner.begin, start)
     await commits.publish(manifest, files)
     await run_sync(learner.resume, manifest.event.step)
-    log.info("training begins with a version from elsewhere", version=learner.version, source=start.source)
+    logger.info("training begins with a version from elsewhere", version=learner.version, source=start.source)
     return manifest
 
 
@@ -126,7 +126,7 @@ async def _resume_from(
     try:
         manifest, _ = await run_sync(learner.checkpoints.read, last.step)
     except CheckpointError as error:
-        log.warning("no usable checkpoint on disk", version=last.version, reason=str(error))
+        logger.warning("no usable checkpoint on disk", version=last.version, reason=str(error))
     else:
         if manifest.event.adapter_sha256 == last.adapter_sha256:
             await run_sync(learner.resume, last.step)
@@ -138,7 +138,7 @@ async def _resume_from(
         if hashlib.sha256(state).hexdigest() == last.files[STATE_FILE]:
             files[STATE_FILE] = state
     except HistoryGoneError as error:
-        log.warning("no training state in the object store", version=last.version, reason=str(error))
+        logger.warning("no training state in the object store", version=last.version, reason=str(error))
     earlier = {}
     for event in published:
         if learner.compares_with(event.step, last.step):
@@ -168,7 +168,7 @@ def _unpublished(learner: Learner, last: CheckpointPublished | None, log_id: str
             try:
                 manifests[step] = learner.checkpoints.read(step)[0]
             except CheckpointError as error:
-                log.error("damaged checkpoint skipped", reason=str(error))
+                logger.error("damaged checkpoint skipped", reason=str(error))
     shared = manifests.pop(last_step, None)
     if not manifests:
         return []
@@ -177,19 +177,20 @@ def _unpublished(learner: Learner, last: CheckpointPublished | None, log_id: str
     if shared is not None and last is not None and shared.event.adapter_sha256 != last.adapter_sha256:
         raise _foreign_log(learner, f"{last.version} on disk is not the one on the log")
     if first.step == last_step + 1 and first.parent != (last.version if last else f"{learner.model.name}@0"):
-        raise _foreign_log(
-            learner, f"{first.version} on disk continues {first.parent}, which is not on the log"
-        )
+        raise _foreign_log(learner, f"{first.version} on disk continues {first.parent}, which is not on the log")
     # The log is the right one if its identity was stored or its newest step is on disk.
     if shared is None and learner.checkpoints.log_id() not in ("", log_id):
         raise _foreign_log(
             learner, f"the disk holds step {unpublished[-1].event.step}, the log's newest is {last_step}"
         )
     if first.step > last_step + 1 and not first.source:
-        log.error(
-            "steps lost", model=learner.model.name, first=last_step + 1, last=first.step - 1,
+        logger.error(
+            "steps lost",
+            model=learner.model.name,
+            first=last_step + 1,
+            last=first.step - 1,
             detail="neither the log nor the disk holds them; training continues from the next step on disk",
-        )  # fmt: skip
+        )
     return unpublished
 
 

@@ -14,20 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 import anyio
 import msgspec
 from anyio.to_thread import run_sync
 
+from pipeline import streams
 from pipeline.config import Config
 from pipeline.log.broker import Broker
 from pipeline.running.service import Ready
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import TrainingGroup
+from trainer.batches.groups import AdmittedGroup, GroupWithHistory, Refusal
 from trainer.batches.histories import Histories
 from trainer.checkpoints.commits import Commits, LogShrankError
-from trainer.checkpoints.retention import Retention
 from trainer.engine.late import LateRunsError
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import UntrainableError
@@ -37,8 +38,10 @@ from trainer.learner import Learner, PendingStep, make_learners
 from trainer.lease import Lease
 from trainer.queues import ModelQueue
 from trainer.recovery import catch_up
+from trainer.requested import RequestedBatches
+from trainer.retention import Retention
 
-log = get_logger("trainer")
+logger = get_logger("trainer")
 
 _RECONNECT_CHECK_S = 1.0
 _EXCHANGE_MEMORY_BYTES = 32 * 1024 * 1024
@@ -50,13 +53,14 @@ _LOOK_S = 0.5
 class Trainer:
     """Trains the models of `learners` from the groups on the log. `broker` must outlive it."""
 
-    def __init__(
-        self, config: Config, broker: Broker, learners: Mapping[str, Learner], gpu: GpuTurns
-    ) -> None:
+    def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner], gpu: GpuTurns) -> None:
         self.config, self.broker, self._gpu = config, broker, gpu
+        consumer = streams.trainer_consumer(config.trainer.branch)
         self.queues = {
             name: ModelQueue(
-                learner, Histories(broker, learner.settings, learner.sampling_defaults, learner.prompts)
+                learner,
+                Histories(broker, learner.settings, learner.sampling_defaults, learner.prompts),
+                RequestedBatches(broker, consumer.name, learner.settings.batch_timeout_s),
             )
             for name, learner in learners.items()
         }
@@ -75,7 +79,7 @@ class Trainer:
             if self.config.trainer.branch != "main":
                 first = min(published, key=lambda event: event.step, default=None)
                 queue.histories.shared_until = first.step if first is not None and "#" in first.source else 0
-            log.info("resumed", model=name, step=queue.step, version=queue.learner.version)
+            logger.info("resumed", model=name, step=queue.step, version=queue.learner.version)
         await self.intake.catch_up(state.last_seq)
 
     async def require_whole_log(self) -> None:
@@ -130,36 +134,41 @@ class Trainer:
     async def _fill_batch(self, queue: ModelQueue) -> bool:
         """Move groups that can train at the current step into the batch. Returns whether the batch is full. A requested
         batch comes before other groups, and is full with what is left of it."""
-        settings = queue.settings
-        if queue.take_complete_batch():
-            await self._refuse_untrainable(queue, list(queue.batch))
-            return bool(queue.batch)
-        queue.request = None
-        while len(queue.batch) < settings.groups_per_step and queue.waiting:
-            missing = settings.groups_per_step - len(queue.batch)
-            candidates = [queue.waiting.popleft() for _ in range(min(missing, len(queue.waiting)))]
-            queue.batch += candidates
-            await self._refuse_untrainable(queue, candidates)
-        return len(queue.batch) == settings.groups_per_step
+        if queue.take_requested():
+            await self._move_candidates(queue)
+            return bool(queue.batch.groups)
+        queue.batch.request = None
+        full = queue.settings.groups_per_step
+        while len(queue.batch.groups) < full and queue.take_waiting():
+            await self._move_candidates(queue)
+        return len(queue.batch.groups) == full
 
-    async def _refuse_untrainable(self, queue: ModelQueue, candidates: Sequence[TrainingGroup]) -> None:
-        """Read the exchanges of groups of the batch, and take those out of it that can't train at the current step."""
-        refusals = await queue.histories.read_all(candidates)
-        settings = queue.settings_of(queue.request)
-        for group in candidates:
-            # Decoding images takes a while.
-            if reason := await run_sync(queue.learner.why_unusable, group.sequences or ()):
-                queue.batch.remove(group)
-                await self.intake.dead_letter(group, "untrainable", reason)
-                continue
-            refusal = (
-                refusals.get(group.place)
-                or group.refusal(queue.step, settings)
-                or group.bound_staleness(queue.step, settings)
-            )
-            if refusal is not None:
-                await self.intake.discard(queue, group, refusal)
-                queue.batch.remove(group)
+    async def _move_candidates(self, queue: ModelQueue) -> None:
+        """Move the candidates that can train at the current step into the batch."""
+        queue.batch.groups += await self._trainable(queue, await queue.read_candidates())
+        queue.candidates = []
+
+    async def _trainable(
+        self, queue: ModelQueue, groups: Sequence[tuple[AdmittedGroup, GroupWithHistory | Refusal]]
+    ) -> list[GroupWithHistory]:
+        """Return the groups that can train at the current step, with stale tokens as context. The others are discarded,
+        or moved to the dead letters."""
+        settings = queue.settings_of(queue.batch.request)
+        trainable = []
+        for admitted, group in groups:
+            if isinstance(group, GroupWithHistory):
+                # Decoding images takes a while.
+                if reason := await run_sync(queue.learner.why_unusable, group.sequences):
+                    await self.intake.dead_letter(admitted, "untrainable", reason)
+                    queue.drop(admitted)
+                    continue
+                group = group.refusal(queue.step, settings) or group.within_staleness(queue.step, settings)
+            if isinstance(group, Refusal):
+                await self.intake.discard(queue, admitted, group)
+                queue.drop(admitted)
+            else:
+                trainable.append(group)
+        return trainable
 
     async def _step(self, queue: ModelQueue) -> None:
         """Train the batch and commit the step. A batch that can't be trained loses the groups at fault; what is left of
@@ -170,12 +179,10 @@ class Trainer:
             pending = await self._compute(queue)
         except UntrainableError as error:
             if isinstance(error, LateRunsError):
-                for group in queue.learner.late_groups(queue.batch, queue.request):
-                    group.late_refused = str(error)
-                await self._refuse_untrainable(queue, list(queue.batch))
+                await self._refuse_late(queue, str(error))
             else:
                 await self._remove_faults(queue, error)
-            if queue.request is not None and queue.batch:
+            if queue.batch.request is not None and queue.batch.groups:
                 await self._step(queue)
             return
         # The step is on disk. Finish the commit even if the service is stopped: that is faster than a recovery.
@@ -189,41 +196,46 @@ class Trainer:
         await self.commits.require_on_log(learner.model.name, queue.step)
         await self.commits.publish(pending.manifest, pending.files)
         await run_sync(learner.commit, pending)
-        for group in queue.batch:
-            self.intake.consumed.add(group.place)
-            if group.delivery is not None:
-                acknowledge = partial(group.delivery.ack, confirmed=True)
+        for group in queue.batch.groups:
+            self.intake.consumed.add(group.admitted.place)
+            if group.admitted.delivery is not None:
+                acknowledge = partial(group.admitted.delivery.ack, confirmed=True)
                 await self.broker.retry(acknowledge, "a group was not acknowledged")
-        queue.batch = []
+        queue.batch.groups = []
         metrics = {k: round(v, 6) for k, v in event.metrics.items()}
-        log.info("step", version=event.version, batch=event.batch_id, **metrics)
+        logger.info("step", version=event.version, batch=event.batch_id, **metrics)
 
     async def _compute(self, queue: ModelQueue) -> PendingStep:
         """Compute the step in a thread, and read the exchanges of the next batch meanwhile."""
         error: UntrainableError | None = None
-        next_batch = list(queue.waiting)[: queue.settings.groups_per_step]
         async with anyio.create_task_group() as tg:
-            # Groups whose exchanges are gone are discarded when their turn comes.
-            tg.start_soon(queue.histories.read_all, next_batch)
+            tg.start_soon(queue.read_next)
             try:
                 async with self._gpu.turn():
-                    return await run_sync(queue.learner.train_step, queue.batch, queue.request)
+                    return await run_sync(queue.learner.train_step, queue.batch.groups, queue.batch.request)
             except UntrainableError as caught:
                 error = caught  # raised below, as a task group would wrap it
         assert error is not None
         raise error
 
+    async def _refuse_late(self, queue: ModelQueue, why: str) -> None:
+        """Make the late tokens of the batch context, and take the groups out of it that have no others."""
+        late = queue.learner.late_groups(queue.batch.groups, queue.batch.request)
+        groups = [replace(g, late_refused=why) if g in late else g for g in queue.batch.groups]
+        queue.batch.groups = await self._trainable(queue, [(g.admitted, g) for g in groups])
+
     async def _remove_faults(self, queue: ModelQueue, error: UntrainableError) -> None:
         """Move the groups that made their batch fail to the dead letters: those that can't be trained alone, or all if
         each of them can."""
-        faults = dict.fromkeys(queue.batch, str(error))
-        if len(queue.batch) > 1:
+        batch = queue.batch
+        faults = dict.fromkeys(batch.groups, str(error))
+        if len(batch.groups) > 1:
             async with self._gpu.turn():
-                alone = await run_sync(queue.learner.faults, queue.batch, queue.request)
+                alone = await run_sync(queue.learner.faults, batch.groups, batch.request)
             faults = alone or faults
         for group, detail in faults.items():
-            queue.batch.remove(group)
-            await self.intake.dead_letter(group, error.reason, detail)
+            batch.groups.remove(group)
+            await self.intake.dead_letter(group.admitted, error.reason, detail)
 
 
 def user_of(config: Config) -> str:
@@ -247,7 +259,7 @@ async def train(
             gpu.add(learner.engine.model for learner in learners.values())
         with Lease(broker, config, user_of(config)) as lease:
             if not await lease.take():
-                log.warning("another trainer trains this branch: this one waits until it ends")
+                logger.warning("another trainer trains this branch: this one waits until it ends")
                 ready(step=0)
                 await lease.wait()
             try:
@@ -275,12 +287,12 @@ async def _train(
             await trainer.intake.until_redelivered(2 * spec.ack_wait_s)
             tg.cancel_scope.cancel()
     except* LogShrankError:
-        log.error("the log lost its end: the trainer ends, and reads it anew at its next start")
+        logger.error("the log lost its end: the trainer ends, and reads it anew at its next start")
         raise
 
 
 async def serve(config: Config, ready: Ready, process_group: ProcessGroup | None = None) -> None:
     """Train until cancelled. After `trainer.max_steps` the service stays up idle, and new groups stay on the log."""
     await train(config, ready, process_group)
-    log.info("training has ended: every model reached trainer.max_steps")
+    logger.info("training has ended: every model reached trainer.max_steps")
     await anyio.sleep_forever()

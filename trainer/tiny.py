@@ -44,9 +44,7 @@ Chat = list[dict[str, Any]]
 def word_token(word: str, *, single_word: bool = False, strips_spaces: bool = True) -> AddedToken:
     """A token for `word`. If it strips spaces, spaces around the word in a text belong to the token, and it decodes
     without them. If it is a single word, it is not found inside other words."""
-    return AddedToken(
-        word, single_word=single_word, lstrip=strips_spaces, rstrip=strips_spaces, normalized=False
-    )
+    return AddedToken(word, single_word=single_word, lstrip=strips_spaces, rstrip=strips_spaces, normalized=False)
 
 
 def make_tokenizer(words: Iterable[str | AddedToken], max_length: int = 1024) -> PreTrainedTokenizerFast:
@@ -59,12 +57,8 @@ def make_tokenizer(words: Iterable[str | AddedToken], max_length: int = 1024) ->
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in (PAD, END, *ROLES)]
-    )
-    tokenizer.add_tokens(
-        [word_token(word, strips_spaces=False) if isinstance(word, str) else word for word in words]
-    )
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (PAD, END, *ROLES)])
+    tokenizer.add_tokens([word_token(word, strips_spaces=False) if isinstance(word, str) else word for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -130,9 +124,7 @@ def choice_loss(
     return (divergence_N + ends_N).mean()
 
 
-def reply_loss(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chats: Sequence[Chat]
-) -> torch.Tensor:
+def reply_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chats: Sequence[Chat]) -> torch.Tensor:
     """The cross entropy of the tokens of all assistant turns, with the end token of each, for replies of any length."""
     assistant, end = tokenizer.convert_tokens_to_ids([ROLES[2], END])
     ids_BT = _encoded(tokenizer, chats)

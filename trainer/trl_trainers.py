@@ -34,9 +34,16 @@ class _PlainLogprobs:
 
     @staticmethod
     def apply(
-        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-        temperature: float, chunk: int, softcapping: float | None, scale: float | None, outputs: Any,
-    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        temperature: float,
+        chunk: int,
+        softcapping: float | None,
+        scale: float | None,
+        outputs: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
         """The logprobs of `labels` [n], the entropy [n], no sum of squares, the mean logit [n], and whether a label is
         the most probable token [n]. `hidden`: [n, d]."""
         logits = torch.nn.functional.linear(hidden, weight, bias) * (scale or 1.0)

@@ -15,15 +15,14 @@ import os
 import secrets
 import subprocess
 import sys
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipeline.config import Config, ConfigError, load, save, with_values
+from pipeline.commands.prepare import prepare
+from pipeline.config import Config, ConfigError, load, save
 from pipeline.files import write_once, write_whole
-from pipeline.running.prepare import prepare
 from pipeline.security import users
 
 SECRETS = {
@@ -43,15 +42,25 @@ def make(overlay: Path) -> None:
     folder = (overlay / "prepared").absolute()
     keys = folder / "keys"
     settings = load(overlay / "journeywork.toml")
-    here = {
-        "run_dir": folder, "nats.users": keys, "vllm.api_key_file": keys / "vllm.key",
-        "signing.seed": keys / "checkpoints.nk", "gateway.keys_file": "keys.toml",
-    }  # fmt: skip
-    config = prepare(with_values(settings, {name: str(path) for name, path in here.items()}))
+    config = prepare(
+        settings.replace(
+            run_dir=str(folder),
+            nats=settings.nats.replace(users=str(keys)),
+            vllm=settings.vllm.replace(api_key_file=str(keys / "vllm.key")),
+            signing=settings.signing.replace(seed=str(keys / "checkpoints.nk")),
+            gateway=settings.gateway.replace(keys_file="keys.toml"),
+        )
+    )
     write_once(keys / "trajectories.secret", lambda: secrets.token_urlsafe(32).encode())
     (folder / "keys.toml").touch(0o600)
-    in_pods = {name: attrgetter(name)(settings) for name in here}
-    save(with_values(config, in_pods), folder / "pods.toml")
+    in_pods = config.replace(
+        run_dir=settings.run_dir,
+        nats=config.nats.replace(users=settings.nats.users),
+        vllm=config.vllm.replace(api_key_file=settings.vllm.api_key_file),
+        signing=config.signing.replace(seed=settings.signing.seed),
+        gateway=config.gateway.replace(keys_file=settings.gateway.keys_file),
+    )
+    save(in_pods, folder / "pods.toml")
     files = {
         name: {file: (keys / file).read_text("ascii") for file in files} for name, files in SECRETS.items()
     }

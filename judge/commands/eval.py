@@ -19,7 +19,7 @@ import anyio
 import msgspec
 from rich.console import Console
 
-from judge.commands.options import add_settings, shown
+from judge.commands.options import add_settings, figure_text
 from judge.labelled import LabelledGroup, measure_agreement, read_labelled
 from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
@@ -29,9 +29,9 @@ from judge.ruler.asking import JudgingError
 from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import ConfigError, JudgeConfig, RewardConfig, load
 from pipeline.events import TrajectoryCompleted, Verdict
-from pipeline.gather import gather
 
 
 async def evaluate(
@@ -61,7 +61,7 @@ async def evaluate(
         verdicts.extend(given)
 
     began = time.monotonic()
-    await gather(judge, groups, config.concurrency)
+    await concurrently(judge, groups, config.concurrency)
     duration_s = time.monotonic() - began
     latencies = sorted(v.latency_s for v in verdicts) or [0.0]
     return {
@@ -114,7 +114,7 @@ def run_command(args: argparse.Namespace) -> None:
         console.print_json(msgspec.json.encode(report).decode(), ensure_ascii=True)
     else:
         for key, value in report.items():
-            console.print(f"{key:<22} {shown(value)}", markup=False)
+            console.print(f"{key:<22} {figure_text(value)}", markup=False)
     tau = report["kendall_tau"]
     if report["groups"] == 0 or (args.min_tau is not None and (tau is None or tau < args.min_tau)):
         raise SystemExit(1)

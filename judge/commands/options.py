@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.command_line import add_overrides
+from pipeline.terminal.parsers import add_overrides
 
 
 def add_settings(parser: argparse.ArgumentParser, config_help: str = "settings, TOML") -> None:
@@ -13,6 +13,6 @@ def add_settings(parser: argparse.ArgumentParser, config_help: str = "settings, 
     add_overrides(parser)
 
 
-def shown(value: object) -> str:
+def figure_text(value: object) -> str:
     """Return a figure of a report as text: `-` if there is none."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

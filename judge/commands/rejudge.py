@@ -30,39 +30,32 @@ import anyio
 import msgspec
 from rich.console import Console
 
-from judge.commands.options import add_settings, shown
+from judge.commands.options import add_settings, figure_text
+from judge.errors import UnscoredError
 from judge.feedback import counting
 from judge.groups import Arrival, Group, GroupKey
 from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import (
+    AskTeacher,
     RewardComposer,
-    Teach,
-    UnscoredError,
     agent_rewards,
     judge_hash,
     make_member,
     score_closed,
-    with_lessons,
+    with_hints_and_answers,
 )
 from judge.teacher import open_teacher
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config, ConfigError
-from pipeline.events import (
-    GroupDiscarded,
-    GroupScored,
-    SignalGiven,
-    TrainingBatch,
-    TrajectoryCompleted,
-    now_us,
-)
+from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrainingBatch, TrajectoryCompleted, now_us
 from pipeline.events.group import DiscardReason
-from pipeline.gather import gather
-from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, Recorded
+from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, LogEntry
 from pipeline.names import InvalidNameError, check_name
-from pipeline.running.runs import log_of, run_settings
+from pipeline.running.installations import installation_settings, log_of
 from pipeline.telemetry import logs
 
-log = logs.get_logger("judge.commands.rejudge")
+logger = logs.get_logger("judge.commands.rejudge")
 
 GroupEvent = GroupScored | GroupDiscarded
 
@@ -97,7 +90,7 @@ class Rejudge:
         broker: Broker,
         config: Config,
         composer: RewardComposer | None,
-        teach: Teach | None = None,
+        teach: AskTeacher | None = None,
         *,
         branch: str = "",
         source: str = "main",
@@ -137,7 +130,7 @@ class Rejudge:
             and r.event.reason in ("unscored", "too_small", "over_budget")
             and _key(r.event) not in scored
         ]
-        candidates: list[Recorded[Any]] = [*scored.values(), *dropped]
+        candidates: list[LogEntry[Any]] = [*scored.values(), *dropped]
         candidates = [
             r
             for r in candidates
@@ -148,10 +141,10 @@ class Rejudge:
         todo = [r for r in chosen if _key(r.event) not in done]
         self._together = {_key(r.event)[:2] for r in todo}
         self.report.skipped = len(chosen) - len(todo)
-        await gather(self._rejudge, todo, self._config.judge.concurrency)
+        await concurrently(self._rejudge, todo, self._config.judge.concurrency)
         return self.report
 
-    async def _rejudge(self, recorded: Recorded[GroupScored] | Recorded[GroupDiscarded]) -> None:
+    async def _rejudge(self, recorded: LogEntry[GroupScored] | LogEntry[GroupDiscarded]) -> None:
         event = recorded.event
         try:
             if isinstance(event, GroupScored):
@@ -189,7 +182,7 @@ class Rejudge:
         signals = await self._signals(event)
         rewards = await self._composer(scorable, signals) if self._composer else agent_rewards(scorable)
         rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members if m.teacher})
-        rewards = await with_lessons(rewards, scorable, signals, self._config.judge, self._teach)
+        rewards = await with_hints_and_answers(rewards, scorable, signals, self._config.judge, self._teach)
         needed = 1 if event.split == "val" else self._config.judge.min_size
         # The trainer gets every group of a batch, as from the judge.
         if len(rewards.final) < needed and self._batch_of(event) is None:
@@ -211,7 +204,7 @@ class Rejudge:
         said = [r.event for r in await self._broker.read(SignalGiven, **names)]
         return tuple(counting(said, self._config.judge))
 
-    async def _completed(self, event: GroupEvent, run: str, seq: int = 0) -> Recorded[TrajectoryCompleted]:
+    async def _completed(self, event: GroupEvent, run: str, seq: int = 0) -> LogEntry[TrajectoryCompleted]:
         """Return the completion of a run of the group, which was recorded at `seq` (0: unknown). Raises
         `HistoryGoneError` if the log does not hold it."""
         with suppress(HistoryGoneError):  # then it is looked for by its subject
@@ -221,7 +214,7 @@ class Rejudge:
         # After a power cut the sequence may be that of another event. The subject is the trajectory's own.
         completed = await self._broker.read_last(
             TrajectoryCompleted, project=event.project, model=event.model, group_key=event.group, trajectory=run
-        )  # fmt: skip
+        )
         if completed is None:
             raise HistoryGoneError(f"the end of trajectory {run}")
         return completed
@@ -235,32 +228,41 @@ class Rejudge:
     async def _publish(self, seq: int, event: GroupScored) -> None:
         await self._broker.publish(
             msgspec.structs.replace(
-                event, branch=self.report.branch, judge=self.report.judge, closed_by="replay", offline=True,
-                origin=f"{self._source}/{seq}", batch=self._batch_of(event),
+                event,
+                branch=self.report.branch,
+                judge=self.report.judge,
+                closed_by="replay",
+                offline=True,
+                origin=f"{self._source}/{seq}",
+                batch=self._batch_of(event),
             )
-        )  # fmt: skip
+        )
         self.report.rejudged += 1
 
     async def _fail(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
         self.report.failed += reason == "unscored"
-        tell = log.error if reason == "unscored" else log.info
+        tell = logger.error if reason == "unscored" else logger.info
         tell("not rejudged", group=event.group, reason=reason, detail=detail[:300])
         if self.report.branch != "main":  # there, the group's earlier verdicts stay in use
             await self._publish_discard(event, reason, detail)
 
     async def _publish_discard(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
-        runs = (
-            tuple(m.trajectory for m in event.members)
-            if isinstance(event, GroupScored)
-            else event.trajectories
-        )
+        runs = tuple(m.trajectory for m in event.members) if isinstance(event, GroupScored) else event.trajectories
         await self._broker.publish(
             GroupDiscarded(
-                project=event.project, model=event.model, group=event.group, split=event.split, by="rejudge",
-                trajectories=runs, reason=reason, detail=detail, branch=self.report.branch, owner=event.owner,
+                project=event.project,
+                model=event.model,
+                group=event.group,
+                split=event.split,
+                by="rejudge",
+                trajectories=runs,
+                reason=reason,
+                detail=detail,
+                branch=self.report.branch,
+                owner=event.owner,
                 judge=self.report.judge,
             )
-        )  # fmt: skip
+        )
 
 
 def _key(event: GroupEvent) -> tuple[str, str, str]:
@@ -275,9 +277,8 @@ async def _run(config: Config, args: argparse.Namespace) -> RejudgeReport:
     ):
         teach = teacher.teach if teacher is not None else None
         rejudge = Rejudge(
-            broker, config, composer, teach,
-            branch=args.branch, source=args.from_branch, verdicts=args.verdicts,
-        )  # fmt: skip
+            broker, config, composer, teach, branch=args.branch, source=args.from_branch, verdicts=args.verdicts
+        )
         return await rejudge.run(args.limit, args.since, args.until)
 
 
@@ -315,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         for name in filter(None, (args.branch, args.verdicts)):
             check_name(name)
-        config = run_settings(args.run_dir, args.config, args.overrides, args.nats_url)
+        config = installation_settings(args.run_dir, args.config, args.overrides, args.nats_url)
         log_of(config)
         report = anyio.run(_run, config, args)
     except (ConfigError, BrokerError, InvalidNameError) as error:
@@ -331,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"discarded); {report.skipped} were there already, {report.failed} failed, "
             f"{report.gone} are no longer in the log"
         )
-        agreement = (f"{key} {shown(value)}" for key, value in answer["agreement_with_before"].items())
+        agreement = (f"{key} {figure_text(value)}" for key, value in answer["agreement_with_before"].items())
         console.print(f"agreement with the rewards before: {', '.join(agreement)}")
     if report.failed:
         raise SystemExit(1)

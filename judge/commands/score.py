@@ -20,13 +20,14 @@ import anyio
 import msgspec
 
 from judge.commands.options import add_settings
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import open_composer
 from judge.ruler.transcripts import Transcript
-from judge.scoring import GroupRewards, UnscoredError, judge_hash
+from judge.scoring import GroupRewards, judge_hash
 from pipeline.config import Config, ConfigError, load
 from pipeline.events import TrajectoryCompleted
-from pipeline.printing import visible_json
+from pipeline.terminal.printing import visible_json
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,18 @@ async def score_group(config: Config, group: GroupFile) -> ScoredGroup:
     transcripts = group.transcripts()
     members = [
         TrajectoryCompleted(
-            project=config.project, trajectory=name, model="", group="", task=group.task, reward=attempt.reward,
-            rewards=attempt.rewards, metrics=attempt.metrics, metadata=msgspec.json.encode(attempt.metadata),
+            project=config.project,
+            trajectory=name,
+            model="",
+            group="",
+            task=group.task,
+            reward=attempt.reward,
+            rewards=attempt.rewards,
+            metrics=attempt.metrics,
+            metadata=msgspec.json.encode(attempt.metadata),
         )
         for name, attempt in zip(transcripts, group.trajectories, strict=True)
-    ]  # fmt: skip
+    ]
 
     async def load_member(member: TrajectoryCompleted) -> Transcript:
         return transcripts[member.trajectory]

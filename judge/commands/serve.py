@@ -18,14 +18,14 @@ import anyio.to_thread
 import msgspec
 
 from judge.commands.score import score_group
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile
 from judge.models.chat import well_formed
-from judge.scoring import UnscoredError
 from pipeline.config import ConfigError, load
-from pipeline.printing import visible_json
 from pipeline.telemetry.logs import get_logger
+from pipeline.terminal.printing import visible_json
 
-log = get_logger("judge.commands.serve")
+logger = get_logger("judge.commands.serve")
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,7 +86,7 @@ async def _answer(request: Request) -> None:
     except (ConfigError, UnscoredError) as error:
         line = _failure(request.id, str(error))
     except Exception as error:  # noqa: BLE001 - the other groups are scored all the same
-        log.error("a group was not scored", exc=error, request=request.id)
+        logger.error("a group was not scored", exc=error, request=request.id)
         line = _failure(request.id, repr(error))
     _write(line)
 

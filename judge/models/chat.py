@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipeline.conversations import text_of
+from pipeline.chat.conversations import text_of
 from pipeline.errors import without_sent
 
 Messages = list[dict[str, Any]]

@@ -14,22 +14,15 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from judge.models.chat import (
-    Client,
-    ContextWindowError,
-    InvalidRequestError,
-    Messages,
-    ModelError,
-    ModelReply,
-)
+from judge.models.chat import Client, ContextWindowError, InvalidRequestError, Messages, ModelError, ModelReply
 from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
 from judge.models.params import read_api_key
+from pipeline.chat.conversations import text_of
 from pipeline.config import JudgeConfig
-from pipeline.conversations import text_of
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.models.judge_model")
+logger = get_logger("judge.models.judge_model")
 
 _MIN_REPLY_TOKENS = 512
 """`max_tokens` is never halved below this; a longer prompt is then the prompt's fault."""
@@ -74,7 +67,7 @@ class JudgeModel:
             about_schema = any(word in error.said.lower() for word in _SCHEMA_WORDS)
             if not (structured and self._config.request.structured == "auto" and about_schema):
                 raise
-            log.warning("no structured output", model=self._config.model, detail=str(error)[:300])
+            logger.warning("no structured output", model=self._config.model, detail=str(error)[:300])
             self._structured = False
         return await self(messages, schema)
 
@@ -91,9 +84,7 @@ class JudgeModel:
         if reserved < 2 * _MIN_REPLY_TOKENS:
             return False
         self._max_tokens //= 2
-        log.warning(
-            "max_tokens halved: no room for the prompt", model=self._config.model, now=self._max_tokens
-        )
+        logger.warning("max_tokens halved: no room for the prompt", model=self._config.model, now=self._max_tokens)
         return True
 
 

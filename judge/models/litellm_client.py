@@ -119,13 +119,9 @@ class LiteLlmClient:
             response = await self._router.acompletion(model=model, messages=messages, **parameters)
             body = response.model_dump(warnings=False)
         except self._litellm.exceptions.ContextWindowExceededError as error:
-            raise ContextWindowError(
-                f"the prompt is too long for {model}: {describe(error, messages)}"
-            ) from error
+            raise ContextWindowError(f"the prompt is too long for {model}: {describe(error, messages)}") from error
         except self._litellm.exceptions.BadRequestError as error:
-            raise InvalidRequestError(
-                f"request refused by {model}: {describe(error, messages)}", str(error)
-            ) from error
+            raise InvalidRequestError(f"request refused by {model}: {describe(error, messages)}", str(error)) from error
         except Exception as error:  # litellm lets errors of many libraries through
             at = f" at {self._config.api_base} (judge.api_base)" if self._config.api_base else ""
             # Other errors may quote the reply that litellm could not read.

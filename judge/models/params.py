@@ -13,7 +13,7 @@ from pipeline.config.secrets import REFERENCE
 
 RESERVED = frozenset(
     {"model", "messages", "response_format", "client", "stream", "n", "tools", "tool_choice", "functions", "fallbacks"}
-)  # fmt: skip
+)
 """Parameters that the judge sets itself. Another value would break the parsing of replies."""
 _CONNECTION = re.compile(
     r"^(?:api_\w+|base_url|\w*headers|organization|tenant_id|client_\w+|azure_\w+|aws_\w+|vertex_\w+|\w*timeout"
@@ -44,14 +44,10 @@ def resolve_params(config: JudgeConfig, name: str, *, same_provider: bool) -> di
     may hold secrets of the judge model's provider. Raises `ConfigError` naming a parameter that cannot be used, or a
     missing variable."""
     tables = {"judge.request.params": config.request.params}
-    tables |= {
-        f"judge.request.model_params.{model}": table for model, table in config.request.model_params.items()
-    }
+    tables |= {f"judge.request.model_params.{model}": table for model, table in config.request.model_params.items()}
     for model in config.request.model_params:
         if model not in (config.model, *config.fallbacks):
-            raise ConfigError(
-                f"judge.request.model_params: {model} is neither judge.model nor one of judge.fallbacks"
-            )
+            raise ConfigError(f"judge.request.model_params: {model} is neither judge.model nor one of judge.fallbacks")
     for where, table in tables.items():
         if reserved := next((key for key in table if key in RESERVED), ""):
             raise ConfigError(f"{where}.{reserved}: the judge sets this parameter itself; remove it")

@@ -18,21 +18,21 @@ from judge.feedback import RunFeedback, by_run, feedback_value, merge
 from judge.limits import share_of
 from judge.models.judge_model import open_judge_model
 from judge.next_state import NextStateJudge
+from judge.reward_parts import combine, is_usable
 from judge.rewards.sandbox import FunctionReward, RewardFunction, RewardFunctionError
 from judge.ruler.asking import JudgingError, LoadTranscript
 from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript, load_transcript
 from judge.scoring import AGENT, GroupRewards, agent_reward, judge_hash
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import GroupScored, Score, SignalGiven, TrajectoryCompleted, Verdict
-from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.subjects import stream_of
-from pipeline.rewards import combine, is_usable
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.rewards.compose")
+logger = get_logger("judge.rewards.compose")
 
 _RECENT = 1000
 """Messages of the stream `GROUPS` from which a starting judge learns its position bias."""
@@ -90,10 +90,8 @@ class ConfiguredComposer:
             final, verdicts = await self._ruled("", members)
             reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
             return GroupRewards(final, reported, verdicts)
-        components = await gather(lambda r: self._component(r, members, signals), self._config.rewards)
-        return self._compose(
-            members, dict(zip((r.name for r in self._config.rewards), components, strict=True))
-        )
+        components = await concurrently(lambda r: self._component(r, members, signals), self._config.rewards)
+        return self._compose(members, dict(zip((r.name for r in self._config.rewards), components, strict=True)))
 
     async def _ruled(
         self, name: str, members: Sequence[TrajectoryCompleted]
@@ -106,11 +104,9 @@ class ConfiguredComposer:
             if second is None or share_of(sampled) >= self._config.second.share:
                 return ()
             try:
-                _, given = await second.judge(await gather(self._load, members))
+                _, given = await second.judge(await concurrently(self._load, members))
             except (JudgingError, HistoryGoneError) as error:
-                log.warning(
-                    "the second judge gave no scores", group=members[0].group, reason=str(error)[:300]
-                )
+                logger.warning("the second judge gave no scores", group=members[0].group, reason=str(error)[:300])
                 return ()
             return tuple(msgspec.structs.replace(v, second=True) for v in given)
 
@@ -121,7 +117,7 @@ class ConfiguredComposer:
             ruled = await self.rulers[name](members)
             return ruled[1]
 
-        verdicts = await gather(lambda ask: ask(), (rule, opinions))
+        verdicts = await concurrently(lambda ask: ask(), (rule, opinions))
         return ruled[0], (*verdicts[0], *verdicts[1])
 
     async def _component(
@@ -169,15 +165,13 @@ class ConfiguredComposer:
                 return returned
             except (RewardFunctionError, HistoryGoneError, msgspec.DecodeError) as error:
                 reason = f"reward function {reward.name} failed: {error}"
-                log.error(reason, trajectory=member.trajectory)
+                logger.error(reason, trajectory=member.trajectory)
                 return None
 
-        results = zip((m.trajectory for m in members), await gather(call, members), strict=True)
+        results = zip((m.trajectory for m in members), await concurrently(call, members), strict=True)
         return {trajectory: returned for trajectory, returned in results if returned is not None}
 
-    def _compose(
-        self, members: Sequence[TrajectoryCompleted], parts: Mapping[str, Component]
-    ) -> GroupRewards:
+    def _compose(self, members: Sequence[TrajectoryCompleted], parts: Mapping[str, Component]) -> GroupRewards:
         rewards = self._config.rewards
         # A judge of what happened next gives rewards to calls. Of the run's own reward they are no part.
         names = [r.name for r in rewards if r.kind != "next_state"]
@@ -224,13 +218,7 @@ def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> d
         "messages": transcript.last_conversation.messages,
         "conversations": [c.messages for c in transcript.conversations],
         "calls": [
-            {
-                "call": r.call,
-                "role": r.role,
-                "conversation": n,
-                "message": r.place,
-                "follow_up": c.follow_up(r),
-            }
+            {"call": r.call, "role": r.role, "conversation": n, "message": r.place, "follow_up": c.follow_up(r)}
             for n, c in enumerate(transcript.conversations)
             for r in c.replies
         ],
@@ -251,9 +239,13 @@ def second_config(judge: JudgeConfig) -> JudgeConfig:
     """Return the settings of the second judge: those of the first with its own model, address and key.
     `judge.request.params` may hold secrets of the first one's provider."""
     return msgspec.structs.replace(
-        judge, model=judge.second.model, api_base=judge.second.api_base, api_key_env=judge.second.api_key_env,
-        fallbacks=(), request=msgspec.structs.replace(judge.request, params={}),
-    )  # fmt: skip
+        judge,
+        model=judge.second.model,
+        api_base=judge.second.api_base,
+        api_key_env=judge.second.api_key_env,
+        fallbacks=(),
+        request=msgspec.structs.replace(judge.request, params={}),
+    )
 
 
 @asynccontextmanager
@@ -305,9 +297,7 @@ async def open_composer_on_log(config: Config, broker: Broker) -> AsyncIterator[
     async with open_composer(config, load) as composer:
         if composer is not None and composer.rulers:
             newest = (await broker.stream_info(stream_of(GroupScored))).state.last_seq
-            recent = await broker.read(
-                GroupScored, start_seq=max(1, newest - _RECENT), project=config.project
-            )
+            recent = await broker.read(GroupScored, start_seq=max(1, newest - _RECENT), project=config.project)
             ours = ("main", judge_hash(config.judge))
             for event in (r.event for r in recent if (r.event.branch, r.event.judge) == ours):
                 for ruler in composer.rulers.values():

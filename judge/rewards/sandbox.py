@@ -19,12 +19,12 @@ import anyio.abc
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from judge.reward_parts import is_usable
 from judge.rewards import sandbox_view
 from pipeline.config import ConfigError, RewardConfig
-from pipeline.rewards import is_usable
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.rewards.sandbox")
+logger = get_logger("judge.rewards.sandbox")
 
 _MAX_MESSAGE = 16 << 20
 """Bytes of an answer of 1 MB and the printed text, both with every character escaped."""
@@ -98,7 +98,7 @@ class RewardFunction:
                 'isolate = "auto" runs the function without a sandbox if none is available'
             )
         if fault:
-            log.warning("reward function runs without a sandbox", entry=self._config.entry, reason=fault)
+            logger.warning("reward function runs without a sandbox", entry=self._config.entry, reason=fault)
         self._sandboxed = not fault and isolate != "off"
         try:
             yield self
@@ -114,7 +114,7 @@ class RewardFunction:
             except RewardImportError as error:
                 raise ConfigError(f"judge.rewards: {self._config.name}: {error}") from error
             except RewardFunctionError as error:
-                log.warning("reward function did not start", entry=self._config.entry, reason=str(error))
+                logger.warning("reward function did not start", entry=self._config.entry, reason=str(error))
 
     async def __call__(self, trajectory: dict[str, Any]) -> FunctionReward:
         """Return the reward of a trajectory. Raises `RewardFunctionError`."""
@@ -126,13 +126,13 @@ class RewardFunction:
                 await process.stdin.send(msgspec.json.encode(trajectory) + b"\n")
                 message = await self._receive()
         if message.printed:
-            log.debug("reward function printed", entry=entry, text=message.printed)
+            logger.debug("reward function printed", entry=entry, text=message.printed)
         try:
             answer = msgspec.json.decode(message.answer, type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise RewardFunctionError(f"{entry} returned no JSON, not a number") from error
         if "error" in answer:
-            log.debug("reward function raised", entry=entry, message=answer.get("message", ""))
+            logger.debug("reward function raised", entry=entry, message=answer.get("message", ""))
             raise RewardFunctionError(f"{entry}: {answer['error']}")
         value, calls = answer.get("reward"), {}
         if isinstance(value, dict):
@@ -180,9 +180,7 @@ class RewardFunction:
 
     def _argv(self) -> list[str]:
         path = sandbox_view.search_path()
-        settings = {
-            name: getattr(self._config, name) for name in ("entry", "memory_mb", "processes", "timeout_s")
-        }
+        settings = {name: getattr(self._config, name) for name in ("entry", "memory_mb", "processes", "timeout_s")}
         settings |= {"path": path, "sandboxed": self._sandboxed}
         # -I: environment and working directory do not affect what the worker itself imports.
         argv = [sys.executable, "-I", "-u", _WORKER, msgspec.json.encode(settings).decode()]

@@ -17,13 +17,30 @@ from pathlib import Path
 INSTALL = "install bubblewrap (Debian and Ubuntu: apt-get install bubblewrap)"
 
 _SYSTEM = (
-    "/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d", "/etc/localtime", "/etc/mime.types", "/sys/devices/system/cpu",
-)  # fmt: skip
+    "/usr",
+    "/bin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/localtime",
+    "/etc/mime.types",
+    "/sys/devices/system/cpu",
+)
 # Root gets a user namespace too, so that no process inside has a capability outside.
 _NAMESPACES = (
-    "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL",
-)  # fmt: skip
+    "--unshare-all",
+    "--unshare-user",
+    "--die-with-parent",
+    "--new-session",
+    "--as-pid-1",
+    "--cap-drop",
+    "ALL",
+)
 
 
 def unavailable() -> str:
@@ -53,7 +70,9 @@ def command(readable: Iterable[str], hidden: Iterable[str], argv: list[str]) -> 
     """Return the command that runs `argv` in a sandbox which shows the files and folders `readable`, read-only.
 
     `hidden` are folders (the run directory) that are shown empty even if they are within something readable."""
-    python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve()))
+    # A virtual environment may be a link.
+    prefixes = (sys.prefix, str(Path(sys.prefix).resolve()), sys.base_prefix)
+    python = (*prefixes, str(Path(sys.executable).resolve()))
     shown: list[Path] = []
     candidates = {Path(os.path.abspath(p)) for p in (*_SYSTEM, *python, *readable)}  # noqa: PTH100 - links stay
     for place in sorted(candidates, key=lambda p: len(p.parts)):

@@ -63,9 +63,7 @@ def _answer(reward: Any) -> str:
     try:
         return json.dumps({"reward": reward}, default=_number, allow_nan=False)
     except ValueError as error:
-        return _error(
-            f"returned {'a number that is not finite' if 'JSON compliant' in str(error) else 'no JSON'}"
-        )
+        return _error(f"returned {'a number that is not finite' if 'JSON compliant' in str(error) else 'no JSON'}")
 
 
 def _raised(error: BaseException) -> str:

@@ -100,9 +100,7 @@ class PositionBias:
         effects = {n: self.effects(n) for n in self._sums if n > 1}
         weights = {n: self._sums[n][3] for n in effects}
         total = sum(weights.values())
-        return (
-            sum(float(e[0] - e[1:].mean()) * weights[n] for n, e in effects.items()) / total if total else 0.0
-        )
+        return sum(float(e[0] - e[1:].mean()) * weights[n] for n, e in effects.items()) / total if total else 0.0
 
 
 def aggregate(passes: Sequence[JudgePass], bias: PositionBias) -> dict[str, float]:

@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from judge.errors import UnscoredError
 from judge.models.chat import ChatModel, ContextWindowError, ModelError, ModelReply
 from judge.ruler import prompt, replies
 from judge.ruler.aggregation import JudgePass, PositionBias, pairwise_agreement
@@ -23,14 +24,13 @@ from judge.ruler.images import attach_images
 from judge.ruler.replies import UnreadableReplyError
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
-from judge.scoring import UnscoredError
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.config import JudgeConfig
 from pipeline.events import TrajectoryCompleted, Verdict
 from pipeline.log.broker import HistoryGoneError
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.ruler.asking")
+logger = get_logger("judge.ruler.asking")
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -144,7 +144,7 @@ class JudgeStatistics:
         }
 
 
-class Answer(NamedTuple):
+class ScoredReply(NamedTuple):
     """A reply that could be read."""
 
     asked: prompt.Prompt
@@ -156,9 +156,7 @@ class Answer(NamedTuple):
 class Asker:
     """Asks one judge model with one rubric. What is asked is its subclasses'."""
 
-    def __init__(
-        self, config: JudgeConfig, rubric: Rubric, model: ChatModel, rng: random.Random | None = None
-    ) -> None:
+    def __init__(self, config: JudgeConfig, rubric: Rubric, model: ChatModel, rng: random.Random | None = None) -> None:
         """`rng` draws nonces and ids, which nobody may be able to guess; the default is the system's."""
         self._config, self.rubric, self._model = config, rubric, model
         self._turns = anyio.CapacityLimiter(config.concurrency)
@@ -188,14 +186,14 @@ class Asker:
             pause = backoff.next_s()
             if time.monotonic() + pause > deadline:
                 raise UnscoredError(f"no usable judge pass within {time.monotonic() - began:.0f} s: {reason}")
-            log.warning("group will be judged again", group=group, in_s=pause, reason=reason)
+            logger.warning("group will be judged again", group=group, in_s=pause, reason=reason)
             self.paused += 1
             try:
                 await anyio.sleep(pause)  # a provider that is down recovers more slowly under load
             finally:
                 self.paused -= 1
 
-    async def ask(self, build: prompt.BuildPrompt, shown: Sequence[Transcript], spent: Usage) -> Answer:
+    async def ask(self, build: prompt.BuildPrompt, shown: Sequence[Transcript], spent: Usage) -> ScoredReply:
         """Ask once about `shown`, which `build` makes a prompt of. A context that proves too long is halved.
 
         Every call is added to `spent`. Raises `JudgingError` after `judge.attempts` replies that can't be read, where
@@ -209,9 +207,7 @@ class Asker:
                     raise JudgingError(str(error), "too_long") from error
                 if self._context_tokens == tokens:  # otherwise a concurrent judging has halved it already
                     self._context_tokens = tokens // 2
-                    log.warning(
-                        "judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2
-                    )
+                    logger.warning("judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2)
 
     async def try_pass(
         self, judge: Callable[[Usage], Awaitable[Verdict]], failures: Failures, count: bool, **about: Any
@@ -228,14 +224,14 @@ class Asker:
             if count:
                 self.statistics.failed_judgings += 1
                 self.statistics.failure = error.kind
-            log.warning("judging failed", reason=str(error)[:500], **about)
+            logger.warning("judging failed", reason=str(error)[:500], **about)
             return None
         finally:
             failures.every.include(spent)
 
     async def _ask(
         self, build: prompt.BuildPrompt, shown: Sequence[Transcript], context_tokens: int, spent: Usage
-    ) -> Answer:
+    ) -> ScoredReply:
         """Ask until a reply could be read.
 
         Raises `JudgingError` after `judge.attempts` calls, `ContextWindowError` if the prompt is too long."""
@@ -267,7 +263,7 @@ class Asker:
                 )
                 messages = prompt.add_reminder(asked, out_of_range=error.kind == "out_of_range")
                 continue
-            return Answer(asked, parsed, self._verdict(asked, reply.model, usage, latency_s))
+            return ScoredReply(asked, parsed, self._verdict(asked, reply.model, usage, latency_s))
         raise failure
 
     def _verdict(self, asked: prompt.Prompt, model: str, usage: Usage, latency_s: float) -> Verdict:

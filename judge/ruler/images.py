@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from judge.ruler.transcripts import Transcript
-from pipeline.images import image_name, image_of
+from pipeline.chat.images import image_name, image_of
 
 _NAMED = re.compile(r"\(image ([0-9a-f]{16})\)")
 

@@ -14,7 +14,7 @@ from os.path import commonprefix
 from typing import Any
 
 from judge.ruler.transcripts import Transcript, render_message, render_tools
-from pipeline.conversations import Conversation, Message
+from pipeline.chat.conversations import Conversation, Message
 
 _MIN_SHARED = 1_000
 """Characters from which text of several trajectories is shown once."""
@@ -106,9 +106,7 @@ def _shared_characters(conversations: Sequence[Sequence[Message]], index: int) -
     return end if end >= _MIN_SHARED else 0
 
 
-def _segments_of(
-    conversations: Sequence[Conversation], tools: Tools, shared: int, cut: int
-) -> list[list[_Segment]]:
+def _segments_of(conversations: Sequence[Conversation], tools: Tools, shared: int, cut: int) -> list[list[_Segment]]:
     """Return the texts of each conversation. The first one leaves out `shared` messages and `cut` characters of the
     next."""
     out = []
@@ -147,9 +145,7 @@ def _references(members: Sequence[Sequence[Sequence[_Segment]]], new_id: Callabl
     return {text: new_id() for text, count in sorted(counted.items()) if count > 1}
 
 
-def _texts(
-    member: Sequence[Sequence[_Segment]], references: dict[str, str], new_id: Callable[[], str]
-) -> list[str]:
+def _texts(member: Sequence[Sequence[_Segment]], references: dict[str, str], new_id: Callable[[], str]) -> list[str]:
     """Return the text of each conversation of a trajectory, with references to messages that are shown elsewhere."""
     counted = Counter(s.text for shown in member for s in shown if s.role and len(s.text) >= _MIN_REPEATED)
     own: dict[str, str] = {}

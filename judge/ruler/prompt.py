@@ -25,7 +25,7 @@ from judge.ruler.layout import PromptLayout, build_layout
 from judge.ruler.replies import SCORES, Scale
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript, shorten, utf8_size
-from pipeline.conversations import runs_of
+from pipeline.chat.conversations import runs_of
 
 BYTES_PER_TOKEN = 3
 """A cautious estimate that needs no tokenizer: English has about 4 bytes of UTF-8 per token, Chinese about 3."""
@@ -87,12 +87,21 @@ def _invisible() -> re.Pattern[str]:
     """Characters that are not seen or that reorder others, except line breaks and tabs: some categories, and letters
     and marks that Unicode shows as nothing (its property Default_Ignorable_Code_Point)."""
     hidden = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
-    shown_as_nothing = {0x34F, 0x3164, 0xFFA0, *range(0x115F, 0x1161), *range(0x17B4, 0x17B6), *range(0x180B, 0x1810),
-                        *range(0xFE00, 0xFE10), *range(0xE0000, 0xE1000)}  # fmt: skip
+    shown_as_nothing = {
+        0x34F,
+        0x3164,
+        0xFFA0,
+        *range(0x115F, 0x1161),
+        *range(0x17B4, 0x17B6),
+        *range(0x180B, 0x1810),
+        *range(0xFE00, 0xFE10),
+        *range(0xE0000, 0xE1000),
+    }
     codes = [
-        code for code in range(sys.maxunicode + 1)
+        code
+        for code in range(sys.maxunicode + 1)
         if (unicodedata.category(chr(code)) in hidden or code in shown_as_nothing) and chr(code) not in "\n\t"
-    ]  # fmt: skip
+    ]
     return re.compile("[" + "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in runs_of(codes)) + "]")
 
 
@@ -124,9 +133,7 @@ class Prompt:
             "explanation": {"type": "string"},
             self.score_key: score,
         }
-        return list_schema(
-            "scores", properties | ({self.hint_key: {"type": "string"}} if self.hint_key else {})
-        )
+        return list_schema("scores", properties | ({self.hint_key: {"type": "string"}} if self.hint_key else {}))
 
     def parse(self, reply: str) -> replies.ParsedScores:
         """Return what a reply gives each id. Raises `UnreadableReplyError`."""
@@ -155,15 +162,11 @@ def draw_id(rng: random.Random, taken: set[str]) -> str:
 
 def _room(question: Question, rubric: Rubric, count: int, context_tokens: int) -> int:
     """Return the bytes for `count` blocks in a prompt of `context_tokens`, without rubric and instructions."""
-    around = (
-        utf8_size(question.system) + utf8_size(rubric.text) + count * 8 + _REMINDER_BYTES + 2 * _LABEL_BYTES
-    )
+    around = utf8_size(question.system) + utf8_size(rubric.text) + count * 8 + _REMINDER_BYTES + 2 * _LABEL_BYTES
     return max(context_tokens * BYTES_PER_TOKEN - around, _MIN_ROOM)
 
 
-def build_prompt(
-    transcripts: Sequence[Transcript], rubric: Rubric, rng: random.Random, context_tokens: int
-) -> Prompt:
+def build_prompt(transcripts: Sequence[Transcript], rubric: Rubric, rng: random.Random, context_tokens: int) -> Prompt:
     """Build the call that judges `transcripts` in the order given. They are cut if they exceed the context."""
     names = [t.trajectory for t in transcripts]
     return fill(_RULER, names, lambda new_id: build_layout(transcripts, new_id), rubric, rng, context_tokens)

@@ -21,12 +21,12 @@ from judge.ruler.aggregation import JudgePass, aggregate, draw_orders
 from judge.ruler.asking import Asker, Failures, JudgingError, LoadTranscript, Usage, charged, new_backoff
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript
+from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import JudgeConfig
 from pipeline.events import Score, TrajectoryCompleted, Verdict
-from pipeline.gather import gather
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("judge.ruler.ruler")
+logger = get_logger("judge.ruler.ruler")
 
 _PASS_RETRIES = 4
 """How often failed passes are tried again for the sake of a single one that succeeded."""
@@ -48,15 +48,13 @@ class LlmRuler(Asker):
         self._passes, self._load = config.passes, load
         super().__init__(config, rubric, model, rng)
 
-    async def __call__(
-        self, members: Sequence[TrajectoryCompleted]
-    ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
+    async def __call__(self, members: Sequence[TrajectoryCompleted]) -> tuple[dict[str, float], tuple[Verdict, ...]]:
         """Return the score of each trajectory and the verdicts behind it.
 
         Raises `UnscoredError` if no judging succeeds within `judge.retry_for_s`, or a trajectory has left the log."""
 
         async def judge() -> tuple[dict[str, float], tuple[Verdict, ...]]:
-            return await self.judge(await gather(self._load, members))
+            return await self.judge(await concurrently(self._load, members))
 
         (scores, verdicts), in_vain = await self.retry(judge, members[0].group)
         return scores, charged(verdicts, in_vain)
@@ -82,7 +80,7 @@ class LlmRuler(Asker):
             else:
                 failed.append(order)
 
-        await gather(judge_in, orders)
+        await concurrently(judge_in, orders)
         retries, backoff = iter(range(_PASS_RETRIES)), new_backoff()
         while len(verdicts) == 1 and failed and next(retries, None) is not None:
             await anyio.sleep(backoff.next_s())  # such as for a limit of requests per second

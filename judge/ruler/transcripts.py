@@ -9,7 +9,7 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from pipeline.conversations import Conversation, Message, build_conversations, text_of
+from pipeline.chat.conversations import Conversation, Message, build_conversations, text_of
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker, HistoryGoneError
 

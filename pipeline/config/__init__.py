@@ -9,7 +9,7 @@
 | `gateway`, `judge`, `trainer` | one section of the file each, with its tables |
 | `alarms` | the section of that name |
 | `sections` | the other sections |
-| `types` | `Section`, and numbers within limits |
+| `types` | `Section`, whose `replace` checks what it sets, and numbers within limits |
 | `files` | `load`, `save`, `config_hash` |
 | `batch_settings` | what a requested batch chooses for its own step |
 | `overrides` | values given on the command line; errors that name the setting |
@@ -20,14 +20,7 @@
 from pipeline.config.alarms import AlarmsConfig
 from pipeline.config.batch_settings import with_batch_settings
 from pipeline.config.files import config_hash, load, save
-from pipeline.config.gateway import (
-    DetectionConfig,
-    GatewayConfig,
-    HttpConfig,
-    KeyConfig,
-    MaskConfig,
-    ReplicasConfig,
-)
+from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, KeyConfig, MaskConfig, ReplicasConfig
 from pipeline.config.judge import (
     AnchorConfig,
     FeedbackConfig,
@@ -37,7 +30,6 @@ from pipeline.config.judge import (
     SecondJudgeConfig,
     TeacherConfig,
 )
-from pipeline.config.overrides import with_values
 from pipeline.config.sections import (
     BudgetConfig,
     CurvesConfig,

@@ -1,4 +1,4 @@
-"""`[alarms]`: when alarms are raised, and where they are sent."""
+"""`[alarms]`: when alarms are raised."""
 
 from __future__ import annotations
 
@@ -6,36 +6,25 @@ from pipeline.config.types import Natural, Positive, Section, Several, Share
 
 
 class AlarmsConfig(Section, frozen=True, kw_only=True):
-    """When alarms are raised, and where they are sent. `journeywork docs` writes the query of each and what to do."""
+    """When alarms are raised. `journeywork docs` writes the query of each and what to do."""
 
     every_s: Positive = 15.0
     """Time between two checks, which the store service makes. The pause is longer if a check takes more than a
     twentieth of this time."""
     steps: Several = 10
-    """Number of a model's newest steps that `not_learning`, `kl_rise`, `length_drift`, `sampler_mismatch` and
-    `hints_unused` examine. `held_out_falls` compares blocks of this many steps, or of an eighth of all steps if that is
-    more."""
+    """Number of a model's newest steps that `not_learning`, `kl_rise`, `length_drift` and `sampler_mismatch`
+    examine."""
     groups: Several = 50
-    """Number of a model's newest training groups that `not_learning`, `part_dominates` and `stale_discards` examine,
-    and of the newest groups with verdicts of both judges that `judges_disagree` examines."""
+    """Number of a model's newest training groups that `not_learning` examines."""
     window_s: Positive = 3600.0
-    """How many seconds back `starvation`, `not_learning` (for groups without rewards) and `dead_letters` look, and
-    `sampler_mismatch` for refused steps."""
+    """How many seconds back `not_learning` (for groups without rewards) and `dead_letters` look, and `sampler_mismatch`
+    for refused steps."""
     kl: Positive = 4.0
     """`kl_rise`: mean KL divergence from the base model over the newest steps, in nats per token. The
     demo's model of 0.9 million parameters reaches 2. Lower it for a large model, which rarely exceeds 0.1."""
     length_ratio: Positive = 2.0
     """`length_drift`: how many times longer or shorter the runs of the newest steps may be than those of the first
     steps, in trained tokens."""
-    part_share: Share = 0.95
-    """`part_dominates`: share of the variance of reward within groups that comes from one part of a composed reward,
-    measured as the covariance of the weighted part with the reward. 1: never. Rewards that are a product or the
-    smallest part have no such shares."""
-    held_out_errors: Positive = 4.0
-    """`held_out_falls`: how far success on held-out tasks may fall below that of an earlier version while the training
-    reward rises, in standard errors of the difference. The default is as large as 4 because every earlier block of
-    steps is compared: of 4,000 simulated runs without a fall, with ten blocks of 40 held-out runs, 0.3 % raise the
-    alarm at some time."""
     logprob_diff: Positive = 0.05
     """`sampler_mismatch`: largest mean difference of the sampler's and the trainer's logprobs in the newest steps, in
     nats. The trainer itself refuses steps above `trainer.logprob_bound`."""
@@ -47,14 +36,6 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     can have gained, as a share of the range of rewards, by the change of its KL divergence from the base (the
     inequality of Pinsker); or 1 less what it can have gained by the training reward of its steps, as a share of the
     best run's reward."""
-    hints_unused_share: Share = 0.2
-    """`hints_unused`: share of the newest steps' hints that no prompt can be made of."""
-    starved_share: Share = 0.5
-    """`starvation`: share of the longest quarter of the runs that is not trained."""
-    stale_share: Share = 0.2
-    """`stale_discards`: share of the newest groups that were discarded because they were too old."""
-    limited_graders: Natural = 0
-    """`feedback_share`: number of API keys in one of the newest steps whose feedback was above `feedback.max_share`."""
     damaged_files: Natural = 0
     """`file_damaged`: files of the store that can't be read."""
     dead_letters: Natural = 0

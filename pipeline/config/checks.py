@@ -39,9 +39,7 @@ def _check_addresses(config: Config) -> None:
     )
     for name, urls, instead in (*http, *others):
         if any(map(names_user, urls)):
-            raise ConfigError(
-                f"{name}: an address must not hold a user name, password or token; use {instead}"
-            )
+            raise ConfigError(f"{name}: an address must not hold a user name, password or token; use {instead}")
     for name, urls, _ in http:
         for url in filter(None, urls):
             if not re.match(r"https?://[^/:]", url):
@@ -82,9 +80,7 @@ def _check_access(config: Config) -> None:
     if nats.users and nats.nkey_seed:
         raise ConfigError("nats: users and nkey_seed are set; set one of them")
     if "--api-key" in config.vllm.flags:
-        raise ConfigError(
-            "vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file"
-        )
+        raise ConfigError("vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file")
     memory = config.trainer.memory
     if config.trainer.processes == 1 and (memory.sharded or memory.context_parallel > 1):
         setting, what = ("sharded", "the model") if memory.sharded else ("context_parallel", "its rows")
@@ -94,9 +90,7 @@ def _check_access(config: Config) -> None:
             "vllm.sleep: only a trainer of one process shares its GPU by turns; set trainer.processes = 1"
         )
     if unknown := set(config.environment) - set(PROCESSES):
-        raise ConfigError(
-            f"environment: no process {', '.join(sorted(unknown))}; there are: {', '.join(PROCESSES)}"
-        )
+        raise ConfigError(f"environment: no process {', '.join(sorted(unknown))}; there are: {', '.join(PROCESSES)}")
 
 
 def _check_names(config: Config) -> None:
@@ -151,13 +145,9 @@ def check_trainer(config: TrainerConfig) -> None:
             "set it to the last step, or take `constant` or `inverse_sqrt`"
         )
     if unknown := loss.options.keys() - set(LOSS_OPTIONS):
-        raise ConfigError(
-            f"trainer.loss.options: {', '.join(sorted(unknown))} is not one of {', '.join(LOSS_OPTIONS)}"
-        )
+        raise ConfigError(f"trainer.loss.options: {', '.join(sorted(unknown))} is not one of {', '.join(LOSS_OPTIONS)}")
     if config.memory.quantization != "none" and config.memory.sharded:
-        raise ConfigError(
-            "trainer.memory.quantization: a divided model (trainer.memory.sharded) is not quantised"
-        )
+        raise ConfigError("trainer.memory.quantization: a divided model (trainer.memory.sharded) is not quantised")
     if config.engine == "unsloth" and config.memory.quantization == "fp8":
         raise ConfigError("trainer.memory.quantization: trainer.engine `unsloth` takes `4bit` or `none`")
     if config.engine == "unsloth" and config.memory.sharded:
@@ -189,10 +179,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def _check_ranks(config: Config) -> None:
-    slot, rank = (
-        config.vllm.max_lora_rank,
-        max((config.trainer_of(m).lora.rank for m in config.models), default=1),
-    )
+    slot, rank = (config.vllm.max_lora_rank, max((config.trainer_of(m).lora.rank for m in config.models), default=1))
     if slot not in LORA_RANKS:
         raise ConfigError(f"vllm.max_lora_rank is {slot}: vLLM takes {', '.join(map(str, LORA_RANKS))}")
     if rank > LORA_RANKS[-1] or (rank > slot and not config.vllm.urls):
@@ -224,9 +211,7 @@ def check(config: Config, *, whole: bool = True) -> None:
             f"{name}: a secret does not belong in the settings; set the variable where `journeywork up` is started"
         )
     for name in (n for where, table in tables.items() for n in written_out(table, where)):
-        raise ConfigError(
-            f'{name}: a secret does not belong in the settings; name its variable instead: "${{NAME}}"'
-        )
+        raise ConfigError(f'{name}: a secret does not belong in the settings; name its variable instead: "${{NAME}}"')
     rewards = [r.name for r in config.judge.rewards]
     if len(set(rewards)) != len(rewards):
         raise ConfigError("judge.rewards: two rewards have the same name")

@@ -19,9 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.files import write_whole
 
 
-def load(
-    path: str | Path | None = None, overrides: Iterable[str] = (), *, sections: Collection[str] = ()
-) -> Config:
+def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, sections: Collection[str] = ()) -> Config:
     """Read settings from a TOML file (`None`: the defaults) and from overrides such as `trainer.seed=4`.
 
     An override's value is read as TOML or JSON by the type of the setting, else as a string. `sections`: the tables

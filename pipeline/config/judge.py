@@ -96,9 +96,9 @@ class FeedbackConfig(Section, frozen=True, kw_only=True):
     only recorded. `all`: a group always waits for `wait_s`. Use it for hints, which may come at any time."""
     max_share: Share = 1.0
     """Largest share of a step that groups which one API key graded may have. The size of a step is the sum of its
-    absolute advantages; a larger part is scaled down, and the alarm `feedback_share` is raised. Below 1, groups are
-    compared only with groups that the same keys graded. Hints of one key teach at most this share of a step's trained
-    tokens. 1: no limit, for installations where one program reports all results."""
+    absolute advantages; a larger part is scaled down, which the step's metric `graders_limited` counts. Below 1, groups
+    are compared only with groups that the same keys graded. Hints of one key teach at most this share of a step's
+    trained tokens. 1: no limit, for installations where one program reports all results."""
     max_signals: Count = 1000
     """How many signals one API key may give on one run. Every reader of the run reads all of them. Further signals get
     a 409."""
@@ -154,9 +154,6 @@ class SecondJudgeConfig(Section, frozen=True, kw_only=True):
     """As `judge.api_key_env`."""
     share: Share = 0.1
     """Share of the groups that it is asked about, chosen by a hash of their names."""
-    min_tau: Correlation = 0.3
-    """Kendall tau of the two judges over the newest sampled groups (`alarms.groups`) below which the alarm
-    `judges_disagree` is raised."""
 
 
 class JudgeConfig(Section, frozen=True, kw_only=True):

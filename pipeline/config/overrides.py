@@ -16,7 +16,6 @@ import msgspec
 from pipeline.errors import ConfigError
 
 T = TypeVar("T")
-S = TypeVar("S", bound=msgspec.Struct)
 
 _OVERRIDE = re.compile(r'((?>"[^"]*"|[^=])*?)=(.*)', re.DOTALL)
 """The name, in which an `=` in quotes belongs to a key, and the value."""
@@ -38,7 +37,7 @@ def set_override(tree: dict[str, Any], root: type, text: str) -> None:
     if not all(keys):
         raise ConfigError(f"{text!r} is not a setting: write section.key=value, with a name before the '='")
     try:
-        _set(tree, root, keys, _parse(value, _type_at(root, keys)))
+        _set(tree, root, keys, _parse(value, type_at(root, keys)))
     except (AttributeError, TypeError) as error:
         raise ConfigError(f"{dotted!r} is not the name of a setting") from error
     except ValueError as error:
@@ -56,21 +55,6 @@ def convert(tree: Any, root: type[T], where: str = "") -> T:
         return msgspec.convert(tree, root)
     except msgspec.ValidationError as error:
         raise ConfigError(_named(str(error), root, where)) from error
-
-
-def with_values(section: S, values: Mapping[str, Any], where: str = "") -> S:
-    """Return `section`, which is named `where`, with other values by dotted key: `{"optimizer.learning_rate": 1e-3}`.
-
-    Raises `ConfigError`, as `convert` does, for a value that its setting does not take."""
-    changes: dict[str, Any] = {}
-    for dotted, value in values.items():
-        name, _, rest = dotted.partition(".")
-        named = f"{where}.{name}" if where else name
-        if rest:
-            changes[name] = with_values(changes.get(name, getattr(section, name)), {rest: value}, named)
-        else:
-            changes[name] = convert(msgspec.to_builtins(value), _type_at(type(section), [name]), named)
-    return msgspec.structs.replace(section, **changes)
 
 
 def merged(tree: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +87,7 @@ def _set(tree: dict[str, Any], root: type, keys: list[str], value: Any) -> None:
             node = node[at]
         else:
             # A table may have numbers as names, such as those of tokens in `logit_bias`.
-            lists = any(typing.get_origin(kind) is tuple for kind in _choices(_type_at(root, keys[:depth])))
+            lists = any(typing.get_origin(kind) is tuple for kind in _choices(type_at(root, keys[:depth])))
             node = node.setdefault(at, [] if lists else {})
 
 
@@ -116,7 +100,7 @@ def _choices(kind: Any) -> list[Any]:
     return [kind]
 
 
-def _type_at(root: Any, keys: list[str]) -> Any:
+def type_at(root: Any, keys: list[str]) -> Any:
     """Return the declared type of the setting with these keys; `Any` if none is declared."""
     if not keys:
         return root
@@ -129,7 +113,7 @@ def _type_at(root: Any, keys: list[str]) -> Any:
         elif typing.get_origin(kind) is tuple and keys[0].isdigit():
             inner = typing.get_args(kind)[0]
         if inner is not None:
-            return _type_at(inner, keys[1:])
+            return type_at(inner, keys[1:])
     return Any
 
 
@@ -172,13 +156,13 @@ def _named(message: str, root: Any, where: str) -> str:
     section = [where] if where else []
     if unknown := _UNKNOWN.fullmatch(message):
         dotted = ".".join([*section, *keys, unknown[1]])
-        return f"settings: {dotted}: there is no such setting{_suggestion(dotted, _type_at(root, keys), root, where)}"
+        return f"settings: {dotted}: there is no such setting{_suggestion(dotted, type_at(root, keys), root, where)}"
     if message.startswith("Invalid enum value"):
-        allowed = [a for kind in _choices(_type_at(root, keys)) for a in typing.get_args(kind)]
-        allowed += [kind.__name__ for kind in _choices(_type_at(root, keys)) if isinstance(kind, type)]
+        allowed = [a for kind in _choices(type_at(root, keys)) for a in typing.get_args(kind)]
+        allowed += [kind.__name__ for kind in _choices(type_at(root, keys)) if isinstance(kind, type)]
         message = f"{message}, expected {' or '.join(map(str, allowed))}"
     dotted = ".".join([*section, *keys])
-    message = _in_toml_words(message, dotted, _type_at(root, keys))
+    message = _in_toml_words(message, dotted, type_at(root, keys))
     return f"settings: {dotted}: {message[:1].lower()}{message[1:]}" if dotted else f"settings: {message}"
 
 

@@ -23,9 +23,7 @@ def written_out(value: Any, where: str) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from written_out(inner, where)
-    elif (
-        isinstance(value, str) and not REFERENCE.search(value) and _is_secret(where.rpartition(".")[2], value)
-    ):
+    elif isinstance(value, str) and not REFERENCE.search(value) and _is_secret(where.rpartition(".")[2], value):
         yield where
 
 

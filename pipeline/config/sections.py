@@ -7,18 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from pipeline.config.types import (
-    Copies,
-    Count,
-    Natural,
-    NotNegative,
-    Payload,
-    Port,
-    Positive,
-    Section,
-    Several,
-    Share,
-)
+from pipeline.config.types import Copies, Count, Natural, NotNegative, Payload, Port, Positive, Section, Several, Share
 
 
 class NatsConfig(Section, frozen=True, kw_only=True):
@@ -266,8 +255,8 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
 
 
 class CurvesConfig(Section, frozen=True, kw_only=True):
-    """Curves of the training steps and evaluations, in `curves/` of the run folder: a line of `metrics.jsonl` for each
-    (docs/dashboard.md)."""
+    """Curves of the training steps and evaluations, in `curves/` of the run directory: a line of `metrics.jsonl`
+    for each (docs/dashboard.md)."""
 
     enabled: bool = True
     """Whether the store service writes them."""

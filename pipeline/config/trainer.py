@@ -42,9 +42,13 @@ class LoraConfig(Section, frozen=True, kw_only=True):
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 """The losses of `trainer.engine.loss`, by TRL's names."""
 LOSS_OPTIONS = (
-    "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
     "vespo_lambda_neg",
-)  # fmt: skip
+)
 
 
 class LossConfig(Section, frozen=True, kw_only=True):
@@ -59,9 +63,9 @@ class LossConfig(Section, frozen=True, kw_only=True):
     kl_unbiased: bool = True
     """Multiply the KL term by the probability ratio, so that its gradient is the gradient of the reverse KL
     divergence."""
-    importance_sampling: Literal[
-        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "token_truncate"
+    importance_sampling: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
     """How replies sampled by an older version are corrected. The importance ratio compares the trainer's logprobs
     with the recorded ones, per token or per sequence. `..._truncate` limits the ratio to `importance_clip`;
     `..._mask` drops what exceeds it. `none`: no ratio; the recorded logprobs are the old policy of the PPO clip."""

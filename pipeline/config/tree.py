@@ -43,7 +43,7 @@ class Config(Section, frozen=True, kw_only=True):
     project: str = "default"
     """Namespace of trajectories, groups and versions on the log."""
     run_dir: str = "runs/default"
-    """Folder of the run: logs, state, keys, checkpoints and history."""
+    """Folder of the installation: logs, state, keys, checkpoints and history."""
     log_level: str = "INFO"
     """`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."""
     nats: sections.NatsConfig = sections.NatsConfig()
@@ -94,6 +94,4 @@ class Config(Section, frozen=True, kw_only=True):
         for model in self.models:
             if model.name == name:
                 return model
-        raise ConfigError(
-            f"no model {name!r} is configured; there are: {', '.join(m.name for m in self.models)}"
-        )
+        raise ConfigError(f"no model {name!r} is configured; there are: {', '.join(m.name for m in self.models)}")

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
+
+from pipeline.config.overrides import convert, type_at
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -30,3 +32,13 @@ Prompt = Annotated[int, Meta(ge=1000)]
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the settings file."""
+
+    def replace(self, **values: Any) -> Self:
+        """Return the section with other values, each checked as one of the settings file is. Raises `ConfigError`, and
+        `TypeError` for a name that is no setting."""
+        section = type(self)
+        checked = {
+            name: convert(msgspec.to_builtins(value), type_at(section, [name]), f"{section.__name__}.{name}")
+            for name, value in values.items()
+        }
+        return msgspec.structs.replace(self, **checked)

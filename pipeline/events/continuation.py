@@ -110,9 +110,16 @@ def continue_from(base: Base, exchange: ExchangeRecorded) -> Continuation | None
         experts=exchange.experts[:at] + exchange.experts[at + choices :],
     )
     return Continuation(
-        exchange=rest, seq=base.key.seq, choice=base.key.choice, at=base.key.at, check=base.check,
-        tokens=tokens // 4, request_head=head, request_tail=tail, experts=choices,
-    )  # fmt: skip
+        exchange=rest,
+        seq=base.key.seq,
+        choice=base.key.choice,
+        at=base.key.at,
+        check=base.check,
+        tokens=tokens // 4,
+        request_head=head,
+        request_tail=tail,
+        experts=choices,
+    )
 
 
 def _header(npy: bytes) -> int:
@@ -140,9 +147,7 @@ def restore(base: Base, form: Continuation) -> ExchangeRecorded:
     fits = 4 * form.tokens <= len(base.tokens) and form.request_head + form.request_tail <= size
     fits = fits and form.experts <= len(choices)
     if not fits or min(form.tokens, form.request_head, form.request_tail, form.experts) < 0:
-        raise BrokenChainError(
-            f"exchange {form.seq}.{form.choice} is shorter than what {_name(rest)} repeats"
-        )
+        raise BrokenChainError(f"exchange {form.seq}.{form.choice} is shorter than what {_name(rest)} repeats")
     request = base.request[: form.request_head] + rest.request + base.request[size - form.request_tail :]
     at = _header(rest.experts)
     experts = rest.experts[:at] + choices[: form.experts] + rest.experts[at:]

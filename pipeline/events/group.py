@@ -172,9 +172,7 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     def message_id(self) -> str:
         first = self.trajectories[0] if self.trajectories else ""
         of_set = f"/{self.judge}" if self.judge else ""
-        return (
-            f"{self.project}/{self.model}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}{of_set}"
-        )
+        return f"{self.project}/{self.model}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}{of_set}"
 
 
 class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):

@@ -76,9 +76,7 @@ class TeacherAnswered(Event, frozen=True, kw_only=True, tag="rollout.teacher"):
     @staticmethod
     def calls_of(exchanges: Iterable[ExchangeRecorded]) -> list[ExchangeRecorded]:
         """Return the calls of a run that an answer is about, in the order of its arrays."""
-        unique = {
-            (e.seq, e.choice): e for e in exchanges if not e.side_call and e.prompt_ids and e.sampled_ids
-        }
+        unique = {(e.seq, e.choice): e for e in exchanges if not e.side_call and e.prompt_ids and e.sampled_ids}
         return [unique[key] for key in sorted(unique)]
 
     def message_id(self) -> str:

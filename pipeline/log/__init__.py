@@ -21,7 +21,6 @@
 | `unwritten` | alarms about events that the store has not written |
 | `credentials` | authentication and TLS of a connection |
 | `retry` | which errors pass by themselves; calls repeated until then |
-| `dead_letters` | the command `journeywork dead` |
 
 Imports go downwards only: `key_value` uses `follow`; `broker` and `follow` use `history` and `consumer`, these use
 `objects` and `stream_reader`, and those use `messages`, `subjects`, `fast_client` and `retry`.

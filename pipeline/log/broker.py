@@ -24,7 +24,7 @@ import nats.errors
 from nats.js import api
 
 from pipeline import crash, streams
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.config import NatsConfig
 from pipeline.errors import BrokerError as BrokerError
 from pipeline.errors import BrokerUnavailableError as BrokerUnavailableError
@@ -39,14 +39,14 @@ from pipeline.log.consumer import Delivery as Delivery
 from pipeline.log.consumer import keep_alive
 from pipeline.log.fast_client import Ack, FastClient, Pulled
 from pipeline.log.history import Reader
-from pipeline.log.messages import Recorded as Recorded
+from pipeline.log.messages import LogEntry as LogEntry
 from pipeline.log.messages import StoredMessage, parse_ack_subject
 from pipeline.log.pulling import pulling
 from pipeline.security.users import OPERATOR
 from pipeline.security.users import READER as READER
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("pipeline.log.broker")
+logger = get_logger("pipeline.log.broker")
 
 _WRONG_LAST_SEQUENCE = 10071
 _SKIPPED_REMEMBERED = 10_000
@@ -75,14 +75,14 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
             connecting.deadline = min(connecting.deadline, anyio.current_time() + _OTHER_SERVERS_S)
         if access.is_permission_error(error):
             # The server dropped the message: its sender waits for an answer in vain.
-            log.error(
+            logger.error(
                 "the NATS user lacks a right",
                 error=retry.reason(error),
                 connection=name,
                 see="streams.md of `journeywork docs`",
             )
         else:
-            log.warning("nats", error=retry.reason(error))
+            logger.warning("nats", error=retry.reason(error))
 
     client = access.make_client(config)
     options = access.options(config, name)
@@ -123,7 +123,7 @@ async def _close(client: FastClient) -> None:
                 await client.flush(timeout=1)
             await client.close()
         except (nats.errors.Error, OSError) as error:
-            log.warning("the connection was not closed cleanly", error=retry.reason(error))
+            logger.warning("the connection was not closed cleanly", error=retry.reason(error))
     client.stop_publishing()
     client.close_socket()
 
@@ -152,9 +152,7 @@ class Broker(Reader):
         try:
             await client.start_publishing()
             await retry.retry_while_unavailable(
-                client.flush_subscriptions,
-                "the first subscription was not confirmed",
-                config.connect_timeout_s,
+                client.flush_subscriptions, "the first subscription was not confirmed", config.connect_timeout_s
             )
             if provision and config.provision:
                 await broker.provision()
@@ -225,9 +223,7 @@ class Broker(Reader):
         while (left := deadline - time.monotonic()) > 0:
             try:
                 crash.point("broker.before_publish")
-                ack = await self.client.publish_acked(
-                    subject, payload, headers, min(left, self.config.ack_timeout_s)
-                )
+                ack = await self.client.publish_acked(subject, payload, headers, min(left, self.config.ack_timeout_s))
                 crash.point("broker.after_publish")
                 return ack
             except nats.errors.Error as error:
@@ -309,30 +305,43 @@ class Broker(Reader):
             return
         token = hashlib.sha256("/".join(map(str, key)).encode()).hexdigest()[:16]
         letter = DeadLettered(
-            project="", stream=stream, stream_seq=message.seq, stream_at=message.place.at,
-            original_subject=message.subject, consumer=READER, reason="undecodable", detail=reason[:2000],
-            payload=await self.resolve(message.payload), headers=message.headers,
-        )  # fmt: skip
+            project="",
+            stream=stream,
+            stream_seq=message.seq,
+            stream_at=message.place.at,
+            original_subject=message.subject,
+            consumer=READER,
+            reason="undecodable",
+            detail=reason[:2000],
+            payload=await self.resolve(message.payload),
+            headers=message.headers,
+        )
         subject = f"{letter.subject()}.{message.seq}-{token}"
         await self.publish_raw(subject, encode(letter), {})
         self._skipped[key] = None
         if len(self._skipped) > _SKIPPED_REMEMBERED:
             self._skipped.popitem(last=False)
-        log.error("dead letter", stream=stream, seq=message.seq, reason="undecodable", detail=reason[:300])
+        logger.error("dead letter", stream=stream, seq=message.seq, reason="undecodable", detail=reason[:300])
 
-    async def dead_letter(
-        self, message: Pulled, spec: streams.ConsumerSpec, reason: str, detail: str
-    ) -> None:
+    async def dead_letter(self, message: Pulled, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
         """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""
         deliveries, place = parse_ack_subject(message.reply)
         letter = DeadLettered(
-            project="", stream=spec.stream, stream_seq=place.seq, stream_at=place.at, original_subject=message.subject,
-            consumer=spec.name, reason=reason, detail=detail[:2000], deliveries=deliveries,
-            payload=await self.resolve(message.data), headers=message.headers,
-        )  # fmt: skip
+            project="",
+            stream=spec.stream,
+            stream_seq=place.seq,
+            stream_at=place.at,
+            original_subject=message.subject,
+            consumer=spec.name,
+            reason=reason,
+            detail=detail[:2000],
+            deliveries=deliveries,
+            payload=await self.resolve(message.data),
+            headers=message.headers,
+        )
         await self.publish(letter)
         await self.client.publish(message.reply)
-        log.error("dead letter", stream=spec.stream, seq=place.seq, reason=reason, detail=detail[:300])
+        logger.error("dead letter", stream=spec.stream, seq=place.seq, reason=reason, detail=detail[:300])
 
     # -- consuming -----------------------------------------------------------------------------------------------
 
@@ -362,9 +371,7 @@ class Broker(Reader):
                         await consumption.close(failure)
                     except (nats.errors.Error, BrokerError) as error:
                         # The server redelivers them after `ack_wait_s`.
-                        log.warning(
-                            "deliveries not given back", consumer=spec.name, error=retry.reason(error)
-                        )
+                        logger.warning("deliveries not given back", consumer=spec.name, error=retry.reason(error))
 
     async def admit(self, message: Pulled, spec: streams.ConsumerSpec) -> AnyEvent | None:
         """Return the event of a delivery. A message for another consumer is acknowledged, one that cannot be used

@@ -27,19 +27,19 @@ import nats.js.errors
 from nats.aio.msg import Msg
 
 from pipeline import crash, streams
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.config import ConfigError
 from pipeline.errors import BrokerError
 from pipeline.events import AnyEvent
 from pipeline.log import retry
 from pipeline.log.deaths import Deaths
 from pipeline.log.fast_client import FastClient, Pulled
-from pipeline.log.messages import Place, Recorded, parse_ack_subject
+from pipeline.log.messages import LogEntry, Place, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, Puller
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("pipeline.log.consumer")
+logger = get_logger("pipeline.log.consumer")
 
 ALONE_S = 1.0
 """Longest time that a message which was delivered again is handled alone. A judge may score a group for longer."""
@@ -49,9 +49,7 @@ _TOGETHER_S = 0.01
 """A batch ends when no message came for this long. The server sends what it has at once."""
 
 
-async def keep_alive(
-    client: FastClient, spec: streams.ConsumerSpec, replies: Callable[[], Iterable[str]]
-) -> None:
+async def keep_alive(client: FastClient, spec: streams.ConsumerSpec, replies: Callable[[], Iterable[str]]) -> None:
     """Tell the server regularly, until cancelled, that deliveries are in work, so that it does not redeliver them.
     `replies` returns their reply subjects."""
     while True:
@@ -63,7 +61,7 @@ async def keep_alive(
             if not retry.is_retryable(error):
                 raise
             # The server redelivers the messages then, as after a death; the holder recognises them.
-            log.warning("deliveries not kept alive", consumer=spec.name, error=retry.reason(error))
+            logger.warning("deliveries not kept alive", consumer=spec.name, error=retry.reason(error))
 
 
 async def require_consumer(reader: StreamReader, spec: streams.ConsumerSpec, gone: ConsumerGoneError) -> None:
@@ -81,11 +79,11 @@ async def require_consumer(reader: StreamReader, spec: streams.ConsumerSpec, gon
         why = retry.reason(error)
         if not retry.is_retryable(error):
             raise BrokerError(f"consumer {spec.name}: {why}") from error
-    log.warning("consumer unavailable", consumer=spec.name, error=why)
+    logger.warning("consumer unavailable", consumer=spec.name, error=why)
 
 
 @dataclass(eq=False)
-class Delivery(Recorded[AnyEvent]):
+class Delivery(LogEntry[AnyEvent]):
     """An event that a consumer holds until it acknowledges it or gives it back."""
 
     deliveries: int = 1
@@ -111,7 +109,7 @@ class Delivery(Recorded[AnyEvent]):
         client = self._consumption.reader.client
         crash.point("broker.before_ack")
         if not await self._is_on_log():
-            log.warning("not acknowledged: the log lost the message", stream=self.stream, seq=self.seq)
+            logger.warning("not acknowledged: the log lost the message", stream=self.stream, seq=self.seq)
         elif confirmed:
             await client.request(self.reply, Msg.Ack.Ack, timeout=1)
         else:
@@ -274,9 +272,8 @@ class Consumption:
     def _hold(self, event: AnyEvent, message: Pulled, reconnects: int) -> Delivery:
         deliveries, place = parse_ack_subject(message.reply)
         delivery = Delivery(
-            event, self.spec.stream, place.seq, message.subject, message.headers, deliveries, message, self,
-            reconnects,
-        )  # fmt: skip
+            event, self.spec.stream, place.seq, message.subject, message.headers, deliveries, message, self, reconnects
+        )
         self.unsettled.add(delivery)
         return delivery
 

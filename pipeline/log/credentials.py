@@ -55,9 +55,7 @@ def options(config: NatsConfig, name: str) -> dict[str, Any]:
         try:
             arguments["tls"] = ssl.create_default_context(cafile=config.tls_ca or None)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(
-                f"nats.tls_ca: {config.tls_ca} cannot be used: {error.strerror or error}"
-            ) from error
+            raise ConfigError(f"nats.tls_ca: {config.tls_ca} cannot be used: {error.strerror or error}") from error
     return arguments
 
 

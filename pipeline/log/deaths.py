@@ -28,9 +28,7 @@ class Deaths:
     async def count(self, stream: str, place: Place) -> int:
         """Return how often the message ended its process."""
         subject = streams.key_subject(streams.FLEET.name, self._key(stream, place))
-        value = await self._log.leader_get(
-            streams.key_value_stream(streams.FLEET.name), {"last_by_subj": subject}
-        )
+        value = await self._log.leader_get(streams.key_value_stream(streams.FLEET.name), {"last_by_subj": subject})
         return int(value.payload) if value is not None and value.payload else 0
 
     async def record(self, stream: str, place: Place, deaths: int) -> None:

@@ -76,9 +76,7 @@ class Pulled:
     def from_message(cls, message: Msg) -> Pulled:
         """Return a message that came through nats-py as one of this class."""
         lines = [f"{name}: {value}\r\n" for name, value in (message.headers or {}).items()]
-        return cls(
-            message.subject, message.reply, "".join(["NATS/1.0\r\n", *lines, "\r\n"]).encode(), message.data
-        )
+        return cls(message.subject, message.reply, "".join(["NATS/1.0\r\n", *lines, "\r\n"]).encode(), message.data)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -168,10 +166,12 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
                         return at
                     handler(
                         Pulled(
-                            words[0].decode(), words[2].decode(),
-                            view[begin:middle].tobytes(), view[middle:end].tobytes(),
+                            words[0].decode(),
+                            words[2].decode(),
+                            view[begin:middle].tobytes(),
+                            view[middle:end].tobytes(),
                         )
-                    )  # fmt: skip
+                    )
                 else:
                     return at
                 at = end + 2
@@ -283,9 +283,7 @@ class FastClient(Client):  # type: ignore[misc]
             if not future.done():
                 future.set_exception(nats.errors.ConnectionClosedError())
 
-    async def publish_acked(
-        self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float
-    ) -> Ack:
+    async def publish_acked(self, subject: str, payload: bytes, headers: Mapping[str, str], timeout_s: float) -> Ack:
         """Send a message and return JetStream's acknowledgement. Raises nats-py's errors, as its own `js.publish`
         does."""
         self._count += 1
@@ -356,9 +354,7 @@ class FastClient(Client):  # type: ignore[misc]
     # -- pulled messages -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def pulled_messages(
-        self, subscription: Subscription, handler: Callable[[Pulled], None]
-    ) -> Iterator[None]:
+    def pulled_messages(self, subscription: Subscription, handler: Callable[[Pulled], None]) -> Iterator[None]:
         """Within the block, call `handler` with each message of a subscription that has a reply subject. Every other
         one goes to the subscription's own callback."""
         sid = b"%d" % subscription._id
@@ -389,5 +385,10 @@ def _publish_command(subject: str, reply: bytes, payload: bytes, headers: Mappin
         text = "".join([name + ": " + " ".join(value.split()) + "\r\n" for name, value in headers.items()])
     head = b"NATS/1.0\r\n%b\r\n" % text.encode()
     return b"HPUB %b %b %d %d\r\n%b%b\r\n" % (
-        subject.encode(), reply, len(head), len(head) + len(payload), head, payload,
-    )  # fmt: skip
+        subject.encode(),
+        reply,
+        len(head),
+        len(head) + len(payload),
+        head,
+        payload,
+    )

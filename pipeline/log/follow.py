@@ -11,20 +11,20 @@ from typing import TypeVar
 import nats.errors
 from nats.js import api
 
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.errors import BrokerError, LogShrankError
 from pipeline.events import Event
 from pipeline.log import retry
 from pipeline.log.fast_client import Pulled
 from pipeline.log.history import Reader
-from pipeline.log.messages import Place, Recorded, StoredMessage, consumer_seq, parse_ack_subject
+from pipeline.log.messages import LogEntry, Place, StoredMessage, consumer_seq, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, pulling
 from pipeline.log.stream_reader import StreamReader, server_headers
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import new_id
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("pipeline.log.follow")
+logger = get_logger("pipeline.log.follow")
 
 E = TypeVar("E", bound=Event)
 
@@ -40,7 +40,7 @@ async def follow_events(
     next_seq: Callable[[], int],
     after: Place | None = None,
     **keys: str | int,
-) -> AsyncGenerator[Recorded[E], None]:
+) -> AsyncGenerator[LogEntry[E], None]:
     """Yield events of the given classes, all of one stream, from `next_seq()` on: in order, each once, for ever.
 
     `after` is the place of the last message that the caller read; with sequence 0, all since its time follow. A message
@@ -67,11 +67,7 @@ def follow_messages(
 
 
 async def follow_subjects(
-    reader: StreamReader,
-    stream: str,
-    subjects: Sequence[str],
-    next_seq: Callable[[], int],
-    after: Place | None = None,
+    reader: StreamReader, stream: str, subjects: Sequence[str], next_seq: Callable[[], int], after: Place | None = None
 ) -> AsyncGenerator[StoredMessage, None]:
     """`follow_messages` by stream and subjects, which may hold wildcards.
 
@@ -107,13 +103,11 @@ async def follow_subjects(
             raise
         except (nats.errors.Error, BrokerError, ConsumerGoneError) as error:
             # The server is away, or forgot the consumer: in any case, following begins again at the position.
-            log.warning("following a stream again", stream=stream, error=retry.reason(error))
+            logger.warning("following a stream again", stream=stream, error=retry.reason(error))
             await backoff.wait()
 
 
-async def _create_consumer(
-    reader: StreamReader, stream: str, subjects: Sequence[str], position: Place
-) -> str:
+async def _create_consumer(reader: StreamReader, stream: str, subjects: Sequence[str], position: Place) -> str:
     """Create an ephemeral consumer of what comes after `position`; return its name."""
     if not reader.client.is_connected:
         # Between two servers nats-py knows no server's version, and would send a request without the consumer's name,

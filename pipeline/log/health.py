@@ -43,9 +43,7 @@ async def probe(broker: Broker, stream: str, timeout_s: float) -> Refusal | None
         return Refusal("missing", await broker.why_no_answer(stream))
     except nats.js.errors.APIError as error:
         if error.err_code in _LIMIT_REACHED:
-            return Refusal(
-                "at_limit", f"{stream} takes no events ({error.description}): raise nats.max_bytes"
-            )
+            return Refusal("at_limit", f"{stream} takes no events ({error.description}): raise nats.max_bytes")
         return Refusal("silent" if error.code == 503 else "refused", f"{stream}: {error.description}")
     except (nats.errors.Error, TimeoutError) as error:
         return Refusal("silent", f"{stream} did not take a write: {str(error) or type(error).__name__}")

@@ -20,12 +20,12 @@ from pipeline.events import AnyEvent, ClaimCheck, Continuation, Event, ExchangeR
 from pipeline.log import objects
 from pipeline.log.exchanges import ExchangeNotWholeError, RememberedExchanges, make_whole
 from pipeline.log.fast_client import FastClient
-from pipeline.log.messages import Page, Recorded, StoredMessage
+from pipeline.log.messages import LogEntry, Page, StoredMessage
 from pipeline.log.stream_reader import StreamReader
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("pipeline.log.history")
+logger = get_logger("pipeline.log.history")
 
 E = TypeVar("E", bound=Event)
 
@@ -47,15 +47,13 @@ class Reader(StreamReader):
 
     # -- many events ---------------------------------------------------------------------------------------------
 
-    async def read(
-        self, event: type[E], *, start_seq: int = 1, at_least: int = 0, **keys: Any
-    ) -> list[Recorded[E]]:
+    async def read(self, event: type[E], *, start_seq: int = 1, at_least: int = 0, **keys: Any) -> list[LogEntry[E]]:
         """Return every event of a class from sequence `start_seq` on, in stream order.
 
         The result holds everything that was acknowledged before the call. If the caller knows the number of
         events (`at_least`), one request to the leader is saved."""
         stream, subject = stream_of(event), subject_filter(event, **keys)
-        out: list[Recorded[E]] = []
+        out: list[LogEntry[E]] = []
         page = Page[E]([], start_seq - 1, more=True)
         while page.more:
             page = await self._page(event, stream, subject, page.last + 1, max(at_least - len(out), 0))
@@ -67,13 +65,9 @@ class Reader(StreamReader):
         `_WHOLE_BYTES` of whole exchanges (or one more).
 
         Other tasks run between the events of a page. The leader's answer ends a subject, as with `read`."""
-        return await self._page(
-            event, stream_of(event), subject_filter(event, **keys), start_seq, 0, _WHOLE_BYTES
-        )
+        return await self._page(event, stream_of(event), subject_filter(event, **keys), start_seq, 0, _WHOLE_BYTES)
 
-    async def read_all(
-        self, events: Sequence[type[E]], *, start_seq: int = 1, **keys: Any
-    ) -> list[Recorded[E]]:
+    async def read_all(self, events: Sequence[type[E]], *, start_seq: int = 1, **keys: Any) -> list[LogEntry[E]]:
         """Return the events of several classes of one stream, in stream order: all up to the newest at the time of
         the call.
 
@@ -90,14 +84,14 @@ class Reader(StreamReader):
         if not more and not 0 < at_least <= len(messages):
             messages += await self.next_of_leader(stream, subject, last + 1)
             more = bool(messages) and messages[-1].seq > last
-        out: list[Recorded[E]] = []
+        out: list[LogEntry[E]] = []
         not_whole: list[int] = []
         decoded = whole = 0
         for message in messages:
             try:
                 recorded = await self._recorded(stream, message)
             except ExchangeNotWholeError as error:
-                log.error("exchange not read", why=str(error))
+                logger.error("exchange not read", why=str(error))
                 not_whole.append(error.seq)
             except (msgspec.DecodeError, HistoryGoneError) as error:
                 await self.skip_undecodable(stream, message, str(error))
@@ -122,7 +116,7 @@ class Reader(StreamReader):
 
     # -- one event -----------------------------------------------------------------------------------------------
 
-    async def read_last(self, event: type[E], **keys: Any) -> Recorded[E] | None:
+    async def read_last(self, event: type[E], **keys: Any) -> LogEntry[E] | None:
         """Return the newest event of a class, by the leader; None if there is none."""
         message = await self.leader_get(stream_of(event), {"last_by_subj": subject_filter(event, **keys)})
         if message is None:
@@ -133,7 +127,7 @@ class Reader(StreamReader):
         before = await self.read(event, **keys)
         return before[-1] if before else None
 
-    async def read_at(self, event: type[E], seq: int) -> Recorded[E]:
+    async def read_at(self, event: type[E], seq: int) -> LogEntry[E]:
         """Return the event of a class at a sequence of its stream.
 
         Raises `HistoryGoneError` if there is no message of that sequence (any more); its subclass `OtherEventError` if
@@ -150,15 +144,15 @@ class Reader(StreamReader):
             return at_seq
         raise OtherEventError(stream, seq, event.__name__)
 
-    async def recorded(self, stream: str, message: StoredMessage) -> Recorded[AnyEvent] | None:
+    async def recorded(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
         """Return the event in a message. None if it cannot be decoded or made whole: it is skipped then."""
         try:
             return await self._recorded_or_skipped(stream, message)
         except ExchangeNotWholeError as error:
-            log.error("exchange not read", why=str(error))
+            logger.error("exchange not read", why=str(error))
             return None
 
-    async def _recorded_or_skipped(self, stream: str, message: StoredMessage) -> Recorded[AnyEvent] | None:
+    async def _recorded_or_skipped(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
         try:
             return await self._recorded(stream, message)
         except ExchangeNotWholeError:
@@ -167,9 +161,9 @@ class Reader(StreamReader):
             await self.skip_undecodable(stream, message, str(error))
             return None
 
-    async def _recorded(self, stream: str, message: StoredMessage) -> Recorded[AnyEvent]:
+    async def _recorded(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent]:
         event = await self.decode(message.payload)
-        return Recorded(event, stream, message.seq, message.subject, message.headers)
+        return LogEntry(event, stream, message.seq, message.subject, message.headers)
 
     async def skip_undecodable(self, stream: str, message: StoredMessage, reason: str) -> None:
         """Note that a read met a message that is no event. A `Broker` puts it among the dead letters."""
@@ -213,7 +207,7 @@ class Reader(StreamReader):
         return await objects.get(self, bucket, name)
 
 
-def _of_class(recorded: Recorded[AnyEvent] | None, event: type[E]) -> list[Recorded[E]]:
+def _of_class(recorded: LogEntry[AnyEvent] | None, event: type[E]) -> list[LogEntry[E]]:
     """Return `recorded` as a list of one if it is an event of the class, else an empty list."""
     if recorded is None or not isinstance(recorded.event, event):
         return []

@@ -59,13 +59,10 @@ async def follow(reader: StreamReader, bucket: str, keys: str) -> AsyncGenerator
             yield message.subject[prefix:], message.payload
 
 
-async def _publish(
-    reader: StreamReader, bucket: str, key: str, value: bytes, headers: dict[str, str]
-) -> None:
+async def _publish(reader: StreamReader, bucket: str, key: str, value: bytes, headers: dict[str, str]) -> None:
     subject, timeout_s = streams.key_subject(bucket, key), reader.config.ack_timeout_s
     await reader.retry(
-        lambda: reader.client.publish_acked(subject, value, headers, timeout_s),
-        f"{subject} was not acknowledged",
+        lambda: reader.client.publish_acked(subject, value, headers, timeout_s), f"{subject} was not acknowledged"
     )
 
 

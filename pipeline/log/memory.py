@@ -15,7 +15,7 @@ from pipeline.log.broker import Broker
 from pipeline.streams import MEMORY_SHARES
 from pipeline.telemetry.logs import get_logger
 
-_logger = get_logger("pipeline.log.memory")
+logger = get_logger("pipeline.log.memory")
 
 SUBJECT_BYTES = 560
 """Resident bytes of a NATS server for a subject with a message: 492 MB for 880,794 subjects after 28 minutes at 183
@@ -57,19 +57,24 @@ async def trim(broker: Broker, max_memory: int) -> dict[str, float]:
         wanted = state.first_seq + int(excess * (state.last_seq - state.first_seq + 1))
         first = min([wanted, *[await _first_unread(broker, c, state.last_seq) for c in _readers(name)]])
         if first < wanted:
-            _logger.error(
+            logger.error(
                 "the NATS server needs more memory than nats.max_memory: a consumer is behind, and keeps events",
-                stream=name, subjects=subjects, most=most,
-            )  # fmt: skip
+                stream=name,
+                subjects=subjects,
+                most=most,
+            )
         if first <= state.first_seq:
             continue
         await broker.js.purge_stream(name, seq=first)
         oldest = await broker.next_of_leader(name, ">", first)
         ages[name] = time.time() - oldest[0].place.at / 1e6 if oldest else 0.0
-        _logger.warning(
+        logger.warning(
             "the oldest events were deleted to bound the NATS server's memory (nats.max_memory)",
-            stream=name, subjects=subjects, most=most, kept_h=round(ages[name] / 3600, 3),
-        )  # fmt: skip
+            stream=name,
+            subjects=subjects,
+            most=most,
+            kept_h=round(ages[name] / 3600, 3),
+        )
     return ages
 
 

@@ -44,7 +44,7 @@ class StoredMessage(NamedTuple):
 
 
 @dataclass(eq=False)
-class Recorded(Generic[E_co]):
+class LogEntry(Generic[E_co]):
     """An event and the message that carries it."""
 
     event: E_co
@@ -61,7 +61,7 @@ class Recorded(Generic[E_co]):
 class Page(NamedTuple, Generic[E_co]):
     """Some of the events on a subject, in stream order."""
 
-    events: list[Recorded[E_co]]
+    events: list[LogEntry[E_co]]
     last: int
     """Stream sequence of the last message read, decodable or not."""
     more: bool

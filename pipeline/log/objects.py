@@ -146,9 +146,7 @@ async def _chunks(reader: StreamReader, bucket: str, info: _Info) -> bytes:
     out: list[bytes] = []
     if info.chunks:
         subject = f"$O.{bucket}.C.{info.nuid}"
-        async with aclosing(
-            reader.messages(streams.bucket_stream(bucket), subject=subject, batch=_BATCH)
-        ) as chunks:
+        async with aclosing(reader.messages(streams.bucket_stream(bucket), subject=subject, batch=_BATCH)) as chunks:
             async for message in chunks:
                 out.append(message.payload)
                 if len(out) == info.chunks:

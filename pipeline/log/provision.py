@@ -19,12 +19,21 @@ from pipeline.log.retry import retry_while_unavailable
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("pipeline.log.provision")
+logger = get_logger("pipeline.log.provision")
 
 _STREAM_FIELDS = (
-    "description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas", "compression",
-    "allow_direct", "allow_msg_ttl", "allow_msg_schedules",
-)  # fmt: skip
+    "description",
+    "subjects",
+    "max_age",
+    "max_bytes",
+    "discard",
+    "duplicate_window",
+    "num_replicas",
+    "compression",
+    "allow_direct",
+    "allow_msg_ttl",
+    "allow_msg_schedules",
+)
 _MARKER_S = 60.0
 """How long the marker of an expired value stays in a key-value bucket."""
 _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
@@ -135,9 +144,11 @@ async def _bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
         info = await reader.js.stream_info(streams.bucket_stream(spec.name))
     except nats.js.errors.NotFoundError:
         config = api.ObjectStoreConfig(
-            bucket=spec.name, ttl=spec.max_age_s or None, replicas=replicas,
+            bucket=spec.name,
+            ttl=spec.max_age_s or None,
+            replicas=replicas,
             max_bytes=streams.byte_limit(spec.share, reader.config.max_bytes),
-        )  # fmt: skip
+        )
         await reader.js.create_object_store(spec.name, config=config)
         return
     config = info.config
@@ -169,9 +180,7 @@ async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
 
 
 def _byte_limit(reader: StreamReader, share: float, info: api.StreamInfo) -> int:
-    return streams.byte_limit(
-        share, reader.config.max_bytes, now=info.config.max_bytes, size=info.state.bytes
-    )
+    return streams.byte_limit(share, reader.config.max_bytes, now=info.config.max_bytes, size=info.state.bytes)
 
 
 def _differ(existing: Any, wanted: Any, fields: tuple[str, ...]) -> bool:

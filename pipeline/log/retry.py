@@ -13,7 +13,7 @@ import anyio
 import nats.errors
 import nats.js.errors
 
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.errors import BrokerUnavailableError
 
 T = TypeVar("T")

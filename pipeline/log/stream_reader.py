@@ -104,9 +104,7 @@ class StreamReader:
         stored = _decode_answer(data).message
         if stored is None:
             raise BrokerError(f"a read of {stream} was answered without a message")
-        headers = parse_headers(base64.b64decode(stored.hdrs)) | server_headers(
-            stored.seq, stored.subject, stored.time
-        )
+        headers = parse_headers(base64.b64decode(stored.hdrs)) | server_headers(stored.seq, stored.subject, stored.time)
         return StoredMessage(stored.seq, stored.subject, headers, base64.b64decode(stored.data))
 
     async def direct_get(self, stream: str, seq: int) -> StoredMessage | None:
@@ -207,21 +205,15 @@ class StreamReader:
         """Send the server's direct get, batched if `request` says so; return messages and whether there are more.
 
         Any replica answers, also one that lags. The list is empty if none answers at all: ask the leader then."""
-        return await self.retry(
-            lambda: self._direct_get_once(stream, request), f"a read of {stream} was not answered"
-        )
+        return await self.retry(lambda: self._direct_get_once(stream, request), f"a read of {stream} was not answered")
 
-    async def _direct_get_once(
-        self, stream: str, request: dict[str, Any]
-    ) -> tuple[list[StoredMessage], bool]:
+    async def _direct_get_once(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
         inbox = self.client.new_inbox()
         sub = await self.client.subscribe(inbox)
         batched = "batch" in request
         out: list[StoredMessage] = []
         try:
-            await self.client.publish(
-                f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=inbox
-            )
+            await self.client.publish(f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=inbox)
             while True:
                 message: Msg = await sub.next_msg(timeout=self.config.ack_timeout_s)
                 headers = dict(message.headers or {})
@@ -233,20 +225,14 @@ class StreamReader:
                 if status == _TOO_MANY:
                     raise _TooManySubjectsError(stream)
                 if status is not None:
-                    raise BrokerError(
-                        f"a direct get from {stream} failed: {status} {headers.get('Description', '')}"
-                    )
+                    raise BrokerError(f"a direct get from {stream} failed: {status} {headers.get('Description', '')}")
                 before = out[-1].seq if out else 0
                 if batched and int(headers.get("Nats-Last-Sequence", before)) != before:
                     if not out:
                         raise BrokerUnavailableError(f"a read of {stream} lost its beginning")
                     # The connection broke in between: the next page asks again for what it lost.
                     return out, True
-                out.append(
-                    StoredMessage(
-                        int(headers["Nats-Sequence"]), headers["Nats-Subject"], headers, message.data
-                    )
-                )
+                out.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], headers, message.data))
                 if not batched:
                     return out, False
         except nats.errors.TimeoutError as error:
@@ -297,9 +283,7 @@ class StreamReader:
     async def consumer_info(self, spec: streams.ConsumerSpec) -> api.ConsumerInfo:
         """Return the leader's description of a consumer. Raises `BrokerError` if there is no such consumer, and
         `BrokerUnavailableError` if none answers for `nats.publish_deadline_s`."""
-        return await self._info(
-            lambda: self.js.consumer_info(spec.stream, spec.name), f"consumer {spec.name}"
-        )
+        return await self._info(lambda: self.js.consumer_info(spec.stream, spec.name), f"consumer {spec.name}")
 
     async def _info(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         try:

@@ -22,9 +22,7 @@ def subject_filter(event: type[Event], **keys: str | int) -> str:
     of the subject."""
     names, (last, default) = event.subject_fields, event.last_subject_field
     if unknown := keys.keys() - {*names, last}:
-        raise TypeError(
-            f"the subject of {wire_name(event)} has no {', '.join(sorted(unknown))}; it has {names}"
-        )
+        raise TypeError(f"the subject of {wire_name(event)} has no {', '.join(sorted(unknown))}; it has {names}")
     tokens = [subject_token(str(keys[name])) if name in keys else "*" for name in names]
     if last in keys:
         tokens += [subject_token(str(keys[last]))] if keys[last] != default else []

@@ -40,9 +40,13 @@ async def launch(
     try:
         process = await anyio.open_process(
             [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *argv, *more],
-            stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=dict(env), start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env=dict(env),
+            start_new_session=True,
             pass_fds=(write_end, *handles),
-        )  # fmt: skip
+        )
     except BaseException:
         os.close(read_end)
         raise

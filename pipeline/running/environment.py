@@ -12,24 +12,73 @@ from pipeline.config import Config, ConfigError
 from pipeline.config.secrets import references
 
 EVERY = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP",
-    "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHON*", "JOURNEYWORK_CRASH",
-)  # fmt: skip
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "LC_*",
+    "TZ",
+    "TMPDIR",
+    "TEMP",
+    "TMP",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "VIRTUAL_ENV",
+    "PYTHON*",
+    "JOURNEYWORK_CRASH",
+)
 """Variables of every process: paths of programs, libraries and temporary files, and the language."""
 
 _OUTWARD = (
-    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
-    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
-)  # fmt: skip
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "NO_PROXY",
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "no_proxy",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+)
 """Variables of processes that connect to the internet. A proxy's address may hold a password."""
 
 _COMPUTE = (
-    "CUDA*", "NVIDIA_*", "NCCL_*", "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "ATEN_*", "TORCH*",
-    "PYTORCH_*", "TRITON_*",
-    "HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "SAFETENSORS_*", "TOKENIZERS_*",
-    "XDG_CACHE_HOME", "CC", "CXX",
-    "XDG_CONFIG_HOME", "FLASHINFER_*", "TVM_*", "GLOO_*", "UCX_*", "LIBRARY_PATH", "CPATH", "MAX_JOBS",
-)  # fmt: skip
+    "CUDA*",
+    "NVIDIA_*",
+    "NCCL_*",
+    "OMP_*",
+    "MKL_*",
+    "KMP_*",
+    "GOMP_*",
+    "OPENBLAS_*",
+    "ATEN_*",
+    "TORCH*",
+    "PYTORCH_*",
+    "TRITON_*",
+    "HF_*",
+    "HUGGINGFACE_*",
+    "HUGGING_FACE_*",
+    "TRANSFORMERS_*",
+    "SAFETENSORS_*",
+    "TOKENIZERS_*",
+    "XDG_CACHE_HOME",
+    "CC",
+    "CXX",
+    "XDG_CONFIG_HOME",
+    "FLASHINFER_*",
+    "TVM_*",
+    "GLOO_*",
+    "UCX_*",
+    "LIBRARY_PATH",
+    "CPATH",
+    "MAX_JOBS",
+)
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "nats": (),
@@ -91,9 +140,7 @@ def require(config: Config, processes: Iterable[str], environ: Mapping[str, str]
     for process in processes:
         for setting, name in _named(config, process):
             if not environ.get(name):
-                raise ConfigError(
-                    f"{setting}: the environment has no {name}; set it where `journeywork up` starts"
-                )
+                raise ConfigError(f"{setting}: the environment has no {name}; set it where `journeywork up` starts")
 
 
 def _provider(model: str) -> tuple[str, ...]:

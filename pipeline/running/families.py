@@ -44,9 +44,12 @@ _BY_NAME = {"qwen3-coder": "qwen3_coder", "deepseek-v3.1": "deepseek_v31", "func
 
 
 _TOKEN = {
-    "deepseek_v3": "<｜tool▁calls▁begin｜>", "deepseek_v31": "<｜tool▁calls▁begin｜>", "jamba": "<tool_calls>",
-    "lfm2": "<|tool_call_start|>", "llama3_json": "<|python_tag|>",
-}  # fmt: skip
+    "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+    "jamba": "<tool_calls>",
+    "lfm2": "<|tool_call_start|>",
+    "llama3_json": "<|python_tag|>",
+}
 """The token without which vLLM does not start with a parser. Families have models without it: SmolLM2 is a `llama`."""
 _WITHOUT_TOKENS = "hermes"
 
@@ -71,11 +74,7 @@ def tool_parser(base: str) -> str:
         return ""  # vLLM reports what is wrong with it
     parser = TOOL_PARSERS.get(configuration.model_type, "")
     tokenizer = file.with_name("tokenizer.json")
-    if (
-        (token := _TOKEN.get(parser))
-        and tokenizer.is_file()
-        and f'"{token}"' not in tokenizer.read_text("utf-8")
-    ):
+    if (token := _TOKEN.get(parser)) and tokenizer.is_file() and f'"{token}"' not in tokenizer.read_text("utf-8"):
         return _WITHOUT_TOKENS
     return parser
 

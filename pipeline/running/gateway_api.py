@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from pipeline.errors import ConfigError
-from pipeline.printing import visible
-from pipeline.running.runs import find_run
+from pipeline.running.installations import find_installation
 from pipeline.running.state import STATE, read_state
+from pipeline.terminal.printing import visible
 
 URL_VARIABLE, KEY_VARIABLE = "JOURNEYWORK_URL", "JOURNEYWORK_API_KEY"
 _OWN_KEY = Path("keys", "operator.key")
@@ -34,13 +34,12 @@ class GatewayError(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, `--run-dir` and `--key`, which `connect` reads."""
     parser.add_argument(
-        "--run-dir",
-        help="the run whose gateway is asked; default: the running one under runs/, else the newest",
+        "--run-dir", help="the run whose gateway is asked; default: the running one under runs/, else the newest"
     )
-    parser.add_argument("--url", help=f"the gateway; default: {URL_VARIABLE}, else the gateway of the run")
+    parser.add_argument("--url", help=f"the gateway; default: {URL_VARIABLE}, else that of the installation")
     parser.add_argument(
         "--key",
-        help=f"an operator's key; default: {KEY_VARIABLE}, else keys/operator.key of the run. The variable is "
+        help=f"an operator's key; default: {KEY_VARIABLE}, else keys/operator.key of the installation. The variable is "
         "better: other users of this machine see the arguments of a command",
     )
 
@@ -50,12 +49,10 @@ def connect(args: argparse.Namespace) -> GatewayApi:
     url = args.url or ("" if args.run_dir else os.environ.get(URL_VARIABLE, ""))
     folder: Path | None = None
     if not url:
-        folder = find_run(args.run_dir)
+        folder = find_installation(args.run_dir)
         state = read_state(folder)
         if state is None:
-            raise ConfigError(
-                f"{folder} has no {STATE}: start it with `journeywork up`, or name a gateway with --url"
-            )
+            raise ConfigError(f"{folder} has no {STATE}: start it with `journeywork up`, or name a gateway with --url")
         url = state.url("gateway")
         if not url:
             raise ConfigError(

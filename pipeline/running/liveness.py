@@ -28,7 +28,7 @@ from pipeline.log.broker import Broker
 from pipeline.running.service import BEAT_S
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("pipeline.running.liveness")
+logger = get_logger("pipeline.running.liveness")
 
 MIN_FREE_BYTES = 4 * 1024 * 1024
 """Free bytes on the disk before a frozen log is restarted. With less, the next write would freeze it again."""
@@ -114,14 +114,12 @@ class LogProbe:
                 since = began
             if self._disk_is_full():
                 if since is not None and not was_full:
-                    log.error(
+                    logger.error(
                         "the log accepts no writes and its disk is full: make room, then it is restarted",
                         folder=str(self._folder),
                     )
                 was_full = True
-            elif was_full or (
-                since is not None and anyio.current_time() - since >= self._settings.deadline_s
-            ):
+            elif was_full or (since is not None and anyio.current_time() - since >= self._settings.deadline_s):
                 # After a full disk any stream or bucket may be frozen, also one that is not probed.
                 await lost(reason or "its disk was full, and what met that takes no writes")
                 since, was_full = None, False
@@ -162,9 +160,9 @@ class LogProbe:
                 )
         present |= at_limit
         for about in present.keys() - self._present.keys():
-            log.error("alarm", detail=present[about])
+            logger.error("alarm", detail=present[about])
         for about in self._present.keys() - present.keys():
-            log.info("alarm over", detail=self._present[about])
+            logger.info("alarm over", detail=self._present[about])
         if self._present != present:
             self._present = present
             self._on_alarms()

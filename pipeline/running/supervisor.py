@@ -21,19 +21,18 @@ import msgspec
 import nats.errors
 
 from pipeline import streams
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.config import Config, save
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
 from pipeline.running import child, environment, liveness
+from pipeline.running.folder_lock import make_private
 from pipeline.running.plan import ProcessSpec
 from pipeline.running.ports import http_url
-from pipeline.running.run_lock import make_private
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
-from pipeline.security import signing
 from pipeline.telemetry import logs
 
-log = logs.get_logger("pipeline.running.supervisor")
+logger = logs.get_logger("pipeline.running.supervisor")
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 30.0
 BACKOFF_RESETS_AFTER_S = 60.0
@@ -79,7 +78,7 @@ class Supervisor:
         inherit: tuple[int, ...] = (),
     ) -> None:
         """`inherit`: file descriptors that every process gets, such as the lock of the run directory
-        (`pipeline.running.run_lock`)."""
+        (`pipeline.running.folder_lock`)."""
         self.config = config
         self._inherit = inherit
         self.watched = {s.name: Watched(s, anyio.Event(), anyio.Event()) for s in specs}
@@ -112,7 +111,6 @@ class Supervisor:
         Cancellation kills them at once. Raises `SupervisorError` (in a group) if a process never becomes ready."""
         make_private(self._run_dir)
         self._logs.mkdir(parents=True, exist_ok=True)
-        self.config = signing.trusting_own_key(self.config)
         save(self.config, self.config.path("config.toml"))
         self._write_state()
         async with anyio.create_task_group() as tg:
@@ -149,11 +147,11 @@ class Supervisor:
             try:
                 code = await self._run_once(watched)
             except OSError as error:  # such as a full disk, or no file with a secret: a start that fails
-                log.error("process not started", process=watched.spec.name, error=str(error))
+                logger.error("process not started", process=watched.spec.name, error=str(error))
                 code = 1
             if watched.stopping.is_set():
                 return
-            log.warning("process died", process=watched.spec.name, code=code, restarts=watched.restarts)
+            logger.warning("process died", process=watched.spec.name, code=code, restarts=watched.restarts)
             failures = 0 if watched.ever_ready else failures + 1
             if failures >= GIVE_UP_AFTER or (code == 2 and not watched.ever_ready):
                 raise SupervisorError(self._obituary(watched, code))
@@ -236,7 +234,7 @@ class Supervisor:
                         await memory.trim(broker, self.config.nats.max_memory)
                         await anyio.sleep(TRIM_EVERY_S)
             except (BrokerError, nats.errors.Error) as error:
-                log.warning("the log's memory was not checked; trying again", exc=error)
+                logger.warning("the log's memory was not checked; trying again", exc=error)
             await anyio.sleep(TRIM_EVERY_S)
 
     async def _end(self, watched: Watched, reason: str) -> None:
@@ -244,7 +242,7 @@ class Supervisor:
         process = watched.process
         if process is None or watched.stopping.is_set():
             return
-        log.error("process does not respond; killing it", process=watched.spec.name, reason=reason)
+        logger.error("process does not respond; killing it", process=watched.spec.name, reason=reason)
         self._change(watched, "failed")
         if watched.spec.name != "nats":  # a Python process writes the stacks of its threads to its log
             await child.abort(process)
@@ -283,7 +281,7 @@ class Supervisor:
                 # What the server took before, it refuses for want of space, and takes when there is some.
                 if not isinstance(error, BrokerUnavailableError) and not restarted:
                     raise
-                log.warning("the log is not provisioned yet; trying again", exc=error)
+                logger.warning("the log is not provisioned yet; trying again", exc=error)
             await backoff.wait()
 
     def _obituary(self, watched: Watched, code: int) -> str:
@@ -325,9 +323,9 @@ class Supervisor:
                     while await broker.lag("store-"):  # noqa: ASYNC110 - the server can only be asked
                         await anyio.sleep(PROBE_EVERY_S)
             if bound.cancelled_caught:
-                log.warning("the store is still behind; it continues at the next start")
+                logger.warning("the store is still behind; it continues at the next start")
         except BrokerError as error:
-            log.warning("the log does not answer; the store stops without the remaining events", exc=error)
+            logger.warning("the log does not answer; the store stops without the remaining events", exc=error)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -337,13 +335,9 @@ class Supervisor:
         if state in ("ready", "backoff"):
             file = self._logs / f"{watched.spec.name}.log"
             watched.errors = logs.errors(file, watched.log_begin)
-            if (
-                state == "backoff"
-                and not watched.errors
-                and (words := logs.last_words(file, watched.log_begin))
-            ):
+            if state == "backoff" and not watched.errors and (words := logs.last_words(file, watched.log_begin)):
                 watched.errors = (words,)
-        log.info("process", process=watched.spec.name, state=state, pid=watched.pid)
+        logger.info("process", process=watched.spec.name, state=state, pid=watched.pid)
         self._write_state()
         if self._on_change is not None:
             self._on_change(watched)
@@ -362,15 +356,20 @@ class Supervisor:
             for name, w in self.watched.items()
         }
         state = RunState(
-            pid=os.getpid(), since=process_start(os.getpid()), ready=self.ready, project=config.project, urls=urls,
-            alarms=self.alarms, services=processes,
-        )  # fmt: skip
+            pid=os.getpid(),
+            since=process_start(os.getpid()),
+            ready=self.ready,
+            project=config.project,
+            urls=urls,
+            alarms=self.alarms,
+            services=processes,
+        )
         try:
             write_state(self._run_dir, state)
             self._state_is_old = False
         except OSError as error:
             self._state_is_old = True
-            log.error("state.json was not written; it is tried again", error=str(error))
+            logger.error("state.json was not written; it is tried again", error=str(error))
 
     async def _repeat_state(self) -> None:
         while True:

@@ -18,7 +18,5 @@ def api_key(config: Config) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"vllm.api_key_file: {config.vllm.api_key_file} can't be read: {error}") from error
     if not key or not key.isprintable():
-        raise ConfigError(
-            f"vllm.api_key_file: {config.vllm.api_key_file} must hold the key as one printable line"
-        )
+        raise ConfigError(f"vllm.api_key_file: {config.vllm.api_key_file} must hold the key as one printable line")
     return key

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config import Config, ConfigError, SigningConfig, with_values
+from pipeline.config import Config, ConfigError, SigningConfig
 from pipeline.events import CheckpointPublished
 from pipeline.security import nkey
 
@@ -79,9 +79,7 @@ class Trust:
                 raise ConfigError(f"signing.keys: {error}; put no seed there") from error
         self._keys = frozenset(config.keys)
         if config.check == "require" and not self._keys:
-            raise ConfigError(
-                'signing.check is "require", but signing.keys is empty: name the trainer\'s public key'
-            )
+            raise ConfigError('signing.check is "require", but signing.keys is empty: name the trainer\'s public key')
         self.checks = bool(self._keys) and config.check != "off"
 
     def objection(self, event: CheckpointPublished) -> str:
@@ -100,15 +98,12 @@ class Trust:
         return ""
 
 
-def trusting_own_key(config: Config) -> Config:
-    """Return `config` with the public key of `signing.seed` among `signing.keys`, so that an installation trusts the
+def trusting_own_key(signing: SigningConfig) -> SigningConfig:
+    """Return `[signing]` with the public key of `signing.seed` among `signing.keys`, so that an installation trusts the
     checkpoints of its own trainer without an entry by hand. Unchanged if no seed is set.
 
     Creates the seed's file if it does not exist. Raises `ConfigError`."""
-    signing = config.signing
     if not signing.seed:
-        return config
+        return signing
     public = nkey.load_or_make(Path(signing.seed)).public
-    if public in signing.keys:
-        return config
-    return with_values(config, {"signing.keys": (*signing.keys, public)})
+    return signing if public in signing.keys else signing.replace(keys=(*signing.keys, public))

@@ -65,7 +65,8 @@ class User:
 
 USERS: tuple[User, ...] = (
     User(
-        "gateway", "answers calls, records trajectories",
+        "gateway",
+        "answers calls, records trajectories",
         publishes=("rollout.>", "policy.promoted.>", "policy.evaluated.>", "group.admitted.>"),
         follows=("ROLLOUTS", "POLICY", "GROUPS"),
         reads=("ROLLOUTS", "POLICY", "GROUPS"),
@@ -74,7 +75,8 @@ USERS: tuple[User, ...] = (
         probes=("ROLLOUTS",),
     ),
     User(
-        "sampler", "loads adapters into inference servers",
+        "sampler",
+        "loads adapters into inference servers",
         publishes=("policy.loaded.>", "policy.unloaded.>"),
         follows=("POLICY",),
         reads=("POLICY",),
@@ -82,14 +84,16 @@ USERS: tuple[User, ...] = (
         keeps=("sampler.>",),
     ),
     User(
-        "judge", "scores groups",
+        "judge",
+        "scores groups",
         publishes=("group.>", "rollout.timeout.>", "rollout.overdue.>", "rollout.teacher.>"),
         consumes=("judge", "judge-timers"),
         sets_timers=True,
         reads=("ROLLOUTS", "GROUPS", "POLICY"),
     ),
     User(
-        "trainer", "takes optimizer steps on the main branch",
+        "trainer",
+        "takes optimizer steps on the main branch",
         # Five tokens only: the checkpoints of a branch have the branch as a sixth.
         publishes=("policy.checkpoint.*.*.*", "policy.retired.>", "group.discarded.>"),
         trims=("POLICY",),
@@ -99,7 +103,8 @@ USERS: tuple[User, ...] = (
         stores=(streams.ADAPTERS_BUCKET,),
     ),
     User(
-        "experiment", "trains another branch",
+        "experiment",
+        "trains another branch",
         publishes=("policy.checkpoint.*.*.*.*", "policy.retired.>", "group.discarded.>", "dead.GROUPS.*"),
         branches=("GROUPS",),
         keeps=("experiment.>",),
@@ -107,7 +112,8 @@ USERS: tuple[User, ...] = (
         stores=(streams.ADAPTERS_BUCKET,),
     ),
     User(
-        "store", "writes every event to Parquet, raises alarms",
+        "store",
+        "writes every event to Parquet, raises alarms",
         publishes=("policy.alarm.>",),
         follows=("POLICY",),
         inspects=(streams.ADAPTERS_BUCKET,),
@@ -116,19 +122,22 @@ USERS: tuple[User, ...] = (
         reads=EVENT_STREAMS,
     ),
     User(
-        "telemetry", "exports spans of events",
+        "telemetry",
+        "exports spans of events",
         consumes=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("telemetry-")),
         reads=("ROLLOUTS", "GROUPS"),
     ),
     User(
-        "erase", "`journeywork erase`: deletes the events of single runs",
+        "erase",
+        "`journeywork erase`: deletes the events of single runs",
         publishes=("policy.erased.>", "group.discarded.>"),
         reads=EVENT_STREAMS,
         trims=(*EVENT_STREAMS, *(streams.bucket_stream(streams.claims_bucket(s)) for s in EVENT_STREAMS)),
         awaits=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("store-")),
     ),
     User(
-        OPERATOR, "the supervisor and the `journeywork` commands: provisioning, status, dead letters, replay, rejudge",
+        OPERATOR,
+        "the supervisor and the `journeywork` commands: provisioning, status, dead letters, replay, rejudge",
         publishes=("rollout.>", "group.>", "policy.>", "dead.>"),
         reads=EVENT_STREAMS,
         fetches=(streams.ADAPTERS_BUCKET,),
@@ -137,12 +146,13 @@ USERS: tuple[User, ...] = (
         connections=("dead", "export", "provision", "rejudge", "replay", "status", "supervisor", "what-if"),
     ),
     User(
-        "memory", "`journeywork up`: deletes the oldest events where `nats.max_memory` asks for it",
+        "memory",
+        "`journeywork up`: deletes the oldest events where `nats.max_memory` asks for it",
         reads=tuple(streams.MEMORY_SHARES),
         purges=tuple(streams.MEMORY_SHARES),
         awaits=tuple(c.name for c in streams.CONSUMERS if c.stream in streams.MEMORY_SHARES and c.start == "all"),
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -202,11 +212,7 @@ def rights(user: User) -> Rights:
     publish += [f"{api}CONSUMER.INFO.{c.stream}.{c.name}" for c in map(streams.consumer, user.awaits)]
     for spec in consumed:
         consumer = f"{spec.stream}.{spec.name}"
-        publish += [
-            f"{api}CONSUMER.INFO.{consumer}",
-            f"{api}CONSUMER.MSG.NEXT.{consumer}",
-            f"$JS.ACK.{consumer}.>",
-        ]
+        publish += [f"{api}CONSUMER.INFO.{consumer}", f"{api}CONSUMER.MSG.NEXT.{consumer}", f"$JS.ACK.{consumer}.>"]
     counted = [streams.deaths_key(name) for name in (*user.consumes, *("*" for _ in user.branches))]
     if counted:  # how often a message ended the process that handled it (`pipeline.log.deaths`)
         publish += [streams.key_subject(streams.FLEET.name, f"{key}.>") for key in counted]
@@ -244,15 +250,8 @@ def _rights_to_make_consumers(
 ) -> tuple[list[str], list[str]]:
     """Return what a user must be allowed, and denied, that makes consumers of a stream, ephemeral or `durable`: those
     of `pipeline.streams` that are not its `own` stay out of its reach."""
-    verbs = [
-        "CONSUMER.CREATE",
-        "CONSUMER.INFO",
-        "CONSUMER.MSG.NEXT",
-        *(["CONSUMER.DURABLE.CREATE"] if durable else []),
-    ]
-    allowed = [f"$JS.API.{verb}.{stream}.*" for verb in verbs] + (
-        [f"$JS.ACK.{stream}.*.>"] if durable else []
-    )
+    verbs = ["CONSUMER.CREATE", "CONSUMER.INFO", "CONSUMER.MSG.NEXT", *(["CONSUMER.DURABLE.CREATE"] if durable else [])]
+    allowed = [f"$JS.API.{verb}.{stream}.*" for verb in verbs] + ([f"$JS.ACK.{stream}.*.>"] if durable else [])
     denied: list[str] = []
     for spec in streams.CONSUMERS:
         if spec.stream == stream and spec not in own:

@@ -93,9 +93,7 @@ def errors(path: Path, offset: int, most: int = 5) -> tuple[str, ...]:
 def last_words(path: Path, offset: int) -> str:
     """Return the last line from byte `offset` of a log on that is no JSON, such as that of a traceback; empty if there
     is none."""
-    texts = [
-        line.decode(errors="replace").strip() for line in _lines(path, offset) if not line.startswith(b"{")
-    ]
+    texts = [line.decode(errors="replace").strip() for line in _lines(path, offset) if not line.startswith(b"{")]
     return next((text[:300] for text in reversed(texts) if text), "")
 
 

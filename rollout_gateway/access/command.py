@@ -27,7 +27,7 @@ import tomli_w
 from pipeline.config import Config, ConfigError, KeyConfig
 from pipeline.files import write_whole
 from pipeline.names import InvalidNameError, check_name
-from pipeline.running.runs import SETTINGS, find_run, run_settings
+from pipeline.running.installations import SETTINGS, find_installation, installation_settings
 from pipeline.security.key_file import expires_at, name_of, read_keys
 
 PREFIX = "jw-"
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 def _path(args: argparse.Namespace) -> Path:
     if args.file is not None:
         return Path(args.file)
-    folder = find_run(args.run_dir)
+    folder = find_installation(args.run_dir)
     config = Config(run_dir=str(folder))
     if not folder.is_dir():
         file = config.path(config.gateway.keys_file)
@@ -84,7 +84,7 @@ def _path(args: argparse.Namespace) -> Path:
             f"{folder} is no run: name another with --run-dir. For keys before its first start: --file {file}"
         )
     if (folder / SETTINGS).is_file():
-        config = run_settings(folder, sections=("gateway",))
+        config = installation_settings(folder, sections=("gateway",))
     return config.path(config.gateway.keys_file)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipeline.demonstrations import UntrainableReplyError, demonstrated_replies
+from pipeline.chat.demonstrations import UntrainableReplyError, demonstrated_replies
 from pipeline.events import ExchangeRecorded, TrajectoryOpened, now_us, pack_ids
 from pipeline.names import parse_version, version_name
 from rollout_gateway.access.api_keys import Access

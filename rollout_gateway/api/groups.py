@@ -14,8 +14,8 @@ from pipeline.events import (
     TrajectoryOpened,
     decode,
 )
-from pipeline.metric_names import named
 from pipeline.names import check_name
+from pipeline.statistics.metric_names import named
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.demonstrations import (

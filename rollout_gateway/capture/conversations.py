@@ -32,7 +32,7 @@ _REMINDERS = "system-reminder"
 
 
 @dataclass(frozen=True)
-class Conversation:
+class CallMessages:
     """The messages of a call, or of a call and its answer."""
 
     owner: str
@@ -46,7 +46,7 @@ class Conversation:
     """Texts of the user, each part of a message by itself."""
 
     @classmethod
-    def read(cls, owner: str, model: str, messages: Any, tools: Any) -> Conversation:
+    def read(cls, owner: str, model: str, messages: Any, tools: Any) -> CallMessages:
         """`messages` and `tools` are those of a chat completion, decoded."""
         valid = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
         users = [m.get("content") for m in valid if m.get("role") == "user"]
@@ -57,7 +57,7 @@ class Conversation:
             frozenset(_without(_REMINDERS, text).strip() for content in users for text in _texts(content)),
         )  # fmt: skip
 
-    def with_answer(self, message: dict[str, Any]) -> Conversation:
+    def with_answer(self, message: dict[str, Any]) -> CallMessages:
         """The conversation with an answer at its end."""
         said = canonicals([message])
         ids = _call_ids(message) if said else self.call_ids
@@ -134,14 +134,14 @@ class Quote(msgspec.Struct, array_like=True):
     programs: list[str]
     """Hashes of the programs that made the run's calls."""
 
-    def match(self, call: Conversation, *, newest: bool) -> Match:
+    def match(self, call: CallMessages, *, newest: bool) -> Match:
         """Whether a call with this quote's fingerprint goes on with the conversation, `certain`ly or `likely`, is a
         `branch` of its run by an agent that the answer starts, or may be a `copy` of one of the two. `newest`: the run
         has not gone on since. If it has, the ids of its tool calls tell that the call goes on from before that."""
         match = self._match(call)
         return match if newest or match in ("certain", "branch") else "none"
 
-    def _match(self, call: Conversation) -> Match:
+    def _match(self, call: CallMessages) -> Match:
         match self.kind:
             case "history":
                 return self._match_history(call)
@@ -154,7 +154,7 @@ class Quote(msgspec.Struct, array_like=True):
                     return "none"
                 return "copy" if call.program in self.programs else "branch"
 
-    def _match_history(self, call: Conversation) -> Match:
+    def _match_history(self, call: CallMessages) -> Match:
         spoken = _message_hashes(call)
         if spoken == self.said:  # only the instructions differ
             return "certain" if call.call_ids and call.call_ids == self.call_ids else "likely"
@@ -166,7 +166,7 @@ class Quote(msgspec.Struct, array_like=True):
         return "likely" if sum(len(text) for _, text, _ in call.spoken[-2:]) >= _QUOTE_CHARS else "copy"
 
 
-def quotes(answered: Conversation, programs: list[str]) -> list[Quote]:
+def quotes(answered: CallMessages, programs: list[str]) -> list[Quote]:
     """What later calls may quote of a conversation whose last message is an answer."""
     if not answered.spoken or answered.messages[-1][0] != "assistant":
         return []
@@ -191,7 +191,7 @@ def quotes(answered: Conversation, programs: list[str]) -> list[Quote]:
     return out
 
 
-def _message_hashes(conversation: Conversation) -> list[str]:
+def _message_hashes(conversation: CallMessages) -> list[str]:
     """Return a hash of each of the newest `_COMPARED` messages up to the last answer, without instructions, the oldest
     first. `a` before the hash marks an answer, `-` any other message. Messages of other owners or models hash
     differently."""

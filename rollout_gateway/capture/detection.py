@@ -33,7 +33,7 @@ from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError, new_dated_id, new_id
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.capture.conversations import Conversation, Match, Quote, quotes
+from rollout_gateway.capture.conversations import CallMessages, Match, Quote, quotes
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.capture.waiting_runs import WaitingRun, WaitingRuns, no_history
@@ -59,7 +59,7 @@ class _Taken:
 
     call: Call
     run: Trajectory
-    conversation: Conversation
+    conversation: CallMessages
     waited: WaitingRun
     """As it waits again if the call fails."""
     branch_number: int
@@ -114,7 +114,7 @@ class TrajectoryDetector:
         self._taken[id(call)] = _Taken(call, run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0)
         return run
 
-    async def _find_quoted(self, call: Call, conversation: Conversation) -> tuple[Trajectory | None, bool]:
+    async def _find_quoted(self, call: Call, conversation: CallMessages) -> tuple[Trajectory | None, bool]:
         """Return the run whose answer the messages quote, and, if it is none or can't be told, whether they are part of
         some run."""
         quoting: dict[Match, list[tuple[str, WaitingRun]]] = {}
@@ -139,7 +139,7 @@ class TrajectoryDetector:
                 return run, False
         return None, bool(quoting.keys() - {"none"} or conversation.spoken)
 
-    async def _take(self, call: Call, conversation: Conversation, waiting: WaitingRun) -> Trajectory | None:
+    async def _take(self, call: Call, conversation: CallMessages, waiting: WaitingRun) -> Trajectory | None:
         """Take a waiting run for a call. Returns `None` if another gateway took it, or it can't go on."""
         number = await self._waiting.begin_branch(waiting.run) if waiting.branch else 0
         run = await self._resume(waiting) if await self._waiting.claim(waiting) else None
@@ -151,7 +151,7 @@ class TrajectoryDetector:
         self._taken[id(call)] = _Taken(call, run, conversation, waited, number)
         return run
 
-    async def _branch(self, call: Call, conversation: Conversation, parent: WaitingRun) -> Trajectory | None:
+    async def _branch(self, call: Call, conversation: CallMessages, parent: WaitingRun) -> Trajectory | None:
         """Begin a branch of a run that waits for it. Returns `None` if the run waits no longer."""
         number = await self._waiting.begin_branch(parent.run)
         # From now on no gateway completes the run, unless one took it before.
@@ -301,6 +301,6 @@ def _history_of(trajectory: Trajectory, last: ExchangeRecorded) -> str:
     return answered.histories[-1]
 
 
-def _conversation(owner: str, model: str, fields: Fields) -> Conversation:
+def _conversation(owner: str, model: str, fields: Fields) -> CallMessages:
     messages, tools = (decode_field(fields.get(n, msgspec.Raw(b"null")), n) for n in ("messages", "tools"))
-    return Conversation.read(owner, model, messages, tools)
+    return CallMessages.read(owner, model, messages, tools)

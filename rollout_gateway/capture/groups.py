@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pipeline.events import GroupDiscarded, GroupOpened, GroupScored, TrajectoryOpened
-from pipeline.log.broker import BrokerError, Recorded
+from pipeline.log.broker import BrokerError, LogEntry
 from pipeline.log.subjects import keys_of
 from pipeline.names import time_of_id
 from rollout_gateway.access.api_keys import Access
@@ -83,7 +83,7 @@ class Groups:
         """Return the owner of a group by what became of it. ROLLOUTS, which has its opening, keeps days; GROUPS, which
         has its outcome, keeps months."""
         broker = self._log.broker
-        recorded: Recorded[GroupScored] | Recorded[GroupDiscarded] | None = await broker.read_last(
+        recorded: LogEntry[GroupScored] | LogEntry[GroupDiscarded] | None = await broker.read_last(
             GroupScored, **keys
         ) or await broker.read_last(GroupDiscarded, **keys)
         return recorded.event.owner if recorded is not None else None

@@ -21,7 +21,7 @@ from pipeline.events.types import Number
 from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_messages
 from pipeline.names import name_of_token
-from pipeline.telemetry import trace
+from pipeline.tracing import trace
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.answer_ids import trajectory_of

@@ -13,7 +13,7 @@ import msgspec
 
 from pipeline.errors import LogShrankError
 from pipeline.events import Event, ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened, group_key
-from pipeline.log.broker import Broker, BrokerUnavailableError, HistoryGoneError, Recorded
+from pipeline.log.broker import Broker, BrokerUnavailableError, HistoryGoneError, LogEntry
 from pipeline.log.fast_client import Ack
 from pipeline.log.stream_reader import after_catching_up
 from pipeline.log.subjects import stream_of, subject_filter
@@ -118,7 +118,7 @@ class RunLog:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    async def opening(self, trajectory: str) -> Recorded[TrajectoryOpened] | None:
+    async def opening(self, trajectory: str) -> LogEntry[TrajectoryOpened] | None:
         """The event that opened a trajectory. `None` if it was never opened."""
         return await self.broker.read_last(TrajectoryOpened, project=self.project, trajectory=trajectory)
 

@@ -52,7 +52,7 @@ class WaitingRun:
     cut: bool = False
     """Its rest may be in another run."""
     programs: list[str] = field(default_factory=list)
-    """`Conversation.program` of the calls so far, at most eight."""
+    """`CallMessages.program` of the calls so far, at most eight."""
     since: float = 0.0
     """Since when it waits, in Unix seconds of the log's server."""
     seq: int = 0

@@ -20,11 +20,11 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from pipeline.command_line import command_parser, exit_on_error
 from pipeline.config import ConfigError
 from pipeline.names import InvalidNameError, parse_version
-from pipeline.printing import visible
 from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect, say_what_is_awaited
+from pipeline.terminal.parsers import command_parser, exit_on_error
+from pipeline.terminal.printing import visible
 
 _DONE = {
     "promote": "promoted", "pin": "pinned", "rollback": "the decision after it was taken back", "split": "split",

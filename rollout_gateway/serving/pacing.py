@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from pipeline.events import CheckpointPublished, GroupAdmitted, GroupAhead, GroupDiscarded, now_us
-from pipeline.log.broker import Broker, Recorded
+from pipeline.log.broker import Broker, LogEntry
 from pipeline.log.follow import follow_events
 from pipeline.log.subjects import stream_of
 from rollout_gateway.http.errors import ApiError
@@ -44,7 +44,7 @@ class _Model:
         self.was_read = False
         self.admitting = asyncio.Lock()
 
-    def apply(self, admitted: Recorded[GroupAdmitted]) -> None:
+    def apply(self, admitted: LogEntry[GroupAdmitted]) -> None:
         """Set `groups` to those in the newest admission, without groups that are done."""
         self.last_seq = admitted.seq
         event = admitted.event

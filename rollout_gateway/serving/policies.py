@@ -26,13 +26,13 @@ from pipeline.events import (
     PolicyUnloaded,
     encode,
 )
-from pipeline.loaded import LoadedVersions
-from pipeline.log.broker import Broker, Recorded
+from pipeline.log.broker import Broker, LogEntry
 from pipeline.log.follow import follow_events
 from pipeline.log.messages import Place
 from pipeline.names import branch_model, is_name, is_version, version_name
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
+from pipeline.versions.loaded import LoadedVersions
 
 log = get_logger("rollout_gateway.serving.policies")
 
@@ -94,7 +94,7 @@ class Policies:
         `dead_letters` it also becomes a dead letter."""
         self.project = project
         self._trust, self._dead_letters = trust or Trust(SigningConfig()), dead_letters
-        self._unsigned: list[tuple[Recorded[Event], str]] = []
+        self._unsigned: list[tuple[LogEntry[Event], str]] = []
         """Checkpoints without a valid signature that are not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
         self.branches: dict[str, ModelState] = {}
@@ -173,7 +173,7 @@ class Policies:
                 out += [model.name, *base, *(v for v in model.checkpoints if v not in self.retired)]
         return out
 
-    def apply(self, recorded: Recorded[Event]) -> bool:
+    def apply(self, recorded: LogEntry[Event]) -> bool:
         """Apply an event. Return whether it changes the versions, decisions or loaded adapters of these models."""
         event = recorded.event
         self.next_seq, self._last = recorded.seq + 1, recorded.place
@@ -219,7 +219,7 @@ class Policies:
         await self._report_unsigned(broker)
         log.info("policies rebuilt", events=len(events), newest=[self.newest(m) for m in self.models])
 
-    async def follow(self, broker: Broker, changed: Callable[[Recorded[Event]], None]) -> None:
+    async def follow(self, broker: Broker, changed: Callable[[LogEntry[Event]], None]) -> None:
         """Apply further events as they arrive. Call `changed` with each for which `apply` returns true. Never
         returns."""
         followed = follow_events(broker, _FOLLOWED, lambda: self.next_seq, self._last, project=self.project)

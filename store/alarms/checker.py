@@ -32,7 +32,7 @@ from store.lake.lake import open_lake
 from store.lake.storage import StoreError
 from store.reading import sql
 
-log = get_logger("store.alarms")
+logger = get_logger("store.alarms")
 
 _CLEAR_AFTER = 2
 """Number of consecutive checks without the condition after which an alarm is cleared, so that a value at the threshold
@@ -45,14 +45,9 @@ Key = tuple[str, str, str, str]
 
 
 class Checker:
-    """Checks the alarms of one run."""
+    """Checks the alarms of one installation."""
 
-    def __init__(
-        self,
-        config: Config,
-        broker: Broker,
-        unmerged: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, config: Config, broker: Broker, unmerged: Mapping[str, str] = MappingProxyType({})) -> None:
         """`unmerged` has the damaged files that maintenance finds (`Maintenance.damaged`)."""
         self._unmerged = unmerged
         self._config, self._broker = config, broker
@@ -86,7 +81,7 @@ class Checker:
                 try:
                     await self._catch_up()
                 except BrokerError as error:
-                    log.warning("the raised alarms could not be read from the log", why=str(error))
+                    logger.warning("the raised alarms could not be read from the log", why=str(error))
                     continue
                 await self._apply(conditions, unknown)
 
@@ -105,12 +100,8 @@ class Checker:
                 self._absent.pop(key, None)
             if self._sent.get(key) == event:
                 del self._sent[key]
-                write = log.error if event.state == "raised" else log.info
-                write(
-                    "alarm" if event.state == "raised" else "alarm over",
-                    alarm=event.alarm,
-                    detail=event.detail,
-                )
+                write = logger.error if event.state == "raised" else logger.info
+                write("alarm" if event.state == "raised" else "alarm over", alarm=event.alarm, detail=event.detail)
 
     async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Condition], set[str]]:
         """Run all queries. Return the conditions that are met, and the names of the alarms that could not be
@@ -121,7 +112,7 @@ class Checker:
         try:
             unwritten = await self._unwritten.check(self._broker)
         except (BrokerError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-            log.warning("the store's lag could not be read", why=str(error) or type(error).__name__)
+            logger.warning("the store's lag could not be read", why=str(error) or type(error).__name__)
             unknown.add("store_behind")
         conditions, failed = await anyio.to_thread.run_sync(self._query, connection, measured, unwritten)
         return conditions, failed | unknown
@@ -135,7 +126,7 @@ class Checker:
             damaged |= set(self._unmerged.values())
             reading.measured_tables(connection, self._config, measured, unwritten, sorted(damaged))
         except (StoreError, duckdb.Error, OSError) as error:
-            log.warning("the alarms were not checked", why=str(error))
+            logger.warning("the alarms were not checked", why=str(error))
             return [], {alarm.name for alarm in ALARMS}
         conditions: list[Condition] = []
         failed: set[str] = set()
@@ -143,7 +134,7 @@ class Checker:
             try:
                 conditions += reading.evaluate(connection, self._config, alarm)
             except duckdb.Error as error:  # such as a file that compaction removed meanwhile
-                log.warning("an alarm was not checked", alarm=alarm.name, why=str(error))
+                logger.warning("an alarm was not checked", alarm=alarm.name, why=str(error))
                 failed.add(alarm.name)
         return conditions, failed
 
@@ -153,7 +144,7 @@ class Checker:
         try:
             return [disk, *await fills(self._broker)], True
         except BrokerError as error:
-            log.warning("the log's size is not known", why=str(error))
+            logger.warning("the log's size is not known", why=str(error))
             return [disk], False
 
     async def _apply(self, conditions: Iterable[Condition], unknown: set[str]) -> None:
@@ -165,10 +156,18 @@ class Checker:
             if key not in self._raised and not await self._may_be_starting(met):
                 at = now_us()
                 event = AlarmChanged(
-                    project=met.project, alarm=met.alarm, state="raised", model=met.model, about=met.about,
-                    value=met.value, threshold=met.threshold, detail=met.detail,
-                    action=BY_NAME[met.alarm].action, since=at, at=at,
-                )  # fmt: skip
+                    project=met.project,
+                    alarm=met.alarm,
+                    state="raised",
+                    model=met.model,
+                    about=met.about,
+                    value=met.value,
+                    threshold=met.threshold,
+                    detail=met.detail,
+                    action=BY_NAME[met.alarm].action,
+                    since=at,
+                    at=at,
+                )
                 await self._publish(event)
         behind = {met.about for met in present.values() if met.alarm == "replica_behind"}
         self._starting = {replica: at for replica, at in self._starting.items() if replica in behind}
@@ -187,11 +186,9 @@ class Checker:
             return False
         key = streams.key_subject(streams.FLEET.name, streams.sampler_key(met.project, met.about))
         try:
-            record = await self._broker.leader_get(
-                streams.key_value_stream(streams.FLEET.name), {"last_by_subj": key}
-            )
+            record = await self._broker.leader_get(streams.key_value_stream(streams.FLEET.name), {"last_by_subj": key})
         except BrokerError as error:
-            log.warning("the inference servers could not be read from the log", why=str(error))
+            logger.warning("the inference servers could not be read from the log", why=str(error))
             return True  # the next check asks again
         now = time.monotonic()
         if record is None or not record.payload:
@@ -205,7 +202,7 @@ class Checker:
             await self._broker.publish(event, after=self._newest.get(event.subject(), 0))
             await self._catch_up()
         except BrokerError as error:
-            log.error("an alarm was not recorded", alarm=event.alarm, state=event.state, why=str(error))
+            logger.error("an alarm was not recorded", alarm=event.alarm, state=event.state, why=str(error))
 
 
 def _key(event: AlarmChanged) -> Key:

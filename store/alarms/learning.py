@@ -9,6 +9,8 @@ the base, and an estimate of it after a warm start. The range is that of the rew
 
 from __future__ import annotations
 
+from pipeline.events.types import REWARD_TOLERANCE
+
 NUMBERED_STEPS = """WITH steps AS (
   SELECT project, model, step, metrics, row_number() OVER (PARTITION BY project, model ORDER BY step) AS from_first,
     row_number() OVER (PARTITION BY project, model ORDER BY step DESC) AS from_last
@@ -96,7 +98,7 @@ NOT_LEARNING = f"""{NUMBERED_STEPS}, {NEWEST_GROUPS}, best AS (
 ), scored AS (
   SELECT n.project, n.model, count(*) AS groups, avg((coalesce(reason, '') = 'no_variance')::INTEGER) AS equal,
     avg((coalesce(reason, '') = 'stale')::INTEGER) AS stale, avg(reward_mean) AS reward,
-    avg((reward_mean >= best - 1e-6)::INTEGER) FILTER (reason = 'no_variance') AS solved
+    avg((reward_mean >= best - {REWARD_TOLERANCE})::INTEGER) FILTER (reason = 'no_variance') AS solved
   FROM newest n JOIN best USING (project, model) GROUP BY ALL
 ), played AS (
   SELECT project, model, max(last_step) AS played FROM rewards SEMI JOIN newest USING (project, model, group_id)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.log.health import Fill  # pages read alarms without the log
     from pipeline.log.unwritten import Unwritten
 
-log = get_logger("store.alarms")
+logger = get_logger("store.alarms")
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,22 @@ def measured_tables(
     damaged: Sequence[str] = (),
 ) -> None:
     """Create the tables that queries read beside the views: `fills` (of streams and the disk), `unwritten` (by
-    consumer), `damaged` (paths of files of the lake), `replicas` (inference servers) and `parts` (of a composed reward;
-    empty unless it is a sum or a mean)."""
+    consumer), `damaged` (paths of files of the lake) and `replicas` (inference servers)."""
     urls = config.sampler.advertise or config.vllm.urls
-    added = config.judge.combine in ("mean", "sum")
-    parts = [(r.name, r.weight) for r in config.judge.rewards if r.kind != "next_state"] if added else []
     for name, columns, rows in (
-        ("fills", 'name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT',
-         [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit]),
-        ("unwritten", "consumer VARCHAR, share DOUBLE, detail VARCHAR",
-         [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten]),
+        (
+            "fills",
+            'name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT',
+            [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit],
+        ),
+        (
+            "unwritten",
+            "consumer VARCHAR, share DOUBLE, detail VARCHAR",
+            [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten],
+        ),
         ("damaged", "path VARCHAR", [(path,) for path in damaged]),
         ("replicas", "replica VARCHAR", [(replica_name(url),) for url in urls]),
-        ("parts", "name VARCHAR, weight DOUBLE", parts),
-    ):  # fmt: skip
+    ):
         connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} ({columns})")
         if rows:
             places = ", ".join("?" * len(rows[0]))
@@ -96,9 +98,9 @@ def evaluate(
             named = project or config.project
             conditions.append(Condition(alarm.name, named, model, about, _number(value), compared, detail))
         else:
-            log.warning(
+            logger.warning(
                 "a condition says nothing", alarm=alarm.name, project=project, model=model, about=about, value=value
-            )  # fmt: skip
+            )
     return conditions
 
 

@@ -4,7 +4,7 @@ of them.
 A query returns one row (`project`, `model`, `about`, `value`, `detail`) for each model, server, consumer or stream that
 meets the condition. Its parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and
 `$window_s` of `[alarms]`. The tables `fills`, `unwritten`, `damaged` and `replicas` hold measurements of the checking
-process, `parts` the rewards of its settings.
+process.
 """
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this module
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from store.alarms.learning import NEWEST_GROUPS, NOT_LEARNING, NUMBERED_STEPS
+from store.alarms.learning import NOT_LEARNING, NUMBERED_STEPS
 
 
 @dataclass(frozen=True)
@@ -130,32 +130,6 @@ QUALIFY row_number() OVER (PARTITION BY project, ruler ORDER BY "at" DESC, log_s
         "an exact version in `judge.model`. Until it agrees again, stop the judge: groups wait on the log.",
     ),
     Alarm(
-        "judges_disagree",
-        "Judges disagree",
-        "The second judge ranks the runs of a group differently from the judge whose scores are the rewards. At least "
-        "one of them is wrong.",
-        "judge.second.min_tau",
-        """WITH judged AS (
-  SELECT project, model, rubric, group_id, judge, trajectory, scored_at, avg(score) FILTER (NOT second) AS a,
-    avg(score) FILTER (second) AS b
-  FROM verdicts WHERE branch = 'main' AND "call" < 0 AND rubric_hash <> '' GROUP BY ALL
-  HAVING b IS NOT NULL AND a IS NOT NULL
-), newest AS (
-  FROM judged
-  QUALIFY dense_rank() OVER (PARTITION BY project, model, rubric ORDER BY scored_at DESC, group_id) <= $groups
-), pairs AS (
-  SELECT project, model, rubric, group_id, sign(x.a - y.a) AS a, sign(x.b - y.b) AS b
-  FROM newest x JOIN newest y USING (project, model, rubric, group_id, judge) WHERE x.trajectory < y.trajectory
-)
-SELECT project, model, rubric AS about, sum(a * b) / sqrt(sum(abs(a)) * sum(abs(b))) AS value,
-  format('Kendall tau of the two judges is {:.2f} over {} groups', value, count(DISTINCT group_id)) AS detail
-FROM pairs GROUP BY ALL
-HAVING sum(abs(a)) * sum(abs(b)) > 0 AND count(DISTINCT group_id) >= least($groups, 10) AND value < $threshold""",
-        "Read groups on which they differ (page Judge of the dashboard, `journeywork diff --a judge_model=… --b "
-        "judge_model=…`), and label them: `journeywork judge eval` says which model agrees with people. A rubric that "
-        "is more specific makes judges agree.",
-    ),
-    Alarm(
         "sampler_mismatch",
         "Sampler mismatch",
         "The inference server's logprobs differ from those that the trainer computes for the same tokens and version, "
@@ -193,59 +167,6 @@ FROM spending WHERE $threshold > 0 GROUP BY project HAVING value >= $threshold""
         )
     ),
     Alarm(
-        "stale_discards",
-        "Staleness discards",
-        "Many groups are discarded because they are too many steps old when they could be trained. Sampling them was "
-        "wasted.",
-        "alarms.stale_share",
-        f"""WITH {NEWEST_GROUPS}, stale AS (
-  SELECT DISTINCT project, model, group_id FROM groups
-  WHERE reason = 'stale' AND branch = 'main'
-)
-SELECT n.project, n.model, '' AS about, count(s.group_id) / count(*) AS value,
-  format('{{:.0f}}% of the last {{}} groups were too old to train', 100 * value, count(*)) AS detail
-FROM newest n LEFT JOIN stale s USING (project, model, group_id)
-GROUP BY ALL HAVING count(*) >= $groups AND value > $threshold""",
-        "Agents produce more groups than the trainer can train. Limit them (`gateway.max_groups_ahead`), train more "
-        "groups per step (`trainer.groups_per_step`), or raise `trainer.max_staleness`. Where results come late, set "
-        "`trainer.late`; if it is set, the step's metric `late_ess` shows how far late runs are from the policy.",
-    ),
-    Alarm(
-        "hints_unused",
-        "Hints not used",
-        "Many hints teach nothing, because no prompt for the teacher can be made of them.",
-        "alarms.hints_unused_share",
-        f"""{NUMBERED_STEPS}
-SELECT project, model, '' AS about, sum(metrics['hints_unused']) / sum(metrics['hints']) AS value,
-  format('no prompt could be made of {{:.0f}}% of the hints of the newest steps', 100 * value) AS detail
-FROM steps WHERE from_last <= $steps AND metrics['hints'] > 0 GROUP BY ALL HAVING value > $threshold""",
-        "The trainer's log has the reason for each hint: `hint not used`. A hint needs a chat call of the run with "
-        "text as content, and a prompt that the trainer's model accepts together with the hint.",
-    ),
-    Alarm(
-        "starvation",
-        "Starvation",
-        "Many long runs are discarded, so the policy is trained on short runs only.",
-        "alarms.starved_share",
-        """WITH ended AS (
-  SELECT project, model, trajectory, ntile(4) OVER (PARTITION BY project, model ORDER BY "at" - opened_at) AS quarter
-  FROM rollout_completed WHERE "at" > $now - to_seconds($window_s) AND split = 'train'
-), dropped AS (
-  SELECT project, unnest(trajectories) AS trajectory FROM group_discarded
-  WHERE "at" > $now - to_seconds($window_s) AND branch = 'main'
-    AND reason IN ('too_small', 'late', 'unscored', 'stale', 'history_gone', 'too_large', 'incomplete')
-), counted AS (
-  SELECT project, model, trajectory IN (SELECT trajectory FROM dropped)::INTEGER AS is_dropped
-  FROM ended WHERE quarter = 4
-)
-SELECT project, model, '' AS about, avg(is_dropped) AS value,
-  format('{:.0f}% of the longest quarter of the runs were not trained', 100 * value) AS detail
-FROM counted GROUP BY ALL HAVING count(*) >= 8 AND value > $threshold""",
-        'The reasons are in `journeywork sql "SELECT reason, duration, count(*) FROM starvation GROUP BY ALL"`. Stale '
-        "or late: raise `trainer.max_staleness` or the judge's time limits, or let fewer runs start at once. "
-        "Too large: see `trainer.memory`.",
-    ),
-    Alarm(
         "kl_rise",
         "Rise of KL",
         "The policy is far from the base model. It may exploit the reward function instead of solving the task.",
@@ -273,88 +194,6 @@ GROUP BY ALL HAVING count(*) >= 2 * $steps AND greatest(value, 1 / value) > $thr
         "Read some of the longest and shortest runs of a group on the dashboard. If the reward or the judge "
         "prefers length, correct it, and promote an older version; `trainer.loss.type` `dr_grpo` does not weight a "
         "token by its run's length. If the task asks for it, raise the threshold.",
-    ),
-    Alarm(
-        "part_dominates",
-        "One part decides the reward",
-        "Nearly all differences of reward within groups come from one of the parts that the reward is composed of. The "
-        "others teach nothing, whatever their weights promise.",
-        "alarms.part_share",
-        f"""WITH {NEWEST_GROUPS}, centered AS (
-  SELECT r.project, r.model, r.group_id, p.name, r.centered AS reward, p.weight * r.components[p.name] AS part
-  FROM rewards r SEMI JOIN newest USING (project, model, group_id, branch, judge) CROSS JOIN parts p
-  WHERE r.outcome = 'scored' AND list_has_all(map_keys(r.components), (SELECT list(name) FROM parts))
-), covariances AS (
-  SELECT project, model, name, sum(reward * part) AS covariance, count(DISTINCT group_id) AS groups
-  FROM centered GROUP BY ALL
-)
-SELECT project, model, name AS about, covariance / sum(covariance) OVER (PARTITION BY project, model) AS value,
-  format('{{:.0f}}% of the differences of reward in the last {{}} groups come from it', 100 * value, groups) AS detail
-FROM covariances
-QUALIFY groups >= $groups AND count(*) OVER (PARTITION BY project, model) > 1 AND value > $threshold""",
-        "`SELECT components FROM rewards` shows the values. A part with a larger spread needs a smaller weight "
-        "(`judge.rewards`). If the others should only break ties, raise the threshold.",
-    ),
-    Alarm(
-        "held_out_falls",
-        "Reward rises, held-out success falls",
-        "The reward of training runs is higher than at an earlier version, and the success on held-out tasks is lower, "
-        "both by more than chance explains. The policy learns the training tasks or the reward's weakness, not the "
-        "task.",
-        "alarms.held_out_errors",
-        """WITH widths AS (
-  SELECT project, model, greatest($steps, max(last_step) // 8) AS width, max(reward) - min(reward) AS span
-  FROM rewards WHERE branch = 'main' GROUP BY ALL
-), train AS (
-  SELECT project, model, width, last_step // width AS block, avg(reward) AS mean,
-    var_samp(reward) / count(*) AS variance
-  FROM rewards JOIN widths USING (project, model)
-  WHERE split = 'train' AND branch = 'main' AND outcome = 'scored' GROUP BY ALL HAVING count(*) > 1
-), held AS (
-  SELECT project, model, 'validation runs' AS about, last_step // width AS block, avg(reward) AS mean,
-    greatest(var_samp(reward) / count(*), (any_value(span) / (count(*) + 2)) ** 2) AS variance
-  FROM rewards JOIN widths USING (project, model)
-  WHERE split = 'val' AND branch = 'main' AND outcome = 'scored' AND first_step = last_step
-  GROUP BY ALL HAVING count(*) >= 40
-  UNION ALL
-  SELECT project, model, scenarios, block, avg(reward),
-    greatest(var_samp(reward) / count(*), (any_value(span) / (count(*) + 2)) ** 2)
-  FROM (
-    SELECT project, model, scenarios, span, evaluation, position, split_part(version, '@', 2)::INTEGER // width AS block
-    FROM evaluations JOIN widths USING (project, model)
-    WHERE measure = 'reward' AND kind = 'policy' AND version <> ''
-    QUALIFY row_number() OVER (PARTITION BY project, model, scenarios, block ORDER BY evaluated_at DESC) = 1
-  ) JOIN evaluation_tasks t USING (project, model, evaluation, position)
-  WHERE t.reward IS NOT NULL GROUP BY ALL HAVING count(*) >= 40
-), compared AS (
-  SELECT h.*, t.width, t.mean AS reward, t.variance AS reward_variance
-  FROM held h ASOF JOIN train t ON h.project = t.project AND h.model = t.model AND h.block >= t.block
-), newest AS (
-  FROM compared QUALIFY row_number() OVER (PARTITION BY project, model, about ORDER BY block DESC) = 1
-)
-SELECT n.project, n.model, n.about, max((e.mean - n.mean) / sqrt(e.variance + n.variance)) AS value,
-  format('since step {} the reward rose by {:.3g}; success on held-out tasks fell by {:.3g}, {:.1f} standard errors',
-    arg_max(e.width * e.block, e.mean - n.mean), arg_max(n.reward - e.reward, e.mean - n.mean), max(e.mean - n.mean),
-    value) AS detail
-FROM newest n JOIN compared e ON e.project = n.project AND e.model = n.model AND e.about = n.about AND e.block < n.block
-WHERE n.reward - e.reward > 2 * sqrt(n.reward_variance + e.reward_variance)
-GROUP BY ALL HAVING value > $threshold""",
-        "Read some of the newest runs with a high reward on the dashboard: what do they do that the task "
-        "does not ask for? Correct the reward or the rubric, add tasks, and promote the version from before the fall "
-        "(`journeywork policy promote`).",
-    ),
-    Alarm(
-        "feedback_share",
-        "Feedback of one key decides much",
-        "Feedback of one API key decided more of a step than `feedback.max_share`, so its weight was lowered.",
-        "alarms.limited_graders",
-        f"""{NUMBERED_STEPS}
-SELECT project, model, '' AS about, max(metrics['graders_limited']) AS value,
-  format('in {{}} of the newest steps feedback of a key was limited; it decided up to {{:.0f}}%',
-    count(*) FILTER (metrics['graders_limited'] > 0), 100 * coalesce(max(metrics['grader_share']), 0)) AS detail
-FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING value > $threshold""",
-        "`SELECT given_by, count(*) FROM signals GROUP BY ALL` shows the key. Revoke a key that is abused "
-        "(`journeywork keys revoke`); raise `feedback.max_share` if one program is to report most results.",
     ),
     Alarm(
         "store_behind",

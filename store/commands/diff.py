@@ -22,13 +22,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.command_line import command_parser
 from pipeline.config import ConfigError
 from pipeline.events.types import REWARD_TOLERANCE
-from pipeline.printing import visible_json
-from pipeline.running.runs import run_settings
+from pipeline.running.installations import installation_settings
+from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.printing import visible_json
 from store.reading import sql
-from store.reading.commands import add_run, exit_status
+from store.reading.options import add_installation, exit_status
 
 _KEYS = ("branch", "judge", "judge_model", "rubric")
 _COLUMNS = {"rubric": "rubric_hash"}
@@ -104,9 +104,7 @@ def rewards(connection: duckdb.DuckDBPyConnection, side: dict[str, str], *, call
         conditions += " AND outcome = 'scored'"
         query = f"SELECT project, model, group_id, {source} WHERE {conditions} ORDER BY scored_at"
     out: Rewards = {}
-    for project, model, group, trajectory, value, *rubrics in connection.execute(
-        query, list(side.values())
-    ).fetchall():
+    for project, model, group, trajectory, value, *rubrics in connection.execute(query, list(side.values())).fetchall():
         if rubrics and len(by_hash := dict(rubrics[0])) > 1:
             listed = " or ".join(f"rubric={digest} ({name})" for digest, name in sorted(by_hash.items()))
             raise ConfigError(
@@ -171,7 +169,7 @@ def compare(a: Rewards, b: Rewards) -> tuple[dict[str, Any], Rewards]:
     }, flipped
 
 
-def _shown(value: float | None) -> str:
+def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
@@ -179,10 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("diff", "Compare two sets of verdicts over the same groups.")
     parser.add_argument("--a", required=True, help="such as branch=main")
     parser.add_argument("--b", required=True, help="such as branch=replayed or judge_model=openai/gpt-5-mini")
-    parser.add_argument(
-        "--calls", action="store_true", help="compare the rewards of calls instead of those of runs"
-    )
-    add_run(parser)
+    parser.add_argument("--calls", action="store_true", help="compare the rewards of calls instead of those of runs")
+    add_installation(parser)
     parser.add_argument("--format", default="table", choices=("table", "json"))
     return parser
 
@@ -194,14 +190,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    config = run_settings(args.run_dir, args.config, sections=("store",))
+    config = installation_settings(args.run_dir, args.config, sections=("store",))
     with sql.connect(config) as connection:
         first, second = parse_side(args.a), parse_side(args.b)
         a, b = (rewards(connection, side, calls=args.calls) for side in (first, second))
         result, flipped = compare(a, b)
-        checkpoints = (
-            [] if args.calls else checkpoints_trained_on(connection, flipped, first.get("branch", "main"))
-        )
+        checkpoints = [] if args.calls else checkpoints_trained_on(connection, flipped, first.get("branch", "main"))
     if args.format == "json":
         result |= {
             "flipped": [
@@ -212,7 +206,7 @@ def _run(args: argparse.Namespace) -> int:
         }
         sys.stdout.write(visible_json(msgspec.json.encode(result).decode()) + "\n")
     else:
-        sys.stdout.write("".join(f"{name:<24}{_shown(value)}\n" for name, value in result.items()))
+        sys.stdout.write("".join(f"{name:<24}{_figure(value)}\n" for name, value in result.items()))
         for row in checkpoints:
             sys.stdout.write(
                 f"{row['project']}/{row['version']} was trained on {row['flipped']} of them, of {row['trajectories']} "

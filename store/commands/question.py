@@ -14,13 +14,11 @@ from typing import Any
 
 from pipeline.config import Config, ConfigError, load
 from pipeline.names import check_name
-from pipeline.running.runs import SETTINGS
+from pipeline.running.installations import SETTINGS
 from store.reading.sql import quoted
 
 _JUDGING = ("judge", "feedback")
-_TEACHING = re.compile(
-    r"(models\.\d+\.)?(teacher|trainer\.distill)\b|(models|models\.\d+|(models\.\d+\.)?trainer)$"
-)
+_TEACHING = re.compile(r"(models\.\d+\.)?(teacher|trainer\.distill)\b|(models|models\.\d+|(models\.\d+\.)?trainer)$")
 """Names of the settings that teach, and of the tables that may hold them."""
 
 
@@ -94,8 +92,7 @@ def read_question(args: argparse.Namespace, config: Config) -> Question:
     about = [selection, start, {name: _with_contents(given) for name, given in settings.items()}]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
     plans = tuple(
-        Plan(name, given, check_name(f"what-if-{digest}-{name}"), judged[name])
-        for name, given in settings.items()
+        Plan(name, given, check_name(f"what-if-{digest}-{name}"), judged[name]) for name, given in settings.items()
     )
     return Question(digest, model, names.index(model), selection, start, plans)
 
@@ -106,9 +103,7 @@ def _is_judged(settings: Mapping[str, Any], variant: Config) -> bool:
     return any(name.startswith(_JUDGING) or (taught and _TEACHING.match(name)) for name in settings)
 
 
-def read_variants(
-    rubrics: Sequence[str], files: Sequence[str], overrides: Sequence[str]
-) -> dict[str, dict[str, Any]]:
+def read_variants(rubrics: Sequence[str], files: Sequence[str], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return what differs in each variant, by its name. Raises `ConfigError`, `OSError`."""
     common: dict[str, Any] = {}
     for text in overrides:

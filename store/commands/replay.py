@@ -22,17 +22,17 @@ import duckdb
 import msgspec
 import pyarrow as pa
 
-from pipeline.command_line import command_parser
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import Event, GroupScored, TrajectoryCompleted, now_us
 from pipeline.log.broker import Broker
 from pipeline.log.subjects import keys_of
 from pipeline.names import check_name
-from pipeline.running.runs import log_of, run_settings
+from pipeline.running.installations import installation_settings, log_of
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
+from pipeline.terminal.parsers import command_parser
 from store.reading import rebuild, sql
-from store.reading.commands import add_run, exit_status
+from store.reading.options import add_installation, exit_status
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,25 @@ def select_groups(
     return [StoredGroup(group, seq) for group, seq in rows]
 
 
-def on_branch(
-    stored: StoredGroup, branch: str, ends: Mapping[str, int], others: Collection[str] = ()
-) -> GroupScored:
+def on_branch(stored: StoredGroup, branch: str, ends: Mapping[str, int], others: Collection[str] = ()) -> GroupScored:
     """Return the group as an event of `branch`, whose verdicts cost nothing: they were paid for once. `ends`: by
     trajectory, the present sequence of its `rollout.completed`. `others`: groups that are published with it."""
     group = stored.group
     origin = group.origin or f"{group.branch}/{stored.seq}"
     members = tuple(
-        msgspec.structs.replace(m, completed_seq=ends.get(m.trajectory, m.completed_seq))
-        for m in group.members
+        msgspec.structs.replace(m, completed_seq=ends.get(m.trajectory, m.completed_seq)) for m in group.members
     )
     verdicts = tuple(msgspec.structs.replace(v, cost_usd=0.0) for v in group.verdicts)
     return msgspec.structs.replace(
-        group, branch=branch, origin=origin, offline=True, closed_by="replay", members=members, verdicts=verdicts,
+        group,
+        branch=branch,
+        origin=origin,
+        offline=True,
+        closed_by="replay",
+        members=members,
+        verdicts=verdicts,
         batch=group.batch and group.batch.on_branch({group.group, *others}),
-    )  # fmt: skip
+    )
 
 
 async def republish_events(
@@ -89,9 +92,7 @@ async def republish_events(
     for member in group.members:
         stored = rebuild.trajectory(connection, group.project, member.trajectory)
         for events in _by_subject(stored):
-            on_log = {
-                r.event.message_id(): r.seq for r in await broker.read(type(events[0]), **keys_of(events[0]))
-            }
+            on_log = {r.event.message_id(): r.seq for r in await broker.read(type(events[0]), **keys_of(events[0]))}
             for event in events:
                 seq = on_log.get(event.message_id())
                 if seq is None:
@@ -135,7 +136,7 @@ async def replay(
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("replay", "Publish groups of the history on a branch.")
     parser.add_argument("--branch", required=True, help="name of the branch; not main")
-    add_run(parser)
+    add_installation(parser)
     parser.add_argument("--nats-url", help="log to replay onto; default: the run's own")
     parser.add_argument("--from-branch", default="main")
     parser.add_argument("--where", default="true", help="SQL over the view `groups`")
@@ -154,17 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if check_name(args.branch) == args.from_branch or args.branch == "main":
-        raise ConfigError(
-            f"--branch {args.branch}: name a branch other than main and the one that is replayed"
-        )
-    config = run_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
+        raise ConfigError(f"--branch {args.branch}: name a branch other than main and the one that is replayed")
+    config = installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
     with sql.connect(config) as connection:
         groups = select_groups(connection, args.where, args.from_branch)
         counts: dict[str, Any] = {"groups": len(groups), "ids": [stored.group.group for stored in groups]}
         if not args.dry_run:
-            counts = anyio.run(replay, log_of(config), connection, groups, args.branch) | {
-                "branch": args.branch
-            }
+            counts = anyio.run(replay, log_of(config), connection, groups, args.branch) | {"branch": args.branch}
     sys.stdout.write(msgspec.json.encode(counts).decode() + "\n")
     return 0
 

@@ -31,19 +31,19 @@ from urllib.parse import quote
 import anyio
 import duckdb
 
-from pipeline.command_line import add_overrides, command_parser
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, Variant, WhatIfAnswered
 from pipeline.log.broker import Broker
 from pipeline.names import branch_model, version_address, version_name
-from pipeline.printing import visible
 from pipeline.running.gateway_api import KEY_VARIABLE, GatewayApi, GatewayError, connect
-from pipeline.running.runs import SETTINGS, find_run, log_of, run_settings
+from pipeline.running.installations import SETTINGS, find_installation, installation_settings, log_of
 from pipeline.running.state import read_state
+from pipeline.terminal.parsers import add_overrides, command_parser
+from pipeline.terminal.printing import visible
 from store.commands.question import Plan, Question, as_flags, read_question
 from store.commands.replay import StoredGroup, replay, select_groups
 from store.reading import sql
-from store.reading.commands import exit_status
+from store.reading.options import exit_status
 
 _SERVICES = "gateway,sampler,store"
 """Beside the log and the inference server."""
@@ -60,14 +60,14 @@ class WhatIfError(Exception):
 def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
     """Train and compare the branches, and record the answer. Raises `ConfigError`, `WhatIfError`, and the errors of the
     log and of the store."""
-    config, commands = run_settings(run_dir), Commands(run_dir)
+    config, commands = installation_settings(run_dir), Commands(run_dir)
     question = read_question(args, config)
     with sql.connect(config) as connection:
         groups = select_groups(connection, question.selection)
         if not groups:
             raise WhatIfError(f"no scored group of {run_dir} is selected by: {question.selection}")
         with serving(config, run_dir, commands):
-            config = run_settings(run_dir)
+            config = installation_settings(run_dir)
             gateway = connect(argparse.Namespace(run_dir=str(config.run_dir), url=None, key=None))
             # What the last step needs is checked before the first one.
             baseline = args.against or question.model
@@ -80,8 +80,8 @@ def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
 
 @contextlib.contextmanager
 def serving(config: Config, run_dir: Path, commands: Commands) -> Iterator[None]:
-    """Have the run serve its versions: it runs already, or it is started, without trainer and judge, for as long as the
-    block takes. Raises `WhatIfError` if it does not come up."""
+    """Have the installation serve its versions: it runs already, or it is started, without trainer and judge, for as
+    long as the block takes. Raises `WhatIfError` if it does not come up."""
     state = read_state(run_dir)
     if state is not None and state.running:
         yield
@@ -123,12 +123,7 @@ def _train(commands: Commands, question: Question, plan: Plan) -> None:
 
 
 def _compare(
-    args: argparse.Namespace,
-    config: Config,
-    question: Question,
-    groups: int,
-    commands: Commands,
-    gateway: GatewayApi,
+    args: argparse.Namespace, config: Config, question: Question, groups: int, commands: Commands, gateway: GatewayApi
 ) -> WhatIfAnswered:
     """Evaluate the branches' last versions beside `main`'s, and publish the answer."""
     published = anyio.run(_checkpoints, config, question.model)
@@ -142,9 +137,16 @@ def _compare(
         commands.call("eval", baseline, *(v.version for v in variants), "--json", *flags, key=gateway.key)
     )
     answered = WhatIfAnswered(
-        project=config.project, model=question.model, question=question.id, selection=question.selection,
-        groups=groups, start=question.start, baseline=baseline, variants=variants, evaluation=played["evaluation"],
-    )  # fmt: skip
+        project=config.project,
+        model=question.model,
+        question=question.id,
+        selection=question.selection,
+        groups=groups,
+        start=question.start,
+        baseline=baseline,
+        variants=variants,
+        evaluation=played["evaluation"],
+    )
     anyio.run(_publish, config, answered)
     for entrant in played["entrants"]:
         for measure in entrant["measures"]:
@@ -178,9 +180,11 @@ def _variant(question: Question, plan: Plan, published: Sequence[CheckpointPubli
         )
     step = max(c.step for c in trained)
     return Variant(
-        branch=plan.branch, version=version_name(branch_model(question.model, plan.branch), step),
-        settings=json.dumps(plan.settings), groups=sum(len(c.groups) for c in trained),
-    )  # fmt: skip
+        branch=plan.branch,
+        version=version_name(branch_model(question.model, plan.branch), step),
+        settings=json.dumps(plan.settings),
+        groups=sum(len(c.groups) for c in trained),
+    )
 
 
 def _until_known(gateway: GatewayApi, version: str) -> None:
@@ -197,7 +201,7 @@ def _until_known(gateway: GatewayApi, version: str) -> None:
 
 
 class Commands:
-    """Runs commands of Journeywork on a run. What they tell goes to a file of the run."""
+    """Runs commands of Journeywork on an installation. What they tell goes to a file of it."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run = ["--run-dir", str(run_dir)]
@@ -221,9 +225,14 @@ class Commands:
         with self.log.open("a") as log:
             self._began = log.tell()
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, check=False,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=False,
                 env={**os.environ, **({KEY_VARIABLE: key} if key else {})},
-            )  # fmt: skip
+            )
             log.write(done.stdout)
         if done.returncode:
             raise self.failure(f"`journeywork {name}` ended with status {done.returncode}")
@@ -272,14 +281,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="judge by this rubric, a file or its text; may be repeated",
     )
-    add(
-        "--with",
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="FILE",
-        help="settings that differ, TOML",
-    )
+    add("--with", action="append", default=[], dest="settings", metavar="FILE", help="settings that differ, TOML")
     add_overrides(
         parser,
         "a setting that differs, in every variant that does not set it; without --rubric and --with: the only one",
@@ -287,14 +289,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--since", type=_utc, help="only groups scored then or later, ISO 8601")
     add("--until", type=_utc, help="only groups scored before that")
     add("--where", default="true", help="SQL over the view `groups`")
-    add("--from", default="", dest="start", metavar="VERSION",
-        help="begin with this version, as models.start; of this run if it names no lake; default: none")  # fmt: skip
     add(
-        "--against",
+        "--from",
         default="",
+        dest="start",
         metavar="VERSION",
-        help="compare with this version; default: the newest of main",
+        help="begin with this version, as models.start; of this run if it names no lake; default: none",
     )
+    add("--against", default="", metavar="VERSION", help="compare with this version; default: the newest of main")
     add("--rollout", required=True, metavar="MODULE:FUNCTION", help="plays one held-out task, as by eval")
     add("--scenarios", required=True, metavar="MODULE:NAME|FILE", help="the held-out tasks, as of eval")
     for name in _EVALUATION[2:]:
@@ -309,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    run_dir = find_run(args.run_dir).resolve()
+    run_dir = find_installation(args.run_dir).resolve()
     answered = answer(args, run_dir)
     _say(f"the dashboard's page What if has the answer; evaluation {answered.evaluation}")
     for variant in answered.variants:

@@ -14,15 +14,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.command_line import command_parser
-from pipeline.printing import visible
-from pipeline.running.runs import run_settings
+from pipeline.running.installations import installation_settings
+from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.printing import visible
 from store.datasets.folder import Source, files_of, upload, write
 from store.datasets.rows import FORMATS, rows_of
 from store.datasets.runs import select
 from store.lake.storage import StoreError
 from store.reading import sql
-from store.reading.commands import add_run, exit_status
+from store.reading.options import add_installation, exit_status
 
 _HUB = "hf://datasets/"
 
@@ -39,20 +39,14 @@ def _share(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("dataset", "Write runs of the history as files for TRL's trainers.")
-    parser.add_argument(
-        "query", help="returns ids of runs in a column `trajectory`, perhaps a column `reward`"
-    )
+    parser.add_argument("query", help="returns ids of runs in a column `trajectory`, perhaps a column `reward`")
     parser.add_argument("--as", required=True, choices=tuple(FORMATS), dest="kind", help="format")
     parser.add_argument("--out", required=True, help="folder, or hf://datasets/OWNER/NAME")
+    parser.add_argument("--test-share", type=_share, default=0.0, help="share of tasks in the split `test`; default 0")
     parser.add_argument(
-        "--test-share", type=_share, default=0.0, help="share of tasks in the split `test`; default 0"
+        "--held-out", action="store_true", help="include held-out runs (split val), which are left out otherwise"
     )
-    parser.add_argument(
-        "--held-out",
-        action="store_true",
-        help="include held-out runs (split val), which are left out otherwise",
-    )
-    add_run(parser)
+    add_installation(parser)
     return parser
 
 
@@ -63,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    with sql.connect(run_settings(args.run_dir, args.config, sections=("store",))) as connection:
+    with sql.connect(installation_settings(args.run_dir, args.config, sections=("store",))) as connection:
         runs = select(connection, args.query)
         bases = connection.execute(
             "SELECT DISTINCT base_model FROM checkpoints WHERE list_contains($models, model) ORDER BY ALL",
@@ -80,9 +74,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         write(files, Path(args.out))
     unusable = sum(left_out.values())
-    sys.stdout.write(
-        visible(f"{len(rows)} rows of {len(runs)} runs in {args.out}; left out: {unusable} (README.md)\n")
-    )
+    sys.stdout.write(visible(f"{len(rows)} rows of {len(runs)} runs in {args.out}; left out: {unusable} (README.md)\n"))
     return 0
 
 

@@ -99,9 +99,7 @@ def _card(rows: Sequence[Row], source: Source, test_share: float, files: Mapping
         f"| `{name}` | {len(content):,} | `{hashlib.sha256(content).hexdigest()}` |\n"
         for name, content in sorted(files.items())
     )
-    left_out = (
-        "".join(f"- {n:,} × {why}\n" for why, n in sorted(source.left_out.items()) if n) or "Nothing.\n"
-    )
+    left_out = "".join(f"- {n:,} × {why}\n" for why, n in sorted(source.left_out.items()) if n) or "Nothing.\n"
     return f"""---
 configs:
 - config_name: default

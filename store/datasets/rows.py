@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.conversations import Conversation, Message, text_of
+from pipeline.chat.conversations import Conversation, Message, text_of
 from pipeline.events.types import REWARD_TOLERANCE
 from store.datasets.runs import Run
 
@@ -60,9 +60,12 @@ def _sft(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
         if replies:
             messages = _messages(conversation)[: replies[-1] + 1]
             yield {
-                "messages": messages, "replies": replies, **_tools(conversation), "run": run.trajectory,
+                "messages": messages,
+                "replies": replies,
+                **_tools(conversation),
+                "run": run.trajectory,
                 "task": run.key,
-            }  # fmt: skip
+            }
 
 
 def _prompts(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
@@ -85,10 +88,13 @@ def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
         messages = _messages(conversation)
         for place in filter(None, conversation.sampled):
             yield {
-                "prompt": messages[:place], "completion": [messages[place]],
+                "prompt": messages[:place],
+                "completion": [messages[place]],
                 "label": (run.reward or 0.0) > means[run.compared_in],
-                **_tools(conversation), "run": run.trajectory, "task": run.key,
-            }  # fmt: skip
+                **_tools(conversation),
+                "run": run.trajectory,
+                "task": run.key,
+            }
 
 
 def _dpo(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
@@ -102,22 +108,33 @@ def _dpo(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
             left_out["a pair that does not part in a reply"] += 1
             continue
         yield {
-            "prompt": preferred[:same], "chosen": replies[0], "rejected": replies[1],
-            **_tools(better.conversations[0]), "runs": [better.trajectory, worse.trajectory], "task": better.key,
-        }  # fmt: skip
+            "prompt": preferred[:same],
+            "chosen": replies[0],
+            "rejected": replies[1],
+            **_tools(better.conversations[0]),
+            "runs": [better.trajectory, worse.trajectory],
+            "task": better.key,
+        }
 
 
 def _reward(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     for better, worse in _pairs(runs, left_out):
         yield {
-            "chosen": _messages(better.conversations[0]), "rejected": _messages(worse.conversations[0]),
-            **_tools(better.conversations[0]), "runs": [better.trajectory, worse.trajectory], "task": better.key,
-        }  # fmt: skip
+            "chosen": _messages(better.conversations[0]),
+            "rejected": _messages(worse.conversations[0]),
+            **_tools(better.conversations[0]),
+            "runs": [better.trajectory, worse.trajectory],
+            "task": better.key,
+        }
 
 
 FORMATS: Mapping[str, Callable[[Sequence[Run], Counter[str]], Iterator[Row]]] = {
-    "sft": _sft, "dpo": _dpo, "kto": _kto, "reward": _reward, "prompts": _prompts,
-}  # fmt: skip
+    "sft": _sft,
+    "dpo": _dpo,
+    "kto": _kto,
+    "reward": _reward,
+    "prompts": _prompts,
+}
 
 
 def _with_reward(runs: Sequence[Run], left_out: Counter[str]) -> list[Run]:
@@ -169,9 +186,7 @@ def _message(message: Message, *, sampled: bool) -> Message:
     role, content = str(message.get("role") or "assistant"), message.get("content")
     if role == "prompt":
         raise RowlessError("a plain completion, which has no messages")
-    if isinstance(content, list) and any(
-        not isinstance(p, dict) or p.get("type", "text") != "text" for p in content
-    ):
+    if isinstance(content, list) and any(not isinstance(p, dict) or p.get("type", "text") != "text" for p in content):
         raise RowlessError("a conversation with images, audio or files")
     fields = {name: value for name, value in message.items() if value not in (None, "", [], {})}
     row: Message = {"role": role, "content": text_of(fields.pop("content", None))}

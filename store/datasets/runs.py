@@ -9,8 +9,8 @@ from typing import Any
 import duckdb
 import msgspec
 
+from pipeline.chat.conversations import Conversation, build_conversations
 from pipeline.config import ConfigError
-from pipeline.conversations import Conversation, build_conversations
 from pipeline.events import ExchangeRecorded
 from store.reading import rebuild
 
@@ -79,9 +79,7 @@ def select(connection: duckdb.DuckDBPyConnection, query: str) -> list[Run]:
             raise ConfigError(f"the query returns two rewards for run {name}: return one")
     names = sorted({row["trajectory"] for row in rows})
     calls: dict[tuple[str, str], list[ExchangeRecorded]] = {}
-    for call in rebuild.events(
-        ExchangeRecorded, connection.sql(_CALLS, params={"names": names}).to_arrow_table()
-    ):
+    for call in rebuild.events(ExchangeRecorded, connection.sql(_CALLS, params={"names": names}).to_arrow_table()):
         calls.setdefault((call.project, call.trajectory), []).append(call)
     return [
         _run(row, calls.get((row["project"], row["trajectory"]), ()), rewards)

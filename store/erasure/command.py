@@ -28,16 +28,16 @@ from pipeline.events import DataErased
 from pipeline.files import write_whole
 from pipeline.log.broker import Broker
 from pipeline.names import version_address
-from pipeline.printing import visible
-from pipeline.running.runs import log_of, run_settings
+from pipeline.running.installations import installation_settings, log_of
 from pipeline.telemetry import logs
+from pipeline.terminal.printing import visible
 from store.datasets import folder as folders
 from store.erasure import on_log
 from store.erasure.in_lake import Rewriter
 from store.erasure.plan import Plan, journal_of, make_plan
 from store.lake.lake import open_lake
 from store.reading import sql
-from store.reading.commands import exit_status
+from store.reading.options import exit_status
 
 _WRITTEN_S = 60.0
 """How long the store may take to write what the log holds."""
@@ -54,13 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--subject", required=True, help="the person, as runs or their calls name it")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--yes", action="store_true", help="delete; without it nothing is deleted")
-    what.add_argument(
-        "--check", action="store_true", help="look for the receipt and for anything that is left"
-    )
+    what.add_argument("--check", action="store_true", help="look for the receipt and for anything that is left")
     parser.add_argument(
-        "--untrained",
-        action="store_true",
-        help="discard groups that wait for the trainer, which must not run",
+        "--untrained", action="store_true", help="discard groups that wait for the trainer, which must not run"
     )
     parser.add_argument(
         "--finished",
@@ -77,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _run(args: argparse.Namespace) -> int:
     if not args.subject:
         raise ConfigError("--subject names nobody")
-    config = run_settings(args.run_dir)
+    config = installation_settings(args.run_dir)
     async with Broker.connect(log_of(config), name="erase", provision=False) as broker:
         await _until_written(broker)
         plan = await anyio.to_thread.run_sync(_plan, config, args)
@@ -125,11 +121,20 @@ async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter,
     crash.point("erase.lake_done")
     await broker.publish(
         DataErased(
-            project=config.project, erasure=plan.erasure, digest=plan.digest, runs=len(plan.runs), left=len(plan.left),
-            messages=plan.messages, objects=plan.objects, rows=plan.rows, folders=len(plan.folders),
-            learned=tuple(plan.learned), clean=plan.clean, by=by,
+            project=config.project,
+            erasure=plan.erasure,
+            digest=plan.digest,
+            runs=len(plan.runs),
+            left=len(plan.left),
+            messages=plan.messages,
+            objects=plan.objects,
+            rows=plan.rows,
+            folders=len(plan.folders),
+            learned=tuple(plan.learned),
+            clean=plan.clean,
+            by=by,
         )
-    )  # fmt: skip
+    )
     crash.point("erase.receipt")
     journal.unlink()
     sys.stdout.write(f"erased; the receipt is {plan.erasure}\n")
@@ -146,17 +151,11 @@ async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter,
 
 async def _check(config: Config, broker: Broker, plan: Plan) -> int:
     """Say whether there is a receipt and nothing else."""
-    receipts = [
-        r.event
-        for r in await broker.read(DataErased, project=config.project)
-        if r.event.digest == plan.digest
-    ]
+    receipts = [r.event for r in await broker.read(DataErased, project=config.project) if r.event.digest == plan.digest]
     for receipt in receipts:
         messages, rows = sum(receipt.messages.values()), sum(receipt.rows.values())
         numbers = f"{receipt.runs} runs ({receipt.left} left out), {messages} messages, {rows} rows"
-        sys.stdout.write(
-            visible(f"receipt {receipt.erasure}: {numbers}; by {receipt.by or 'nobody named'}\n")
-        )
+        sys.stdout.write(visible(f"receipt {receipt.erasure}: {numbers}; by {receipt.by or 'nobody named'}\n"))
     left = bool(plan.runs or plan.left or journal_of(config, plan.digest).exists())
     if not receipts:
         sys.stdout.write("there is no receipt\n")
@@ -186,13 +185,9 @@ def _summary(plan: Plan) -> str:
         lines.append(
             f"  versions that learned from them, or descend from one that did, and stay: {', '.join(plan.learned)}"
         )
+    lines += [f"  newest version of {model} that descends from none of these: {v}" for model, v in plan.clean.items()]
     lines += [
-        f"  newest version of {model} that descends from none of these: {v}"
-        for model, v in plan.clean.items()
-    ]
-    lines += [
-        f"  this history doesn't know what {v} learned from: it was made from {s}"
-        for v, s in plan.outside.items()
+        f"  this history doesn't know what {v} learned from: it was made from {s}" for v, s in plan.outside.items()
     ]
     return "\n".join(lines) + "\n"
 

@@ -19,7 +19,7 @@ from pyarrow import fs
 
 from pipeline import crash
 from pipeline.events import DeadLettered, GroupScored, wire_name
-from store.erasure.on_log import Reaches
+from store.erasure.on_log import SubjectsOfPlan
 from store.erasure.plan import Plan
 from store.lake import columns
 from store.lake.commits import add_action_of_rows, file_name_of_rows, remove_action
@@ -39,7 +39,7 @@ class Rewriter:
         self._lake, self._project = lake, project
         self._runs = set(plan.runs)
         self._groups = {(g.model, g.group) for g in plan.groups}
-        self._reaches = Reaches(project, plan)
+        self._names_plan = SubjectsOfPlan(project, plan)
 
     def count(self) -> dict[str, int]:
         """Return by table the number of rows that `erase` would change."""
@@ -75,10 +75,10 @@ class Rewriter:
             if not name.endswith(".parquet") or name in names:
                 continue
             try:
-                reached = self._rows(table, name)
-                if reached and name not in replaced and time.time() - info.mtime.timestamp() < _COMMITTED_S:
+                affected = self._rows(table, name)
+                if affected and name not in replaced and time.time() - info.mtime.timestamp() < _COMMITTED_S:
                     young = True
-                elif reached:
+                elif affected:
                     table.storage.files.delete_file(table.storage.key(table.tag, name))
             except FileNotFoundError:
                 continue  # the store's own vacuum was faster
@@ -87,9 +87,9 @@ class Rewriter:
     def _replace(self, table: EventTable, replaced: set[str]) -> None:
         """Replace the files of a table's newest version, and add their names to `replaced`."""
         for name in table.files().names:
-            if not (reached := self._rows(table, name)):
+            if not (affected := self._rows(table, name)):
                 continue
-            rows = self._without(table.tag, table.storage.read(table.tag, name), reached)
+            rows = self._without(table.tag, table.storage.read(table.tag, name), affected)
             actions: list[Any] = [remove_action(name)]
             if rows.num_rows:
                 new = file_name_of_rows(table.tag, rows)
@@ -108,23 +108,19 @@ class Rewriter:
         tag = table.tag
         if tag == _DEAD:
             subjects = table.storage.read(tag, name, ["original_subject"])["original_subject"].to_pylist()
-            return [i for i, subject in enumerate(subjects) if self._reaches(subject)]
+            return [i for i, subject in enumerate(subjects) if self._names_plan(subject)]
         if tag == _SCORED:
             rows = table.storage.read(tag, name).to_pylist() if self._groups else []
             return [i for i, row in enumerate(rows) if self._without_texts(row) != row]
         if "trajectory" not in columns.arrow_schema(tag).names:
             return []
         rows = table.storage.read(tag, name, ["project", "trajectory"]).to_pylist()
-        return [
-            i
-            for i, row in enumerate(rows)
-            if row["project"] == self._project and row["trajectory"] in self._runs
-        ]
+        return [i for i, row in enumerate(rows) if row["project"] == self._project and row["trajectory"] in self._runs]
 
-    def _without(self, tag: str, rows: pa.Table, reached: list[int]) -> pa.Table:
+    def _without(self, tag: str, rows: pa.Table, affected: list[int]) -> pa.Table:
         if tag == _SCORED:
             return pa.Table.from_pylist([self._without_texts(row) for row in rows.to_pylist()], rows.schema)
-        return rows.take(np.delete(np.arange(rows.num_rows), reached))
+        return rows.take(np.delete(np.arange(rows.num_rows), affected))
 
     def _without_texts(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row of a scored group; without the judges' words, if it is of the plan."""
@@ -134,8 +130,7 @@ class Rewriter:
         return row | {
             "task": "" if all(erased) else row["task"],
             "members": [
-                member | {"hints": []} if gone else member
-                for member, gone in zip(row["members"], erased, strict=True)
+                member | {"hints": []} if gone else member for member, gone in zip(row["members"], erased, strict=True)
             ],
             "verdicts": [
                 verdict | {"scores": [score | {"explanation": "", "hint": ""} for score in verdict["scores"]]}

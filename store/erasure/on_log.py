@@ -13,15 +13,7 @@ import msgspec
 
 from pipeline import crash
 from pipeline.errors import HistoryGoneError
-from pipeline.events import (
-    EVENTS,
-    ClaimCheck,
-    DeadLettered,
-    Event,
-    GroupDiscarded,
-    GroupScored,
-    decode,
-)
+from pipeline.events import EVENTS, ClaimCheck, DeadLettered, Event, GroupDiscarded, GroupScored, decode
 from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
@@ -30,9 +22,7 @@ from pipeline.names import subject_token
 from store.erasure.plan import Plan
 
 
-async def reached(
-    broker: Broker, project: str, plan: Plan
-) -> AsyncGenerator[tuple[str, StoredMessage], None]:
+async def messages_of(broker: Broker, project: str, plan: Plan) -> AsyncGenerator[tuple[str, StoredMessage], None]:
     """Yield stream and message of all that the log holds of the plan's runs: their own events, the scored groups that
     they are in, and dead letters of either."""
     for event, names in _names(plan):
@@ -42,14 +32,14 @@ async def reached(
             async with aclosing(broker.messages(stream_of(event), subject=each)) as found:
                 async for message in found:
                     yield stream_of(event), message
-    reaches = Reaches(project, plan)
+    names_plan = SubjectsOfPlan(project, plan)
     async with aclosing(broker.messages(stream_of(DeadLettered))) as found:
         async for message in found:
             try:
                 letter = await broker.event_of(decode(message.payload))
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # what it held is gone, as after an erasure that was killed between object and message
-            if isinstance(letter, DeadLettered) and reaches(letter.original_subject):
+            if isinstance(letter, DeadLettered) and names_plan(letter.original_subject):
                 yield stream_of(DeadLettered), message
 
 
@@ -61,7 +51,7 @@ def _names(plan: Plan) -> Iterator[tuple[type[Event], dict[str, str]]]:
         yield GroupScored, {"model": group.model, "group": group.group}
 
 
-class Reaches:
+class SubjectsOfPlan:
     """Whether a subject is one of a plan's messages."""
 
     def __init__(self, project: str, plan: Plan) -> None:
@@ -80,7 +70,7 @@ async def count(broker: Broker, project: str, plan: Plan) -> None:
     """Set the plan's numbers of messages and objects to what the log holds."""
     messages: Counter[str] = Counter()
     plan.objects = 0
-    async for stream, message in reached(broker, project, plan):
+    async for stream, message in messages_of(broker, project, plan):
         messages[stream] += 1
         plan.objects += _claim_of(message) is not None
     plan.messages = dict(messages)
@@ -91,9 +81,9 @@ async def erase(broker: Broker, project: str, plan: Plan) -> None:
     for model, group, runs in plan.untrained:
         discarded = GroupDiscarded(
             project=project, group=group, model=model, trajectories=tuple(runs), reason="history_gone", by="erase"
-        )  # fmt: skip
+        )
         await broker.publish(discarded)
-    async with aclosing(reached(broker, project, plan)) as found:
+    async with aclosing(messages_of(broker, project, plan)) as found:
         async for stream, message in found:
             claim = _claim_of(message)
             if claim is not None:

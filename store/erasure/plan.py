@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 
 from pipeline.config import Config, ConfigError
 from pipeline.files import read_json, write_once
-from pipeline.lake_files import S3
 from pipeline.names import new_id
+from pipeline.versions.lake_files import S3
 from store.datasets.folder import SPLITS
 
 _OF_PERSON = """
@@ -131,12 +131,7 @@ def journal_of(config: Config, digest: str) -> Path:
 
 
 def make_plan(
-    connection: duckdb.DuckDBPyConnection,
-    config: Config,
-    subject: str,
-    *,
-    untrained: bool,
-    finished: bool = False,
+    connection: duckdb.DuckDBPyConnection, config: Config, subject: str, *, untrained: bool, finished: bool = False
 ) -> Plan:
     """Return what the person's erasure reaches, with what an unfinished one had found. `untrained` says to discard the
     groups that wait for the trainer, which otherwise hold it up; `finished` to leave out whatever holds it up."""
@@ -159,33 +154,23 @@ def make_plan(
     values["runs"] = plan.runs
     holding = [
         ("runs that are open", _column(connection, _OPEN, values), "complete them first"),
-        (
-            "runs that wait for a judge",
-            _column(connection, _UNJUDGED, values),
-            "erase them when they are scored",
-        ),
+        ("runs that wait for a judge", _column(connection, _UNJUDGED, values), "erase them when they are scored"),
     ]
     plan.untrained = [(m, g, t) for m, g, t in connection.execute(_UNTRAINED, values).fetchall()]
     if not untrained:
-        way_out = (
-            "erase them when they are trained, or stop the trainer and add --untrained, which discards them"
-        )
-        holding.append(
-            ("groups that wait for the trainer", [group for _, group, _ in plan.untrained], way_out)
-        )
+        way_out = "erase them when they are trained, or stop the trainer and add --untrained, which discards them"
+        holding.append(("groups that wait for the trainer", [group for _, group, _ in plan.untrained], way_out))
     plan.held_up = [_reason(what, names, way_out) for what, names, way_out in holding if names]
     groups = {Group(m, g) for m, g in connection.execute(_GROUPS, values).fetchall()}
     plan.groups = sorted({*plan.groups, *groups}, key=lambda g: (g.model, g.group))
     data_sets = list(_data_sets(Path(config.run_dir), runs))
-    plan.folders = sorted({*plan.folders, *(str(found.folder) for found in data_sets if found.reached)})
+    plan.folders = sorted({*plan.folders, *(str(found.folder) for found in data_sets if found.affected)})
     if plan.runs:
         _add_versions(connection, config, plan, data_sets)
     return plan
 
 
-def _unfinished(
-    connection: duckdb.DuckDBPyConnection, config: Config, runs: set[str], *, untrained: bool
-) -> set[str]:
+def _unfinished(connection: duckdb.DuckDBPyConnection, config: Config, runs: set[str], *, untrained: bool) -> set[str]:
     """Return those of the runs that are open or wait for a judge, or for the trainer unless `untrained`, and the runs
     whose calls they are made of: these tell that they are the person's."""
     values: dict[str, Any] = {"project": config.project, "runs": sorted(runs)}
@@ -197,9 +182,7 @@ def _unfinished(
     return unfinished & runs
 
 
-def _add_versions(
-    connection: duckdb.DuckDBPyConnection, config: Config, plan: Plan, data_sets: list[_DataSet]
-) -> None:
+def _add_versions(connection: duckdb.DuckDBPyConnection, config: Config, plan: Plan, data_sets: list[_DataSet]) -> None:
     """Set the versions that learned from the runs, the newest ones that did not, and what came from outside."""
     rows = connection.execute(_VERSIONS, {"project": config.project}).fetchall()
     groups, known = {(g.model, g.group) for g in plan.groups}, {d.sha256: d.trains for d in data_sets}
@@ -247,7 +230,7 @@ class _DataSet:
     """A data set that `journeywork dataset` wrote."""
 
     folder: Path
-    reached: bool
+    affected: bool
     """Whether it has rows of the person's runs."""
     sha256: str = ""
     """Of its split `train`, if it has one."""
@@ -261,14 +244,12 @@ def _data_sets(folder: Path, runs: set[str]) -> Iterator[_DataSet]:
         files = [file for split in SPLITS if (file := card.parent / f"{split}.parquet").is_file()]
         if not files or "journeywork dataset" not in card.read_text(errors="replace"):
             continue
-        reached = {file.stem: bool(_names(file) & runs) for file in files}
+        affected = {file.stem: bool(_names(file) & runs) for file in files}
         yield _DataSet(
             card.parent,
-            any(reached.values()),
-            hashlib.sha256((card.parent / "train.parquet").read_bytes()).hexdigest()
-            if "train" in reached
-            else "",
-            reached.get("train", False),
+            any(affected.values()),
+            hashlib.sha256((card.parent / "train.parquet").read_bytes()).hexdigest() if "train" in affected else "",
+            affected.get("train", False),
         )
 
 

@@ -3,5 +3,6 @@
 | module | what lives there |
 | --- | --- |
 | `comparison` | what is compared, and what the history says of it at a moment |
+| `sequential` | intervals of a mean that hold however often one looks |
 | `decide` | the command: begins a comparison, watches it, decides, and computes earlier decisions again |
 """

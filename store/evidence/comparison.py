@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 
 from pipeline.errors import ConfigError
 from pipeline.names import parse_version, split_point
-from pipeline.sequential import interval
+from store.evidence.sequential import interval
 
 Verdict = Literal["promote", "rollback", "hold", "continue"]
 
@@ -84,9 +84,7 @@ class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not self.sql.strip():
             raise ConfigError("a metric has no expression: give SQL over a run, such as reward")
         if not -math.inf < self.low < self.high < math.inf:
-            raise ConfigError(
-                f"the range of {self.sql} is from {self.low:g} to {self.high:g}: low < high, both finite"
-            )
+            raise ConfigError(f"the range of {self.sql} is from {self.low:g} to {self.high:g}: low < high, both finite")
         if self.late is not None and not self.low <= self.late <= self.high:
             raise ConfigError(
                 f"the value of late runs, {self.late:g}, is not within the range of {self.sql}, {self.low:g} to "
@@ -150,7 +148,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     verdict: Verdict = "continue"
 
 
-def gather(connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence, until: int) -> Evidence:
+def read_evidence(connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence, until: int) -> Evidence:
     """Return what the history says at `until` of the comparison that began with `begun`, by its plan. Raises
     `ConfigError` for a metric that DuckDB can't compute."""
     plan, (model, step) = begun.plan, parse_version(begun.candidate)
@@ -162,21 +160,21 @@ def gather(connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence,
     _check(connection, expressions, len(metrics), named)
     query = _RUNS.format(
         columns=", ".join(f"{column} AS n{i}" for i, column in enumerate(columns)),
-        firsts=", ".join(
-            f"arg_min(n{i}, moment) FILTER (n{i} IS NOT NULL) AS n{i}" for i in range(len(columns))
-        ),
+        firsts=", ".join(f"arg_min(n{i}, moment) FILTER (n{i} IS NOT NULL) AS n{i}" for i in range(len(columns))),
     )
     values = {
-        "project": project, "model": model, "since": begun.since, "until": until, "expressions": expressions,
+        "project": project,
+        "model": model,
+        "since": begun.since,
+        "until": until,
+        "expressions": expressions,
         "deadline": round(plan.deadline_s * 1e6),
-    }  # fmt: skip
+    }
     try:
         rows = connection.execute(query, values).fetchall()
     except duckdb.Error as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"the metrics {named} can't be computed: {reason} {_columns(connection)}"
-        ) from error
+        raise ConfigError(f"the metrics {named} can't be computed: {reason} {_columns(connection)}") from error
     sides: dict[int, list[tuple[Any, ...]]] = {step: [], control: []}
     for trajectory, late, steps, *numbers in rows:
         side = step if split_point(trajectory) < begun.percent else control
@@ -239,22 +237,25 @@ def _compared(
     least = [min(max(c[0] - o[1], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
     greatest = [min(max(c[1] - o[0], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
     return Finding(
-        sql=metric.sql, candidate_runs=len(candidate), control_runs=len(control),
-        candidate_late=_late(candidates, candidate), control_late=_late(controls, control),
-        candidate_mean=_middle(candidate), control_mean=_middle(control), pairs=pairs,
+        sql=metric.sql,
+        candidate_runs=len(candidate),
+        control_runs=len(control),
+        candidate_late=_late(candidates, candidate),
+        control_late=_late(controls, control),
+        candidate_mean=_middle(candidate),
+        control_mean=_middle(control),
+        pairs=pairs,
         difference=_middle(list(zip(least, greatest, strict=True))),
-        low=interval(least, -width, width, alpha).low, high=interval(greatest, -width, width, alpha).high,
-    )  # fmt: skip
+        low=interval(least, -width, width, alpha).low,
+        high=interval(greatest, -width, width, alpha).high,
+    )
 
 
 def _bounds(metric: Metric, runs: Sequence[Run]) -> list[Bounds]:
     """Return the bounds of the runs before the first one whose value is not known yet."""
     late = (metric.low, metric.high) if metric.late is None else (metric.late, metric.late)
     known = itertools.takewhile(lambda run: run[0] or run[1] is not None, runs)
-    return [
-        late if value is None else (cut := min(max(value, metric.low), metric.high), cut)
-        for _, value in known
-    ]
+    return [late if value is None else (cut := min(max(value, metric.low), metric.high), cut) for _, value in known]
 
 
 def _means(bounds: Sequence[Bounds], size: int) -> list[Bounds]:
@@ -282,9 +283,7 @@ def verdict(plan: Plan, findings: tuple[Finding, ...]) -> Verdict:
     be harmless; `rollback` if the metric is shown to be worse, or a guard to be broken; `hold` at the plan's end."""
     metric, guards = findings[0], findings[1:]
     harms = [
-        (f.low - g.margin, f.high - g.margin)
-        if g.worse == "higher"
-        else (-f.high - g.margin, -f.low - g.margin)
+        (f.low - g.margin, f.high - g.margin) if g.worse == "higher" else (-f.high - g.margin, -f.low - g.margin)
         for g, f in zip(plan.guards, guards, strict=True)
     ]
     if metric.high < 0 or any(least > 0 for least, _ in harms):

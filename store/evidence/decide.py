@@ -23,21 +23,15 @@ from urllib.parse import quote
 
 import msgspec
 
-from pipeline.command_line import command_parser
 from pipeline.config import Config, ConfigError
 from pipeline.names import new_id, parse_version
-from pipeline.printing import visible
-from pipeline.running.gateway_api import (
-    GatewayApi,
-    GatewayError,
-    add_arguments,
-    connect,
-    say_what_is_awaited,
-)
-from pipeline.running.runs import run_settings
-from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan, gather
+from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect, say_what_is_awaited
+from pipeline.running.installations import installation_settings
+from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.printing import visible
+from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan, read_evidence
 from store.reading import sql
-from store.reading.commands import exit_status
+from store.reading.options import exit_status
 
 _SETTLED_S = 30
 """How long the store may take to have an event. What is younger is left for the next look."""
@@ -72,23 +66,29 @@ def _parser() -> argparse.ArgumentParser:
     begin.add_argument("candidate", help="exact version that may be promoted, such as support@12")
     begin.add_argument("control", help="exact version that stays if nothing is shown")
     begin.add_argument("--percent", type=float, required=True, help="of the runs, for the candidate: 5 to 95")
-    begin.add_argument(
-        "--metric", required=True, help="SQL expression over a run: reward, feedback['stars'], …"
-    )
+    begin.add_argument("--metric", required=True, help="SQL expression over a run: reward, feedback['stars'], …")
     begin.add_argument("--range", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"))
     begin.add_argument("--lower-is-better", action="store_true", help="of the metric")
     begin.add_argument(
-        "--guard", action="append", default=[], metavar="SQL:LOW:HIGH:higher|lower:MARGIN",
+        "--guard",
+        action="append",
+        default=[],
+        metavar="SQL:LOW:HIGH:higher|lower:MARGIN",
         help="a number that may not become worse (higher or lower) by more than MARGIN",
-    )  # fmt: skip
+    )
     begin.add_argument(
-        "--deadline", type=float, default=3600.0, metavar="SECONDS",
+        "--deadline",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
         help="a run without a value so long after its opening is late; default: 3600",
-    )  # fmt: skip
+    )
     begin.add_argument(
-        "--late", type=float, metavar="VALUE",
+        "--late",
+        type=float,
+        metavar="VALUE",
         help="of the metric, for late runs; default: the worse end of the range for what would be decided",
-    )  # fmt: skip
+    )
     begin.add_argument("--alpha", type=float, default=0.05, help="default: 0.05")
     begin.add_argument("--max-pairs", type=int, default=5000, help="default: 5000")
     begin.add_argument("--approval", action="store_true", help="a person has to agree to a promotion")
@@ -114,9 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 def _parse_guard(text: str) -> Guard:
     """Read a guard of the command line. It is cut at its last four colons, since SQL may hold colons. Raises
     `ConfigError`."""
-    form = (
-        f"--guard {text!r} is not SQL:LOW:HIGH:higher|lower:MARGIN, such as sampled_tokens:0:2000:higher:100"
-    )
+    form = f"--guard {text!r} is not SQL:LOW:HIGH:higher|lower:MARGIN, such as sampled_tokens:0:2000:higher:100"
     names, parts = ("sql", "low", "high", "worse", "margin"), text.rsplit(":", 4)
     if len(parts) < len(names):
         raise ConfigError(form)
@@ -135,12 +133,13 @@ def _begin(args: argparse.Namespace) -> int:
         expression, late = f"{low + high} - ({expression})", None if late is None else low + high - late
     plan = Plan(
         metric=Metric(sql=expression, low=low, high=high, late=late),
-        guards=tuple(map(_parse_guard, args.guard)), alpha=args.alpha, deadline_s=args.deadline,
-        max_pairs=args.max_pairs, approval=args.approval,
-    )  # fmt: skip
-    begun = Evidence(
-        plan=plan, candidate=args.candidate, control=args.control, percent=args.percent, since=0, until=0
+        guards=tuple(map(_parse_guard, args.guard)),
+        alpha=args.alpha,
+        deadline_s=args.deadline,
+        max_pairs=args.max_pairs,
+        approval=args.approval,
     )
+    begun = Evidence(plan=plan, candidate=args.candidate, control=args.control, percent=args.percent, since=0, until=0)
     try:
         msgspec.json.decode(msgspec.json.encode(begun), type=Evidence)
     except msgspec.ValidationError as error:
@@ -148,13 +147,17 @@ def _begin(args: argparse.Namespace) -> int:
     model = parse_version(args.candidate)[0]
     if parse_version(args.control)[0] != model or args.control == args.candidate:
         raise ConfigError(f"{args.candidate} and {args.control} must be two versions of one model")
-    config = run_settings(args.run_dir, sections=("store",))
+    config = installation_settings(args.run_dir, sections=("store",))
     # An expression that DuckDB refuses begins nothing.
-    gather(sql.connect(config), config.project, begun, 0)
+    read_evidence(sql.connect(config), config.project, begun, 0)
     body = {
-        "version": args.candidate, "other": args.control, "percent": args.percent, "request": new_id("compare"),
-        "evidence": msgspec.json.encode(begun).decode(), "reason": f"compared by {args.metric}",
-    }  # fmt: skip
+        "version": args.candidate,
+        "other": args.control,
+        "percent": args.percent,
+        "request": new_id("compare"),
+        "evidence": msgspec.json.encode(begun).decode(),
+        "reason": f"compared by {args.metric}",
+    }
     gateway = connect(args)
     say_what_is_awaited(args.candidate, args.control)
     gateway.ask("POST", _path(model, "split"), body)
@@ -165,10 +168,10 @@ def _begin(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    gateway, config = connect(args), run_settings(args.run_dir, sections=("store",))
+    gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
     while True:
         begun = _in_force(gateway, args.model)
-        evidence = _look(config, begun)
+        evidence = _read_until_now(config, begun)
         _say(evidence)
         awaited = evidence.verdict == "promote" and evidence.plan.approval
         if awaited:
@@ -183,14 +186,12 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _approve(args: argparse.Namespace) -> int:
-    gateway, config = connect(args), run_settings(args.run_dir, sections=("store",))
+    gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
     begun = _in_force(gateway, args.model)
-    evidence = _look(config, begun)
+    evidence = _read_until_now(config, begun)
     _say(evidence)
     if evidence.verdict != "promote":
-        raise ConfigError(
-            f"{evidence.candidate} is not shown to be better: the verdict is {evidence.verdict}"
-        )
+        raise ConfigError(f"{evidence.candidate} is not shown to be better: the verdict is {evidence.verdict}")
     _publish(gateway, begun, evidence, args.by)
     return 0
 
@@ -198,13 +199,13 @@ def _approve(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     """Compute every decision again, exactly: the same runs in the same order give the same floats. Decisions may differ
     rightly where runs were erased or are older than `store.keep_days`, or came to the store late (`_SETTLED_S`)."""
-    config = run_settings(args.run_dir, sections=("store",))
+    config = installation_settings(args.run_dir, sections=("store",))
     connection = sql.connect(config)
     different = 0
     decisions = connection.execute(_RECORDED, [config.project]).fetchall()
     for model, text in decisions:
         recorded = msgspec.json.decode(text, type=Evidence)
-        again = gather(connection, config.project, recorded, recorded.until)
+        again = read_evidence(connection, config.project, recorded, recorded.until)
         different += again != recorded
         now = msgspec.json.encode(again).decode()
         said = "equal" if again == recorded else f"DIFFERENT: recorded {text}, now {now}"
@@ -228,18 +229,21 @@ def _in_force(gateway: GatewayApi, model: str) -> _Begun:
     return _Begun(msgspec.structs.replace(evidence, since=decision["at"]), decision["request"])
 
 
-def _look(config: Config, begun: _Begun) -> Evidence:
+def _read_until_now(config: Config, begun: _Begun) -> Evidence:
     until = int((time.time() - _SETTLED_S) * 1e6)
-    return gather(sql.connect(config), config.project, begun.evidence, until)
+    return read_evidence(sql.connect(config), config.project, begun.evidence, until)
 
 
 def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "") -> None:
     """Decide, once: whoever comes second, also after a kill, finds that it is decided."""
     version = evidence.candidate if evidence.verdict == "promote" else evidence.control
     body = {
-        "version": version, "by": by, "reason": _line(evidence.plan.metric.sql, evidence.findings[0]),
-        "evidence": msgspec.json.encode(evidence).decode(), "request": f"{begun.request}-decided",
-    }  # fmt: skip
+        "version": version,
+        "by": by,
+        "reason": _line(evidence.plan.metric.sql, evidence.findings[0]),
+        "evidence": msgspec.json.encode(evidence).decode(),
+        "request": f"{begun.request}-decided",
+    }
     say_what_is_awaited(version)
     try:
         gateway.ask("POST", _path(parse_version(version)[0], "promote"), body)

@@ -62,12 +62,7 @@ def add_action(
     `seqs`, `ats`: lowest and highest sequence and stream time (microseconds) in the file. `merged`: its rows were in
     other files of the table."""
     low, high = ({"log_seq": int(s), "log_at": _time(int(at))} for s, at in zip(seqs, ats, strict=True))
-    stats = {
-        "numRecords": rows,
-        "minValues": low,
-        "maxValues": high,
-        "nullCount": {"log_seq": 0, "log_at": 0},
-    }
+    stats = {"numRecords": rows, "minValues": low, "maxValues": high, "nullCount": {"log_seq": 0, "log_at": 0}}
     return AddAction(name, size, {}, int(time.time() * 1000), not merged, json.dumps(stats))
 
 
@@ -77,23 +72,25 @@ def remove_action(name: str, *, merged: bool = False) -> RemoveAction:
     return RemoveAction(name, not merged, int(time.time() * 1000))
 
 
-def create_table(
-    storage: Storage, tag: str, actions: Iterable[AddAction], last: int, config: StoreConfig
-) -> None:
+def create_table(storage: Storage, tag: str, actions: Iterable[AddAction], last: int, config: StoreConfig) -> None:
     """Create a table and add files to it, in one commit. `last`: the highest sequence in the files.
 
     Raises `CommitFailedError` if another process has created the table."""
     schema = Schema.from_arrow(columns.arrow_schema(tag))
     try:
         create_table_with_add_actions(
-            storage.uri(tag), schema, list(actions), name=tag, configuration=table_properties(config),
+            storage.uri(tag),
+            schema,
+            list(actions),
+            name=tag,
+            configuration=table_properties(config),
             storage_options=storage.options,
             # delta-rs would repeat a refused commit as the next version: a second writer would create the table too.
             commit_properties=CommitProperties(
                 app_transactions=[Transaction(transaction_id(tag), last)], max_commit_retries=0
             ),
             post_commithook_properties=NO_HOOKS,
-        )  # fmt: skip
+        )
     except DeltaError as error:
         if "already exists" in str(error):
             raise CommitFailedError(str(error)) from error

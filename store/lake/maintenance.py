@@ -25,19 +25,12 @@ from pipeline import crash
 from pipeline.config import StoreConfig
 from pipeline.telemetry.logs import get_logger
 from store.lake import columns
-from store.lake.commits import (
-    NO_HOOKS,
-    add_action,
-    file_name,
-    last_checkpoint,
-    remove_action,
-    table_properties,
-)
+from store.lake.commits import NO_HOOKS, add_action, file_name, last_checkpoint, remove_action, table_properties
 from store.lake.lake import Lake
 from store.lake.storage import LOG, DamagedFileError, Storage
 from store.lake.table import LAKE_ERRORS, EventTable, Files, covers
 
-log = get_logger("store.lake.maintenance")
+logger = get_logger("store.lake.maintenance")
 
 _TIERS = (64, 8, 1)
 """Files are merged to 1/64, then 1/8, then all of `store.compact_bytes`, so that a row is rewritten three times at
@@ -79,11 +72,9 @@ class Maintenance:
             try:
                 self._maintain(table)
             except CommitFailedError as error:
-                log.info("another process maintained this table first", tag=table.tag, why=str(error))
+                logger.info("another process maintained this table first", tag=table.tag, why=str(error))
             except LAKE_ERRORS as error:
-                log.warning(
-                    "table not maintained; trying again in the next round", tag=table.tag, why=str(error)
-                )
+                logger.warning("table not maintained; trying again in the next round", tag=table.tag, why=str(error))
 
     def _maintain(self, table: EventTable) -> None:
         own = self._own(table.tag)
@@ -96,7 +87,7 @@ class Maintenance:
             replaced = self._merge(own)
             self.damaged.pop(table.tag, None)
         except DamagedFileError as error:
-            log.error("table not merged", tag=table.tag, why=str(error))
+            logger.error("table not merged", tag=table.tag, why=str(error))
             self.damaged[table.tag] = error.path
         if self._config.keep_days > 0:
             replaced |= self._drop_expired(own)
@@ -129,7 +120,7 @@ class Maintenance:
                 action = add_action(new, size, int(files.rows[inputs].sum()), seqs, ats, merged=True)
                 table.commit([action, *(remove_action(name, merged=True) for name in names)])
                 crash.point("store.compacted")
-                log.info("compacted", tag=table.tag, files=len(names), into=new)
+                logger.info("compacted", tag=table.tag, files=len(names), into=new)
                 merged = True
         return merged
 
@@ -161,7 +152,7 @@ class Maintenance:
         if not names:
             return False
         table.commit([remove_action(name) for name in names])
-        log.info("files removed from the table", tag=table.tag, files=names, keep_days=self._config.keep_days)
+        logger.info("files removed from the table", tag=table.tag, files=names, keep_days=self._config.keep_days)
         return True
 
     def _vacuum(self, table: EventTable, delta: DeltaTable) -> None:
@@ -169,9 +160,12 @@ class Maintenance:
         if now - self._searched.setdefault(tag, now - _DAY_S) >= _DAY_S:
             delta.update_incremental()
             delta.vacuum(
-                _ORPHAN_HOURS, dry_run=False, enforce_retention_duration=False, full=True,
+                _ORPHAN_HOURS,
+                dry_run=False,
+                enforce_retention_duration=False,
+                full=True,
                 post_commithook_properties=NO_HOOKS,
-            )  # fmt: skip
+            )
             self._searched[tag] = now
         waiting = [at for at in self._unvacuumed[tag] if now - at < self._config.compact_grace_s]
         if len(waiting) < len(self._unvacuumed[tag]):

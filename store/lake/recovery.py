@@ -14,7 +14,7 @@ from pipeline.telemetry.logs import get_logger
 from store.lake.commits import read_commit
 from store.lake.storage import LOG, DamagedFileError, Storage
 
-log = get_logger("store.lake.recovery")
+logger = get_logger("store.lake.recovery")
 
 
 def recover_journal(storage: Storage, tag: str) -> None:
@@ -37,7 +37,7 @@ def recover_journal(storage: Storage, tag: str) -> None:
         # `_last_checkpoint` is a hint only: without it, delta-rs lists the journal.
         for name in (*truncated, "_last_checkpoint"):
             aside = storage.set_aside(tag, f"{LOG}/{name}")
-            log.error("damaged journal file set aside", file=aside, why=str(error).splitlines()[0])
+            logger.error("damaged journal file set aside", file=aside, why=str(error).splitlines()[0])
         DeltaTable(storage.uri(tag), storage_options=storage.options)
 
 

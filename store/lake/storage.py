@@ -23,7 +23,7 @@ from pyarrow import fs
 
 from pipeline.config import Config, ConfigError
 from pipeline.files import sync, write_whole
-from pipeline.lake_files import REQUEST_S, S3, open_s3
+from pipeline.versions.lake_files import REQUEST_S, S3, open_s3
 from store.lake import columns
 
 if TYPE_CHECKING:
@@ -198,9 +198,7 @@ class S3Storage(Storage):
     def __init__(self, config: Config) -> None:
         root = config.store.dir.removeprefix(S3).strip("/")
         if not root:
-            raise ConfigError(
-                f"store.dir: {config.store.dir!r} names no bucket; write s3://<bucket>/<prefix>"
-            )
+            raise ConfigError(f"store.dir: {config.store.dir!r} names no bucket; write s3://<bucket>/<prefix>")
         self.options = {"timeout": f"{REQUEST_S:g}s", "aws_conditional_put": "etag"}
         if endpoint := config.store.s3_endpoint:
             scheme = endpoint.partition("://")[0]

@@ -92,10 +92,14 @@ class Files:
 
         lowest, highest = np.iinfo(np.int64).min // 2, np.iinfo(np.int64).max // 2
         return cls(
-            added["path"].to_pylist(), ints("size_bytes", 0), ints("num_records", 0),
-            ints("min.log_seq", lowest), ints("max.log_seq", highest),
-            ints("min.log_at", lowest), ints("max.log_at", highest),
-        )  # fmt: skip
+            added["path"].to_pylist(),
+            ints("size_bytes", 0),
+            ints("num_records", 0),
+            ints("min.log_seq", lowest),
+            ints("max.log_seq", highest),
+            ints("min.log_at", lowest),
+            ints("max.log_at", highest),
+        )
 
 
 _NO_FILES = Files([], *[np.zeros(0, dtype=np.int64)] * 6)
@@ -219,14 +223,15 @@ class EventTable:
                 if removed := {a.path for a in actions if isinstance(a, RemoveAction)}:
                     # delta-rs 1.6 accepts such a removal. If the file was merged, its rows would be there twice.
                     if gone := removed.difference(self._files_of_snapshot().names):
-                        raise CommitFailedError(
-                            f"{self.tag}: no longer in the table: {', '.join(sorted(gone))}"
-                        )
+                        raise CommitFailedError(f"{self.tag}: no longer in the table: {', '.join(sorted(gone))}")
                     moved.append(Transaction(_REMOVAL_TRANSACTION, self._delta.version() + 1))
                 self._delta.create_write_transaction(
-                    list(actions), "append", self._delta.schema(),
-                    commit_properties=CommitProperties(app_transactions=moved), post_commithook_properties=NO_HOOKS,
-                )  # fmt: skip
+                    list(actions),
+                    "append",
+                    self._delta.schema(),
+                    commit_properties=CommitProperties(app_transactions=moved),
+                    post_commithook_properties=NO_HOOKS,
+                )
             crash.point("store.after_commit")
             self.snapshot()
             self._read_at = read_at
@@ -264,15 +269,16 @@ class EventTable:
                     return
                 with contextlib.suppress(CommitFailedError):  # another process may have done it
                     write_deltalake(
-                        delta, wanted.empty_table(), mode="append", schema_mode="merge",
+                        delta,
+                        wanted.empty_table(),
+                        mode="append",
+                        schema_mode="merge",
                         post_commithook_properties=NO_HOOKS,
-                    )  # fmt: skip
+                    )
                 self._delta = None
                 self.snapshot()
                 self.make_durable()
-            raise CommitFailedError(
-                f"{self.tag}: {_MAX_REFUSALS} attempts to add the columns of this version"
-            )
+            raise CommitFailedError(f"{self.tag}: {_MAX_REFUSALS} attempts to add the columns of this version")
 
     # -- rows that files hold ------------------------------------------------------------------------------------------
 
@@ -308,9 +314,7 @@ class EventTable:
         # A file is a candidate if a wanted sequence lies between its first and its last.
         next_wanted = np.minimum(np.searchsorted(wanted, files.first), len(wanted) - 1)
         candidates = (wanted[next_wanted] >= files.first) & (wanted[next_wanted] <= files.last)
-        candidates &= (files.newest + _STATISTICS_US >= ats.min()) & (
-            files.oldest - _STATISTICS_US <= ats.max()
-        )
+        candidates &= (files.newest + _STATISTICS_US >= ats.min()) & (files.oldest - _STATISTICS_US <= ats.max())
         for i in np.flatnonzero(candidates):
             file_seqs, file_ats = self._places(files.names[i])
             hits = np.flatnonzero(np.isin(file_seqs, wanted))

@@ -11,12 +11,12 @@ import anyio.to_thread
 from pipeline import streams
 from pipeline.errors import HistoryGoneError
 from pipeline.events import STATE_FILE, CheckpointPublished, encode
-from pipeline.lake_files import ADAPTER, EVENT, checkpoint_folder
 from pipeline.log.broker import Broker
 from pipeline.telemetry.logs import get_logger
+from pipeline.versions.lake_files import ADAPTER, EVENT, checkpoint_folder
 from store.lake.storage import Storage
 
-log = get_logger("store.lake.versions")
+logger = get_logger("store.lake.versions")
 
 _RETRY_S = 1.0
 
@@ -35,14 +35,12 @@ class Versions:
                 await self._copy(event)
                 return
             except HistoryGoneError as error:
-                log.warning(
-                    "version not copied: it can't be forked", version=event.version, reason=str(error)
-                )
+                logger.warning("version not copied: it can't be forked", version=event.version, reason=str(error))
                 return
             except OSError as error:
                 if not self._storage.is_retryable(error):
                     raise
-                log.error("version not copied; trying again", version=event.version, why=str(error))
+                logger.error("version not copied; trying again", version=event.version, why=str(error))
                 await anyio.sleep(_RETRY_S)  # no event tells that the cause is gone
 
     async def _copy(self, event: CheckpointPublished) -> None:
@@ -58,9 +56,7 @@ class Versions:
             except HistoryGoneError:
                 if name == ADAPTER:
                     raise
-                log.warning(
-                    "training state not copied: a fork begins a fresh optimizer", version=event.version
-                )
+                logger.warning("training state not copied: a fork begins a fresh optimizer", version=event.version)
             else:
                 await anyio.to_thread.run_sync(self._storage.put, folder, name, content)
         await anyio.to_thread.run_sync(self._storage.put, folder, EVENT, encode(event))

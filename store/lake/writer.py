@@ -31,7 +31,7 @@ from store.lake.lake import Lake
 from store.lake.table import LAKE_ERRORS
 from store.lake.versions import Versions
 
-log = get_logger("store.lake.writer")
+logger = get_logger("store.lake.writer")
 
 _FETCH = 2_000
 _RETRY_S = 1.0
@@ -214,7 +214,7 @@ class Writer:
             except LAKE_ERRORS as error:
                 if not self._lake.storage.is_retryable(error):
                     raise
-                log.error(
+                logger.error(
                     "events not written; trying again",
                     folder=str(self._lake),
                     why=str(error),

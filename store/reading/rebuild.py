@@ -47,8 +47,7 @@ def events(cls: type[E], table: pa.Table) -> list[E]:
     rows = table.select([c.name for c in columns]).to_pylist()
     return [
         msgspec.convert(
-            {c.name: _value(c, row[c.name]) for c in columns if row[c.name] is not None}
-            | {"type": wire_name(cls)},
+            {c.name: _value(c, row[c.name]) for c in columns if row[c.name] is not None} | {"type": wire_name(cls)},
             cls,
             builtin_types=(bytes,),
         )

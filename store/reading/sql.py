@@ -24,14 +24,14 @@ from typing import Any
 import duckdb
 import msgspec
 
-from pipeline.command_line import command_parser
 from pipeline.config import Config, ConfigError
 from pipeline.events import schema
-from pipeline.printing import visible, visible_json
-from pipeline.running.runs import run_settings
+from pipeline.running.installations import installation_settings
+from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.printing import visible, visible_json
 from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.storage import PASSING, DamagedFileError, StoreError
-from store.reading.commands import add_run, exit_status
+from store.reading.options import add_installation, exit_status
 from store.reading.views import VIEWS
 
 TERMINAL_CELL = 60
@@ -53,11 +53,9 @@ def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.Du
     return connection
 
 
-def refresh(
-    connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config, query: str | None = None
-) -> None:
+def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config, query: str | None = None) -> None:
     """Let `connection` see the files that are there now. Arguments and errors as `connect` has them."""
-    config = run_dir if isinstance(run_dir, Config) else run_settings(run_dir, sections=("store",))
+    config = run_dir if isinstance(run_dir, Config) else installation_settings(run_dir, sections=("store",))
     lake = open_lake(config)
     if not lake.exists():
         raise NoStoreError(
@@ -118,11 +116,7 @@ def define_views(
 
 
 def _define(
-    connection: duckdb.DuckDBPyConnection,
-    lake: Lake,
-    tag: str,
-    names: list[str],
-    left_out: set[str] | None = None,
+    connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: list[str], left_out: set[str] | None = None
 ) -> list[str]:
     """Let the view of a tag read the files `names`, or those of the newest version if a merge has replaced them. Return
     the names. Raises `DamagedFileError`, unless such a file can be added to `left_out`."""
@@ -169,9 +163,18 @@ def _schema() -> dict[str, dict[str, str]]:
 
 
 _SCALARS = {
-    "string": "VARCHAR", "json": "VARCHAR", "int64": "BIGINT", "float64": "DOUBLE", "bool": "BOOLEAN", "binary": "BLOB",
-    "timestamp_us": "TIMESTAMP", "<i4": "INTEGER", "<f4": "FLOAT", "u1": "TINYINT", "<i8": "BIGINT",
-}  # fmt: skip
+    "string": "VARCHAR",
+    "json": "VARCHAR",
+    "int64": "BIGINT",
+    "float64": "DOUBLE",
+    "bool": "BOOLEAN",
+    "binary": "BLOB",
+    "timestamp_us": "TIMESTAMP",
+    "<i4": "INTEGER",
+    "<f4": "FLOAT",
+    "u1": "TINYINT",
+    "<i8": "BIGINT",
+}
 
 
 def _type(column: schema.Column) -> str:
@@ -248,9 +251,7 @@ def table_text(result: duckdb.DuckDBPyRelation, cell: int | None) -> str:
     )
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        result.project(cells).show(
-            max_rows=_UNLIMITED, max_width=_UNLIMITED, max_col_width=_UNLIMITED, null_value="∅"
-        )
+        result.project(cells).show(max_rows=_UNLIMITED, max_width=_UNLIMITED, max_col_width=_UNLIMITED, null_value="∅")
     return visible(text.getvalue()).rstrip() + "\n"
 
 
@@ -265,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, or an error's status (`exit_status`)."""
     parser = command_parser("sql", "SQL over the history of a run.")
     parser.add_argument("query", help="SQL; `journeywork docs` lists the views")
-    add_run(parser)
+    add_installation(parser)
     parser.add_argument("--format", default="table", choices=("table", "json"))
     args = parser.parse_args(argv)
     return exit_status("sql", lambda: _run(args))
@@ -274,14 +275,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if not duckdb.extract_statements(args.query):
         raise ConfigError('the query is empty: name a view, such as "FROM trajectories" (docs/store.md)')
-    config = run_settings(args.run_dir, args.config, sections=("store",))
+    config = installation_settings(args.run_dir, args.config, sections=("store",))
     with connect(config, args.query) as connection:
         try:
             write_result(connection.sql(args.query), args.format, sys.stdout.buffer)
         except duckdb.CatalogException as error:
-            raise ConfigError(
-                f'{error}\n`journeywork sql "SHOW TABLES"` lists all tables and views'
-            ) from error
+            raise ConfigError(f'{error}\n`journeywork sql "SHOW TABLES"` lists all tables and views') from error
         except (duckdb.ParserException, duckdb.BinderException):
             raise
         except duckdb.Error as error:

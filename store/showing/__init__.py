@@ -1,7 +1,8 @@
-"""What shows a run to people.
+"""What shows an installation to people.
 
 | room | what lives there |
 | --- | --- |
+| `pages` | what the pages of the dashboard show |
 | `dashboard` | web pages; `journeywork ui` |
 | `curves` | a JSONL file of the training steps, and experiment trackers |
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import OWN, SUBCOMMANDS
+from pipeline.commands.main import OWN, SUBCOMMANDS
 from store.alarms.table import ALARMS
 from store.reading import sql
 from tests.deploy.kit import ROOT

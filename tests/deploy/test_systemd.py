@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import _parser
+from pipeline.commands.main import _parser
 from pipeline.config import load
 from pipeline.running.plan import make_plan
 from tests.deploy.kit import ROOT

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig, with_values
+from pipeline.config import TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer import families
 from tests.trainer.kit import backward
-from trainer.batches.groups import Example
-from trainer.batches.sequences import TokenSequence
+from trainer.batches.examples import Example
 from trainer.engine import model as model_module
 from trainer.engine.engine import Engine
 from trainer.engine.verify import logprob_bound_for
+from trainer.sequences import TokenSequence
 
 pytestmark = pytest.mark.gpu
 

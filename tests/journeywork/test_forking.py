@@ -10,9 +10,9 @@ from pyarrow import fs
 
 from journeywork import forking
 from journeywork.forking import ForkError, settings_of
-from pipeline import cli
+from pipeline.commands import main as cli
 from pipeline.config import load
-from pipeline.lake_files import ADAPTER, EVENT, checkpoint_folder
+from pipeline.versions.lake_files import ADAPTER, EVENT, checkpoint_folder
 from tests.store.conftest import object_store, s3_server
 from trainer.checkpoints.checkpoint import pack
 

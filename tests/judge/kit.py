@@ -21,8 +21,8 @@ from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript
 from judge.service import Judge
 from judge.teacher import open_teacher
-from pipeline.config import Config, JudgeConfig, with_values
-from pipeline.conversations import Conversation, Message
+from pipeline.chat.conversations import Conversation, Message
+from pipeline.config import Config, JudgeConfig
 from pipeline.events import (
     ExchangeRecorded,
     GroupDiscarded,
@@ -34,6 +34,7 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from tests.kits.scoring_server import Answer
+from tests.kits.settings import with_values
 
 
 def transcript(name: str, *said: str, task: str = "Win the game.") -> Transcript:
@@ -47,12 +48,8 @@ def single(name: str, messages: tuple[Message, ...], tools: tuple[dict[str, Any]
     return Transcript(name, (Conversation(messages, tools),))
 
 
-def completed(
-    trajectory: str, group: str = "g", reward: float | None = None, **fields: Any
-) -> TrajectoryCompleted:
-    return TrajectoryCompleted(
-        project="p", trajectory=trajectory, model="m", group=group, reward=reward, **fields
-    )
+def completed(trajectory: str, group: str = "g", reward: float | None = None, **fields: Any) -> TrajectoryCompleted:
+    return TrajectoryCompleted(project="p", trajectory=trajectory, model="m", group=group, reward=reward, **fields)
 
 
 def exchange(
@@ -60,11 +57,19 @@ def exchange(
 ) -> ExchangeRecorded:
     """A call of the agent's whose reply is `reply`."""
     return ExchangeRecorded(
-        project="p", trajectory=trajectory, seq=seq, model="m", policy_version="m@0", step=0,
+        project="p",
+        trajectory=trajectory,
+        seq=seq,
+        model="m",
+        policy_version="m@0",
+        step=0,
         request=msgspec.json.encode({"messages": [{"role": "user", "content": task}]}),
         response=msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": reply}}]}),
-        prompt_ids=pack_ids([1]), sampled_ids=pack_ids([2]), logprobs=pack_logprobs([-0.5]), **fields,
-    )  # fmt: skip
+        prompt_ids=pack_ids([1]),
+        sampled_ids=pack_ids([2]),
+        logprobs=pack_logprobs([-0.5]),
+        **fields,
+    )
 
 
 TOO_LONG = 413

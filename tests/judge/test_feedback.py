@@ -16,10 +16,10 @@ from judge.feedback import RunFeedback, feedback_on
 from judge.groups import GroupKey, read_group
 from judge.rewards.compose import open_composer_on_log
 from judge.service import Judge
+from pipeline.commands.status import read_log
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import AnyEvent, FeedbackTimedOut, Hint, SignalGiven
-from pipeline.log.broker import Broker, Recorded
-from pipeline.running.status import read_log
+from pipeline.log.broker import Broker, LogEntry
 from pipeline.security.signing import Trust
 from tests.judge.kit import completed, groups, judging
 from tests.judge.test_service import drained, timers
@@ -180,8 +180,10 @@ async def test_a_group_waits_for_the_feedback_on_each_run_that_has_a_result(
         await broker.publish(signal("b", 0.0, group="g"))
         (group,) = await groups(broker, 1)
     assert [(m.trajectory, m.reward, m.outcome) for m in group.members] == [
-        ("a", 1.0, "scored"), ("b", 0.0, "scored"), ("c", 0.0, "no_result"),
-    ]  # fmt: skip
+        ("a", 1.0, "scored"),
+        ("b", 0.0, "scored"),
+        ("c", 0.0, "no_result"),
+    ]
 
 
 async def test_a_group_that_timed_out_waits_too(nats_config: NatsConfig) -> None:
@@ -214,12 +216,7 @@ async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is
 
 @pytest.mark.parametrize(
     ("combine", "default", "reward", "without"),
-    [
-        ("mean", None, 0.75, None),
-        ("min", 1.0, 0.5, 1.0),
-        ("product", -1.0, 0.5, -1.0),
-        ("sum", 0.0, 1.5, 1.0),
-    ],
+    [("mean", None, 0.75, None), ("min", 1.0, 0.5, 1.0), ("product", -1.0, 0.5, -1.0), ("sum", 0.0, 1.5, 1.0)],
 )
 async def test_feedback_is_one_part_of_a_reward_or_a_veto(
     nats_config: NatsConfig, combine: str, default: float | None, reward: float, without: float | None
@@ -235,11 +232,9 @@ async def test_feedback_is_one_part_of_a_reward_or_a_veto(
     assert member.graded_by == ("desk",)
 
 
-def read(
-    *events: AnyEvent, awaited: frozenset[str] = frozenset({"result"}), until: int = 0
-) -> tuple[int, int, int]:
+def read(*events: AnyEvent, awaited: frozenset[str] = frozenset({"result"}), until: int = 0) -> tuple[int, int, int]:
     """Where the run was closed and ready, and how many signals count. The events have the sequences 1, 2, …"""
-    messages = [Recorded[AnyEvent](e, "ROLLOUTS", seq, e.subject()) for seq, e in enumerate(events, 1)]
+    messages = [LogEntry[AnyEvent](e, "ROLLOUTS", seq, e.subject()) for seq, e in enumerate(events, 1)]
     found = read_group(GroupKey("p", "m", "a", "train"), messages, 3, awaited, until)
     return found.closed_at, found.ready_at, len(found.group.signals)
 
@@ -268,19 +263,26 @@ def test_the_last_number_of_each_key_counts_and_keys_are_averaged() -> None:
         JudgeConfig(rewards=(RewardConfig(name="result", kind="feedback", weight=2.0),)),
     )
     said = [
-        signal("a", 1.0, by="x"), signal("a", 0.0, by="x"), signal("a", 1.0, by="y"),
-        signal("a", 0.5, call=2), signal("a", 1.0, call=2, name="other"),
-        signal("a", 1.0, call=1, name="reward", by="agent"), signal("a", -1.0, call=1, name="reward", by="x"),
-        signal("a", text="Not there.", kind="text", call=1), signal("a", text="b2", kind="correction", name="right"),
-        signal("a", 1e300, by="z"), signal("b", 1.0),
-    ]  # fmt: skip
+        signal("a", 1.0, by="x"),
+        signal("a", 0.0, by="x"),
+        signal("a", 1.0, by="y"),
+        signal("a", 0.5, call=2),
+        signal("a", 1.0, call=2, name="other"),
+        signal("a", 1.0, call=1, name="reward", by="agent"),
+        signal("a", -1.0, call=1, name="reward", by="x"),
+        signal("a", text="Not there.", kind="text", call=1),
+        signal("a", text="b2", kind="correction", name="right"),
+        signal("a", 1e300, by="z"),
+        signal("b", 1.0),
+    ]
     known = {"a": RunFeedback({"2": 0.5}, (Hint(call=2, text="No."),)), "c": RunFeedback({"0": 1.0})}
     found = feedback_on([member], said, config, known)
     assert found["a"].call_rewards == {"1": 1.0, "2": 1.5}
     assert found["a"].hints == (
-        Hint(call=2, text="No."), Hint(call=1, text="Not there.", by="desk"),
+        Hint(call=2, text="No."),
+        Hint(call=1, text="Not there.", by="desk"),
         Hint(call=-1, text="b2", kind="correction", by="desk"),
-    )  # fmt: skip
+    )
     assert found["a"].graded_by == ("desk", "x", "y")
     assert found["c"] == known["c"]
     assert feedback_on([member], [], config, {}) == {}

@@ -8,7 +8,7 @@ import pytest
 
 from judge.groups import GroupKey, GroupOnLog, key_of, read_group
 from pipeline.events import AnyEvent, GroupTimedOut
-from pipeline.log.broker import Recorded
+from pipeline.log.broker import LogEntry
 from tests.judge.kit import completed
 
 KEY = GroupKey("p", "m", "g", "train")
@@ -17,15 +17,13 @@ TIMEOUT = GroupTimedOut(project="p", model="m", group="g")
 
 def read(*events: AnyEvent, size: int = 3) -> GroupOnLog:
     """The group of `events`, which have the sequences 1, 2, …"""
-    messages = [Recorded[AnyEvent](e, "ROLLOUTS", seq, e.subject()) for seq, e in enumerate(events, 1)]
+    messages = [LogEntry[AnyEvent](e, "ROLLOUTS", seq, e.subject()) for seq, e in enumerate(events, 1)]
     return read_group(KEY, messages, size)
 
 
 def names(found: GroupOnLog) -> tuple[list[str], list[str]]:
     """Its members, and what is late."""
-    return [a.event.trajectory for a in found.group.members], [
-        a.event.trajectory for a in found.late.values()
-    ]
+    return [a.event.trajectory for a in found.group.members], [a.event.trajectory for a in found.late.values()]
 
 
 @pytest.mark.parametrize(
@@ -54,13 +52,11 @@ def test_the_order_of_the_log_decides(
     assert all(found.late[seq].seq == seq > closed_at for seq in found.late)
 
 
-@pytest.mark.parametrize(
-    ("group", "size", "closed"), [("", 0, True), ("a", 0, True), ("a", 2, False), ("g", 0, False)]
-)
+@pytest.mark.parametrize(("group", "size", "closed"), [("", 0, True), ("a", 0, True), ("a", 2, False), ("g", 0, False)])
 def test_a_run_that_names_no_group_is_one_of_its_own(group: str, size: int, closed: bool) -> None:
     """The gateway gives a run that was opened without a group the run's own id as the name of its group."""
     event = completed("a", group, group_size=size)
-    message = Recorded[AnyEvent](event, "ROLLOUTS", 1, event.subject())
+    message = LogEntry[AnyEvent](event, "ROLLOUTS", 1, event.subject())
     assert bool(read_group(key_of(event), [message], 8).closed_at) == closed
 
 
@@ -79,9 +75,5 @@ def test_a_trajectory_without_a_group_is_a_group_of_its_own() -> None:
 
 def test_messages_of_other_groups_are_skipped() -> None:
     val = completed("v", split="val")
-    assert names(read(val, completed("a"), GroupTimedOut(project="p", model="m", group="g", split="val")))[
-        0
-    ] == ["a"]
-    assert read_group(
-        key_of(val), [Recorded[AnyEvent](val, "ROLLOUTS", 5, "")], 1
-    ).group.trajectories == frozenset("v")
+    assert names(read(val, completed("a"), GroupTimedOut(project="p", model="m", group="g", split="val")))[0] == ["a"]
+    assert read_group(key_of(val), [LogEntry[AnyEvent](val, "ROLLOUTS", 5, "")], 1).group.trajectories == frozenset("v")

@@ -24,9 +24,7 @@ from pipeline.config import ConfigError
 def test_agreement(
     truth: list[float], scores: list[float], tau: float | None, pairwise: float | None, flips: float | None
 ) -> None:
-    found = measure_agreement(
-        [(dict(zip("abcd", truth, strict=False)), dict(zip("abcd", scores, strict=False)))]
-    )
+    found = measure_agreement([(dict(zip("abcd", truth, strict=False)), dict(zip("abcd", scores, strict=False)))])
     assert [found.kendall_tau, found.pairwise_accuracy, found.sign_flips] == [
         pytest.approx(figure) for figure in (tau, pairwise, flips)
     ]

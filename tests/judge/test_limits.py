@@ -21,7 +21,7 @@ DETAIL = "5 of 5 USD are spent (budget.judge_usd)"
 def settings(nats: NatsConfig, **budget: Any) -> Config:
     return Config(
         project="p", nats=nats, judge=JudgeConfig(group_size=2), budget=BudgetConfig(**({"judge_usd": 5.0} | budget))
-    )  # fmt: skip
+    )
 
 
 async def tell(broker: Broker, state: Literal["raised", "cleared"], alarm: str = "over_judge_budget") -> None:
@@ -53,9 +53,7 @@ async def test_a_used_up_budget_stops_a_new_process_too_and_a_higher_one_goes_on
     assert over.trajectories == ("over-0", "over-1")
 
 
-async def test_an_alarm_of_a_limit_that_is_not_set_stops_nothing(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
+async def test_an_alarm_of_a_limit_that_is_not_set_stops_nothing(broker: Broker, nats_config: NatsConfig) -> None:
     await tell(broker, "raised")
     await tell(broker, "raised", "no_variance")
     async with judging(broker, settings(nats_config, judge_usd=0.0, gpu_hours=1.0)):
@@ -75,9 +73,7 @@ async def test_a_share_is_kept_by_the_groups_names(broker: Broker, nats_config: 
         await groups(broker, len(names) - len(kept), "discarded")
 
 
-async def test_the_groups_of_a_requested_batch_come_without_rewards(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
+async def test_the_groups_of_a_requested_batch_come_without_rewards(broker: Broker, nats_config: NatsConfig) -> None:
     """The trainer waits for each of them, and discards them."""
     await tell(broker, "raised")
     async with judging(broker, settings(nats_config)):

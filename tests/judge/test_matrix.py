@@ -36,9 +36,14 @@ KILLS = 6
 STOP_S, ACK_WAIT_S, TIMEOUT_S = 2.0, 1.0, 5.0
 """A judge is stopped for longer than the log waits for it; a group waits longer than that."""
 EACH_GROUP = {
-    "judge.timer_set": 1, "judge.before_publish": 1, "judge.after_publish": 1, "broker.before_publish": 1,
-    "broker.after_publish": 1, "broker.before_ack": MEMBERS, "broker.after_ack": MEMBERS,
-}  # fmt: skip
+    "judge.timer_set": 1,
+    "judge.before_publish": 1,
+    "judge.after_publish": 1,
+    "broker.before_publish": 1,
+    "broker.after_publish": 1,
+    "broker.before_ack": MEMBERS,
+    "broker.after_ack": MEMBERS,
+}
 """Stop points of a judge, and about how often it passes them for each group."""
 A_PROCESS = 3
 """About how many groups a judge scores before it dies."""
@@ -72,9 +77,13 @@ class Judges:
     def _settings(self, number: int) -> Path:
         path = self.folder / f"judge-{number}.toml"
         judge = JudgeConfig(
-            model="openai/scorer", api_base=self.model.url.replace("/v1", f"/judge-{number}/v1"), concurrency=4,
-            passes=PASSES, timeout_s=TIMEOUT_S, min_size=2,
-        )  # fmt: skip
+            model="openai/scorer",
+            api_base=self.model.url.replace("/v1", f"/judge-{number}/v1"),
+            concurrency=4,
+            passes=PASSES,
+            timeout_s=TIMEOUT_S,
+            min_size=2,
+        )
         save(Config(project="p", run_dir=str(self.folder), nats=self.nats, judge=judge), path)
         return path
 

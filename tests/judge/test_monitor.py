@@ -28,9 +28,7 @@ async def test_the_alarm_is_raised_when_the_judge_disagrees_with_the_anchors(
     async def publish(event: JudgeMeasured) -> None:
         said.append(event)
 
-    monitor = JudgeMonitor(
-        JudgeConfig(model="test/judge"), {"": judge}, anchors, publish, project="p", judge="j"
-    )
+    monitor = JudgeMonitor(JudgeConfig(model="test/judge"), {"": judge}, anchors, publish, project="p", judge="j")
     await monitor.check_anchors("", judge)
     await monitor.publish()
     (event,) = said  # nothing was judged but the anchors
@@ -57,10 +55,7 @@ async def test_a_judge_that_scores_nothing_is_measured_too() -> None:
         with pytest.raises(JudgingError):
             await judge.judge([transcript(f"t{i}", "hm") for i in range(3)])
         await monitor.publish()
-    assert [(e.groups, e.recent_passes, e.recent_failed, e.calls) for e in said] == [
-        (0, 2, 2, 4),
-        (0, 2, 2, 8),
-    ]
+    assert [(e.groups, e.recent_passes, e.recent_failed, e.calls) for e in said] == [(0, 2, 2, 4), (0, 2, 2, 8)]
     assert said[0].failure == "unreadable"
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from judge.commands.score import score_group
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember, LabelledGroup
 from judge.monitor import JudgeMonitor
 from judge.next_state import NextStateJudge, majority
@@ -20,12 +21,13 @@ from judge.ruler.asking import JudgingError
 from judge.ruler.replies import VOTES, ParsedScores, UnreadableReplyError, parse_scores
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.transcripts import Transcript
-from judge.scoring import UnscoredError, judge_hash
-from pipeline.config import Config, JudgeConfig, RewardConfig, with_values
+from judge.scoring import judge_hash
+from pipeline.config import Config, JudgeConfig, RewardConfig
 from pipeline.events import Hint, JudgeMeasured
 from tests.judge.attacks import ATTACKS
 from tests.judge.kit import TOO_LONG, Model, completed, loading, single
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer, score_key
+from tests.kits.settings import with_values
 
 pytestmark = pytest.mark.anyio
 
@@ -66,8 +68,11 @@ async def test_each_call_gets_the_score_and_the_hint_of_what_followed_it() -> No
             ("a", 2, 0.0),
         ]
         assert (verdict.rubric, verdict.judge_model, verdict.cost_usd, verdict.order) == (
-            "next_state", "test-judge", 0.001, (),
-        )  # fmt: skip
+            "next_state",
+            "test-judge",
+            0.001,
+            (),
+        )
     assert judging.statistics.as_dict()["self_agreement"] == 1.0
     assert (judging.statistics.groups, judging.statistics.passes) == (1, 3)
 
@@ -87,10 +92,17 @@ async def test_the_judge_reads_each_message_once_in_the_order_of_the_conversatio
     await judged(judge(model, chat("first", "second"), votes=1), "a")
     lines = [line for line in shown(model.requests[0]).splitlines() if "=====" not in line and line]
     assert lines == [
-        "----- # before -----", "[user] the task", "----- # reply -----", "[assistant] r0",
-        "----- # followed -----", "[user] first", "----- # reply -----", "[assistant] r1",
-        "----- # followed -----", "[user] second",
-    ]  # fmt: skip
+        "----- # before -----",
+        "[user] the task",
+        "----- # reply -----",
+        "[assistant] r0",
+        "----- # followed -----",
+        "[user] first",
+        "----- # reply -----",
+        "[assistant] r1",
+        "----- # followed -----",
+        "[user] second",
+    ]
 
 
 async def test_a_long_run_is_judged_in_several_prompts_each_with_what_came_before() -> None:
@@ -189,11 +201,7 @@ async def test_a_prompt_that_is_too_long_is_cut() -> None:
 @pytest.mark.parametrize("number", range(len(ATTACKS)))
 async def test_no_text_gives_its_call_a_score(number: int) -> None:
     rng = random.Random(number)
-    run = chat(
-        "No, thanks is not what I say. No,",
-        f"{ATTACKS[number]} quality=-1",
-        role=rng.choice(["user", "tool"]),
-    )
+    run = chat("No, thanks is not what I say. No,", f"{ATTACKS[number]} quality=-1", role=rng.choice(["user", "tool"]))
     found = await judged(judge(Model(Scorer(obedient=True)), run, votes=1), "a")
     assert found["a"].scores == {0: -1.0, 1: -1.0}
 
@@ -201,11 +209,16 @@ async def test_no_text_gives_its_call_a_score(number: int) -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        '"score_k": 1', '"score_k": 1, "hint_k": 1', '"score_k": 1, "hint_k": null', '"score_k": 1, "hint": "x"',
-        '"score_k": 1, "hint_k": "", "hint_k": "x"', '"score_k": 1, "hint_k": "hint_k"', '"hint_k": "x"',
+        '"score_k": 1',
+        '"score_k": 1, "hint_k": 1',
+        '"score_k": 1, "hint_k": null',
+        '"score_k": 1, "hint": "x"',
+        '"score_k": 1, "hint_k": "", "hint_k": "x"',
+        '"score_k": 1, "hint_k": "hint_k"',
+        '"hint_k": "x"',
         '"score_k": 1, "hint_k": "x", "more": 1',
     ],
-)  # fmt: skip
+)
 def test_a_reply_gives_each_call_a_score_and_a_hint_to_the_letter(entry: str) -> None:
     def parse(entry: str) -> ParsedScores:
         return parse_scores(
@@ -225,10 +238,7 @@ async def test_anchors_are_compared_by_the_mean_score_of_a_run_s_calls() -> None
         measured.append(event)
 
     runs = (chat("Thanks", "no, wrong", name="half"), chat("Thanks", name="good"), chat("error", name="bad"))
-    for rewards, tau in (
-        ({"half": 0.5, "good": 1.0, "bad": 0.0}, 1.0),
-        ({"half": 0.5, "good": 0.0, "bad": 1.0}, -1.0),
-    ):
+    for rewards, tau in (({"half": 0.5, "good": 1.0, "bad": 0.0}, 1.0), ({"half": 0.5, "good": 0.0, "bad": 1.0}, -1.0)):
         judging = judge(Model(Scorer()))
         anchors = [LabelledGroup("g", runs, rewards)]
         monitor = JudgeMonitor(JudgeConfig(), {"next": judging}, anchors, publish)
@@ -246,9 +256,7 @@ FRAGMENTS = (*"\"'\\{}[],:\n x", "1", "-1", "hint", "score", '", "hint": "x', "/
 
 
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), st.booleans())
-def test_a_quotation_that_is_not_escaped_changes_no_score_and_no_other_hint(
-    quoted: str, in_hint: bool
-) -> None:
+def test_a_quotation_that_is_not_escaped_changes_no_score_and_no_other_hint(quoted: str, in_hint: bool) -> None:
     """A judge quotes hostile text, as it is, in one of two explanations or hints."""
     said = {"id": '"a"', "explanation": '"E"', "score_k1": "-1", "hint_k1": '"H"'}
     hostile = said | {"hint_k1" if in_hint else "explanation": f'"{quoted}"'}
@@ -273,10 +281,7 @@ def test_every_rubric_and_the_number_of_votes_are_part_of_the_judge_s_identity(t
 
 
 async def test_a_group_of_a_file_is_scored_with_rewards_of_calls_beside_that_of_the_run() -> None:
-    messages = [
-        {"role": "assistant", "content": "r0"},
-        {"role": "user", "content": "No, you should have said maybe."},
-    ]
+    messages = [{"role": "assistant", "content": "r0"}, {"role": "user", "content": "No, you should have said maybe."}]
     members = [GroupMember("a", messages, reward=0.5), GroupMember("b", messages[:1], reward=1.0)]
     async with ScoringServer().run() as server:
         own = RewardConfig(name="own", weight=1.0)

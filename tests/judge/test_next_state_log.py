@@ -40,9 +40,7 @@ def settings(nats: NatsConfig, server: ScoringServer, *others: RewardConfig, vot
     return Config(project="p", nats=nats, judge=judge)
 
 
-async def test_a_single_run_has_rewards_of_calls_and_hints_of_the_judge_and_of_people(
-    nats_config: NatsConfig,
-) -> None:
+async def test_a_single_run_has_rewards_of_calls_and_hints_of_the_judge_and_of_people(nats_config: NatsConfig) -> None:
     own = RewardConfig(name="result", kind="feedback", default=0.5)
     async with ScoringServer().run() as server, Broker.connect(nats_config) as broker:
         async with judging(broker, settings(nats_config, server, own)):

@@ -12,11 +12,12 @@ import anyio.to_thread
 import pytest
 
 from judge.service import serve
-from pipeline.config import Config, JudgeConfig, NatsConfig, with_values
+from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.judge.kit import completed, exchange, groups
 from tests.kits.scoring_server import ScoringServer
+from tests.kits.settings import with_values
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300), pytest.mark.usefixtures("quick_redelivery")]
 

@@ -16,6 +16,7 @@ import pytest
 from judge.group_log import GroupLog
 from judge.groups import Group, key_of
 from judge.scoring import score_closed
+from pipeline.commands import dead_letters
 from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.events import (
     DeadLettered,
@@ -26,7 +27,6 @@ from pipeline.events import (
     TrajectoryCompleted,
     decode,
 )
-from pipeline.log import dead_letters
 from pipeline.log.broker import Broker, Delivery
 from pipeline.log.messages import StoredMessage
 from tests.judge import kit
@@ -101,12 +101,7 @@ async def test_a_full_group_passes_its_rewards_through_in_the_order_of_the_log(
         ("a", -0.5, 2),
         ("c", 0.75, 3),
     ]
-    assert (group.task, group.closed_by, group.judge, group.verdicts[0].judge_model) == (
-        "x",
-        "size",
-        "j",
-        "agent",
-    )
+    assert (group.task, group.closed_by, group.judge, group.verdicts[0].judge_model) == ("x", "size", "j", "agent")
     last = group.members[2]
     assert (last.components, last.metrics, last.first_step, last.last_step, last.exchanges) == (
         {"u": 0.25, "v": 0.5, "agent": 0.75},
@@ -178,7 +173,7 @@ async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_
         ),
         ([completed("a", group="")], "1 of 1 trajectories can be scored, 2 are needed"),
     ],
-)  # fmt: skip
+)
 async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
     nats_config: NatsConfig, members: list[TrajectoryCompleted], detail: str
 ) -> None:
@@ -190,9 +185,7 @@ async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
     assert (event.reason, event.detail, len(event.trajectories)) == ("too_small", detail, len(members))
 
 
-async def test_members_without_a_reward_are_masked_where_the_rest_can_be_compared(
-    nats_config: NatsConfig,
-) -> None:
+async def test_members_without_a_reward_are_masked_where_the_rest_can_be_compared(nats_config: NatsConfig) -> None:
     async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
         await publish(broker, [completed("a", reward=1.0), completed("b", reward=None), completed("c")])
         (group,) = await groups(broker, 1)
@@ -331,5 +324,6 @@ async def test_the_trainer_gets_every_group_of_a_batch(broker: Broker, nats_conf
     assert await broker.read(GroupDiscarded) == []
     assert [(g.group, g.batch) for g in scored] == [("full", batch), ("small", batch)]
     assert [(m.trajectory, m.outcome, m.reward) for m in scored[1].members] == [
-        ("s0", "scored", 1.0), ("s1", "no_result", 0.0)
-    ]  # fmt: skip
+        ("s0", "scored", 1.0),
+        ("s1", "no_result", 0.0),
+    ]

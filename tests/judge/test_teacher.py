@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from judge.commands.rejudge import Rejudge
 from judge.teacher import Teacher, TeacherError, open_teacher, read
 from pipeline import streams
-from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig, save, with_values
+from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig, save
 from pipeline.events import (
     DeadLettered,
     ExchangeRecorded,
@@ -38,6 +38,7 @@ from tests.judge.kit import groups, judging
 from tests.kits.crash.processes import fork_server
 from tests.kits.inference_double import Double
 from tests.kits.quick_service import quick_consumers
+from tests.kits.settings import with_values
 
 pytestmark = pytest.mark.anyio
 
@@ -49,23 +50,39 @@ FIRST, SECOND, OTHER = ([5, 6, 9], [7, 8]), ([5, 6, 9, 7, 8, 4], [3, 2, 11]), ([
 
 def settings(nats: NatsConfig, url: str, *, top_k: int = 0, base: str = BASE, **changes: Any) -> Config:
     distill = {"trainer.distill.divergence": "reverse_kl", "trainer.distill.top_k": top_k} if top_k else {}
-    return with_values(Config(project="p", nats=nats, models=(ModelConfig(name="m", base=base),)), {
-        "judge.min_size": 1, "trainer.distill.weight": 1.0,
-        "trainer.distill.teacher": "outside", "teacher.url": f"{url}/v1", "teacher.model": TEACHER,
-        "teacher.retries": 0, **distill, **changes,
-    })  # fmt: skip
+    return with_values(
+        Config(project="p", nats=nats, models=(ModelConfig(name="m", base=base),)),
+        {
+            "judge.min_size": 1,
+            "trainer.distill.weight": 1.0,
+            "trainer.distill.teacher": "outside",
+            "teacher.url": f"{url}/v1",
+            "teacher.model": TEACHER,
+            "teacher.retries": 0,
+            **distill,
+            **changes,
+        },
+    )
 
 
 def calls(name: str, *turns: tuple[list[int], list[int]], **fields: Any) -> list[ExchangeRecorded]:
     return [
         ExchangeRecorded(
-            project="p", trajectory=name, seq=seq, model="m", policy_version="m@0", step=0, request=b"{}",
+            project="p",
+            trajectory=name,
+            seq=seq,
+            model="m",
+            policy_version="m@0",
+            step=0,
+            request=b"{}",
             response=b"{}",
-            prompt_ids=pack_ids(prompt), sampled_ids=pack_ids(reply), logprobs=pack_logprobs([-0.5] * len(reply)),
+            prompt_ids=pack_ids(prompt),
+            sampled_ids=pack_ids(reply),
+            logprobs=pack_logprobs([-0.5] * len(reply)),
             **fields,
         )
         for seq, (prompt, reply) in enumerate(turns)
-    ]  # fmt: skip
+    ]
 
 
 async def play(broker: Broker, name: str, **ended: Any) -> None:
@@ -148,9 +165,7 @@ async def test_without_an_answer_a_run_trains_with_its_reward_alone(
     assert (discarded.group, discarded.reason) == ("plain", "too_small")
 
 
-async def test_history_is_taught_later(
-    broker: Broker, nats_config: NatsConfig, inference_double: VllmServer
-) -> None:
+async def test_history_is_taught_later(broker: Broker, nats_config: NatsConfig, inference_double: VllmServer) -> None:
     """Groups that were published while the teacher was down, and runs that were discarded then. A run keeps
     the answer that it has."""
     config = settings(nats_config, inference_double.url)
@@ -184,9 +199,7 @@ async def answering(config: Config, *replies: httpx.Response | Exception) -> Asy
 
 
 @pytest.mark.parametrize(
-    ("first", "retried"),
-    [(503, True), (429, True), (400, False), (401, False), (httpx.ReadTimeout(""), True)],
-    ids=str,
+    ("first", "retried"), [(503, True), (429, True), (400, False), (401, False), (httpx.ReadTimeout(""), True)], ids=str
 )
 async def test_only_failures_that_may_pass_are_tried_again(first: int | Exception, retried: bool) -> None:
     failure = httpx.Response(first) if isinstance(first, int) else first
@@ -206,11 +219,19 @@ def entry(**logprobs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "said",
     [
-        None, 3, {"a": 1}, {"5": 1.0}, entry(_5=None), entry(_6=-1.0, _7=-2.0), entry(_5=-1.0), entry(_5=0.5, _6=-1.0),
-        entry(_5=math.nan, _6=-1.0), entry(_5=-1.0, _99=-1.0),
+        None,
+        3,
+        {"a": 1},
+        {"5": 1.0},
+        entry(_5=None),
+        entry(_6=-1.0, _7=-2.0),
+        entry(_5=-1.0),
+        entry(_5=0.5, _6=-1.0),
+        entry(_5=math.nan, _6=-1.0),
+        entry(_5=-1.0, _99=-1.0),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_answer_that_is_not_vllms_is_none(said: Any) -> None:
     with pytest.raises(TeacherError):
         read([said], np.array([5], np.int32), 2, 20)
@@ -241,9 +262,7 @@ async def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
             pass
 
 
-async def test_a_key_that_is_missing_ends_the_start(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_key_that_is_missing_ends_the_start(nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEACHER_KEY", raising=False)
     config = settings(nats_config, "http://127.0.0.1:1", **{"teacher.api_key_env": "TEACHER_KEY"})
     async with Broker.connect(nats_config) as broker:
@@ -277,9 +296,7 @@ async def test_each_run_is_taught_once_whenever_a_judge_dies(
                 assert dying.status == -signals.SIGKILL, point
                 heir = server.start("judge")
                 with anyio.fail_after(60):
-                    while len(await broker.read(GroupScored)) < RUNS * (index + 1) or await broker.lag(
-                        "judge"
-                    ):
+                    while len(await broker.read(GroupScored)) < RUNS * (index + 1) or await broker.lag("judge"):
                         await anyio.sleep(0.05)
                 await heir.end(signals.SIGKILL)
         scored = [r.event for r in await broker.read(GroupScored)]

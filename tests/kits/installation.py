@@ -22,7 +22,7 @@ import httpx
 from anyio.from_thread import start_blocking_portal
 
 from pipeline.log.broker import Broker
-from pipeline.running.runs import log_of, run_settings
+from pipeline.running.installations import installation_settings, log_of
 from store.reading.sql import connect, write_result
 from tests.conftest import InferenceDouble
 
@@ -92,7 +92,7 @@ class Up:
         return rows
 
     async def _until_stored(self) -> None:
-        config = run_settings(self.run_dir, sections=("nats",))
+        config = installation_settings(self.run_dir, sections=("nats",))
         async with Broker.connect(log_of(config), name="operator", provision=False) as broker:
             with anyio.fail_after(60):
                 while await broker.lag("store-"):

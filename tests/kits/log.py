@@ -7,10 +7,10 @@ import anyio
 from pipeline.events import AnyEvent
 from pipeline.log.consumer import Consumption, Delivery
 from pipeline.log.history import Reader
-from pipeline.log.messages import Recorded
+from pipeline.log.messages import LogEntry
 
 
-async def read_stream(reader: Reader, stream: str) -> list[Recorded[AnyEvent]]:
+async def read_stream(reader: Reader, stream: str) -> list[LogEntry[AnyEvent]]:
     """Every event of a stream, of any class, in order."""
     found = [await reader.recorded(stream, message) async for message in reader.messages(stream)]
     return [recorded for recorded in found if recorded is not None]

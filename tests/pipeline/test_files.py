@@ -56,9 +56,7 @@ def test_durable_content_is_synced_before_it_has_its_name_and_the_folder_after(
     assert (before, second, after) == (False, tmp_path.name, True)
 
 
-def test_a_durable_file_in_new_folders_stays_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_durable_file_in_new_folders_stays_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr("pipeline.files.sync", synced.append)
     write_whole(tmp_path / "a" / "b" / "file", "x", durable=True)

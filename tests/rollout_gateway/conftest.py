@@ -26,7 +26,6 @@ from pipeline.config import (
     ModelConfig,
     NatsConfig,
     VllmConfig,
-    with_values,
 )
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
@@ -35,6 +34,7 @@ from tests.conftest import NatsServer, VllmServer, free_port
 from tests.kits import shared_servers
 from tests.kits.clients import closed_after_test
 from tests.kits.sampler import SamplerThread
+from tests.kits.settings import with_values
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.forks import ForkedGateway
 

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from pipeline.config import Config, ModelConfig, NatsConfig, VllmConfig, with_values
+from pipeline.config import Config, ModelConfig, NatsConfig, VllmConfig
 from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
@@ -23,6 +23,7 @@ from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 from tests.kits import sampler
+from tests.kits.settings import with_values
 from tests.rollout_gateway.conftest import PROJECT
 from tests.rollout_gateway.fake_vllm import FakeVllm
 

@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from pipeline.config import Config, NatsConfig
-from pipeline.telemetry import backend, exporter
+from pipeline.tracing import backend, exporter
 from tests.conftest import free_port
 from tests.kits.langfuse import LangfuseReceiver, run_langfuse
-from tests.pipeline.telemetry.kit import point_at
+from tests.pipeline.tracing.kit import point_at
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK

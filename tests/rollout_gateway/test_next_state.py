@@ -21,7 +21,7 @@ from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.trainer import kit
 from trainer.batches import graders
-from trainer.batches.groups import Example, examples
+from trainer.batches.examples import Example, examples
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.timeout(300)]
 

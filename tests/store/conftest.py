@@ -26,9 +26,12 @@ def running_store(nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.M
         alarms: AlarmsConfig | None = None, *, budget: BudgetConfig | None = None, **settings: Any
     ) -> AsyncIterator[Config]:
         config = Config(
-            run_dir=str(tmp_path), nats=nats_config, store=StoreConfig(**({"flush_s": 0.2} | settings)),
-            alarms=alarms or AlarmsConfig(every_s=3600.0), budget=budget or BudgetConfig(),
-        )  # fmt: skip
+            run_dir=str(tmp_path),
+            nats=nats_config,
+            store=StoreConfig(**({"flush_s": 0.2} | settings)),
+            alarms=alarms or AlarmsConfig(every_s=3600.0),
+            budget=budget or BudgetConfig(),
+        )
         (tmp_path / "store").mkdir(exist_ok=True)
         ready = anyio.Event()
 

@@ -58,9 +58,7 @@ ACK_WAIT_S = 0.3
 
 
 def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> ExchangeRecorded:
-    request = (
-        b'{"messages": [{"role": "system", "content": "play"}, {"role": "user", "content": "go %d"}]}' % seq
-    )
+    request = b'{"messages": [{"role": "system", "content": "play"}, {"role": "user", "content": "go %d"}]}' % seq
     response = b'{"choices": [{"message": {"role": "assistant", "content": "x"}}]}'
     values: dict[str, Any] = {
         "project": "p",
@@ -80,20 +78,14 @@ def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> Excha
     return ExchangeRecorded(**(values | more))
 
 
-def scored(
-    group: str, rewards: Mapping[str, float], member: Mapping[str, Any] = {}, **more: Any
-) -> GroupScored:
+def scored(group: str, rewards: Mapping[str, float], member: Mapping[str, Any] = {}, **more: Any) -> GroupScored:
     """A scored group with these rewards by trajectory; `member`: fields of each member."""
     members = tuple(Member(trajectory=name, reward=reward, **member) for name, reward in rewards.items())
     return GroupScored(project="p", group=group, model="m", judge="j", members=members, **more)
 
 
-def discarded(
-    group: str, reason: Any, *trajectories: str, by: Any = "trainer", **more: Any
-) -> GroupDiscarded:
-    return GroupDiscarded(
-        project="p", group=group, model="m", trajectories=trajectories, reason=reason, by=by, **more
-    )
+def discarded(group: str, reason: Any, *trajectories: str, by: Any = "trainer", **more: Any) -> GroupDiscarded:
+    return GroupDiscarded(project="p", group=group, model="m", trajectories=trajectories, reason=reason, by=by, **more)
 
 
 def run_of_one_step() -> list[Event]:
@@ -104,15 +96,27 @@ def run_of_one_step() -> list[Event]:
         made += [exchange(name, seq) for seq in range(2)]
         made.append(
             TrajectoryCompleted(
-                project="p", trajectory=name, model="m", group="g0", exchanges=2, reward=float(name == "t0"),
-                rewards={"win": 1.0}, metrics={"turns": 2.0},
+                project="p",
+                trajectory=name,
+                model="m",
+                group="g0",
+                exchanges=2,
+                reward=float(name == "t0"),
+                rewards={"win": 1.0},
+                metrics={"turns": 2.0},
             )
-        )  # fmt: skip
+        )
     scores = (Score(trajectory="t0", score=0.9, explanation="wins"), Score(trajectory="t1", score=0.1))
     verdict = Verdict(
-        judge_model="judge/1", rubric="general", rubric_hash="h", order=("t1", "t0"), cost_usd=0.25, prompt_tokens=10,
-        completion_tokens=5, scores=scores,
-    )  # fmt: skip
+        judge_model="judge/1",
+        rubric="general",
+        rubric_hash="h",
+        order=("t1", "t0"),
+        cost_usd=0.25,
+        prompt_tokens=10,
+        completion_tokens=5,
+        scores=scores,
+    )
     return [
         *made,
         scored("g0", {"t0": 1.0, "t1": 0.0}, {"exchanges": 2}, task="win", verdicts=(verdict,)),
@@ -121,11 +125,22 @@ def run_of_one_step() -> list[Event]:
         PolicyPromoted(project="p", model="m", version="m@1", request="q"),
         AlarmChanged(project="p", alarm="dead_letters", state="raised", since=1_000_000),
         PolicyEvaluated(
-            project="p", evaluation="e", entrant="m@1", model="m", version="m@1", runs=1,
-            measures=(Measure(name="reward", mean=0.5, count=1),), tasks=(TaskResult(task="t", reward=0.5),),
+            project="p",
+            evaluation="e",
+            entrant="m@1",
+            model="m",
+            version="m@1",
+            runs=1,
+            measures=(Measure(name="reward", mean=0.5, count=1),),
+            tasks=(TaskResult(task="t", reward=0.5),),
         ),
         WhatIfAnswered(
-            project="p", model="m", question="q", groups=1, baseline="m@1", evaluation="e",
+            project="p",
+            model="m",
+            question="q",
+            groups=1,
+            baseline="m@1",
+            evaluation="e",
             variants=(Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "stricter"}', groups=1),),
         ),
         discarded("g9", "stale", "t8", "t9", duration_s=4.0),
@@ -134,21 +149,41 @@ def run_of_one_step() -> list[Event]:
         ),
         *(
             SignalGiven(
-                project="p", signal="me:2", trajectory=trajectory, model="m", group="g0", name="label", value=value,
-                text=text, by="me", source="dashboard",
+                project="p",
+                signal="me:2",
+                trajectory=trajectory,
+                model="m",
+                group="g0",
+                name="label",
+                value=value,
+                text=text,
+                by="me",
+                source="dashboard",
             )
             for trajectory, value, text in (("t0", 1.0, "wins"), ("t1", 0.0, ""))
         ),
         TeacherAnswered(
-            project="p", trajectory="t0", teacher="big", logprobs=pack_logprobs([-0.5]), top_k=2,
-            top_ids=pack_ids([3, 4]), top_logprobs=pack_logprobs([-0.5, -1.5]), requests=1, tokens=9,
+            project="p",
+            trajectory="t0",
+            teacher="big",
+            logprobs=pack_logprobs([-0.5]),
+            top_k=2,
+            top_ids=pack_ids([3, 4]),
+            top_logprobs=pack_logprobs([-0.5, -1.5]),
+            requests=1,
+            tokens=9,
         ),
         JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),
         DeadLettered(
-            project="p", stream="ROLLOUTS", stream_seq=7, original_subject="rollout.x", consumer="judge",
-            reason="undecodable", payload=b"\xc1",
+            project="p",
+            stream="ROLLOUTS",
+            stream_seq=7,
+            original_subject="rollout.x",
+            consumer="judge",
+            reason="undecodable",
+            payload=b"\xc1",
         ),
-    ]  # fmt: skip
+    ]
 
 
 async def publish(broker: Broker, events: Iterable[Event]) -> None:
@@ -196,9 +231,7 @@ def tables(lake: Lake, tag: str) -> list[pa.Table]:
 
 def files_there(lake: Lake, tag: str) -> set[str]:
     """Names of the Parquet files of a tag's folder, those that no commit names included."""
-    there = lake.storage.files.get_file_info(
-        fs.FileSelector(f"{lake.storage.root}/{tag}", allow_not_found=True)
-    )
+    there = lake.storage.files.get_file_info(fs.FileSelector(f"{lake.storage.root}/{tag}", allow_not_found=True))
     return {info.base_name for info in there if info.base_name.endswith(".parquet")}
 
 
@@ -246,9 +279,7 @@ def serving_s3() -> Iterator[str]:
 
 def create_bucket(url: str) -> None:
     """Make the bucket `journeywork` at the S3-compatible server `url`."""
-    client = fs.S3FileSystem(
-        endpoint_override=url, scheme="http", region="us-east-1", allow_bucket_creation=True
-    )
+    client = fs.S3FileSystem(endpoint_override=url, scheme="http", region="us-east-1", allow_bucket_creation=True)
     client.create_dir("journeywork")
 
 

@@ -27,12 +27,8 @@ def test_an_event_comes_out_of_parquet_as_it_went_in(event: Event, tmp_path: Pat
 
 
 def test_token_arrays_become_lists_exactly() -> None:
-    long = exchange(
-        "t", prompt_ids=pack_ids(range(5000)), sampled_ids=b"", logprobs=pack_logprobs([-1.5, -0.0])
-    )
-    table = columns.table(
-        "rollout.exchange", [exchange("t"), long, exchange("u")], [1, 2, 3], [0, 0, 0], [""] * 3
-    )
+    long = exchange("t", prompt_ids=pack_ids(range(5000)), sampled_ids=b"", logprobs=pack_logprobs([-1.5, -0.0]))
+    table = columns.table("rollout.exchange", [exchange("t"), long, exchange("u")], [1, 2, 3], [0, 0, 0], [""] * 3)
     table.validate(full=True)
     assert table["prompt_ids"].to_pylist() == [[1, 2, 0], list(range(5000)), [1, 2, 0]]
     assert table["sampled_ids"].to_pylist() == [[3, 4], [], [3, 4]]

@@ -18,13 +18,14 @@ import anyio.to_thread
 import pytest
 
 from pipeline import crash, streams
-from pipeline.config import Config, NatsConfig, StoreConfig, save, with_values
+from pipeline.config import Config, NatsConfig, StoreConfig, save
 from pipeline.events import Event, GroupDiscarded, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from tests.conftest import NatsServer
 from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
+from tests.kits.settings import with_values
 from tests.store.kit import ACK_WAIT_S, exchange, in_log, stored_events
 
 pytestmark = pytest.mark.anyio
@@ -32,10 +33,7 @@ pytestmark = pytest.mark.anyio
 SCHEDULES = {"local": 55, "s3": 11}
 RARE = ("store.compacted", "store.checkpointed")
 """Points that few lives pass twice."""
-POINTS = [p for p in crash.POINTS if p.startswith("store.")] + [
-    "broker.before_publish",
-    "broker.after_publish",
-]
+POINTS = [p for p in crash.POINTS if p.startswith("store.")] + ["broker.before_publish", "broker.after_publish"]
 
 
 def experience(rng: random.Random, life: int) -> list[Event]:
@@ -46,9 +44,7 @@ def experience(rng: random.Random, life: int) -> list[Event]:
     made.append(TrajectoryCompleted(project="p", trajectory=name, model="m", group=f"g{life}"))
     if rng.random() < 0.5:
         made.append(
-            GroupDiscarded(
-                project="p", model="m", group=f"g{life}", trajectories=(name,), reason="late", by="judge"
-            )
+            GroupDiscarded(project="p", model="m", group=f"g{life}", trajectories=(name,), reason="late", by="judge")
         )
     if rng.random() < 0.3:
         made.append(PolicyPromoted(project="p", model="m", version="m@0", request=f"r{life}"))
@@ -66,9 +62,7 @@ async def one_life(
     for event in events[:half]:
         await broker.publish(event)
     if rng.random() < 0.3:
-        await broker.js.publish(
-            f"rollout.exchange.p.garbage{life}", b"\xc1", headers={"Nats-Msg-Id": f"x{life}"}
-        )
+        await broker.js.publish(f"rollout.exchange.p.garbage{life}", b"\xc1", headers={"Nats-Msg-Id": f"x{life}"})
     settings = config.path(f"life{life}.toml")
     save(with_values(config, {"store.flush_rows": rng.randint(2, 9)}), settings)
     passage = 1 if point in RARE else rng.randint(1, 3)
@@ -123,20 +117,17 @@ async def die_at(point: str, life: int, broker: Broker, stores: ForkServer, conf
 @pytest.mark.parametrize("place", SCHEDULES)
 @pytest.mark.slow
 async def test_over_many_crash_schedules_nothing_is_lost_and_nothing_is_twice(
-    nats_server: NatsServer,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
+    nats_server: NatsServer, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     lake = request.getfixturevalue("object_store") if place == "s3" else {}
     schedules = SCHEDULES[place]
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     rng = random.Random(20261121)
     config = Config(
-        run_dir=str(tmp_path), nats=NatsConfig(url=nats_server.url, publish_deadline_s=30, ack_timeout_s=1.0),
+        run_dir=str(tmp_path),
+        nats=NatsConfig(url=nats_server.url, publish_deadline_s=30, ack_timeout_s=1.0),
         store=StoreConfig(flush_s=0.03, compact_s=0.03, compact_files=3, compact_grace_s=0.0, **lake),
-    )  # fmt: skip
+    )
     last = with_values(config, {"store.flush_rows": 1000, "store.compact_s": 3600.0})
     save(last, tmp_path / "last.toml")
     endings: Counter[str] = Counter()

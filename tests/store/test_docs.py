@@ -25,9 +25,7 @@ ROOT = Path(docs.__file__).parents[1]
 COMMANDS = [
     pytest.param(shlex.split(command)[2:], id=f"{page.name}-{number}")
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    for number, command in enumerate(
-        re.findall(r'journeywork sql [^"`\n]*"[^"\n]+"', page.read_text("utf-8"))
-    )
+    for number, command in enumerate(re.findall(r'journeywork sql [^"`\n]*"[^"\n]+"', page.read_text("utf-8")))
     if "…" not in command
 ]
 QUESTIONS = (ROOT / "docs" / "questions.md").read_text("utf-8")
@@ -41,9 +39,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {path.name: path.read_text("utf-8") for path in folder.iterdir()}
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as ended:
         docs.main([str(tmp_path / "file")])

@@ -68,9 +68,7 @@ async def test_a_stream_deleted_under_a_running_store_ends_it_and_its_next_start
     broker: Broker, running_store: StoreProcess, tmp_path: Path
 ) -> None:
     await publish(broker, [exchange("old", seq) for seq in range(4)])
-    with pytest.RaisesGroup(
-        pytest.RaisesExc(BrokerError, match="start the service again"), flatten_subgroups=True
-    ):
+    with pytest.RaisesGroup(pytest.RaisesExc(BrokerError, match="start the service again"), flatten_subgroups=True):
         async with running_store():
             await until_acked(broker)
             await broker.js.delete_stream("ROLLOUTS")

@@ -58,9 +58,7 @@ def lake(config: Config) -> Lake:
 
 def rows(first: int, count: int = 5, at: int = 1_000, name: str = "t") -> pa.Table:
     seqs = list(range(first, first + count))
-    return columns.table(
-        TAG, [exchange(name, s, at=1) for s in seqs], seqs, [at + s for s in seqs], [""] * count
-    )
+    return columns.table(TAG, [exchange(name, s, at=1) for s in seqs], seqs, [at + s for s in seqs], [""] * count)
 
 
 def test_where_nothing_was_written_nothing_is(config: Config) -> None:
@@ -135,10 +133,7 @@ def test_a_writer_that_slept_is_refused_and_what_it_repeats_is_left_out(lake: La
 
 def test_a_commit_whose_answer_was_lost_is_found(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     lake.table(TAG).append(rows(1))
-    real, lost = (
-        DeltaTable.create_write_transaction,
-        [OSError("the answer is lost"), CommitFailedError("the same")],
-    )
+    real, lost = (DeltaTable.create_write_transaction, [OSError("the answer is lost"), CommitFailedError("the same")])
 
     def commit(delta: DeltaTable, *args: object, **more: object) -> None:
         real(delta, *args, **more)  # type: ignore[arg-type]
@@ -171,9 +166,7 @@ def test_one_of_many_writers_creates_a_table(tmp_path: Path) -> None:
             assert sum(pool.map(creates, [tmp_path / str(attempt)] * 4)) == 1
 
 
-def test_a_writer_that_loses_many_races_goes_on(
-    lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_loses_many_races_goes_on(lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each refusal means that another writer's commit stands: it is no reason to give up."""
     monkeypatch.setattr("store.lake.table._MAX_REFUSALS", 3)
     faster, slower = open_lake(config).table(TAG), lake.table(TAG)
@@ -252,9 +245,7 @@ def test_merging_and_sql_see_every_row_once(lake: Lake, config: Config) -> None:
     (merged,) = lake.names(TAG)
     assert files_there(lake, TAG) == {merged}
     with sql.connect(config) as connection:
-        counted = connection.sql(
-            "SELECT count(*), min(stream_seq), max(stream_seq) FROM exchanges"
-        ).fetchall()
+        counted = connection.sql("SELECT count(*), min(stream_seq), max(stream_seq) FROM exchanges").fetchall()
         assert counted == [(20, 1, 20)]
         table = connection.sql("SELECT * FROM rollout_exchange ORDER BY log_seq").to_arrow_table()
     assert rebuild.events(ExchangeRecorded, table)[6].prompt_ids == exchange("t", 7).prompt_ids
@@ -324,9 +315,7 @@ def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:
     assert sequences(open_lake(config), TAG) == list(range(1, 16))
 
 
-def test_every_commit_is_synced_before_append_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_commit_is_synced_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     real = LocalStorage.make_durable
 
@@ -340,9 +329,9 @@ def test_every_commit_is_synced_before_append_returns(
     table.append(rows(1))
     assert set(synced) == {f"{LOG}/{0:020d}.json", *table.files().names}
     other = open_lake(config).table(TAG)
-    other.commit(
-        [add_action_of_rows("x.parquet", other.storage.write(TAG, "x.parquet", [rows(6)]), rows(6))], 10
-    ) if (other.snapshot()) else pytest.fail("no table")
+    other.commit([add_action_of_rows("x.parquet", other.storage.write(TAG, "x.parquet", [rows(6)]), rows(6))], 10) if (
+        other.snapshot()
+    ) else pytest.fail("no table")
     synced.clear()
     table.append(rows(6))  # held by a commit of another process, which may have died before it synced
     assert synced == ["x.parquet", f"{LOG}/{1:020d}.json"]

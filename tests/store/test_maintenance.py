@@ -195,11 +195,7 @@ def test_of_two_merges_of_the_same_files_one_is_refused(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(lake, 4)
-    first, second, late = (
-        EventTable(lake.storage, TAG),
-        EventTable(lake.storage, TAG),
-        Maintenance(lake, QUICK),
-    )
+    first, second, late = (EventTable(lake.storage, TAG), EventTable(lake.storage, TAG), Maintenance(lake, QUICK))
     due = late._files_to_merge(second, 1 << 20)
     write_files(lake, 1, start=21)  # new rows refuse no merge
     assert Maintenance(lake, QUICK)._merge(first)

@@ -22,16 +22,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker
 from store.commands import diff, replay
 from store.reading import sql
-from tests.store.kit import (
-    StoreProcess,
-    checkpoint,
-    fill,
-    publish,
-    run_of_one_step,
-    scored,
-    stored,
-    until_acked,
-)
+from tests.store.kit import StoreProcess, checkpoint, fill, publish, run_of_one_step, scored, stored, until_acked
 
 pytestmark = pytest.mark.anyio
 
@@ -51,9 +42,7 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
             second = await replay.replay(nats_config, connection, chosen, "again")
         await until_acked(broker)
     assert (first["groups"], second["groups"], second["already"], second["republished"]) == (1, 0, 1, 0)
-    (replayed,) = await broker.read(
-        GroupScored, project="p", model="m", group="g0", judge="j", branch="again"
-    )
+    (replayed,) = await broker.read(GroupScored, project="p", model="m", group="g0", judge="j", branch="again")
     group = replayed.event
     assert isinstance(group, GroupScored)
     assert (group.branch, group.origin, group.offline, group.closed_by) == ("again", "main/1", True, "replay")
@@ -69,8 +58,7 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
     exchanges = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="t0")]
     assert exchanges == [e for e in events if wire_name(e) == "rollout.exchange"][:2]
     assert isinstance(
-        (await broker.read(TrajectoryCompleted, project="p", model="m", trajectory="t0"))[0].event,
-        TrajectoryCompleted,
+        (await broker.read(TrajectoryCompleted, project="p", model="m", trajectory="t0"))[0].event, TrajectoryCompleted
     )
     # What was put back is nobody's news: the store holds it once.
     assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
@@ -149,9 +137,7 @@ def test_the_diff_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert "rank_correlation" in capfd.readouterr().out
 
 
-def test_groups_of_one_id_of_two_models_are_two_groups(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_groups_of_one_id_of_two_models_are_two_groups(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The runs of either model turn; those of the two models together, one far above the other, would not."""
 
     def judged(model: str, branch: str, low: float, high: float) -> GroupScored:
@@ -160,17 +146,15 @@ def test_groups_of_one_id_of_two_models_are_two_groups(
 
     swapped = [judged("a", "b", 1.0, 0.0), judged("b", "b", 11.0, 10.0)]
     fill(tmp_path, [judged("a", "main", 0.0, 1.0), judged("b", "main", 10.0, 11.0), *swapped])
-    fill(
-        tmp_path,
-        [msgspec.structs.replace(checkpoint(1, groups=("task-1",), group_seqs=pack_seqs([1])), model="a")],
-    )
+    fill(tmp_path, [msgspec.structs.replace(checkpoint(1, groups=("task-1",), group_seqs=pack_seqs([1])), model="a")])
     sides = ["--a", "branch=main", "--b", "branch=b", "--format", "json", "--run-dir", str(tmp_path)]
     assert diff.main(sides) == 0
     said = json.loads(capfd.readouterr().out)
     assert (said["groups"], said["sign_flips"]) == (2, 4)
     assert [(row["model"], row["group_id"], row["trajectories"]) for row in said["flipped"]] == [
-        ("a", "task-1", ["a-0", "a-1"]), ("b", "task-1", ["b-0", "b-1"])
-    ]  # fmt: skip
+        ("a", "task-1", ["a-0", "a-1"]),
+        ("b", "task-1", ["b-0", "b-1"]),
+    ]
     assert [(row["flipped"], row["trajectories"]) for row in said["checkpoints"]] == [(2, 2)]
 
 
@@ -181,11 +165,7 @@ def test_the_scores_of_a_model_are_the_means_of_its_passes_by_one_rubric(
         scores = (Score(trajectory="t0", score=first), Score(trajectory="t1", score=second))
         return Verdict(judge_model=model, rubric=rubric, rubric_hash=f"hash-{rubric}", scores=scores)
 
-    passes = (
-        said_by("x", "style", 1.0, 0.0),
-        said_by("x", "style", 0.45, 0.55),
-        said_by("y", "style", 0.9, 0.1),
-    )
+    passes = (said_by("x", "style", 1.0, 0.0), said_by("x", "style", 0.45, 0.55), said_by("y", "style", 0.9, 0.1))
     one = scored("g0", {"t0": 1.0, "t1": 0.0}, verdicts=passes)
     fill(tmp_path / "one", [one])
     with sql.connect(tmp_path / "one") as connection:

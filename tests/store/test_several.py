@@ -40,9 +40,10 @@ async def test_stores_that_are_killed_and_stores_that_sleep(
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     rng = random.Random(11)
     config = Config(
-        run_dir=str(tmp_path), nats=NatsConfig(url=nats_server.url, ack_timeout_s=1.0),
+        run_dir=str(tmp_path),
+        nats=NatsConfig(url=nats_server.url, ack_timeout_s=1.0),
         store=StoreConfig(flush_s=0.03, flush_rows=5, compact_s=0.2, compact_files=4, compact_grace_s=60.0),
-    )  # fmt: skip
+    )
     save(config, tmp_path / "config.toml")
     done: Counter[str] = Counter()
     async with (

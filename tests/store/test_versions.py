@@ -11,8 +11,8 @@ import pytest
 from pipeline import streams
 from pipeline.config import NatsConfig, StoreConfig
 from pipeline.events import STATE_FILE, CheckpointPublished, decode
-from pipeline.lake_files import ADAPTER, EVENT, checkpoint_folder
 from pipeline.log.broker import Broker
+from pipeline.versions.lake_files import ADAPTER, EVENT, checkpoint_folder
 from store.lake.lake import lake_in
 from store.lake.storage import LocalStorage
 from store.lake.versions import Versions
@@ -32,12 +32,9 @@ async def publish(broker: Broker, event: CheckpointPublished) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "files"),
-    [("all", {ADAPTER, STATE_FILE, EVENT}), ("adapters", {ADAPTER, EVENT}), ("none", set())],
+    ("kept", "files"), [("all", {ADAPTER, STATE_FILE, EVENT}), ("adapters", {ADAPTER, EVENT}), ("none", set())]
 )
-async def test_the_store_copies_a_version(
-    kept: str, files: set[str], nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_the_store_copies_a_version(kept: str, files: set[str], nats_config: NatsConfig, tmp_path: Path) -> None:
     lake = lake_in(tmp_path)
     spec = next(c for c in store_consumers() if c.stream == "POLICY")
     config = msgspec.structs.replace(StoreConfig(flush_s=0.1), checkpoints=kept)

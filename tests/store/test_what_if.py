@@ -11,35 +11,19 @@ import pytest
 
 from examples.tictactoe.agent import Agents
 from journeywork import AsyncJourneywork, Trajectory
-from pipeline.config import (
-    Config,
-    ConfigError,
-    DistillConfig,
-    ModelConfig,
-    TeacherConfig,
-    TrainerConfig,
-    load,
-    save,
-    with_values,
-)
-from pipeline.running.runs import SETTINGS
+from pipeline.config import Config, ConfigError, DistillConfig, ModelConfig, TeacherConfig, TrainerConfig, load, save
+from pipeline.running.installations import SETTINGS
 from pipeline.running.state import read_state
 from store.commands.question import Question, read_question
 from store.commands.what_if import Commands, WhatIfError, _parser
-from store.reading.history import History
-from store.reading.what_if import what_if
+from store.showing.pages.history import History
+from store.showing.pages.what_if import what_if
 from tests.conftest import VllmServer
 from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, Up, program, started
+from tests.kits.settings import with_values
 
-GAMES = [
-    "--rollout",
-    "examples.tictactoe.held_out:play",
-    "--scenarios",
-    "examples.tictactoe.held_out:batches",
-]
-WINS, HURRY = (
-    str(ROOT / "examples" / "tictactoe" / "what_if" / f"{name}.toml") for name in ("wins", "hurry")
-)
+GAMES = ["--rollout", "examples.tictactoe.held_out:play", "--scenarios", "examples.tictactoe.held_out:batches"]
+WINS, HURRY = (str(ROOT / "examples" / "tictactoe" / "what_if" / f"{name}.toml") for name in ("wins", "hurry"))
 
 
 def asked(run_dir: Path, *flags: str, run: Config | None = None) -> Question:
@@ -70,9 +54,7 @@ def test_a_rubric_may_be_a_text_that_is_longer_than_any_file_name(tmp_path: Path
     assert (plan.name, plan.settings) == ("rubric-1", {"judge.rubric": rubric})
 
 
-def test_a_command_that_fails_is_told_with_its_own_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_fails_is_told_with_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = Commands(tmp_path)
     with pytest.raises(WhatIfError, match="`journeywork fork` ended with status 2: journeywork fork: "):
         commands.call("fork", "--no-such-flag")
@@ -84,10 +66,7 @@ def test_a_command_that_fails_is_told_with_its_own_error(
 def test_a_name_with_a_dot_is_one_name_and_the_runs_other_names_stay(tmp_path: Path) -> None:
     kind = '[judge.request.model_params."{}"]\ntemperature = {}\n'
     (tmp_path / "cool.toml").write_text(kind.format("qwen2.5-7b", 0.5))
-    run = load(
-        None,
-        ['models=[{name="m"}]', f"run_dir={tmp_path}", "judge.model=qwen2.5-7b", 'judge.fallbacks=["x"]'],
-    )
+    run = load(None, ['models=[{name="m"}]', f"run_dir={tmp_path}", "judge.model=qwen2.5-7b", 'judge.fallbacks=["x"]'])
     run = with_values(run, {"judge.request.model_params": {"x": {"temperature": 1.0}}})
     (plan,) = asked(tmp_path, "--with", str(tmp_path / "cool.toml"), run=run).plans
     variant = load(tmp_path / SETTINGS, plan.overrides)
@@ -108,19 +87,17 @@ def test_only_settings_of_the_trainer_judge_nothing_again(tmp_path: Path) -> Non
         (['models.0.trainer={distill={weight=0.5, teacher="outside"}}'], True),
         (["teacher.model=bigger", "trainer.distill.weight=0.5"], True),
         (["teacher.model=bigger"], False),  # nothing learns from it
-        (
-            ["trainer.distill.weight=0.5", "trainer.distill.teacher=base"],
-            False,
-        ),  # the trainer has this teacher
+        (["trainer.distill.weight=0.5", "trainer.distill.teacher=base"], False),  # the trainer has this teacher
     ],
 )
 def test_the_judge_asks_the_teacher_of_a_variant(tmp_path: Path, settings: list[str], judged: bool) -> None:
     """Whether the groups of a variant are judged again, where its teacher answers."""
     run = Config(
-        run_dir=str(tmp_path), models=(ModelConfig(name="m"),),
+        run_dir=str(tmp_path),
+        models=(ModelConfig(name="m"),),
         teacher=TeacherConfig(url="http://127.0.0.1:9/v1", model="big"),
         trainer=TrainerConfig(distill=DistillConfig(teacher="outside")),
-    )  # fmt: skip
+    )
     (plan,) = asked(tmp_path, *(part for setting in settings for part in ("--set", setting)), run=run).plans
     assert plan.judged == judged
 
@@ -165,9 +142,7 @@ def until_scored(running: Up) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_one_command_from_a_run_that_has_ended_to_the_page(
-    tmp_path: Path, inference_double: VllmServer
-) -> None:
+def test_one_command_from_a_run_that_has_ended_to_the_page(tmp_path: Path, inference_double: VllmServer) -> None:
     run_dir = tmp_path / "run"
     settings = [*SMALL, "judge.group_size=4", "trainer.max_steps=1", "store.flush_s=0.2"]
     config = str(ROOT / "examples" / "tictactoe" / "journeywork.toml")
@@ -195,9 +170,7 @@ def test_one_command_from_a_run_that_has_ended_to_the_page(
         (row,) = what_if(history, {})["rows"]
         assert history.rows("SELECT * FROM dead") == []
         assert len(history.rows("SELECT DISTINCT entrant FROM evaluations")) == 4
-        learned = (
-            "SELECT metrics['tokens_taught'] AS taught FROM policy_checkpoint WHERE branch LIKE '%-taught'"
-        )
+        learned = "SELECT metrics['tokens_taught'] AS taught FROM policy_checkpoint WHERE branch LIKE '%-taught'"
         assert history.rows(learned)[-1]["taught"] > 0
     assert (row["baseline"], row["groups"]) == ("tictactoe@1", 12)
     assert [v["branch"].rpartition("-")[2] for v in row["variants"]] == ["wins", "hurry", "taught"]

@@ -10,12 +10,12 @@ import anyio
 import pytest
 
 from pipeline import streams
+from pipeline.commands import dead_letters as dead
 from pipeline.config import NatsConfig
 from pipeline.events import AnyEvent, DeadLettered, decode, encode, schema
-from pipeline.log import dead_letters as dead
 from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Pulled
-from tests.pipeline.log.test_dead_letters import deliver_in_vain
+from tests.pipeline.commands.test_dead_letters import deliver_in_vain
 from tests.store.kit import StoreProcess, exchange, publish, run_of_one_step, store_all, stored, until_acked
 
 pytestmark = pytest.mark.anyio
@@ -31,9 +31,7 @@ async def test_every_event_lands_once_and_is_acknowledged(
     assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
 
 
-async def test_stopping_writes_what_was_taken(
-    broker: Broker, running_store: StoreProcess, tmp_path: Path
-) -> None:
+async def test_stopping_writes_what_was_taken(broker: Broker, running_store: StoreProcess, tmp_path: Path) -> None:
     await publish(broker, [exchange("t", seq) for seq in range(5)])
     async with running_store(flush_s=60.0):
         with anyio.fail_after(60):
@@ -66,9 +64,7 @@ async def test_stopping_while_an_event_is_read_writes_it_and_those_behind_it(
     assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5]
 
 
-async def test_what_comes_again_is_left_out(
-    broker: Broker, running_store: StoreProcess, tmp_path: Path
-) -> None:
+async def test_what_comes_again_is_left_out(broker: Broker, running_store: StoreProcess, tmp_path: Path) -> None:
     await publish(broker, [exchange("t", seq) for seq in range(6)])
     await store_all(broker, running_store)
     # The consumer forgets everything: the server delivers all of it again.
@@ -107,11 +103,7 @@ async def test_what_a_store_dies_over_again_and_again_goes_to_the_dead(
         await store_all(broker, running_store)
         (letter,) = await broker.read(DeadLettered)
         assert isinstance(letter.event, DeadLettered)
-        assert (letter.event.reason, letter.event.stream_seq, letter.event.deliveries) == (
-            "max_deliver",
-            1,
-            3,
-        )
+        assert (letter.event.reason, letter.event.stream_seq, letter.event.deliveries) == ("max_deliver", 1, 3)
         at = decode(letter.event.payload).at  # type: ignore[union-attr]
         assert letter.event.payload == encode(exchange("t", 0, at=at))
         assert stored(tmp_path / "store", "rollout.exchange") == [2]

@@ -25,9 +25,13 @@ from trainer.learner import Learner, PendingStep
 
 DIED = 9
 POINTS = (
-    "trainer.before_rename", "trainer.after_checkpoint", "trainer.between_uploads", "trainer.after_upload",
-    "trainer.after_publish", "committed",
-)  # fmt: skip
+    "trainer.before_rename",
+    "trainer.after_checkpoint",
+    "trainer.between_uploads",
+    "trainer.after_upload",
+    "trainer.after_publish",
+    "committed",
+)
 """Those of the commit (`pipeline.crash`), and where the step is the current one."""
 
 

@@ -32,11 +32,7 @@ class Reply:
     @property
     def before(self) -> list[Scalar]:
         """The logprobs of the policy that the step began with."""
-        return (
-            [stop(p) for p in self.p]
-            if self.o is None
-            else [torch.tensor(o, dtype=torch.float64) for o in self.o]
-        )
+        return [stop(p) for p in self.p] if self.o is None else [torch.tensor(o, dtype=torch.float64) for o in self.o]
 
 
 def stop(x: Scalar) -> Scalar:
@@ -84,9 +80,7 @@ def policy_terms(reply: Reply, c: TrainerConfig) -> list[Scalar]:
             bound = c.loss.epsilon_high if c.loss.epsilon_high is not None else 5.0
             term = -stop(torch.clamp(r[t], max=bound)) * a * p
         elif c.loss.type == "sapo":  # a soft gate in place of the clip; a temperature for each sign
-            tau = c.loss.options.get(
-                *(("sapo_temperature_pos", 1.0) if a > 0 else ("sapo_temperature_neg", 1.05))
-            )
+            tau = c.loss.options.get(*(("sapo_temperature_pos", 1.0) if a > 0 else ("sapo_temperature_neg", 1.05)))
             term = -(4 / tau) * torch.sigmoid(tau * (r[t] - 1)) * a
         elif c.loss.type == "vespo":  # a Gamma weight of the whole reply's ratio to the sampler
             side = "pos" if a >= 0 else "neg"

@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from pipeline import streams
-from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig, with_values
+from pipeline.config import Config, ModelConfig, NatsConfig, TrainerConfig, VllmConfig
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
@@ -33,10 +33,12 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
-from trainer.batches.groups import Example, TrainingGroup
-from trainer.batches.sequences import TokenSequence
+from tests.kits.settings import with_values
+from trainer.batches.examples import Example
+from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState
+from trainer.sequences import TokenSequence
 
 VOCAB = 32
 MODEL = "tiny"
@@ -45,10 +47,19 @@ MODEL = "tiny"
 def make_model(folder: Path, seed: int = 0, **changed: Any) -> str:
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512,
-        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
     config = Qwen3Config(**sizes | changed)
     model = Qwen3ForCausalLM(config)
     for parameter in model.parameters():
@@ -89,9 +100,7 @@ def stir(engine: Engine, seed: int = 1) -> None:
             parameter.normal_(std=0.1)
 
 
-def backward(
-    engine: Engine, examples: Sequence[Example], groups: Sequence[int], step: int
-) -> dict[str, float]:
+def backward(engine: Engine, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
     """Add the gradient of the batch's loss to the live adapter's. Return the metrics of the batch as seen from
     `step`."""
     return engine.passes.summary(engine.passes.gradients(examples, groups), examples, step, 1)
@@ -132,17 +141,24 @@ def exchange(
 ) -> ExchangeRecorded:
     known = [-2.0] * len(sampled) if logprobs is None else logprobs
     fields: dict[str, object] = {
-        "project": "p", "trajectory": trajectory, "seq": seq, "model": MODEL, "policy_version": f"{MODEL}@{step}",
-        "step": step, "request": b"{}", "response": b"{}", "prompt_ids": pack_ids(prompt),
-        "sampled_ids": pack_ids(sampled), "logprobs": pack_logprobs(known),
-        "forced": b"" if forced is None else pack_mask(forced), "finish_reason": "stop",
-    }  # fmt: skip
+        "project": "p",
+        "trajectory": trajectory,
+        "seq": seq,
+        "model": MODEL,
+        "policy_version": f"{MODEL}@{step}",
+        "step": step,
+        "request": b"{}",
+        "response": b"{}",
+        "prompt_ids": pack_ids(prompt),
+        "sampled_ids": pack_ids(sampled),
+        "logprobs": pack_logprobs(known),
+        "forced": b"" if forced is None else pack_mask(forced),
+        "finish_reason": "stop",
+    }
     return ExchangeRecorded(**(fields | other))  # type: ignore[arg-type]
 
 
-def group(
-    name: str, rewards: Sequence[float], *, step: int = 0, exchanges: int = 2, **other: object
-) -> GroupScored:
+def group(name: str, rewards: Sequence[float], *, step: int = 0, exchanges: int = 2, **other: object) -> GroupScored:
     members = tuple(
         Member(
             trajectory=f"{name}-{i}",
@@ -154,30 +170,40 @@ def group(
         )
         for i, r in enumerate(rewards)
     )
-    fields: dict[str, object] = {
-        "project": "p",
-        "group": name,
-        "model": MODEL,
-        "judge": "j",
-        "members": members,
-    }
+    fields: dict[str, object] = {"project": "p", "group": name, "model": MODEL, "judge": "j", "members": members}
     return GroupScored(**(fields | other))  # type: ignore[arg-type]
 
 
-def training_group(scored: GroupScored, sequences: Sequence[TokenSequence], seq: int = 1) -> TrainingGroup:
+def training_group(
+    scored: GroupScored, sequences: Sequence[TokenSequence], seq: int = 1, **history: Any
+) -> GroupWithHistory:
     """A scored group with its sequences, as it joins a batch."""
-    return TrainingGroup(scored, Place(seq, 0), sequences=list(sequences))
+    return GroupWithHistory(AdmittedGroup(scored, Place(seq, 0)), History(tuple(sequences), **history))
 
 
 def checkpoint_event(step: int, files: Mapping[str, bytes] | None = None) -> CheckpointPublished:
     """The event of a checkpoint of `MODEL` that holds `files`."""
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in (files or {}).items()}
     return CheckpointPublished(
-        project="p", at=2, model=MODEL, step=step, version=f"{MODEL}@{step}", parent=f"{MODEL}@{step - 1}",
+        project="p",
+        at=2,
+        model=MODEL,
+        step=step,
+        version=f"{MODEL}@{step}",
+        parent=f"{MODEL}@{step - 1}",
         batch_id="b",
-        groups=("g",), group_seqs=pack_seqs([1]), group_times=pack_seqs([2]), config_hash="c", base_model="base",
-        adapter="a", adapter_sha256="s", adapter_bytes=1, files=digests, metrics={"loss": 0.5}, started_at=1,
-    )  # fmt: skip
+        groups=("g",),
+        group_seqs=pack_seqs([1]),
+        group_times=pack_seqs([2]),
+        config_hash="c",
+        base_model="base",
+        adapter="a",
+        adapter_sha256="s",
+        adapter_bytes=1,
+        files=digests,
+        metrics={"loss": 0.5},
+        started_at=1,
+    )
 
 
 def turns(trajectory: str, seed: int, *, step: int = 0) -> list[ExchangeRecorded]:
@@ -207,9 +233,13 @@ def sequence(ids: list[int], trained: list[int], temperature: float = 1.0) -> To
     mask = np.zeros(n, np.bool_)
     mask[trained] = True
     return TokenSequence(
-        "t", np.array(ids, np.int32), mask, np.full(n, -1.0, np.float32), np.zeros(n, np.int32),
+        "t",
+        np.array(ids, np.int32),
+        mask,
+        np.full(n, -1.0, np.float32),
+        np.zeros(n, np.int32),
         np.full(n, temperature, np.float32),
-    )  # fmt: skip
+    )
 
 
 def tree_of_conversations(seed: int = 0) -> tuple[list[TokenSequence], list[int]]:

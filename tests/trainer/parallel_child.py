@@ -34,12 +34,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from pipeline.config import ConfigError, with_values
+from pipeline.config import ConfigError
 from pipeline.telemetry import logs
+from tests.kits.settings import with_values
 from tests.trainer import families
 from tests.trainer.engine.test_pass_memory import Allocated, Shape
 from tests.trainer.kit import backward, exactly, settings, tree_of_conversations
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine.engine import Engine
 from trainer.engine.parallel import ProcessGroup
@@ -56,10 +57,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "luspo": {"loss.importance_level": "sequence"},
     "sft": {"memory.tokens_per_batch": 30},
     "dapo, taught": {
-        "memory.packing": "prefix", "distill.weight": 0.5, "distill.divergence": "reverse_kl", "distill.top_k": 4,
+        "memory.packing": "prefix",
+        "distill.weight": 0.5,
+        "distill.divergence": "reverse_kl",
+        "distill.top_k": 4,
     },
     "dapo, four updates": {"memory.packing": "padded", "optimizer.epochs": 2, "optimizer.minibatches": 2},
-}  # fmt: skip
+}
 """By loss type, one with a teacher, and one with more updates."""
 FIRST = next(iter(SETTINGS))
 FEW = (FIRST, "grpo", "dapo, taught", "dapo, four updates")
@@ -100,12 +104,12 @@ def steps(engine: Engine, names: Sequence[str] = tuple(SETTINGS)) -> dict[str, d
 
 def taught(engine: Engine, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
     """The examples, with what the policy says of them the other way round: it would learn nothing from itself."""
-    teachings = engine.passes.teachings(examples, groups)
+    teacher_logprobs = engine.passes.teacher_logprobs(examples, groups)
     flipped = [
-        replace(teachings[i], top_logprobs_kK=np.flip(teachings[i].top_logprobs_kK, 1).copy())
+        replace(teacher_logprobs[i], top_logprobs_kK=np.flip(teacher_logprobs[i].top_logprobs_kK, 1).copy())
         for i in range(len(examples))
     ]
-    return [replace(e, teaching=teaching) for e, teaching in zip(examples, flipped, strict=True)]
+    return [replace(e, teacher=teacher_logprobs) for e, teacher_logprobs in zip(examples, flipped, strict=True)]
 
 
 @contextmanager
@@ -130,8 +134,10 @@ def step_without_room(engine: Engine) -> dict[str, Any]:
     """The weights and metrics of a step of which a sequence is left out, and the trajectories of such."""
     result = engine.step(engine.initial_state(), *examples_and_groups())
     return {
-        "weights": result.state.weights, "metrics": result.metrics, "dropped": [s.ids.tolist() for s in result.dropped]
-    }  # fmt: skip
+        "weights": result.state.weights,
+        "metrics": result.metrics,
+        "dropped": [s.ids.tolist() for s in result.dropped],
+    }
 
 
 @contextmanager
@@ -190,9 +196,7 @@ def refusals(base: str, scratch: Path, process_group: ProcessGroup) -> dict[str,
     for name, (folder, around) in cases.items():
         with around:
             try:
-                engine_of(
-                    folder, scratch, process_group, **{"memory.context_parallel": 2, "logprob_bound": None}
-                )
+                engine_of(folder, scratch, process_group, **{"memory.context_parallel": 2, "logprob_bound": None})
             except ConfigError as error:
                 out[name] = str(error)
     return out
@@ -219,10 +223,7 @@ PHASES: dict[str, tuple[Callable[[Engine], Any], Callable[[int], AbstractContext
     "sharded": (lambda engine: steps(engine, FEW), lambda _: nullcontext()),
     "context": (steps, lambda _: nullcontext()),
     "both": (lambda engine: steps(engine, FEW), lambda _: nullcontext()),
-    "fails": (
-        lambda engine: steps(engine, [FIRST]),
-        lambda rank: failing_once() if rank == 1 else nullcontext(),
-    ),
+    "fails": (lambda engine: steps(engine, [FIRST]), lambda rank: failing_once() if rank == 1 else nullcontext()),
     "too_large": (step_without_room, lambda _: limited()),
 }
 
@@ -268,11 +269,7 @@ def run(base: str, out: Path, phases: Sequence[str]) -> None:
 def take_part(phase: str, base: str, scratch: Path, process_group: ProcessGroup) -> dict[str, Any]:
     if phase in ("memory", "refused"):
         found: list[Any] = [None] * process_group.size
-        done = (
-            bytes_of_a_pass(scratch, process_group)
-            if phase == "memory"
-            else refusals(base, scratch, process_group)
-        )
+        done = bytes_of_a_pass(scratch, process_group) if phase == "memory" else refusals(base, scratch, process_group)
         dist.all_gather_object(found, done)
         return {phase: found}
     work, around = PHASES[phase]

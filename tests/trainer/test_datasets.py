@@ -39,9 +39,7 @@ ROWS: dict[Kind, list[dict[str, object]]] = {
 def data(tmp_path: Path, kind: Kind) -> Path:
     folder = tmp_path / kind
     folder.mkdir(exist_ok=True)
-    pq.write_table(
-        pa.Table.from_pylist([row | {"task": "t"} for row in ROWS[kind]] * 8), folder / "train.parquet"
-    )
+    pq.write_table(pa.Table.from_pylist([row | {"task": "t"} for row in ROWS[kind]] * 8), folder / "train.parquet")
     return folder
 
 
@@ -70,9 +68,7 @@ def preference(learner: Learner, step: int) -> float:
 
 
 @pytest.mark.timeout(300)
-async def test_steps_on_data_sets_are_one_lineage_with_those_on_groups(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_steps_on_data_sets_are_one_lineage_with_those_on_groups(nats_config: NatsConfig, tmp_path: Path) -> None:
     """Each makes the good reply more probable against the bad one, and the optimizer of reinforcement learning goes on
     from where it was."""
     config = settings(tmp_path, nats_config)
@@ -82,9 +78,7 @@ async def test_steps_on_data_sets_are_one_lineage_with_those_on_groups(
         async with kit.running(config):
             await kit.steps_reach(broker, 1)
         for kind in kinds:
-            await train_on(
-                config, DatasetStep(data(tmp_path, kind), kind, learning_rate=1e-2), lambda _: None
-            )
+            await train_on(config, DatasetStep(data(tmp_path, kind), kind, learning_rate=1e-2), lambda _: None)
         await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=4)
         async with kit.running(config):
             events = await kit.steps_reach(broker, 5)
@@ -114,10 +108,7 @@ CONVERSATION = [
 
 
 def trained_text(
-    messages: list[dict[str, object]],
-    max_length: int = 4096,
-    template: str = "",
-    **columns: object,
+    messages: list[dict[str, object]], max_length: int = 4096, template: str = "", **columns: object
 ) -> list[list[str]]:
     """What is trained of a conversation, as Parquet holds it: the consecutive tokens of each sequence as texts."""
     rows = pa.Table.from_pylist([{"messages": messages, **columns}]).to_pylist()
@@ -151,9 +142,7 @@ def test_a_template_that_renders_earlier_replies_differently_gives_a_sequence_fo
     chat = [*ASKED, GOOD, *ASKED, BAD]
     assert trained_text(chat, template=shortens) == [["a1<|end|>"], ["c3<|end|>"]]
     opens = shortens.replace("'<|assistant|>'", "'<|assistant|>a1'")
-    with pytest.raises(
-        TrainerError, match="row 0: the model's chat template renders another prompt once message 3"
-    ):
+    with pytest.raises(TrainerError, match="row 0: the model's chat template renders another prompt once message 3"):
         trained_text([*ASKED, *ASKED, *ASKED, BAD], template=opens)
 
 
@@ -214,9 +203,7 @@ def test_the_loss_of_sft_is_the_mean_over_the_tokens_that_are_trained(
     assert pending.manifest.event.metrics["dataset_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "point", ["trainer.before_checkpoint", "trainer.after_checkpoint", "trainer.after_publish"]
-)
+@pytest.mark.parametrize("point", ["trainer.before_checkpoint", "trainer.after_checkpoint", "trainer.after_publish"])
 async def test_a_step_that_is_killed_is_on_the_log_once_or_not_at_all(
     point: str, nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,9 +220,7 @@ async def test_a_step_that_is_killed_is_on_the_log_once_or_not_at_all(
         patched.setattr(crash, "point", kill)
         with pytest.raises(BaseException) as died:
             await train_on(config, step, lambda _: None)
-        assert (
-            died.group_contains(Killed) if isinstance(died.value, BaseExceptionGroup) else died.type is Killed
-        )
+        assert died.group_contains(Killed) if isinstance(died.value, BaseExceptionGroup) else died.type is Killed
     versions: list[str] = []
     await train_on(config, step, versions.append)
     begun = point != "trainer.before_checkpoint"

@@ -38,9 +38,12 @@ def test_nothing_that_unsloth_patches_is_imported_before_it(tmp_path: Path, comm
     path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
     done = subprocess.run(
         [sys.executable, *command.format(tmp_path / "config.toml").split()],
-        env=os.environ | {"PYTHONPATH": path, "SEEN": str(seen)}, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": path, "SEEN": str(seen)},
+        capture_output=True,
+        text=True,
+        timeout=120,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 7, done.stderr
     assert seen.read_text() == "early: "
 

@@ -28,9 +28,7 @@ class Server(ScoringServer):
 
     status = 200
 
-    async def _answer(
-        self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, Any]]:
+    async def _answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, Any]]:
         self.asked.append((path, headers.get("authorization", "")))
         return self.status, {}
 
@@ -88,9 +86,7 @@ async def test_a_turn_that_fails_or_is_cancelled_wakes_the_server(server: Server
     await turns.aclose()
 
 
-async def test_two_trainers_of_a_run_directory_do_not_have_their_turns_at_once(
-    server: Server, tmp_path: Path
-) -> None:
+async def test_two_trainers_of_a_run_directory_do_not_have_their_turns_at_once(server: Server, tmp_path: Path) -> None:
     config = msgspec.structs.replace(with_server(Config(), server.url), run_dir=str(tmp_path))
     first, second = GpuTurns(config), GpuTurns(config)
     async with anyio.create_task_group() as tg:
@@ -139,10 +135,7 @@ async def test_calls_wait_while_vllm_sleeps(vllm_server: VllmServer) -> None:
     turns = GpuTurns(with_server(Config(), vllm_server.url))
     ask = {"model": f"{vllm_server.model}@0", "prompt": "a1", "max_tokens": 4}
     answers: list[httpx.Response] = []
-    async with (
-        httpx.AsyncClient(base_url=vllm_server.url, timeout=60) as client,
-        anyio.create_task_group() as tg,
-    ):
+    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=60) as client, anyio.create_task_group() as tg:
 
         async def call() -> None:
             answers.append(await client.post("/v1/completions", json=ask))

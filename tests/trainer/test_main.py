@@ -30,24 +30,14 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]  # processes that imp
 async def test_stopping_the_trainer_during_a_step_leaves_only_complete_checkpoints(
     broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
-    config = kit.settings(
-        tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=100, keep_checkpoints=100
-    )
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=100, keep_checkpoints=100)
     config = kit.with_many_loras(config)
     configuration.save(config, tmp_path / "config.toml")
     for i in range(30):
         await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
     reading, writing = os.pipe()
     with subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "trainer",
-            "--config",
-            str(tmp_path / "config.toml"),
-            "--ready-fd",
-            str(writing),
-        ],
+        [sys.executable, "-m", "trainer", "--config", str(tmp_path / "config.toml"), "--ready-fd", str(writing)],
         pass_fds=[writing],
     ) as process:
         os.close(writing)
@@ -73,17 +63,13 @@ def _dry_run(args: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, o
 
 async def test_train_reads_the_runs_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
-    said = _dry_run(
-        ["--run-dir", str(tmp_path), "--nats-url", "nats://x:1", "--set", "trainer.max_steps=5"], capsys
-    )
+    said = _dry_run(["--run-dir", str(tmp_path), "--nats-url", "nats://x:1", "--set", "trainer.max_steps=5"], capsys)
     assert said["nats"]["url"] == "nats://x:1"  # type: ignore[index]
     assert said["trainer"]["max_steps"] == 5  # type: ignore[index]
     assert said["run_dir"] == str(tmp_path)
 
 
-async def test_train_without_a_log_says_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_train_without_a_log_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
     with pytest.raises(SystemExit) as error:
         train.main(["--run-dir", str(tmp_path)])
@@ -91,9 +77,7 @@ async def test_train_without_a_log_says_what_is_missing(
     assert "--nats-url" in capsys.readouterr().err
 
 
-async def test_train_does_not_run_beside_the_trainer_of_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_train_does_not_run_beside_the_trainer_of_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
     running = {"pid": os.getpid(), "since": process_start(os.getpid()), "state": "ready", "restarts": 0}
     (tmp_path / "state.json").write_text(json.dumps({"urls": {}, "services": {"trainer": running}}))
@@ -103,9 +87,7 @@ async def test_train_does_not_run_beside_the_trainer_of_up(
     assert f"`journeywork up` trains there already, as process {os.getpid()}" in capsys.readouterr().err
 
 
-def test_train_prints_one_line_when_it_can_not_continue(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_prints_one_line_when_it_can_not_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
     log = ["--nats-url", f"nats://127.0.0.1:{free_port()}", "--set", "nats.connect_timeout_s=0.2"]
     with pytest.raises(SystemExit) as error:

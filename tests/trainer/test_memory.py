@@ -53,9 +53,7 @@ async def test_memory_does_not_grow_with_groups_and_steps(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.intake._CONSUMED_KEPT", 100)
-    nats_config = msgspec.structs.replace(
-        nats_config, exchange_memory_bytes=10_000
-    )  # so that it is full soon
+    nats_config = msgspec.structs.replace(nats_config, exchange_memory_bytes=10_000)  # so that it is full soon
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, best_min_trajectories=4)
     retention = RetentionConfig(every_s=0.2, grace_s=0.0, adapters=4)
     config = msgspec.structs.replace(config, retention=retention)

@@ -2,13 +2,13 @@
 
 | module | what lives there |
 | --- | --- |
-| `groups` | a group from its event to the batch: who counts, advantages, why a group is refused |
+| `groups` | the stages of a group on its way to a batch, and why one is refused |
+| `examples` | a batch of groups to sequences with advantages |
 | `metrics` | metrics of a step that its groups give |
 | `returns` | returns of calls, where rewards belong to single calls |
 | `tasks` | returns of the earlier runs of a task, as the baseline of runs without a group |
 | `graders` | a cap on the share of a step that feedback of one API key has |
 | `histories` | reads a group's exchanges from the log |
-| `sequences` | exchanges to exact token sequences and loss masks |
 | `sampling` | a server's sampling defaults, and the sampler's distribution from the trainer's logits |
 | `packing` | sequences to micro-batches, padded or with shared prefixes |
 """

@@ -19,14 +19,15 @@ from statistics import fmean
 import numpy as np
 
 from pipeline.config import TrainerConfig
-from trainer.batches.groups import Example, TrainingGroup, examples, trajectory_weights, units
+from trainer.batches.examples import Example, examples, loss_terms, trajectory_weights
+from trainer.batches.groups import GroupWithHistory
 
 _ABOVE = 1 + 1e-9
 """A key is above the cap if its part is larger than the cap by more than rounding."""
 
 
 def cap_graders(
-    groups: Sequence[TrainingGroup], config: TrainerConfig, max_share: float
+    groups: Sequence[GroupWithHistory], config: TrainerConfig, max_share: float
 ) -> tuple[list[Example], dict[str, float]]:
     """Return the examples of a batch within the cap, in the order of the groups, and the step's metrics:
     `grader_share`, the largest share that a key would have without the cap, and `graders_limited`, the number of keys
@@ -49,7 +50,7 @@ def cap_graders(
     for keys, part in parts.items():
         factor = fmean(kept[key] for key in keys) if keys else 1.0
         scaled |= {id(e.sequence): _scaled(e, factor) for e in part}
-    made, taught = _cap_hints(groups, [scaled[id(s)] for g in groups for s in g.sequences or ()], max_share)
+    made, taught = _cap_hints(groups, [scaled[id(s)] for g in groups for s in g.sequences], max_share)
     shares = [*taught.values(), *(size / total if total else 0.0 for size in sizes.values())]
     if not shares:
         return made, {}
@@ -61,7 +62,7 @@ def cap_graders(
 def _size(example: Example, config: TrainerConfig) -> float:
     own = example.call_advantages
     advantages = np.array([example.advantage]) if own is None else own
-    return units(example.sequence, config) * example.weight * float(np.abs(advantages).mean())
+    return loss_terms(example.sequence, config) * example.weight * float(np.abs(advantages).mean())
 
 
 def _cap(sizes: Collection[float], total: float, max_share: float) -> float:
@@ -84,20 +85,20 @@ def _scaled(example: Example, factor: float) -> Example:
 
 
 def _cap_hints(
-    groups: Sequence[TrainingGroup], made: Sequence[Example], max_share: float
+    groups: Sequence[GroupWithHistory], made: Sequence[Example], max_share: float
 ) -> tuple[list[Example], dict[str, float]]:
-    """Leave out lessons of runs with hints of keys above the cap. Returns also the share of the trained tokens that
-    would have been taught on the runs of each key."""
+    """Leave out the hinted calls of runs with hints of keys above the cap. Returns also the share of the trained tokens
+    that would have been taught on the runs of each key."""
     keys_of = {m.trajectory: {hint.by for hint in m.hints} - {""} for g in groups for m in g.members}
     tokens = sum(e.sequence.trained_tokens for e in made)
     asked, taught = Counter[str](), Counter[str]()
     out = []
     for example in made:
-        own = dict.fromkeys(keys_of[example.sequence.trajectory], sum(len(x.slots) for x in example.lessons))
+        own = dict.fromkeys(keys_of[example.sequence.trajectory], sum(len(x.slots) for x in example.hinted_calls))
         asked.update(own)
         if all(taught[key] + n <= max_share * tokens for key, n in own.items()):
             taught.update(own)
             out.append(example)
         else:
-            out.append(dataclasses.replace(example, lessons=()))
+            out.append(dataclasses.replace(example, hinted_calls=()))
     return out, {key: n / tokens for key, n in asked.items() if n}

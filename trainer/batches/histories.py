@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 import numpy as np
+import numpy.typing as npt
 
+from pipeline.chat.sampling import Defaults
 from pipeline.config import TrainerConfig
 from pipeline.events import ExchangeRecorded, Hint, Member, TeacherAnswered
-from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
-from pipeline.log.messages import Place
-from pipeline.sampling import Defaults
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Refusal, TrainingGroup
-from trainer.batches.returns import NO_ROLES, reached
-from trainer.batches.sequences import OTHER_BRANCH, TokenSequence, build
-from trainer.distillation.lessons import Answer, answers_of
+from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History, Refusal
+from trainer.batches.returns import Roles, calls_with_credit
 from trainer.distillation.prompts import HintedPrompts, HintUnusableError, best_run, is_better, transcript
+from trainer.distillation.teacher import TeacherAnswer, answers_by_call
+from trainer.sequences import OTHER_BRANCH, TokenSequence, build
 
-log = get_logger("trainer.batches.histories")
+logger = get_logger("trainer.batches.histories")
 
 Run = tuple[Member, list[ExchangeRecorded]]
 
@@ -37,69 +38,69 @@ class Histories:
     request names none; `prompts` renders the teacher's, `None` if no hint is distilled."""
 
     def __init__(
-        self,
-        broker: Broker,
-        settings: TrainerConfig,
-        defaults: Defaults,
-        prompts: HintedPrompts | None = None,
+        self, broker: Broker, settings: TrainerConfig, defaults: Defaults, prompts: HintedPrompts | None = None
     ) -> None:
         self._broker, self._settings, self._defaults, self._prompts = broker, settings, defaults, prompts
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
         self.shared_until: int | None = None
         """The step up to which the versions of the trained branch are those of `main`; `None` on `main`."""
 
-    async def read_all(self, groups: Sequence[TrainingGroup]) -> dict[Place, Refusal]:
-        """Set `sequences` of the groups that lack them. Returns, by place, the groups whose exchanges the log no
-        longer holds."""
-        missing = [g for g in groups if g.sequences is None]
-        refusals = zip(missing, await gather(self.read, missing), strict=True)
-        return {group.place: refusal for group, refusal in refusals if refusal is not None}
-
-    async def read(self, group: TrainingGroup) -> Refusal | None:
-        """Set `sequences`, `hinted`, `answers`, `left_out` and `duration_s` of a group, or return why its exchanges
-        can't be read."""
-        sequences = []
-        group.left_out.clear()
-        group.hinted.clear()
-        group.answers.clear()
-        group.roles.clear()
-        group.hints = group.hints_unused = group.unjudged_tokens = 0
+    async def read(self, group: AdmittedGroup) -> GroupWithHistory | Refusal:
+        """Read the exchanges of a group's runs, or return why they can't be read."""
+        sequences: list[TokenSequence] = []
+        answers: dict[str, list[TeacherAnswer]] = {}
+        roles: dict[str, Roles] = {}
+        left_out: Counter[str] = Counter()
+        duration_s, unjudged_tokens = 0.0, 0
         runs: list[Run] = []
         for member in group.members:
             try:
                 exchanges = await self._exchanges(group.event.project, member)
             except HistoryGoneError as error:
-                return Refusal("history_gone", str(error))
+                return Refusal("history_gone", str(error), duration_s)
             # Every request repeats its conversation: those of all runs together take much more memory than the tokens.
             runs.append((member, exchanges if self._prompts is not None else []))
-            group.duration_s = max(group.duration_s, _duration_s(exchanges))
-            if roles := {e.seq: e.role for e in exchanges if e.role}:
-                group.roles[member.trajectory] = roles
+            duration_s = max(duration_s, _duration_s(exchanges))
+            if of_run := {e.seq: e.role for e in exchanges if e.role}:
+                roles[member.trajectory] = of_run
             built = build(
                 member.trajectory,
                 exchanges,
                 defaults=self._defaults,
                 mask_truncated=self._settings.loss.mask_truncated,
-                left_out=group.left_out,
+                left_out=left_out,
                 replay=self._settings.router_replay,
             )
-            sequences += [
-                self._with_own_versions(group, self._without_unjudged(group, member, sequence))
-                for sequence in built
-            ]
+            for sequence in built:
+                unjudged = self._unjudged(member, sequence, of_run)
+                unjudged_tokens += int(unjudged.sum())
+                if unjudged.any():
+                    sequence = sequence.masking_out(unjudged)
+                sequences.append(self._with_own_versions(group, sequence))
             if self._settings.distill.asks_outside and member.teacher:
-                group.answers[member.trajectory] = await self._answers(group.event.project, member, exchanges)
+                answers[member.trajectory] = await self._answers(group.event.project, member, exchanges)
                 if others := {float(t) for s in built for t in s.temperatures[s.loss_mask]} - {1.0}:
-                    log.warning(
+                    logger.warning(
                         "teacher's answer not used for tokens that were not sampled at temperature 1",
-                        trajectory=member.trajectory, teacher=member.teacher, temperatures=sorted(others),
-                    )  # fmt: skip
-        if self._prompts is not None:
-            self._render_hints(group, self._prompts, runs)
-        group.sequences = sequences
-        return None
+                        trajectory=member.trajectory,
+                        teacher=member.teacher,
+                        temperatures=sorted(others),
+                    )
+        prompts = _render_hints(group.members, self._prompts, runs) if self._prompts else TeacherPrompts({})
+        history = History(
+            tuple(sequences),
+            prompts.prompts,
+            prompts.hints,
+            prompts.hints_unused,
+            answers,
+            unjudged_tokens,
+            roles,
+            left_out,
+            duration_s,
+        )
+        return GroupWithHistory(group, history)
 
-    def _with_own_versions(self, group: TrainingGroup, sequence: TokenSequence) -> TokenSequence:
+    def _with_own_versions(self, group: AdmittedGroup, sequence: TokenSequence) -> TokenSequence:
         """The sequence with the steps of another branch's versions marked. A replay's later versions have the numbers
         of this branch's, and are others: their logprobs are not to be compared with these."""
         if self.shared_until is None or not group.event.offline:
@@ -107,73 +108,28 @@ class Histories:
         steps = np.where(sequence.steps > self.shared_until, OTHER_BRANCH, sequence.steps)
         return replace(sequence, steps=steps.astype(np.int32))
 
-    def _without_unjudged(
-        self, group: TrainingGroup, member: Member, sequence: TokenSequence
-    ) -> TokenSequence:
-        """The sequence, in which calls that nothing judged are context, unless a teacher from outside teaches them."""
-        if (
-            member.graded == "run"
-            or sequence.calls is None
-            or (self._settings.distill.asks_outside and member.teacher)
-        ):
-            return sequence
-        roles = group.roles.get(member.trajectory, NO_ROLES)
+    def _unjudged(self, member: Member, sequence: TokenSequence, roles: Roles) -> npt.NDArray[np.bool_]:
+        """Which trained tokens are of calls that nothing judged, [T]; none where a teacher from outside teaches
+        them."""
+        taught = self._settings.distill.asks_outside and member.teacher
+        if member.graded == "run" or sequence.calls is None or taught:
+            return np.zeros(len(sequence.ids), np.bool_)
         calls = int(sequence.calls.max(initial=0)) + 1
-        unjudged = (
-            sequence.loss_mask
-            & ~reached(member, calls, self._settings.loss.turn_discount, roles)[sequence.calls]
-        )
-        group.unjudged_tokens += int(unjudged.sum())
-        return sequence.masking_out(unjudged)
-
-    def _render_hints(self, group: TrainingGroup, prompts: HintedPrompts, runs: Sequence[Run]) -> None:
-        """Set the prompts that the teacher gets: for each call with hints, its own prompt and the hints; for each call
-        of a run that the group's best run is shown to, also the transcript of that run, as a correction: what the call
-        should have led to. Counts hints and transcripts, and those that no prompt can be made of; where none can be
-        made with the transcript, the call's own hints stand alone."""
-        best = best_run(group.members, prompts.config.best_run_reward)
-        correction = _correction(group, best, runs)
-        for member, exchanges in runs:
-            calls = {e.seq: e for e in exchanges}
-            example = correction if best is not None and is_better(best, member) else []
-            hints: dict[int, list[Hint]] = {}
-            for hint in member.hints if calls else ():
-                # A hint for the run as a whole (-1) is given to its first call.
-                hints.setdefault(min(calls) if hint.call < 0 else hint.call, []).append(hint)
-            for call in sorted(hints.keys() | (calls.keys() if example else ())):
-                given = [*(example if call in calls else []), *hints.get(call, [])]
-                group.hints += len(given)
-                while given:
-                    try:
-                        if call not in calls:
-                            raise HintUnusableError(f"the run has no call {call}")
-                        prompt = prompts.render(calls[call], prompts.text_of(given))
-                        group.hinted.setdefault(member.trajectory, {})[call] = prompt
-                        break
-                    except HintUnusableError as error:
-                        unused = example if given[:1] == example else given
-                        group.hints_unused += len(unused)
-                        given = given[len(unused) :]
-                        log.warning(
-                            "hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500]
-                        )
+        credited = calls_with_credit(member, calls, self._settings.loss.turn_discount, roles)
+        return sequence.loss_mask & ~credited[sequence.calls]
 
     async def _answers(
         self, project: str, member: Member, exchanges: Sequence[ExchangeRecorded]
-    ) -> list[Answer]:
+    ) -> list[TeacherAnswer]:
         """What the teacher from outside said of a run; nothing if the log has deleted it, or if it is about other
         tokens."""
         async with self._limit:
             recorded = await self._broker.read(
-                TeacherAnswered,
-                project=project,
-                trajectory=member.trajectory,
-                teacher=member.teacher,
-                at_least=1,
+                TeacherAnswered, project=project, trajectory=member.trajectory, teacher=member.teacher, at_least=1
             )
-        answers = answers_of(recorded[0].event, exchanges) if recorded else []
+        answers = answers_by_call(recorded[0].event, exchanges) if recorded else []
         if not answers:
-            log.warning("teacher's answer not used", trajectory=member.trajectory, teacher=member.teacher)
+            logger.warning("teacher's answer not used", trajectory=member.trajectory, teacher=member.teacher)
         return answers
 
     async def _exchanges(self, project: str, member: Member) -> list[ExchangeRecorded]:
@@ -197,18 +153,61 @@ def _distinct(exchanges: Sequence[ExchangeRecorded]) -> int:
     return len({(e.seq, e.choice) for e in exchanges})
 
 
-def _correction(group: TrainingGroup, best: Member | None, runs: Sequence[Run]) -> list[Hint]:
-    """The transcript of the group's best run, for its worse runs; nothing if there are none. Counts one that can't be
-    made as a hint that is not used."""
+class TeacherPrompts(NamedTuple):
+    """What the teacher of a group's runs reads."""
+
+    prompts: dict[str, dict[int, npt.NDArray[np.int32]]]
+    """By trajectory and call."""
+    hints: int = 0
+    """Number of hints and of transcripts that were given."""
+    hints_unused: int = 0
+    """Number of those that no prompt can be made of."""
+
+
+def _render_hints(members: Sequence[Member], rendered: HintedPrompts, runs: Sequence[Run]) -> TeacherPrompts:
+    """Return the prompts that the teacher gets: for each call with hints, its own prompt and the hints; for each call
+    of a run that the group's best run is shown to, also the transcript of that run, as a correction: what the call
+    should have led to. Where none can be made with the transcript, the call's own hints stand alone."""
+    best = best_run(members, rendered.config.best_run_reward)
+    prompts: dict[str, dict[int, npt.NDArray[np.int32]]] = {}
+    correction, unused = _correction(members, best, runs)
+    count = unused
+    for member, exchanges in runs:
+        calls = {e.seq: e for e in exchanges}
+        example = correction if best is not None and is_better(best, member) else []
+        hints: dict[int, list[Hint]] = {}
+        for hint in member.hints if calls else ():
+            # A hint for the run as a whole (-1) is given to its first call.
+            hints.setdefault(min(calls) if hint.call < 0 else hint.call, []).append(hint)
+        for call in sorted(hints.keys() | (calls.keys() if example else ())):
+            given = [*(example if call in calls else []), *hints.get(call, [])]
+            count += len(given)
+            while given:
+                try:
+                    if call not in calls:
+                        raise HintUnusableError(f"the run has no call {call}")
+                    prompt = rendered.render(calls[call], rendered.text_of(given))
+                    prompts.setdefault(member.trajectory, {})[call] = prompt
+                    break
+                except HintUnusableError as error:
+                    refused = example if given[:1] == example else given
+                    unused += len(refused)
+                    given = given[len(refused) :]
+                    logger.warning("hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500])
+    return TeacherPrompts(prompts, count, unused)
+
+
+def _correction(members: Sequence[Member], best: Member | None, runs: Sequence[Run]) -> tuple[list[Hint], int]:
+    """The transcript of the group's best run, for its worse runs; nothing if there are none. Returns also how many
+    could not be made, which count as hints that are not used."""
     shown = next((exchanges for member, exchanges in runs if member is best), [])
-    if best is None or not shown or not any(is_better(best, member) for member in group.members):
-        return []
+    if best is None or not shown or not any(is_better(best, member) for member in members):
+        return [], 0
     try:
-        return [Hint(call=-1, text=transcript(shown), kind="correction")]
+        return [Hint(call=-1, text=transcript(shown), kind="correction")], 0
     except HintUnusableError as error:
-        group.hints, group.hints_unused = 1, 1
-        log.warning("best run not shown", trajectory=best.trajectory, reason=str(error)[:500])
-        return []
+        logger.warning("best run not shown", trajectory=best.trajectory, reason=str(error)[:500])
+        return [], 1
 
 
 def _duration_s(exchanges: Sequence[ExchangeRecorded]) -> float:

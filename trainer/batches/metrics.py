@@ -8,13 +8,13 @@ import numpy as np
 
 from pipeline.events import Member
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import TrainingGroup
+from trainer.batches.groups import GroupWithHistory
 
-log = get_logger("trainer.batches.metrics")
+logger = get_logger("trainer.batches.metrics")
 
 
 def group_metrics(
-    batch: Sequence[TrainingGroup], discarded_rewards: Sequence[float], equal_groups: int
+    batch: Sequence[GroupWithHistory], discarded_rewards: Sequence[float], equal_groups: int
 ) -> dict[str, float]:
     """Metrics of a step's groups, and of those that were discarded since the step before."""
     members = [m for g in batch for m in g.members]
@@ -27,24 +27,26 @@ def group_metrics(
         "no_variance_share": equal_groups / (equal_groups + len(batch)),
         "trajectories": float(len(members)),
         "tokens_stale": float(sum(g.stale_tokens for g in batch)),
-        "tokens_unjudged": float(sum(g.unjudged_tokens for g in batch)),
-        "tokens_left_out": float(sum(g.left_out.total() for g in batch)),
-        "hints": float(sum(g.hints for g in batch)),
-        "hints_unused": float(sum(g.hints_unused for g in batch)),
+        "tokens_unjudged": float(sum(g.history.unjudged_tokens for g in batch)),
+        "tokens_left_out": float(sum(g.history.left_out.total() for g in batch)),
+        "hints": float(sum(g.history.hints for g in batch)),
+        "hints_unused": float(sum(g.history.hints_unused for g in batch)),
         **_run_metrics(members),
     }
 
 
-def replay_metrics(batch: Sequence[TrainingGroup]) -> dict[str, float]:
+def replay_metrics(batch: Sequence[GroupWithHistory]) -> dict[str, float]:
     """Return `tokens_replayed`, for a step with `trainer.router_replay`. Log a warning if the sampler's experts are not
     known for all trained tokens."""
-    sequences = [s for g in batch for s in g.sequences or ()]
+    sequences = [s for g in batch for s in g.sequences]
     trained, replayed = sum(s.trained_tokens for s in sequences), sum(s.replayed_tokens for s in sequences)
     if replayed < trained:
-        log.warning(
+        logger.warning(
             "tokens trained without router replay: their calls were streamed, or the inference server runs without "
-            "--enable-return-routed-experts", tokens=trained - replayed, of=trained,
-        )  # fmt: skip
+            "--enable-return-routed-experts",
+            tokens=trained - replayed,
+            of=trained,
+        )
     return {"tokens_replayed": float(replayed)}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.batches.sequences import TokenSequence
+from trainer.sequences import TokenSequence
 
 T = TypeVar("T")
 Int = npt.NDArray[np.int64]
@@ -71,9 +71,7 @@ class Layout:
         if self.ends_RL is None:
             return None
         at_L = torch.arange(self.ends_RL.shape[1], device=self.ends_RL.device)
-        seen_RLL = (at_L[None, :, None] >= at_L[None, None, :]) & (
-            at_L[None, :, None] < self.ends_RL[:, None, :]
-        )
+        seen_RLL = (at_L[None, :, None] >= at_L[None, None, :]) & (at_L[None, :, None] < self.ends_RL[:, None, :])
         if self.positions_RL is not None and span != FULL:
             query_RL1, key_R1L = self.positions_RL[:, :, None], self.positions_RL[:, None, :]
             if span.window:
@@ -122,11 +120,16 @@ def _layout(
         torch.from_numpy(ids_RL),
         None if positions_RL is None else torch.from_numpy(positions_RL),
         None if ends_RL is None else torch.from_numpy(ends_RL),
-        flat(rows), flat(cols), flat(targets), torch.from_numpy(np.concatenate(temperatures)), flat(owner), flat(slot),
+        flat(rows),
+        flat(cols),
+        flat(targets),
+        torch.from_numpy(np.concatenate(temperatures)),
+        flat(owner),
+        flat(slot),
         tokens,
         None if all(s.cuts is None for s in sequences) else torch.from_numpy(np.concatenate(cuts)),
         experts_RLMk=_experts(sequences, where, ids_RL.shape),
-    )  # fmt: skip
+    )
 
 
 def _experts(
@@ -235,9 +238,7 @@ def _keys(sequences: Sequence[TokenSequence]) -> list[npt.NDArray[Any]]:
         np.column_stack(
             [
                 ids,
-                (np.repeat(unknown, len(ids), 0) if s.experts is None else s.experts[: len(ids)]).reshape(
-                    len(ids), -1
-                ),
+                (np.repeat(unknown, len(ids), 0) if s.experts is None else s.experts[: len(ids)]).reshape(len(ids), -1),
             ]
         )
         for s, ids in zip(sequences, used, strict=True)
@@ -339,9 +340,7 @@ def micro_batches(
         for size, inside in _group_pieces(sequences, groups, budget):
             rows[size > max(len(used_ids(sequences[s])) for s in inside)].append((size, inside))
         return [
-            _prefix_batch(sequences, of_pass)
-            for kind in rows.values()
-            for of_pass in _within_budget(kind, together)
+            _prefix_batch(sequences, of_pass) for kind in rows.values() for of_pass in _within_budget(kind, together)
         ]
     passes = _within_budget(((len(sequence.ids), s) for s, sequence in enumerate(sequences)), together)
     return [MicroBatch(tuple(inside), padded([sequences[i] for i in inside])) for inside in passes]

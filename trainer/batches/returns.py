@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.events import Member
-from trainer.batches.sequences import TokenSequence
+from trainer.sequences import TokenSequence
 
 Floats = npt.NDArray[np.float64]
 
@@ -44,7 +44,7 @@ def returns_of(member: Member, calls: int, discount: float, roles: Roles = NO_RO
     return returns
 
 
-def places(calls: int, roles: Roles) -> list[tuple[str, int]]:
+def positions(calls: int, roles: Roles) -> list[tuple[str, int]]:
     """The agent of each call, and which of its agent's calls it is, from 0."""
     counts: Counter[str] = Counter()
     out = []
@@ -56,8 +56,8 @@ def places(calls: int, roles: Roles) -> list[tuple[str, int]]:
 
 
 def role_baselines(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[str, Floats]:
-    """By agent, the mean return at each of its places over the runs in which it made a call. `runs`: returns and places
-    of each run's calls."""
+    """By agent, the mean return at each of its positions over the runs in which it made a call. `runs`: returns and
+    positions of each run's calls."""
     return {role: baseline(returns, max(map(len, returns))) for role, returns in _by_role(runs).items()}
 
 
@@ -71,23 +71,23 @@ def _by_role(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[s
     return by_role
 
 
-def spread(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> float:
-    """The largest difference between returns that are compared: of one agent at one of its places. `runs` as in
+def largest_difference(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> float:
+    """The largest difference between returns that are compared: of one agent at one of its positions. `runs` as in
     `role_baselines`."""
     differences = [0.0]
     for returns in _by_role(runs).values():
-        for place in range(max(map(len, returns))):
-            compared = [r[min(place, len(r) - 1)] for r in returns]
+        for position in range(max(map(len, returns))):
+            compared = [r[min(position, len(r) - 1)] for r in returns]
             differences.append(max(compared) - min(compared))
     return max(differences)
 
 
-def differ(members: Iterable[Member], discount: float) -> bool:
+def has_call_returns(members: Iterable[Member], discount: float) -> bool:
     """Whether calls of one run may have different returns."""
     return discount != 1.0 or any(m.call_rewards for m in members)
 
 
-def reached(member: Member, calls: int, discount: float, roles: Roles = NO_ROLES) -> npt.NDArray[np.bool_]:
+def calls_with_credit(member: Member, calls: int, discount: float, roles: Roles = NO_ROLES) -> npt.NDArray[np.bool_]:
     """Which of the first `calls` calls of a run train, [calls]: all, unless only calls of it were judged. Then those
     that have a reward or a hint, and those that a later reward of the same agent is credited to."""
     if member.graded == "run":
@@ -96,8 +96,7 @@ def reached(member: Member, calls: int, discount: float, roles: Roles = NO_ROLES
     judged = rewarded | {max(hint.call, 0) for hint in member.hints}
     last = {roles.get(call, ""): call for call in sorted(rewarded)}
     return np.array(
-        [c in judged or (discount > 0 and c <= last.get(roles.get(c, ""), -1)) for c in range(calls)],
-        np.bool_,
+        [c in judged or (discount > 0 and c <= last.get(roles.get(c, ""), -1)) for c in range(calls)], np.bool_
     )
 
 
@@ -117,10 +116,7 @@ def group_returns(
     for sequence in sequences:
         if sequence.calls is not None and sequence.trajectory in calls:
             calls[sequence.trajectory] = max(calls[sequence.trajectory], int(sequence.calls.max()) + 1)
-    return [
-        returns_of(m, calls[m.trajectory], discount, (roles or {}).get(m.trajectory, NO_ROLES))
-        for m in members
-    ]
+    return [returns_of(m, calls[m.trajectory], discount, (roles or {}).get(m.trajectory, NO_ROLES)) for m in members]
 
 
 def baseline(returns: Sequence[Floats], calls: int) -> Floats:

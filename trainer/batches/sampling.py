@@ -3,7 +3,7 @@
 The recorded logprobs are those of the distribution that vLLM sampled from: the policy's distribution at a temperature,
 restricted to likely tokens by `top_k`, `top_p` and `min_p`. The trainer applies these to its own logits, so that both
 sides use the same distribution. Tokens that were sampled under settings that it can't apply are context
-(`pipeline.sampling`), and a metric counts them.
+(`pipeline.chat.sampling`), and a metric counts them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from pipeline.sampling import Defaults
+from pipeline.chat.sampling import Defaults
 
 _OVERRIDE = "--override-generation-config"
 
@@ -28,13 +28,9 @@ def defaults_of(model: Any, flags: Mapping[str, str]) -> Defaults:
     ignored = flags.get("--generation-config") == "vllm"
     defaults = generation.to_diff_dict() if generation is not None and not ignored else {}
     override: dict[str, Any] = msgspec.json.decode(flags.get(_OVERRIDE, "{}").encode())
-    override |= {
-        f.removeprefix(f"{_OVERRIDE}."): v for f, v in flags.items() if f.startswith(f"{_OVERRIDE}.")
-    }
+    override |= {f.removeprefix(f"{_OVERRIDE}."): v for f, v in flags.items() if f.startswith(f"{_OVERRIDE}.")}
     names = Defaults.__struct_fields__
-    return msgspec.convert(
-        {k: v for k, v in (defaults | override).items() if k in names}, Defaults, strict=False
-    )
+    return msgspec.convert({k: v for k, v in (defaults | override).items() if k in names}, Defaults, strict=False)
 
 
 def restrict(logits_nV: torch.Tensor, targets_n: torch.Tensor, cuts_n3: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.events import GroupScored, Member
-from trainer.batches.returns import Floats, differ, group_returns
+from trainer.batches.returns import Floats, group_returns, has_call_returns
 
 WINDOW = 20_000
 """Messages of the stream GROUPS before a group's own event in which its earlier runs lie. It bounds what is kept, what
 a start reads again, and the age of rewards that an improving policy is compared with."""
 
 
-class Earlier(NamedTuple):
+class EarlierReturns(NamedTuple):
     """What a group is compared with."""
 
     runs: int = 0
@@ -35,7 +35,7 @@ class Earlier(NamedTuple):
         return self.totals[min(position, len(self.totals) - 1)]
 
     @classmethod
-    def of(cls, parts: Sequence[Earlier]) -> Earlier:
+    def of(cls, parts: Sequence[EarlierReturns]) -> EarlierReturns:
         """The runs of all parts together."""
         longest = max((len(p.totals) for p in parts), default=1)
         totals = tuple(sum(p.total_at(k) for p in parts) for k in range(longest))
@@ -45,7 +45,7 @@ class Earlier(NamedTuple):
 class _Scored(NamedTuple):
     seq: int
     group: str
-    runs: Earlier
+    runs: EarlierReturns
 
 
 class EarlierRuns:
@@ -61,25 +61,23 @@ class EarlierRuns:
         at = bisect_left(scored, seq, key=lambda entry: entry.seq)
         if at == len(scored) or scored[at].seq != seq:
             # Their events alone say how many calls they have.
-            returns = group_returns(members, (), self._discount, by_call=differ(members, self._discount))
+            returns = group_returns(members, (), self._discount, by_call=has_call_returns(members, self._discount))
             insort(scored, _Scored(seq, event.group, _runs(returns)), key=lambda entry: entry.seq)
 
-    def before(self, event: GroupScored, seq: int) -> Earlier:
+    def before(self, event: GroupScored, seq: int) -> EarlierReturns:
         """Return the earlier runs of the group that was scored at `seq`."""
         scored = self._groups.get(_task(event), [])
         first, end = (bisect_left(scored, n, key=lambda entry: entry.seq) for n in (seq - WINDOW, seq))
         newest = {entry.group: entry.runs for entry in scored[first:end] if entry.group != event.group}
-        return Earlier.of(list(newest.values()))
+        return EarlierReturns.of(list(newest.values()))
 
     def forget(self, floor: int) -> None:
         """Drop what no group after the sequence `floor` is compared with."""
-        recent = {
-            task: [entry for entry in s if entry.seq > floor - WINDOW] for task, s in self._groups.items()
-        }
+        recent = {task: [entry for entry in s if entry.seq > floor - WINDOW] for task, s in self._groups.items()}
         self._groups = {task: scored for task, scored in recent.items() if scored}
 
 
-def task_baselines(returns: Sequence[Floats], earlier: Earlier, batch_means: Floats) -> list[Floats]:
+def task_baselines(returns: Sequence[Floats], earlier: EarlierReturns, batch_means: Floats) -> list[Floats]:
     """The baseline of each run of a group: at each position the mean return of the earlier runs of its task and of the
     other runs of its group. The mean of the batch where there are none."""
     count = earlier.runs + len(returns) - 1
@@ -87,13 +85,13 @@ def task_baselines(returns: Sequence[Floats], earlier: Earlier, batch_means: Flo
         return [batch_means for _ in returns]
     out = []
     for own in range(len(returns)):
-        compared = Earlier.of([earlier, _runs([r for i, r in enumerate(returns) if i != own])])
+        compared = EarlierReturns.of([earlier, _runs([r for i, r in enumerate(returns) if i != own])])
         out.append(np.array([compared.total_at(k) / count for k in range(len(batch_means))]))
     return out
 
 
-def _runs(returns: Sequence[Floats]) -> Earlier:
-    return Earlier.of([Earlier(1, tuple(r.tolist())) for r in returns])
+def _runs(returns: Sequence[Floats]) -> EarlierReturns:
+    return EarlierReturns.of([EarlierReturns(1, tuple(r.tolist())) for r in returns])
 
 
 def _task(event: GroupScored) -> tuple[str, str]:

@@ -9,5 +9,4 @@
 | `start` | what training begins with, if a version from elsewhere |
 | `consumed` | the groups that are done with, so that none is trained twice |
 | `validation` | rewards of validation runs, and the best checkpoint by them |
-| `retention` | removal of adapters and events that nothing needs any more |
 """

@@ -34,11 +34,11 @@ from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, GroupDiscarded
 from pipeline.files import read_json, sync, write_whole
-from pipeline.intervals import Sample
 from pipeline.names import subject_token
+from pipeline.statistics.intervals import Sample
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("trainer.checkpoints.checkpoint")
+logger = get_logger("trainer.checkpoints.checkpoint")
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 MANIFEST_FILE = "manifest.json"
@@ -58,9 +58,7 @@ def passed_over_if_damaged() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        log.warning(
-            "an earlier adapter is passed over: tokens of its version are not compared", reason=str(error)
-        )
+        logger.warning("an earlier adapter is passed over: tokens of its version are not compared", reason=str(error))
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +150,7 @@ class Checkpoints:
         this: it would delete a checkpoint that another process is writing."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(".tmp-*"):
-            log.info("removed what a crash left incomplete", path=str(leftover))
+            logger.info("removed what a crash left incomplete", path=str(leftover))
             if leftover.is_dir():
                 shutil.rmtree(leftover)
             else:
@@ -175,9 +173,7 @@ class Checkpoints:
         for name, content in files.items():
             write_whole(temporary / name, content, durable=True)
         write_whole(
-            temporary / MANIFEST_FILE,
-            msgspec.json.format(msgspec.json.encode(manifest), indent=2),
-            durable=True,
+            temporary / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=2), durable=True
         )
         sync(temporary)
         crash.point("trainer.before_rename")
@@ -204,9 +200,7 @@ class Checkpoints:
             manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
             files = {name: (folder / name).read_bytes() for name in manifest.event.files}
         except (OSError, msgspec.DecodeError) as error:
-            raise CheckpointError(
-                f"{folder} is no complete checkpoint ({error}): restore or delete it"
-            ) from error
+            raise CheckpointError(f"{folder} is no complete checkpoint ({error}): restore or delete it") from error
         for name, content in files.items():
             if hashlib.sha256(content).hexdigest() != manifest.event.files[name]:
                 raise CheckpointError(

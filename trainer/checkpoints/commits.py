@@ -18,7 +18,7 @@ from pipeline.security.signing import Signer, Trust
 from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.checkpoint import Manifest, adapter_archive
 
-log = get_logger("trainer.checkpoints.commits")
+logger = get_logger("trainer.checkpoints.commits")
 
 
 class TrainerError(Exception):
@@ -42,7 +42,7 @@ class Commits:
         trusted = []
         for event in events:
             if objection := self._trust.objection(event):
-                log.error("checkpoint refused", reason=objection)
+                logger.error("checkpoint refused", reason=objection)
             else:
                 trusted.append(event)
         return trusted
@@ -55,9 +55,7 @@ class Commits:
         """Raise `LogShrankError` if the log does not hold the committed checkpoint of `step`. Step 0 has none."""
 
         async def holds() -> bool:
-            return (
-                await self.broker.read_last(CheckpointPublished, step=step, **self._keys(model)) is not None
-            )
+            return await self.broker.read_last(CheckpointPublished, step=step, **self._keys(model)) is not None
 
         if step and not await after_catching_up(holds):
             raise LogShrankError(
@@ -96,9 +94,7 @@ class Commits:
         Each is looked up first: the server recognises a duplicate only for some minutes, and a trainer that died
         between the checkpoint and its discards may start again later than that."""
         for event in manifest.discarded:
-            keys: dict[str, Any] = {
-                name: getattr(event, name) for name in ("project", "model", "group", "branch")
-            }
+            keys: dict[str, Any] = {name: getattr(event, name) for name in ("project", "model", "group", "branch")}
             on_log = await self.broker.read(GroupDiscarded, **keys)
             if all(r.event.message_id() != event.message_id() for r in on_log):
                 await self.broker.publish(event)

@@ -14,21 +14,12 @@ from trainer.checkpoints.tensors import adapter_config
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_ADAPTER_SETTINGS = {
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "target_modules": "targets",
-    "target_parameters": "experts",
-}
+_ADAPTER_SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "target_parameters": "experts"}
 """Keys of adapter_config.json that a run can't change, and the settings under `trainer.lora` that they come from."""
 
 
 def require_compatible(
-    event: CheckpointPublished | None,
-    files: Mapping[str, bytes],
-    digest: str,
-    lora: LoraConfig,
-    name: str = "",
+    event: CheckpointPublished | None, files: Mapping[str, bytes], digest: str, lora: LoraConfig, name: str = ""
 ) -> None:
     """Raise `ConfigError` if training can't continue from a checkpoint: `files` are those of its adapter, `digest` and
     `lora` belong to the model that is loaded. `event` is `None` for an adapter that was trained elsewhere; `name` is

@@ -14,20 +14,11 @@ from pyarrow import fs
 
 from pipeline.config import Config, ConfigError
 from pipeline.events import STATE_FILE, CheckpointPublished, decode
-from pipeline.lake_files import ADAPTER, EVENT, S3, checkpoint_folder, open_s3
+from pipeline.versions.lake_files import ADAPTER, EVENT, S3, checkpoint_folder, open_s3
 from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, unpack
 
-_VERSION = re.compile(
-    r"(?:(?:(?P<project>[^/]+)/)?(?P<branch>[^/]+)/)?(?P<model>[^/]+)@(?P<step>[1-9][0-9]{0,17})"
-)
-_OTHER_ADAPTERS = (
-    "use_dora",
-    "use_rslora",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-)
+_VERSION = re.compile(r"(?:(?:(?P<project>[^/]+)/)?(?P<branch>[^/]+)/)?(?P<model>[^/]+)@(?P<step>[1-9][0-9]{0,17})")
+_OTHER_ADAPTERS = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform")
 """Keys of adapter_config.json that change what an adapter computes, and that the trainer does not set."""
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 """Keys of adapter_config.json with the only value that the trainer can train."""

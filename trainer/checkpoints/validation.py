@@ -50,11 +50,7 @@ class Validation:
         steps = set()
         for group in groups:
             for member in group.members:
-                if (
-                    member.split == "val"
-                    and member.outcome == "scored"
-                    and member.first_step == member.last_step
-                ):
+                if member.split == "val" and member.outcome == "scored" and member.first_step == member.last_step:
                     self._rewards.setdefault(member.last_step, Rewards()).add(member.reward)
                     steps.add(member.last_step)
         before = self.best
@@ -81,8 +77,4 @@ class Validation:
             return {}
         step = max(self._rewards)
         rewards = self._rewards[step]
-        return {
-            "val_step": float(step),
-            "val_reward_mean": rewards.mean,
-            "val_trajectories": float(rewards.count),
-        }
+        return {"val_step": float(step), "val_reward_mean": rewards.mean, "val_trajectories": float(rewards.count)}

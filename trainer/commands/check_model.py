@@ -15,11 +15,11 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pipeline.command_line import add_overrides, command_parser
 from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, load
 from pipeline.running.plan import check_base
-from pipeline.telemetry import logs as log
-from trainer.commands import cli
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import add_overrides, command_parser
+from trainer.commands import options
 from trainer.first import import_first
 
 if TYPE_CHECKING:
@@ -46,13 +46,21 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
         return out | {"refused": f"{base} can't be trained: {first_sentence(error)}"}
     model = engine.model
     adapter = {
-        "rank": config.lora.rank, "layers": sorted(model.lora.target_modules),
-        "experts": config.lora.experts, "parameters": sum(p.numel() for p in model.parameters),
-    }  # fmt: skip
-    return out | _compared(engine.passes.verified) | {
-        "gradient_checkpointing": model.checkpointing, "adapter": adapter, "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }  # fmt: skip
+        "rank": config.lora.rank,
+        "layers": sorted(model.lora.target_modules),
+        "experts": config.lora.experts,
+        "parameters": sum(p.numel() for p in model.parameters),
+    }
+    return (
+        out
+        | _compared(engine.passes.verified)
+        | {
+            "gradient_checkpointing": model.checkpointing,
+            "adapter": adapter,
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+    )
 
 
 def _compared(verified: Verified) -> dict[str, Any]:
@@ -61,33 +69,24 @@ def _compared(verified: Verified) -> dict[str, Any]:
         "padded_difference": verified.padded.largest,
         "packed_difference": verified.packed.largest if verified.packed else None,
         "images_difference": verified.images.largest if verified.images else None,
-        "layout": None if verified.refused else verified.layout, "refused": verified.refused or None,
-        "attention": verified.attention, "why_padded": verified.why_padded,
-    }  # fmt: skip
+        "layout": None if verified.refused else verified.layout,
+        "refused": verified.refused or None,
+        "attention": verified.attention,
+        "why_padded": verified.why_padded,
+    }
 
 
 def report(findings: dict[str, Any]) -> str:
     """The findings as text."""
-    lines = [
-        f"{findings['model']}: "
-        + (f"refused: {findings['refused']}" if findings["refused"] else "trains right")
-    ]
+    lines = [f"{findings['model']}: " + (f"refused: {findings['refused']}" if findings["refused"] else "trains right")]
     if adapter := findings.get("adapter"):
         on = [*adapter["layers"], *(["the experts"] if adapter["experts"] else [])]
-        lines.append(
-            f"  adapter: rank {adapter['rank']}, {adapter['parameters']:,} parameters, on {', '.join(on)}"
-        )
-    for name, text in (
-        ("padded", "one row a sequence"), ("packed", "prefixes shared"), ("images", "rows with images"),
-    ):  # fmt: skip
+        lines.append(f"  adapter: rank {adapter['rank']}, {adapter['parameters']:,} parameters, on {', '.join(on)}")
+    for name, text in (("padded", "one row a sequence"), ("packed", "prefixes shared"), ("images", "rows with images")):
         if (difference := findings[f"{name}_difference"]) is not None:
             lines.append(f"  {text}: at most {difference:.3g} nats from the model's own logprobs")
     if findings["layout"]:
-        how = (
-            "prefixes are shared where that costs less"
-            if findings["layout"] == "prefix"
-            else "one row a sequence"
-        )
+        how = "prefixes are shared where that costs less" if findings["layout"] == "prefix" else "one row a sequence"
         because = f" ({findings['why_padded']})" if findings["why_padded"] else ""
         lines.append(f"  layout: {how}{because}; attention: {findings['attention']}")
     return "\n".join(lines) + "\n"
@@ -113,9 +112,9 @@ def main(argv: list[str] | None = None) -> None:
         if findings["refused"] is not None:
             raise SystemExit(1)
 
-    cli.run("check-model", command)
+    options.run("check-model", command)
 
 
 if __name__ == "__main__":
-    log.configure("check-model", "WARNING")
+    logs.configure("check-model", "WARNING")
     main()

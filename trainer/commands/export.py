@@ -19,25 +19,23 @@ from pathlib import Path
 import anyio
 
 from pipeline import streams
-from pipeline.command_line import command_parser
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.security.signing import Trust
-from pipeline.telemetry import logs as log
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import command_parser
 from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints, unpack
-from trainer.commands import cli
+from trainer.commands import options
 
 
 def parser() -> argparse.ArgumentParser:
     made = command_parser("export", "Write an adapter or merged weights into a folder.")
     made.add_argument("out", type=Path, help="folder to write; must not exist")
-    cli.add_run_arguments(made)
+    options.add_installation_arguments(made)
     made.add_argument("--model", help="name of the policy; required if the run has several")
     made.add_argument("--step", default="latest", help="a step, `latest`, or `best` by validation reward")
-    made.add_argument(
-        "--merged", action="store_true", help="the base model's weights with the adapter merged in"
-    )
+    made.add_argument("--merged", action="store_true", help="the base model's weights with the adapter merged in")
     return made
 
 
@@ -58,14 +56,12 @@ def find_files(
     elif step == "best":
         best = checkpoints.best()
         if best is None:
-            raise CheckpointError(
-                "no validation trajectories were scored, so no checkpoint is the best: name a step"
-            )
+            raise CheckpointError("no validation trajectories were scored, so no checkpoint is the best: name a step")
         number = best.step
     elif re.fullmatch("[1-9][0-9]{0,17}", step):
         number = int(step)
     else:
-        raise cli.UsageError(f"--step {step}: write a number from 1 on, `latest` or `best`")
+        raise options.UsageError(f"--step {step}: write a number from 1 on, `latest` or `best`")
     if number in steps:
         return number, checkpoints.read(number)[1]
     if fetch is None:
@@ -134,12 +130,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
 
     def command() -> None:
-        config = cli.run_config(args)
+        config = options.settings_of(args)
         if args.model is None and len(config.models) > 1:
-            raise cli.UsageError(f"--model: name one of {', '.join(m.name for m in config.models)}")
+            raise options.UsageError(f"--model: name one of {', '.join(m.name for m in config.models)}")
         model = config.model(args.model) if args.model else config.models[0]
         if args.out.exists():
-            raise cli.UsageError(f"{args.out} exists already")
+            raise options.UsageError(f"{args.out} exists already")
 
         def fetch(number: int) -> bytes:
             return anyio.run(fetch_adapter, config, model.name, number)
@@ -153,9 +149,9 @@ def main(argv: list[str] | None = None) -> None:
             write_adapter(files, args.out)
         sys.stdout.write(f"{model.name}@{step} written to {args.out}\n")
 
-    cli.run("export", command)
+    options.run("export", command)
 
 
 if __name__ == "__main__":
-    log.configure("export")
+    logs.configure("export")
     main()

@@ -19,27 +19,25 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from pipeline.command_line import command_parser
 from pipeline.config import ConfigError
 from pipeline.log.broker import BrokerError
-from pipeline.running.runs import log_of, run_settings
+from pipeline.running.installations import installation_settings, log_of
 from pipeline.running.service import until_signalled
 from pipeline.running.state import read_state
-from pipeline.telemetry import logs as log
-from trainer.commands import cli
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import command_parser
+from trainer.commands import options
 from trainer.first import import_first
 
 
 def parser() -> argparse.ArgumentParser:
     made = command_parser("train", "Run the trainer alone.")
-    cli.add_run_arguments(made)
+    options.add_installation_arguments(made)
     made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
     made.add_argument(
         "--until-empty", action="store_true", help="end once the log holds no more groups for a full step"
     )
-    made.add_argument(
-        "--adopt", metavar="LAKE#BRANCH/MODEL@STEP", help="make this version the next one, and end"
-    )
+    made.add_argument("--adopt", metavar="LAKE#BRANCH/MODEL@STEP", help="make this version the next one, and end")
     data = made.add_argument_group("one step on a data set, by TRL's trainer, instead of groups")
     data.add_argument("--on", type=Path, help="folder that `journeywork dataset` wrote")
     data.add_argument("--as", choices=("sft", "dpo", "kto"), dest="kind", help="its format; needed with --on")
@@ -56,10 +54,10 @@ def main(argv: list[str] | None = None) -> None:
 
     def command() -> None:
         if (args.on is None) != (args.kind is None):
-            raise cli.UsageError("--on and --as belong together: name a data set and its format")
+            raise options.UsageError("--on and --as belong together: name a data set and its format")
         if args.on is not None and args.adopt:
-            raise cli.UsageError("--on and --adopt are two steps: take one after the other")
-        config = cli.run_config(args)
+            raise options.UsageError("--on and --adopt are two steps: take one after the other")
+        config = options.settings_of(args)
         if args.dry_run:
             print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
             return
@@ -68,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         if (
             state is not None
             and (pid := state.running_pid("trainer"))
-            and run_settings(config.run_dir).trainer.branch == config.trainer.branch
+            and installation_settings(config.run_dir).trainer.branch == config.trainer.branch
         ):
             raise ConfigError(
                 f"{config.run_dir}: `journeywork up` trains there already, as process {pid}: stop it, or start it "
@@ -79,9 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         from trainer.checkpoints.commits import TrainerError
         from trainer.service import train
 
-        work = partial(
-            until_signalled, partial(train, until_empty=args.until_empty), config, lambda **_: None
-        )
+        work = partial(until_signalled, partial(train, until_empty=args.until_empty), config, lambda **_: None)
         if args.adopt:
             from trainer.datasets import adopt
 
@@ -90,21 +86,15 @@ def main(argv: list[str] | None = None) -> None:
             from trainer.datasets import DatasetStep, train_on
 
             step = DatasetStep(
-                args.on,
-                args.kind,
-                args.epochs,
-                args.learning_rate,
-                args.batch_size,
-                args.max_length,
-                args.seed,
+                args.on, args.kind, args.epochs, args.learning_rate, args.batch_size, args.max_length, args.seed
             )
             work = partial(train_on, config, step, lambda version: print(f"trained {version}"))  # noqa: T201
         try:
             anyio.run(work)
         except* (TrainerError, BrokerError) as group:
-            raise cli.FailedError("; ".join(str(e) for e in _leaves(group))) from group
+            raise options.FailedError("; ".join(str(e) for e in _leaves(group))) from group
 
-    cli.run("train", command)
+    options.run("train", command)
 
 
 def _leaves(group: BaseExceptionGroup[Exception]) -> list[Exception]:
@@ -115,5 +105,5 @@ def _leaves(group: BaseExceptionGroup[Exception]) -> list[Exception]:
 
 
 if __name__ == "__main__":
-    log.configure("train")
+    logs.configure("train")
     main()

@@ -49,9 +49,7 @@ def _refusing_unreadable() -> Iterator[None]:
     ) as error:
         if isinstance(error, HintUnusableError):
             raise
-        raise HintUnusableError(
-            f"the call's messages are not those of a chat: {type(error).__name__}"
-        ) from error
+        raise HintUnusableError(f"the call's messages are not those of a chat: {type(error).__name__}") from error
 
 
 def best_run(members: Sequence[Member], least: float | None) -> Member | None:
@@ -117,9 +115,7 @@ class HintedPrompts:
             )
         except (ArithmeticError, jinja2.TemplateError, TypeError, ValueError) as error:
             told = without_sent(str(error), exchange.request.decode(errors="replace") + text)
-            raise HintUnusableError(
-                f"the model's chat template refuses the call's messages: {told}"
-            ) from error
+            raise HintUnusableError(f"the model's chat template refuses the call's messages: {told}") from error
         if self._longest is not None and len(prompt) > self._longest * _CHARACTERS_PER_TOKEN:
             raise HintUnusableError(
                 f"the teacher's prompt has {len(prompt)} characters, the trainer's model takes {self._longest} tokens"

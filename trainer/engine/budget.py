@@ -22,9 +22,7 @@ class PassTooLargeError(RuntimeError):
         """Indices of the pass's sequences in the batch; tokens of the pass, padding included; the original error."""
 
     def __str__(self) -> str:
-        return (
-            f"out of memory in a pass of {len(self.indices)} sequence(s) and {self.tokens} tokens: {self.why}"
-        )
+        return f"out of memory in a pass of {len(self.indices)} sequence(s) and {self.tokens} tokens: {self.why}"
 
     @property
     def only_index(self) -> int | None:

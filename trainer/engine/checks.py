@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import Packing, common_prefix, used_ids
-from trainer.batches.sequences import TokenSequence
 from trainer.engine.passes import Passes, Scores
 from trainer.engine.state import Logprobs, TrainState
+from trainer.sequences import TokenSequence
 
 EVERY = 10
 """A wrong version, mask or base model is found within this number of steps, whichever version's tokens show it."""

@@ -57,10 +57,10 @@ class ContextGroup:
             positions_RL=columns if positions is None else torch.cat([positions, torch.zeros_like(more)], 1),
             # Padding sees itself, as in `prefix_shared`.
             ends_RL=None if ends is None else torch.cat([ends, more + 1], 1),
-            experts_RLMk=None if (experts := layout.experts_RLMk) is None else torch.cat(
-                [experts, experts.new_full((rows, more.shape[1], *experts.shape[2:]), -1)], 1
-            ),
-        )  # fmt: skip
+            experts_RLMk=None
+            if (experts := layout.experts_RLMk) is None
+            else torch.cat([experts, experts.new_full((rows, more.shape[1], *experts.shape[2:]), -1)], 1),
+        )
 
     def part(self, whole: Layout) -> Layout:
         """This process's columns of `whole`, and the trained tokens that they predict. The masks stay whole."""
@@ -126,9 +126,7 @@ class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
 def _check(size: int, processes: int, config: Any) -> None:
     setting = f"trainer.memory.context_parallel is {size}"
     if processes % size:
-        raise ConfigError(
-            f"{setting}: it has to divide the number of the trainer's processes, which is {processes}"
-        )
+        raise ConfigError(f"{setting}: it has to divide the number of the trainer's processes, which is {processes}")
     heads = math.gcd(*(layer.num_attention_heads for layer in config.per_layer_config))
     if heads % size:
         possible = [n for n in range(1, heads + 1) if heads % n == 0]

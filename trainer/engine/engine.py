@@ -21,9 +21,8 @@ import torch
 
 from pipeline.config import TrainerConfig
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Example
-from trainer.batches.sequences import TokenSequence
-from trainer.distillation.lessons import Lesson, Teaching, taught
+from trainer.batches.examples import Example
+from trainer.distillation.teacher import HintedCall, TeacherLogprobs, join_logprobs
 from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within_memory, run_within_memory
 from trainer.engine.late import is_late, late_metrics
@@ -31,15 +30,11 @@ from trainer.engine.model import PolicyModel
 from trainer.engine.optimizer import PolicyOptimizer
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.passes import Passes, PassResult, Scores, first_logprobs
-from trainer.engine.state import (
-    SamplerMismatchError,
-    StepResult,
-    TrainState,
-    Weights,
-)
+from trainer.engine.state import SamplerMismatchError, StepResult, TrainState, Weights
 from trainer.engine.verify import logprob_bound_for
+from trainer.sequences import TokenSequence
 
-log = get_logger("trainer.engine.engine")
+logger = get_logger("trainer.engine.engine")
 
 
 def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
@@ -86,11 +81,7 @@ class Engine:
     """A model, the passes over it, and its optimizer steps."""
 
     def __init__(
-        self,
-        base: str,
-        config: TrainerConfig,
-        process_group: ProcessGroup | None = None,
-        number: int = 0,
+        self, base: str, config: TrainerConfig, process_group: ProcessGroup | None = None, number: int = 0
     ) -> None:
         """`process_group`: the processes that share the passes, if there are several; `number`: the engine's index
         among those of a process, equal in all processes."""
@@ -114,9 +105,7 @@ class Engine:
     def state_with(self, step: int, weights: Weights) -> TrainState:
         """The state of `step` with an adapter from elsewhere, before the optimizer has seen it."""
         published = self.model.published(weights)
-        return TrainState(
-            step, published, history={step: published}, master=None if published is weights else weights
-        )
+        return TrainState(step, published, history={step: published}, master=None if published is weights else weights)
 
     def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
         """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` is not modified, so
@@ -136,9 +125,13 @@ class Engine:
         history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
         history[step] = weights
         after = TrainState(
-            step, weights, optimizer.adamw.state_dict(), history,
-            None if weights is optimizer.master else optimizer.master, self._average(state, weights),
-        )  # fmt: skip
+            step,
+            weights,
+            optimizer.adamw.state_dict(),
+            history,
+            None if weights is optimizer.master else optimizer.master,
+            self._average(state, weights),
+        )
         metrics |= self._speed(metrics, time.perf_counter() - began)
         return StepResult(after, metrics, update.dropped)
 
@@ -154,18 +147,13 @@ class Engine:
             return marked, {}
         passes = self.passes
         fitted = run_within_memory(
-            passes.scores, [marked[i] for i in late], [groups[i] for i in late], passes.budget, passes.free,
-            step + 1,
-        )  # fmt: skip
+            passes.scores, [marked[i] for i in late], [groups[i] for i in late], passes.budget, passes.free, step + 1
+        )
         logprobs = [fitted.result[n] for n in range(len(fitted.examples))]
         return marked, late_metrics([e.sequence for e in fitted.examples], logprobs, self.config)
 
     def _update(
-        self,
-        state: TrainState,
-        optimizer: PolicyOptimizer,
-        examples: Sequence[Example],
-        groups: Sequence[int],
+        self, state: TrainState, optimizer: PolicyOptimizer, examples: Sequence[Example], groups: Sequence[int]
     ) -> Update:
         """Take the optimizer updates of a step over what of the batch fits into memory."""
         passes = self.passes
@@ -177,18 +165,14 @@ class Engine:
         several_updates = len(list(updates_of(groups, self.config, state.step))) > 1
         kl_penalty = 0.0 if self.config.loss.type == "sft" else self.config.loss.kl_penalty
         if several_updates or kl_penalty:
-            scored = run_within_memory(
-                passes.scores, examples, groups, passes.budget, passes.free, state.step + 1
-            )
+            scored = run_within_memory(passes.scores, examples, groups, passes.budget, passes.free, state.step + 1)
             examples, groups = list(scored.examples), scored.groups
             dropped = [*dropped, *scored.dropped]
             if kl_penalty:
                 base = passes.scores(examples, groups, base=True)
                 examples = penalized(examples, scored.result, base, kl_penalty)
             if several_updates:
-                examples = [
-                    dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(examples)
-                ]
+                examples = [dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(examples)]
         examples = self._taught(state, examples, groups)
         parts = list(updates_of(groups, self.config, state.step))
         results: list[PassResult] = []
@@ -200,9 +184,13 @@ class Engine:
             self.model.peft.zero_grad(set_to_none=True)
             try:
                 fitted = run_within_memory(
-                    passes.gradients, [examples[i] for i in fitting], [groups[i] for i in fitting], passes.budget,
-                    passes.free, state.step + 1
-                )  # fmt: skip
+                    passes.gradients,
+                    [examples[i] for i in fitting],
+                    [groups[i] for i in fitting],
+                    passes.budget,
+                    passes.free,
+                    state.step + 1,
+                )
             except NothingFitsError as error:
                 dropped += error.sequences
                 continue
@@ -212,32 +200,34 @@ class Engine:
         if not results:
             raise NothingFitsError(dropped, state.step + 1)
         trained = [i for i, e in enumerate(examples) if e.sequence not in dropped]
-        return Update(
-            [examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped), results, norms
-        )
+        return Update([examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped), results, norms)
 
     def _taught(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
-        """Return the examples with what the teacher says of their lessons. Lessons that do not fit into memory are left
-        out."""
-        lessons = [(i, lesson) for i, e in enumerate(examples) for lesson in e.lessons]
-        if not lessons or not self.config.distill.weight or self.config.loss.type == "sft":
+        """Return the examples with the teacher's logprobs of their hinted calls. Calls that do not fit into memory are
+        left out."""
+        asked = [(i, call) for i, e in enumerate(examples) for call in e.hinted_calls]
+        if not asked or not self.config.distill.weight or self.config.loss.type == "sft":
             return list(examples)
         average = state.average if self.config.distill.teacher == "average" else None
         with nullcontext() if average is None else self.model.with_adapter(average):
             try:
                 fitted = run_within_memory(
-                    self.passes.teachings, [Example(lesson.sequence, 0.0) for _, lesson in lessons],
-                    [groups[i] for i, _ in lessons], self.passes.budget, self.passes.free, state.step + 1,
-                )  # fmt: skip
+                    self.passes.teacher_logprobs,
+                    [Example(call.sequence, 0.0) for _, call in asked],
+                    [groups[i] for i, _ in asked],
+                    self.passes.budget,
+                    self.passes.free,
+                    state.step + 1,
+                )
             except NothingFitsError:
                 return list(examples)  # the error is logged for each of them
         said = {id(e.sequence): fitted.result[n] for n, e in enumerate(fitted.examples)}
-        parts: dict[int, list[tuple[Lesson, Teaching]]] = {}
-        for i, lesson in lessons:
-            if (teaching := said.get(id(lesson.sequence))) is not None:
-                parts.setdefault(i, []).append((lesson, teaching))
+        parts: dict[int, list[tuple[HintedCall, TeacherLogprobs]]] = {}
+        for i, call in asked:
+            if (teacher_logprobs := said.get(id(call.sequence))) is not None:
+                parts.setdefault(i, []).append((call, teacher_logprobs))
         return [
-            dataclasses.replace(e, lessons=(), teaching=taught(e.sequence.trained_tokens, parts.get(i, ())))
+            dataclasses.replace(e, hinted_calls=(), teacher=join_logprobs(e.sequence.trained_tokens, parts.get(i, ())))
             for i, e in enumerate(examples)
         ]
 
@@ -247,22 +237,19 @@ class Engine:
         if not distill.weight or distill.teacher != "average":
             return None
         before = state.average or state.weights
-        return {
-            name: torch.lerp(before[name].float(), w.float(), distill.average_rate)
-            for name, w in weights.items()
-        }
+        return {name: torch.lerp(before[name].float(), w.float(), distill.average_rate) for name, w in weights.items()}
 
     def _too_long(self, examples: Sequence[Example]) -> list[TokenSequence]:
         """Return the sequences that the model would cut off."""
-        too_long = [
-            e.sequence for e in examples if self.model.longest and len(e.sequence.ids) > self.model.longest
-        ]
+        too_long = [e.sequence for e in examples if self.model.longest and len(e.sequence.ids) > self.model.longest]
         for sequence in too_long:
-            log.error(
+            logger.error(
                 "sequence dropped: the trainer's model cuts it off; lower vllm.max_model_len or raise "
                 "trainer.unsloth.max_seq_length",
-                trajectory=sequence.trajectory, tokens=len(sequence.ids), limit=self.model.longest,
-            )  # fmt: skip
+                trajectory=sequence.trajectory,
+                tokens=len(sequence.ids),
+                limit=self.model.longest,
+            )
         return too_long
 
     def _measure(self, state: TrainState, update: Update) -> dict[str, float]:
@@ -273,9 +260,13 @@ class Engine:
         metrics = passes.summary(update.results, update.examples, state.step, len(update.norms))
         self._require_sampler_logprobs(metrics, state.step)
         step = checks.Step(
-            state, update.examples, update.groups, first_logprobs(update.results, update.examples),
-            passes.packing_of(update.examples, update.groups), metrics["tokens_forward"],
-        )  # fmt: skip
+            state,
+            update.examples,
+            update.groups,
+            first_logprobs(update.results, update.examples),
+            passes.packing_of(update.examples, update.groups),
+            metrics["tokens_forward"],
+        )
         share = self.config.check_share / 2
         metrics["tokens_checked"] = 0.0
         for check in (checks.compare_earlier_versions, checks.kl_to_base):
@@ -301,8 +292,10 @@ class Engine:
     def _require_sampler_logprobs(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains."""
         bound = logprob_bound_for(self.config, self.model.dtype)
-        for name, what in (("sampler_logprob_diff", "at the earlier versions that sampled"),
-                           ("on_policy_logprob_diff", "of tokens sampled by this version")):  # fmt: skip
+        for name, what in (
+            ("sampler_logprob_diff", "at the earlier versions that sampled"),
+            ("on_policy_logprob_diff", "of tokens sampled by this version"),
+        ):
             difference = metrics.get(name, 0.0)
             if not difference <= bound:
                 raise SamplerMismatchError(

@@ -17,9 +17,12 @@ PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 """Ends of the names of the parameters that get an adapter. vLLM needs both."""
 _IN_TRANSFORMERS = ".mlp.experts."
 IN_VLLM = {
-    "gpt_oss": ".mlp.experts.", "mixtral": ".block_sparse_moe.experts.", "olmoe": ".mlp.experts.",
-    "qwen2_moe": ".mlp.experts.", "qwen3_moe": ".mlp.experts.",
-}  # fmt: skip
+    "gpt_oss": ".mlp.experts.",
+    "mixtral": ".block_sparse_moe.experts.",
+    "olmoe": ".mlp.experts.",
+    "qwen2_moe": ".mlp.experts.",
+    "qwen3_moe": ".mlp.experts.",
+}
 """`model_type` of the families whose layout was compared with vLLM's, to its name of a layer's experts."""
 
 

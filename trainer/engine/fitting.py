@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch
-from trainer.batches.sequences import TokenSequence
 from trainer.engine.budget import Budget, PassTooLargeError, is_out_of_memory
 from trainer.engine.state import UntrainableError
+from trainer.sequences import TokenSequence
 
-log = get_logger("trainer.engine.fitting")
+logger = get_logger("trainer.engine.fitting")
 
 T = TypeVar("T")
 
@@ -76,11 +76,13 @@ def run_within_memory(
         if sequence is not failed_once:
             failed_once = sequence  # retried once, because `free` may have made room for it
             continue
-        log.error(
+        logger.error(
             "sequence dropped: it does not fit in memory even alone; lower the token limit of trajectories or the LoRA "
             "rank, or use more trainer processes on more GPUs, or a GPU with more memory",
-            trajectory=sequence.trajectory, tokens=len(sequence.ids), step=step,
-        )  # fmt: skip
+            trajectory=sequence.trajectory,
+            tokens=len(sequence.ids),
+            step=step,
+        )
         dropped.append(sequence)
         examples = [e for i, e in enumerate(examples) if i != only_index]
         groups = [g for i, g in enumerate(groups) if i != only_index]
@@ -104,7 +106,7 @@ def check_within_memory(
             only_index = _handle_out_of_memory(budget, error)
         free()
         if only_index is not None:
-            log.error("a check of the step is skipped: a pass of one sequence does not fit in memory")
+            logger.error("a check of the step is skipped: a pass of one sequence does not fit in memory")
             return {"checks_left_out": 1.0}
 
 
@@ -121,9 +123,7 @@ def _handle_out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
         raise error
     # Half of the tokens that the failed pass held, which may be fewer than the budget allows.
     budget.halve(error.tokens if isinstance(error, PassTooLargeError) else budget.tokens)
-    log.warning(
-        "out of memory: halved the token budget of a pass", budget=budget.tokens, error=_first_line(error)
-    )
+    logger.warning("out of memory: halved the token budget of a pass", budget=budget.tokens, error=_first_line(error))
     return None
 
 

@@ -118,9 +118,7 @@ def _trunk_of(model: Any) -> str:
     for name, module in model.named_children():  # `base_model_prefix` may name another attribute
         if isinstance(module, PreTrainedModel):
             return str(name)
-    raise ConfigError(
-        f"{type(model).__name__} can't be trained: no trunk module separate from the head was found"
-    )
+    raise ConfigError(f"{type(model).__name__} can't be trained: no trunk module separate from the head was found")
 
 
 class Forward:
@@ -256,9 +254,7 @@ class Forward:
         `teacher`: ids and logprobs of a teacher's most probable tokens, [N, K], NaN where it was not asked. The
         divergence is `reverse_kl` before top_k, top_p and min_p, and 0 where it was not asked, or without a teacher."""
         count = max(1, -(-len(hidden_ND) // chunk))  # a part of a row may have no trained token
-        tops = (
-            [None] * count if teacher is None else zip(*(part.split(chunk) for part in teacher), strict=True)
-        )
+        tops = [None] * count if teacher is None else zip(*(part.split(chunk) for part in teacher), strict=True)
         pieces = zip(
             hidden_ND.split(chunk),
             targets_N.split(chunk),

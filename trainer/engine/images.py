@@ -24,7 +24,7 @@ from transformers import AutoImageProcessor
 
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("trainer.engine.images")
+logger = get_logger("trainer.engine.images")
 
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow opens further ones with programs and stubs that files of strangers should not reach."""
@@ -126,11 +126,9 @@ def image_inputs_of(base: str, config: Any) -> ImageInputs | None:
     try:
         processor = AutoImageProcessor.from_pretrained(base)
     except (ImportError, OSError, ValueError) as error:
-        log.warning(
-            "runs with images are not trained: no image processor", model=base, error=str(error)[:300]
-        )
+        logger.warning("runs with images are not trained: no image processor", model=base, error=str(error)[:300])
         return None
     if not merge and not fixed:
-        log.warning("runs with images are not trained: the places of an image are not known", model=base)
+        logger.warning("runs with images are not trained: the places of an image are not known", model=base)
         return None
     return ImageInputs(processor, int(token), int(merge or 1), int(fixed))

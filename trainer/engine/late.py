@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.config import TrainerConfig
-from trainer.batches.sequences import TokenSequence
 from trainer.engine.state import Logprobs, UntrainableError
+from trainer.sequences import TokenSequence
 
 
 class LateRunsError(UntrainableError):

@@ -35,7 +35,7 @@ from pipeline.telemetry.logs import get_logger
 from trainer.engine.experts import parameters_to_adapt
 from trainer.engine.forward import disable_randomness, towers_of
 
-log = get_logger("trainer.engine.loading")
+logger = get_logger("trainer.engine.loading")
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of the linear layers that get an adapter with Unsloth, if `trainer.lora.targets` is empty."""
@@ -65,9 +65,7 @@ def device_for(config: TrainerConfig) -> torch.device:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_trainer(config)
     if config.engine == "unsloth" and device.type != "cuda":
-        raise ConfigError(
-            "trainer.engine: `unsloth` needs a CUDA GPU, and none was found; use `transformers`"
-        )
+        raise ConfigError("trainer.engine: `unsloth` needs a CUDA GPU, and none was found; use `transformers`")
     return device
 
 
@@ -125,10 +123,15 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
     # vLLM serves no adapters on vision towers, unless it is told to.
     towers = "|".join(map(re.escape, towers_of(model)))
     lora = LoraConfig(
-        r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, bias="none",
-        target_modules=find_lora_targets(model, config), exclude_modules=rf"({towers})\..*" if towers else None,
-        target_parameters=parameters_to_adapt(model, config), task_type="CAUSAL_LM",
-    )  # fmt: skip
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=find_lora_targets(model, config),
+        exclude_modules=rf"({towers})\..*" if towers else None,
+        target_parameters=parameters_to_adapt(model, config),
+        task_type="CAUSAL_LM",
+    )
     torch.manual_seed(config.seed)
     peft = get_peft_model(model, lora)
     disable_randomness(peft)
@@ -189,9 +192,7 @@ def checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
                 f"trainer.memory.gradient_checkpointing: {type(model).__name__} does not support it ({error}); use "
                 "`auto` or `off`"
             ) from error
-        log.warning(
-            "the model does not support gradient checkpointing: passes take more memory", error=str(error)
-        )
+        logger.warning("the model does not support gradient checkpointing: passes take more memory", error=str(error))
         return False
     return True
 
@@ -211,21 +212,14 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
         if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head and not name.startswith(towers)
     }
     # A model's own subclass of Linear may return more than the product: Llama4's router returns scores and logits.
-    excluded = {_leaf(name) for name, m in linear.items()
-                if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")}  # fmt: skip
+    excluded = {
+        _leaf(name)
+        for name, m in linear.items()
+        if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")
+    }
     excluded |= {_leaf(name) for name in linear if _leaf(name).isdecimal()} | _read_by_others(model)
     if any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
-        excluded |= {
-            "gate",
-            "router",
-            "shared_expert_gate",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-            "w1",
-            "w2",
-            "w3",
-        }
+        excluded |= {"gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
     possible = {_leaf(name) for name in linear} - excluded
     if unknown := set(config.lora.targets) - possible:
         raise ConfigError(
@@ -287,7 +281,7 @@ def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> Loa
         )
     longest = min(own, config.unsloth.max_seq_length or own)
     if longest < config.unsloth.max_seq_length:
-        log.warning("longer sequences than the model's own limit are not trained", base=base, limit=own)
+        logger.warning("longer sequences than the model's own limit are not trained", base=base, limit=own)
     checkpointing = wants_checkpointing(config, device)
     model, _ = FastLanguageModel.from_pretrained(
         model_name=base,

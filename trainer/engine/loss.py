@@ -95,11 +95,7 @@ def policy_loss(
 
 
 def _surrogate(
-    config: LossConfig,
-    given: LossInputs,
-    logprobs_SK: torch.Tensor,
-    log_ratio_SK: torch.Tensor,
-    ratio: torch.Tensor,
+    config: LossConfig, given: LossInputs, logprobs_SK: torch.Tensor, log_ratio_SK: torch.Tensor, ratio: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return what each token, or each sequence, adds to the loss before it is averaged, and its metrics."""
     advantages = given.advantages
@@ -116,29 +112,18 @@ def _surrogate(
         case "vespo":
             phi_S1 = _gamma_weights(given, log_ratio_SK.detach(), VESPO_GAMMA | config.options)
             return -phi_S1 * advantages * logprobs_SK, {"vespo/phi_seq_mean": phi_S1}
-    low, high = (
-        1 - config.epsilon,
-        1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high),
-    )
+    low, high = (1 - config.epsilon, 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high))
     free = ratio if config.delta is None else ratio.clamp(max=config.delta)  # INTELLECT-2, arXiv 2505.07291
     below, above = (free < low) & (advantages < 0), (free > high) & positive
-    clipped = {
-        "clip_ratio/low_mean": below,
-        "clip_ratio/high_mean": above,
-        "clip_ratio/region_mean": below | above,
-    }
+    clipped = {"clip_ratio/low_mean": below, "clip_ratio/high_mean": above, "clip_ratio/region_mean": below | above}
     return -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages), clipped
 
 
-def _gamma_weights(
-    given: LossInputs, log_ratio_SK: torch.Tensor, constants: dict[str, float]
-) -> torch.Tensor:
+def _gamma_weights(given: LossInputs, log_ratio_SK: torch.Tensor, constants: dict[str, float]) -> torch.Tensor:
     """VESPO's weight exp(lambda (1 - w)) w^k of each sequence's ratio w to the sampler, [S, 1] or [S, K]."""
     log_w = (log_ratio_SK.clamp(-20.0, 20.0) * given.mask_SK).sum(-1, keepdim=True)
     if given.weights is not None:
-        of_tokens = given.weights.log().clamp(
-            _LOG_LEAST, _LOG_MOST
-        )  # of padding too, where the weights are bounded
+        of_tokens = given.weights.log().clamp(_LOG_LEAST, _LOG_MOST)  # of padding too, where the weights are bounded
         log_w = log_w + (of_tokens * given.mask_SK).sum(-1, keepdim=True)
     log_w = log_w.clamp(_LOG_LEAST, _LOG_MOST)
     not_negative = given.advantages >= 0
@@ -178,9 +163,7 @@ def importance_weights(
     return ratio.masked_fill(outside, 0.0)
 
 
-def _by_sign(
-    positive: torch.Tensor, like: torch.Tensor, constants: dict[str, float], name: str
-) -> torch.Tensor:
+def _by_sign(positive: torch.Tensor, like: torch.Tensor, constants: dict[str, float], name: str) -> torch.Tensor:
     """The constant `<name>_pos` or `<name>_neg` by the sign of each advantage, in the type of `like`."""
     return torch.where(positive, *(like.new_tensor(constants[f"{name}_{sign}"]) for sign in ("pos", "neg")))
 

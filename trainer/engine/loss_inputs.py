@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pipeline.config import TrainerConfig
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.engine.loss import LossInputs, importance_weights
 
 
@@ -64,10 +64,8 @@ def _advantages(examples: Sequence[Example], old_SK: torch.Tensor, config: Train
 
     `old_SK`: logprobs of the policy before the step."""
     dtype = torch.promote_types(old_SK.dtype, torch.float32)
-    weighted_S1 = torch.tensor(
-        [[e.advantage * e.weight] for e in examples], dtype=dtype, device=old_SK.device
-    )
-    teaches = config.distill.divergence == "sampled" and any(e.teaching for e in examples)
+    weighted_S1 = torch.tensor([[e.advantage * e.weight] for e in examples], dtype=dtype, device=old_SK.device)
+    teaches = config.distill.divergence == "sampled" and any(e.teacher for e in examples)
     of_calls = any(e.call_advantages is not None for e in examples)
     if examples[0].kl_penalty is None and not teaches and not of_calls:
         return weighted_S1
@@ -79,8 +77,8 @@ def _advantages(examples: Sequence[Example], old_SK: torch.Tensor, config: Train
         if example.kl_penalty is not None:
             penalty = torch.from_numpy(example.kl_penalty * example.weight).to(advantages_SK)
             advantages_SK[row, : len(penalty)] += penalty
-        if teaches and example.teaching is not None:
-            teacher = torch.from_numpy(example.teaching.logprobs_k).to(advantages_SK)
+        if teaches and example.teacher is not None:
+            teacher = torch.from_numpy(example.teacher.logprobs_k).to(advantages_SK)
             gap = teacher - old_SK[row, : len(teacher)]
             gap = torch.where(gap.isfinite(), gap, 0.0)
             advantages_SK[row, : len(teacher)] += config.distill.weight * example.weight * gap

@@ -6,19 +6,18 @@ Everything here computes and blocks; the service calls it in a thread.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from peft.utils import get_peft_model_state_dict
 
 from pipeline.config import ConfigError, TrainerConfig
 from trainer.batches.packing import Layout, MicroBatch
-from trainer.batches.sequences import TokenSequence
-from trainer.distillation.lessons import Teaching
+from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.experts import served_name
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
@@ -26,21 +25,29 @@ from trainer.engine.images import image_inputs_of
 from trainer.engine.loading import base_digest, device_for, load
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import Logprobs, Weights
+from trainer.sequences import TokenSequence
 
 _MAX_LOGITS, _MAX_LOGITS_ON_GPU = 6_400_000, 32_000_000
 """Maximum number of logits (positions times vocabulary) in memory at once. More are computed in chunks of positions,
-and again in the backward pass. On a CPU they should fit into its cache: a step of `make demo` takes 0.7 times as long as
-with the GPU's limit."""
+and again in the backward pass. On a CPU they should fit into its cache: a step of `make demo` takes 0.7 times as long
+as with the GPU's limit."""
 
 
 def load_settings(config: TrainerConfig) -> dict[str, object]:
     """The settings that a model is loaded with: policies share an engine where all of them are equal."""
-    names = (
-        "engine", "dtype", "memory.quantization", "unsloth.max_seq_length", "lora.rank", "lora.alpha",
-        "lora.targets", "lora.experts", "lora.dtype", "seed", "threads", "memory.gradient_checkpointing",
-        "memory.sharded", "memory.context_parallel",
-    )  # fmt: skip
-    return {name: operator.attrgetter(name)(config) for name in names}
+    memory = config.memory
+    return {
+        "engine": config.engine,
+        "dtype": config.dtype,
+        "memory.quantization": memory.quantization,
+        "unsloth.max_seq_length": config.unsloth.max_seq_length,
+        **{f"lora.{name}": value for name, value in msgspec.structs.asdict(config.lora).items()},
+        "seed": config.seed,
+        "threads": config.threads,
+        "memory.gradient_checkpointing": memory.gradient_checkpointing,
+        "memory.sharded": memory.sharded,
+        "memory.context_parallel": memory.context_parallel,
+    }
 
 
 class PolicyModel:
@@ -177,10 +184,10 @@ class PolicyModel:
         shape: tuple[int, int],
         *,
         entropy: bool = True,
-        teachings: Sequence[Teaching | None] = (),
+        teacher_logprobs: Sequence[TeacherLogprobs | None] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what `logprobs` returns, and the divergences from a teacher, [S, K], zero where it was not asked.
-        `teachings` is what it said of each sequence of the layout; empty: there is no teacher."""
+        `teacher_logprobs` is what it said of each sequence of the layout; empty: there is no teacher."""
         layout = layout.to(self.device)
         hidden_RLD, layout = self.forward.hidden(layout)
         scored = self.forward.scores(
@@ -191,37 +198,35 @@ class PolicyModel:
             self.positions_at_once,
             # Where the entropy is only measured no gradient is kept for it.
             "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
-            self._tops(layout, teachings),
+            self._tops(layout, teacher_logprobs),
         )
-        logprobs_SK, entropies_SK, divergences_SK = (
-            self.forward.place(values_N, layout, shape) for values_N in scored
-        )
+        logprobs_SK, entropies_SK, divergences_SK = (self.forward.place(values_N, layout, shape) for values_N in scored)
         return logprobs_SK, entropies_SK, divergences_SK
 
     def _tops(
-        self, layout: Layout, teachings: Sequence[Teaching | None]
+        self, layout: Layout, teacher_logprobs: Sequence[TeacherLogprobs | None]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Ids and logprobs of the teacher's most probable tokens at the trained tokens of a layout, in its order."""
-        like = next((t.top_logprobs_kK for t in teachings if t is not None), None)
+        like = next((t.top_logprobs_kK for t in teacher_logprobs if t is not None), None)
         if like is None or not like.shape[1]:
             return None
         # The layout holds the trained tokens of one sequence after the other.
-        counts = torch.bincount(layout.sequence_N, minlength=len(teachings)).tolist()
+        counts = torch.bincount(layout.sequence_N, minlength=len(teacher_logprobs)).tolist()
         slots = [slots_k.numpy() for slots_k in layout.slot_N.cpu().split(counts)]
         said = [
-            Teaching.blank(at.max(initial=-1) + 1, like.shape[1], like.dtype)
-            if teaching is None
-            else teaching
-            for teaching, at in zip(teachings, slots, strict=True)
+            TeacherLogprobs.blank(at.max(initial=-1) + 1, like.shape[1], like.dtype)
+            if of_sequence is None
+            else of_sequence
+            for of_sequence, at in zip(teacher_logprobs, slots, strict=True)
         ]
         pairs = list(zip(said, slots, strict=True))
         ids_NK = torch.from_numpy(np.concatenate([t.top_ids_kK[at] for t, at in pairs]))
         logprobs_NK = torch.from_numpy(np.concatenate([t.top_logprobs_kK[at] for t, at in pairs]))
         return ids_NK.to(self.device), logprobs_NK.to(self.device)
 
-    def teachings_of(
+    def teacher_logprobs_of(
         self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence], top_k: int
-    ) -> dict[int, Teaching]:
+    ) -> dict[int, TeacherLogprobs]:
         """What the live model says as a teacher of the sequences in `batches`, by their indices in `sequences`, with
         its `top_k` most probable tokens. Raises `PassTooLargeError` where memory runs out."""
         count = min(top_k, self.vocabulary)
@@ -236,11 +241,9 @@ class PolicyModel:
             said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
             return (self.forward.place(part, layout, shape) for part in said)
 
-        return {i: Teaching(*said) for i, said in self._of_each(batches, sequences, ask)}
+        return {i: TeacherLogprobs(*said) for i, said in self._of_each(batches, sequences, ask)}
 
-    def logprobs_of(
-        self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]
-    ) -> dict[int, Logprobs]:
+    def logprobs_of(self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]) -> dict[int, Logprobs]:
         """The logprobs of the sequences in `batches` by their indices in `sequences`; without gradients.
 
         Raises `PassTooLargeError` where memory runs out."""
@@ -276,9 +279,7 @@ def _misfits(live: Weights, weights: Weights) -> str:
     kinds = {
         "tensors without a place in it": weights.keys() - live.keys(),
         "missing tensors": live.keys() - weights.keys(),
-        "tensors of another shape": {
-            n for n in live.keys() & weights.keys() if live[n].shape != weights[n].shape
-        },
+        "tensors of another shape": {n for n in live.keys() & weights.keys() if live[n].shape != weights[n].shape},
     }
     return "; ".join(
         f"{kind}: {len(names)} ({', '.join(sorted(names)[:3])}{', …' * (len(names) > 3)})"

@@ -23,10 +23,11 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
         return optimizer.learning_rate * (step + 1) / (optimizer.warmup_steps + 1)
     unused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=optimizer.learning_rate)
     scheduler = get_scheduler(
-        optimizer.schedule, unused,
+        optimizer.schedule,
+        unused,
         num_warmup_steps=None if optimizer.schedule == "constant" else optimizer.warmup_steps,
         num_training_steps=max(config.max_steps, 1),
-    )  # fmt: skip
+    )
     return optimizer.learning_rate * float(scheduler.lr_lambdas[0](step))
 
 

@@ -33,19 +33,28 @@ import torch.distributed as dist
 
 from pipeline.config import TrainerConfig
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch, Packing
 from trainer.engine.budget import PassTooLargeError, is_out_of_memory
 from trainer.engine.state import Weights
 
-log = get_logger("trainer.engine.parallel")
+logger = get_logger("trainer.engine.parallel")
 
 T = TypeVar("T")
 
 _OF_TORCHRUN = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """Environment variables of the processes that torchrun starts."""
 _CPU = torch.device("cpu")
 _JOB_TIMEOUT = timedelta(days=365)
@@ -56,7 +65,7 @@ class WorkerError(RuntimeError):
     """Another process could not do its part of the step."""
 
 
-Work = Literal["gradients", "scores", "base_scores", "teachings"]
+Work = Literal["gradients", "scores", "base_scores", "teacher_logprobs"]
 """What is computed: gradients of the loss, logprobs under the adapter or under the base model, or what the teacher
 says."""
 
@@ -97,9 +106,7 @@ class ProcessGroup:
             devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
             os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank % len(devices)]
         # Jobs are sent over gloo, because NCCL keeps the GPU busy while it waits.
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_JOB_TIMEOUT
-        )
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_JOB_TIMEOUT)
         for name in [n for n in os.environ if n in _OF_TORCHRUN or n.startswith("TORCHELASTIC_")]:
             del os.environ[name]
         rank = dist.get_rank()
@@ -157,9 +164,7 @@ class ProcessGroup:
             mine += [filler] * (max(map(len, parts)) - len(mine))
         return mine
 
-    def all_reduce(
-        self, work: Callable[[], T], parameters: Sequence[torch.nn.Parameter], *, together: bool
-    ) -> list[T]:
+    def all_reduce(self, work: Callable[[], T], parameters: Sequence[torch.nn.Parameter], *, together: bool) -> list[T]:
         """Do `work` in every process and sum the gradients of `parameters`. Returns the results by rank. `together`:
         the processes wait for each other within `work`, so that an error in it has to end this one.
 
@@ -185,9 +190,7 @@ class ProcessGroup:
                 raise too_large
         if any(out_of_memory for _, out_of_memory, _, _ in outcomes):
             raise torch.OutOfMemoryError("another process of the trainer ran out of memory")
-        if failures := [
-            f"process {rank}: {message}" for rank, (*_, message) in enumerate(outcomes) if message
-        ]:
+        if failures := [f"process {rank}: {message}" for rank, (*_, message) in enumerate(outcomes) if message]:
             raise WorkerError("; ".join(failures)[:2000])
         if parameters:
             self._sum(parameters)
@@ -208,11 +211,11 @@ def _size(batch: MicroBatch) -> float:
 
 def _end(error: Exception) -> NoReturn:
     """End this process at once: the others wait for it within a pass, and go on when its connections break."""
-    log.error(
+    logger.error(
         "the trainer ends: a pass that all processes make together failed in this one. After a start in which memory "
         "ran out, passes have half as many tokens",
         exc=error,
-    )  # fmt: skip
+    )
     os._exit(1)
 
 
@@ -224,7 +227,14 @@ def launch(processes: int, arguments: list[str]) -> NoReturn:
         os.dup2(int(arguments[at]), 0)
         arguments[at] = "0"
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-        "-m", "trainer", *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        "-m",
+        "trainer",
+        *arguments,
+    ]
     os.execv(sys.executable, command)  # noqa: S606 - no shell, and the command is built here

@@ -16,10 +16,10 @@ import torch
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import Cost, MicroBatch, Packing, micro_batches, sharing_pays
-from trainer.distillation import lessons
-from trainer.distillation.lessons import Teaching
+from trainer.distillation import teacher
+from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.budget import Budget
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.loss import Sums, means, policy_loss, supervised_loss
@@ -30,7 +30,7 @@ from trainer.engine.state import Logprobs
 from trainer.engine.statistics import sampler_metrics
 from trainer.engine.verify import verify
 
-log = get_logger("trainer.engine.passes")
+logger = get_logger("trainer.engine.passes")
 
 _CPU_TOKENS = 1024
 """On CPU, rows share a pass only up to this number of tokens: their activations then stay in its cache."""
@@ -65,16 +65,12 @@ class Passes:
 
     `process_group` and `number` as `Engine`'s. Raises `RefusedError` if no pass gives the model's own logprobs."""
 
-    def __init__(
-        self, model: PolicyModel, process_group: ProcessGroup | None = None, number: int = 0
-    ) -> None:
+    def __init__(self, model: PolicyModel, process_group: ProcessGroup | None = None, number: int = 0) -> None:
         check_trainer(model.config)
         self.model, self._process_group, self._number = model, process_group, number
         self.budget = Budget(model.config.memory.tokens_per_batch)
         # Layers may differ in their heads, as Gemma 4's do.
-        self.cost = Cost.of(
-            model.multiplied, sum(_attention_width(c) for c in model.forward.text.per_layer_config)
-        )
+        self.cost = Cost.of(model.multiplied, sum(_attention_width(c) for c in model.forward.text.per_layer_config))
         self.verified = verify(model)
         """How the layouts compare with the model's own forward pass."""
 
@@ -109,25 +105,21 @@ class Passes:
 
     def counted_scores(
         self, examples: Sequence[Example], groups: Sequence[int], packing: Packing | None = None, *, base: bool = False
-    ) -> tuple[Scores, int]:  # fmt: skip
+    ) -> tuple[Scores, int]:
         """Return `scores` in the layout `packing`, and how many tokens the passes computed."""
         work: Work = "base_scores" if base else "scores"
         parts: list[tuple[Scores, int]] = self._in_every_process(examples, groups, work, packing)
         computed = {index: logprobs for scores, _ in parts for index, logprobs in scores.items()}
         return computed, sum(tokens for _, tokens in parts)
 
-    def teachings(self, examples: Sequence[Example], groups: Sequence[int]) -> dict[int, Teaching]:
+    def teacher_logprobs(self, examples: Sequence[Example], groups: Sequence[int]) -> dict[int, TeacherLogprobs]:
         """What the teacher (`trainer.distill.teacher`) says of each example, by its index. The live adapter is that of
         the policy, or the average."""
-        parts: list[dict[int, Teaching]] = self._in_every_process(examples, groups, "teachings")
-        return {index: teaching for part in parts for index, teaching in part.items()}
+        parts: list[dict[int, TeacherLogprobs]] = self._in_every_process(examples, groups, "teacher_logprobs")
+        return {index: logprobs for part in parts for index, logprobs in part.items()}
 
     def _in_every_process(
-        self,
-        examples: Sequence[Example],
-        groups: Sequence[int],
-        work: Work,
-        packing: Packing | None = None,
+        self, examples: Sequence[Example], groups: Sequence[int], work: Work, packing: Packing | None = None
     ) -> list[Any]:
         weights = {} if self._process_group is None else self.model.weights()
         packing = packing or self.packing_of(examples, groups)
@@ -154,7 +146,7 @@ class Passes:
         try:
             self._do(job)
         except (RuntimeError, ValueError) as error:
-            log.warning("part of a step failed", error=f"{type(error).__name__}: {error}"[:500])
+            logger.warning("part of a step failed", error=f"{type(error).__name__}: {error}"[:500])
             self.free()
 
     def free(self) -> None:
@@ -188,16 +180,16 @@ class Passes:
 
     def _own_part(self, job: Job) -> Any:
         """What `job` asks for, of this process's passes: a `PassResult`, scores with the number of tokens of the
-        passes, or teachings."""
+        passes, or the teacher's logprobs."""
         batches, sequences = self._own_batches(job), [e.sequence for e in job.examples]
         if job.work == "gradients":
             return self.own_gradients(batches, job.examples)
         distill = self.config.distill
-        by_base = job.work == "base_scores" or (job.work == "teachings" and distill.teacher == "base")
+        by_base = job.work == "base_scores" or (job.work == "teacher_logprobs" and distill.teacher == "base")
         with self.model.peft.disable_adapter() if by_base else nullcontext():
-            if job.work == "teachings":
+            if job.work == "teacher_logprobs":
                 top_k = distill.top_k if distill.divergence == "reverse_kl" else 0
-                return self.model.teachings_of(batches, sequences, top_k)
+                return self.model.teacher_logprobs_of(batches, sequences, top_k)
             scores = self.model.logprobs_of(batches, sequences)
         return scores, sum(b.layout.tokens for b in batches if b.counts)
 
@@ -211,15 +203,13 @@ class Passes:
                 self._backward(batch, examples, tokens, result)
         return result
 
-    def _backward(
-        self, batch: MicroBatch, examples: Sequence[Example], tokens: int, result: PassResult
-    ) -> None:
+    def _backward(self, batch: MicroBatch, examples: Sequence[Example], tokens: int, result: PassResult) -> None:
         """One pass; `tokens` are the trained tokens of the update that it is a part of. Adds to `result`."""
         inside = [examples[i] for i in batch.indices]
         shape = shape_of([e.sequence for e in inside])
-        teachings = [e.teaching for e in inside]
+        teacher_logprobs = [e.teacher for e in inside]
         logprobs_SK, entropies_SK, divergences_SK = self.model.scores(
-            batch.layout, shape, teachings=teachings
+            batch.layout, shape, teacher_logprobs=teacher_logprobs
         )
         reference_SK = None
         if self.config.loss.beta != 0.0 and self.config.loss.type != "sft":
@@ -229,19 +219,14 @@ class Passes:
             (0.0 * logprobs_SK.nan_to_num()).sum().backward()
             return
         given = inputs_of(
-            inside,
-            logprobs_SK,
-            config=self.config,
-            sequences=len(examples),
-            tokens=tokens,
-            reference_SK=reference_SK,
+            inside, logprobs_SK, config=self.config, sequences=len(examples), tokens=tokens, reference_SK=reference_SK
         )
         if self.config.loss.type == "sft":
             loss = supervised_loss(given, logprobs_SK)
         else:
             loss, sums = policy_loss(self.config.loss, given, logprobs_SK, entropies_SK)
             result.sums.append(sums)
-            if self.config.distill.divergence == "reverse_kl" and any(teachings):
+            if self.config.distill.divergence == "reverse_kl" and any(teacher_logprobs):
                 loss = loss + distillation_loss(inside, divergences_SK, given, self.config)
         loss.backward()
         result.loss += float(loss.detach())
@@ -257,16 +242,20 @@ class Passes:
         laid_out = sum(r.tokens_forward for r in results)
         before = first_logprobs(results, examples)
         metrics = sampler_metrics(sequences, before, step, self.config.loss.importance_clip)
-        metrics |= lessons.metrics([e.teaching for e in examples], before)
-        return metrics | means([sums for r in results for sums in r.sums]) | {
-            "loss": sum(r.loss for r in results) / updates,
-            "tokens": float(sum(s.trained_tokens for s in sequences)),
-            "tokens_forward": float(laid_out),
-            "sequences": float(len(examples)),
-            "micro_batches": float(sum(r.micro_batches for r in results)),
-            "token_budget": float(self.budget.tokens),
-            "packing_ratio": self.config.optimizer.epochs * sum(len(s.ids) for s in sequences) / max(laid_out, 1),
-        }  # fmt: skip
+        metrics |= teacher.metrics([e.teacher for e in examples], before)
+        return (
+            metrics
+            | means([sums for r in results for sums in r.sums])
+            | {
+                "loss": sum(r.loss for r in results) / updates,
+                "tokens": float(sum(s.trained_tokens for s in sequences)),
+                "tokens_forward": float(laid_out),
+                "sequences": float(len(examples)),
+                "micro_batches": float(sum(r.micro_batches for r in results)),
+                "token_budget": float(self.budget.tokens),
+                "packing_ratio": self.config.optimizer.epochs * sum(len(s.ids) for s in sequences) / max(laid_out, 1),
+            }
+        )
 
 
 def first_logprobs(results: Sequence[PassResult], examples: Sequence[Example]) -> list[Logprobs]:

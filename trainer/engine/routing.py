@@ -41,7 +41,7 @@ class RouterReplay:
         -1 leaves the choice to the router. `None`: the router chooses."""
         self._chosen_TMk = None if experts_RLMk is None else experts_RLMk.flatten(0, 1).long()
 
-    def chosen(self, layer: int) -> torch.Tensor | None:
+    def experts_at(self, layer: int) -> torch.Tensor | None:
         """Return the choices for a layer, [T, k] for the T = R L tokens of the pass; `None`: the router chooses."""
         return None if self._chosen_TMk is None else self._chosen_TMk[:, layer]
 
@@ -64,7 +64,7 @@ class _ReplayedForward:
         self._replay, self._router, self._layer, self._own = replay, router, layer, router.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        chosen_Tk = self._replay.chosen(self._layer)
+        chosen_Tk = self._replay.experts_at(self._layer)
         if chosen_Tk is None:
             return self._own(*args, **kwargs)
         with _ChosenTopK(chosen_Tk, self._replay.experts):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.batches.sequences import TokenSequence
+from trainer.sequences import TokenSequence
 
 Weights = dict[str, torch.Tensor]
 """An adapter: PEFT's parameter names to tensors."""

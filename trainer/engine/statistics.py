@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.batches.sequences import OTHER_BRANCH, TokenSequence
 from trainer.engine.state import Logprobs
+from trainer.sequences import OTHER_BRANCH, TokenSequence
 
 
 def sampler_metrics(
@@ -29,9 +29,7 @@ def sampler_metrics(
     `logprobs[i]` are those of `sequences[i]` by the policy before the first update; `largest_ratio` is the bound that
     `clip_share` counts by."""
     sampled = [s.logprobs[s.loss_mask] for s in sequences]
-    by_sequence = [
-        np.subtract(mine, its, dtype=np.float32) for mine, its in zip(logprobs, sampled, strict=True)
-    ]
+    by_sequence = [np.subtract(mine, its, dtype=np.float32) for mine, its in zip(logprobs, sampled, strict=True)]
     raw = np.concatenate(by_sequence)
     differences = np.nan_to_num(raw.astype(np.float64))
     ratios = np.exp(differences)
@@ -41,9 +39,11 @@ def sampler_metrics(
     # NaN of the sampler: no logprob was recorded. A NaN of the trainer stays in: it makes the mean NaN, and the step
     # is refused.
     compared = np.abs(raw[(lags == 0) & ~np.isnan(np.concatenate(sampled))])
-    on_policy = {
-        "on_policy_logprob_diff": float(compared.mean()), "on_policy_logprob_diff_max": float(compared.max())
-    } if len(compared) else {}  # fmt: skip
+    on_policy = (
+        {"on_policy_logprob_diff": float(compared.mean()), "on_policy_logprob_diff_max": float(compared.max())}
+        if len(compared)
+        else {}
+    )
     p5, p50, p95 = np.percentile(ratios, [5, 50, 95])
     longest = max(float(np.nan_to_num(d.astype(np.float64)).sum()) for d in by_sequence)
     return on_policy | {

@@ -82,9 +82,7 @@ def tree_attention(
     """Return what transformers' attention by scaled dot products returns, [R, L, H, D], and `None`."""
     plan: list[Row] | None = getattr(attention_mask, "plan", None)
     if plan is None:
-        attended: tuple[torch.Tensor, None] = _SDPA(
-            module, query_RHLD, key_RHLD, value_RHLD, attention_mask, **options
-        )
+        attended: tuple[torch.Tensor, None] = _SDPA(module, query_RHLD, key_RHLD, value_RHLD, attention_mask, **options)
         return attended
     rows = []
     parts = (part.split(1) for part in (query_RHLD, key_RHLD, value_RHLD))

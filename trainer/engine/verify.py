@@ -23,13 +23,13 @@ from PIL import Image
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.packing import Layout, padded, prefix_shared
-from trainer.batches.sequences import TokenSequence
 from trainer.engine.forward import attention_spans, mask_formats
 from trainer.engine.images import ImageInputs
 from trainer.engine.model import PolicyModel, shape_of
 from trainer.engine.state import Weights
+from trainer.sequences import TokenSequence
 
-log = get_logger("trainer.engine.verify")
+logger = get_logger("trainer.engine.verify")
 
 _TAIL = 24
 """Number of positions compared, at the end of each sequence."""
@@ -149,9 +149,7 @@ def _inference_mode(model: PolicyModel, eager: bool) -> Iterator[None]:
         model.peft.train()
 
 
-def _reference_logprobs(
-    model: PolicyModel, samples: Sequence[TokenSequence], eager: bool
-) -> list[torch.Tensor]:
+def _reference_logprobs(model: PolicyModel, samples: Sequence[TokenSequence], eager: bool) -> list[torch.Tensor]:
     """Return the logprobs of each sequence's trained tokens as the model's own forward pass computes them."""
     out = []
     with _inference_mode(model, eager), torch.no_grad(), model.forward.one_pass():
@@ -173,9 +171,7 @@ def _difference(
     shape = shape_of(samples)
     with torch.no_grad(), model.forward.one_pass():
         logprobs_SK, _ = model.logprobs(layout, shape, entropy=False)
-    differences = [
-        (row[: len(ref)].cpu() - ref).abs() for row, ref in zip(logprobs_SK, reference, strict=True)
-    ]
+    differences = [(row[: len(ref)].cpu() - ref).abs() for row, ref in zip(logprobs_SK, reference, strict=True)]
     all_N = torch.cat(differences).nan_to_num(nan=float("inf"))
     return Difference(float(all_N.mean()), float(all_N.max()))
 
@@ -207,11 +203,7 @@ def _verify(model: PolicyModel) -> Verified:
     span = max((r.window or r.chunk for r in spans.values()), default=0)
     positions = getattr(forward.text, "max_position_embeddings", None) or 1 << 20
     # At most the tokens of one pass, so that the check fits into memory if training does.
-    at_most = (
-        _LONGEST.get(model.device.type, 1024),
-        config.memory.tokens_per_batch,
-        model.longest or positions,
-    )
+    at_most = (_LONGEST.get(model.device.type, 1024), config.memory.tokens_per_batch, model.longest or positions)
     longest = max(32, min(*at_most, positions))
     samples = sequences(model.vocabulary, longest, span)
     name = type(forward.model).__name__
@@ -219,28 +211,47 @@ def _verify(model: PolicyModel) -> Verified:
     reference = _reference_logprobs(model, samples, eager=not patched)
     rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, model.dtype) and not patched and forward.context is None:
-        log.warning(
+        logger.warning(
             "SDPA gives other logprobs than this model's own attention; eager attention is used instead",
-            model=model.base, difference=str(rows),
-        )  # fmt: skip
+            model=model.base,
+            difference=str(rows),
+        )
         forward.model.set_attn_implementation("eager")
         rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, model.dtype):
-        raise RefusedError(Verified(rows, None, "padded", forward.attention, refused=(
-            f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's "
-            f"own by {rows}; trainer.logprob_bound is {logprob_bound_for(config, model.dtype):g}"
-            + (forward.context is not None) * ". Its rows are divided: set trainer.memory.context_parallel to 1"
-        )))  # fmt: skip
+        raise RefusedError(
+            Verified(
+                rows,
+                None,
+                "padded",
+                forward.attention,
+                refused=(
+                    f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's "
+                    f"own by {rows}; trainer.logprob_bound is {logprob_bound_for(config, model.dtype):g}"
+                    + (forward.context is not None)
+                    * ". Its rows are divided: set trainer.memory.context_parallel to 1"
+                ),
+            )
+        )
     packed, why = None, "the engine replaces the attention mask"
     if model.accepts_masks:
         packed, why = _verify_prefix_sharing(model, samples, reference)
     if why and config.memory.packing == "prefix":
-        raise RefusedError(Verified(rows, packed, "padded", forward.attention, why, refused=(
-            f"trainer.memory.packing: prefixes can't be shared with {model.base} ({name}): {why}; use `padded` or "
-            "`auto`"
-        )))  # fmt: skip
+        raise RefusedError(
+            Verified(
+                rows,
+                packed,
+                "padded",
+                forward.attention,
+                why,
+                refused=(
+                    f"trainer.memory.packing: prefixes can't be shared with {model.base} ({name}): {why}; use `padded` "
+                    "or `auto`"
+                ),
+            )
+        )
     if why:
-        log.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
+        logger.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
     verified = Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
     return verified if model.images is None else replace(verified, images=_verify_images(model, model.images))
 
@@ -251,17 +262,13 @@ def _verify_images(model: PolicyModel, images: ImageInputs) -> Difference | None
         samples = image_sequences(images, model.vocabulary)
         reference = _reference_logprobs(model, samples, eager=True)
         difference = _difference(model, padded(samples), samples, reference)
-        why = (
-            ""
-            if difference.within_bound(model.config, model.dtype)
-            else f"its logprobs differ by {difference}"
-        )
+        why = "" if difference.within_bound(model.config, model.dtype) else f"its logprobs differ by {difference}"
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         difference, why = None, f"{type(error).__name__}: {error}"[:300]
     if why:
-        log.warning("runs with images are not trained", model=model.base, why=why)
+        logger.warning("runs with images are not trained", model=model.base, why=why)
         model.images = model.forward.images = None
     return difference
 
@@ -283,9 +290,7 @@ def _verify_prefix_sharing(
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-            why = f"it does not accept the attention mask of a prefix tree ({type(error).__name__}: {error})"[
-                :300
-            ]
+            why = f"it does not accept the attention mask of a prefix tree ({type(error).__name__}: {error})"[:300]
             continue
         if difference.within_bound(model.config, model.dtype):
             return difference, ""

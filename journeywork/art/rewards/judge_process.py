@@ -41,7 +41,7 @@ class JudgeProcess:
         self._log = TemporaryFile()  # noqa: SIM115 - open as long as the process
         # A process: the judge is a service's code, which this package does not import.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "judge.commands.cli", "serve"],
+            [sys.executable, "-m", "judge.commands.main", "serve"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True,
         )  # fmt: skip
         self._writing, self._numbers = threading.Lock(), itertools.count()

@@ -8,9 +8,7 @@ from store.reading.views.view import View
 ALARMS = View(
     "alarms",
     "One row per alarm that began. `journeywork docs` says what each means.",
-    {
-        "cleared_at": "When it ended, UTC; null while it holds.",
-    },
+    {"cleared_at": "When it ended, UTC; null while it holds."},
     """
         SELECT project, model, alarm, about, arg_max(value, log_seq) AS value, arg_max(threshold, log_seq) AS threshold,
           arg_max(detail, log_seq) AS detail, since, max("at") FILTER (state = 'cleared') AS cleared_at

@@ -25,27 +25,18 @@ EVALUATIONS = View(
           "by" AS evaluated_by, "at" AS evaluated_at
         FROM measured
         """,
-    sources=(
-        PolicyEvaluated,
-        Measure,
-    ),
+    sources=(PolicyEvaluated, Measure),
 )
 
 EVALUATION_TASKS = View(
     "evaluation_tasks",
     "One row per evaluation, entrant and task.",
-    {
-        "failed": "Number of attempts that raised.",
-        "metrics": "Means of the metrics over these attempts.",
-    },
+    {"failed": "Number of attempts that raised.", "metrics": "Means of the metrics over these attempts."},
     """
         WITH played AS (SELECT *, unnest(tasks) AS t FROM policy_evaluated)
         SELECT project, evaluation, position, entrant, model, version, t.task AS task, t.reward AS reward,
           t.metrics AS metrics, t.attempts AS attempts, t.failed AS failed, t.trajectories AS trajectories
         FROM played
         """,
-    sources=(
-        PolicyEvaluated,
-        TaskResult,
-    ),
+    sources=(PolicyEvaluated, TaskResult),
 )

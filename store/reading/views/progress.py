@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pipeline.progress import MOST_STEPS, SHARE
+from pipeline.statistics.progress import MOST_STEPS, SHARE
 from store.reading.views.view import View
 
 
 def _block(name: str, condition: str) -> str:
     aggregates = {"mean": "avg", "variance": "var_samp", "least": "min", "greatest": "max"}
     return f"count(*) FILTER ({condition}) AS {name}_groups, " + ", ".join(
-        f"{function}(reward) FILTER ({condition}) AS {name}_{column}"
-        for column, function in aggregates.items()
+        f"{function}(reward) FILTER ({condition}) AS {name}_{column}" for column, function in aggregates.items()
     )
 
 

@@ -49,10 +49,7 @@ TRAJECTORIES = View(
           nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM every_one
         """,
-    sources=(
-        TrajectoryOpened,
-        TrajectoryCompleted,
-    ),
+    sources=(TrajectoryOpened, TrajectoryCompleted),
 )
 
 EXCHANGES = View(

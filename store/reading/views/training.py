@@ -10,10 +10,7 @@ from store.reading.views.view import NEVER, View
 CHECKPOINTS = View(
     "checkpoints",
     "One row per published policy version.",
-    {
-        "groups": "Ids of the groups that it was trained on.",
-        "started_at": "When the step began, UTC.",
-    },
+    {"groups": "Ids of the groups that it was trained on.", "started_at": "When the step began, UTC."},
     f"""
         SELECT project, model, version, step, parent, branch, batch_id, groups, group_seqs, config_hash, base_model,
           adapter, adapter_sha256, adapter_bytes, files, source, metrics, nullif(started_at, {NEVER}) AS started_at,

@@ -62,7 +62,5 @@ class View:
         where a column has none."""
         fields = [field for source in self.sources for field in schema.documented(source)]
         known = {field.name: "" for field in fields} | _COMMON
-        known |= {
-            field.name: schema.meaning(field) for field in fields if schema.meaning(field)
-        } | self.meanings
+        known |= {field.name: schema.meaning(field) for field in fields if schema.meaning(field)} | self.meanings
         return {name: known[name] for name in connection.view(self.name).columns}

@@ -1,4 +1,4 @@
-"""Curves of a run, in files of the run folder: one point per training step, exactly once.
+"""Curves of an installation, in files of the run directory: one point per training step, exactly once.
 
 | module | what it holds |
 | --- | --- |

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from pipeline.events import CheckpointPublished, PolicyEvaluated
-from pipeline.log.messages import Recorded
-from pipeline.metric_names import named, plain_name
+from pipeline.log.messages import LogEntry
 from pipeline.names import InvalidNameError, parse_version
+from pipeline.statistics.metric_names import named, plain_name
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("store.showing.curves.rows")
+logger = get_logger("store.showing.curves.rows")
 
 Key = tuple[str, str, int, str]
 """Model, branch, step, evaluation."""
@@ -39,27 +39,39 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (self.model, self.branch, self.step, self.evaluation)
 
 
-def make_row(recorded: Recorded[CheckpointPublished | PolicyEvaluated]) -> Row | None:
+def make_row(recorded: LogEntry[CheckpointPublished | PolicyEvaluated]) -> Row | None:
     """Return the row of an event; `None` for an evaluation of something that has no training step: a model of somebody
     else, or versions that changed while they were evaluated."""
     event, place = recorded.event, recorded.place
     if isinstance(event, CheckpointPublished):
         return Row(
-            model=event.model, branch=event.branch, step=event.step, version=event.version, at=event.at / 1e6,
-            log_seq=place.seq, log_at=place.at, metrics={**named(event.metrics)},
-        )  # fmt: skip
+            model=event.model,
+            branch=event.branch,
+            step=event.step,
+            version=event.version,
+            at=event.at / 1e6,
+            log_seq=place.seq,
+            log_at=place.at,
+            metrics={**named(event.metrics)},
+        )
     if event.kind != "policy" or not event.version:
         return None
     try:
         step = parse_version(event.version)[1]
     except InvalidNameError as error:
-        log.warning("evaluation without a curve", evaluation=event.evaluation, reason=str(error))
+        logger.warning("evaluation without a curve", evaluation=event.evaluation, reason=str(error))
         return None
     return Row(
-        model=event.model, branch="main", step=step, version=event.version,
-        at=event.at / 1e6, log_seq=place.seq, log_at=place.at, metrics=_measured(event),
+        model=event.model,
+        branch="main",
+        step=step,
+        version=event.version,
+        at=event.at / 1e6,
+        log_seq=place.seq,
+        log_at=place.at,
+        metrics=_measured(event),
         evaluation=f"{event.evaluation}/{event.position}",
-    )  # fmt: skip
+    )
 
 
 def _measured(event: PolicyEvaluated) -> dict[str, float | None]:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.telemetry.logs import get_logger
 from store.showing.curves.rows import Row
 from store.showing.curves.trackers import Tracker
 
-log = get_logger("store.showing.curves.sending")
+logger = get_logger("store.showing.curves.sending")
 
 CLOSING_S = 10.0
 """Longest wait for the trackers when the service stops, in seconds."""
@@ -51,8 +51,9 @@ class Sender:
         """Wait for the thread's end, up to the time `until` of `time.monotonic`."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("a tracker did not finish in time; it gets the rest after the next start",
-                        tracker=self._name)  # fmt: skip
+            logger.warning(
+                "a tracker did not finish in time; it gets the rest after the next start", tracker=self._name
+            )
 
     def _run(self) -> None:
         tracker: Tracker | None = None
@@ -62,11 +63,15 @@ class Sender:
                 tracker = tracker or self._make()
                 tracker.add(row)
             except Exception as error:  # noqa: BLE001 - a library may raise anything; the curves continue
-                log.warning(
+                logger.warning(
                     "a tracker did not accept a point of the curves; trying again. Check the network, the login and "
                     "the library's environment variables, or remove the tracker from curves.trackers",
-                    tracker=self._name, model=row.model, branch=row.branch, step=row.step, why=repr(error),
-                )  # fmt: skip
+                    tracker=self._name,
+                    model=row.model,
+                    branch=row.branch,
+                    step=row.step,
+                    why=repr(error),
+                )
                 # The library's state after an error is unknown, so the runs are opened again.
                 self._close(tracker)
                 tracker = None
@@ -82,4 +87,4 @@ class Sender:
             if tracker:
                 tracker.close()
         except Exception as error:  # noqa: BLE001 - as in `_run`
-            log.warning("a tracker did not finish its runs", tracker=self._name, why=repr(error))
+            logger.warning("a tracker did not finish its runs", tracker=self._name, why=repr(error))

@@ -1,5 +1,5 @@
 """The task of the store service that writes curves: it follows the checkpoints and evaluations of the log, and writes
-into `curves/` of the run folder.
+into `curves/` of the run directory.
 
 The store service does this because it runs in every installation and owns what is kept of a run. It reads the log, not
 its Parquet files, so a point is there as soon as its checkpoint is.
@@ -43,9 +43,8 @@ class Curves:
         followed: list[type[CheckpointPublished | PolicyEvaluated]] = [CheckpointPublished, PolicyEvaluated]
         # From the newest row's time, or from sequence 1. `add` drops an event that the file holds.
         events = follow_events(
-            self._broker, followed, lambda: 1, Place(0, newest.log_at) if newest else None,
-            project=self._config.project,
-        )  # fmt: skip
+            self._broker, followed, lambda: 1, Place(0, newest.log_at) if newest else None, project=self._config.project
+        )
         try:
             async with aclosing(events):
                 async for recorded in events:

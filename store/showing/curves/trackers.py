@@ -36,7 +36,7 @@ class Tracker(Protocol):
 
 
 class Runs(msgspec.Struct, frozen=True):
-    """What is common to the trackers of a run folder."""
+    """What is common to the trackers of a run directory."""
 
     project: str
     """The project at the tracker."""
@@ -49,8 +49,8 @@ class Runs(msgspec.Struct, frozen=True):
     def identity(self, row: Row) -> tuple[str, str]:
         """Return what a tracker knows the row's model and branch by: one run for the steps, one for the evaluations.
 
-        The id is 24 hexadecimal digits, from the project, the model, the branch and the run folder. The name is model
-        and branch as people read them, with the first digits of the id, so that two run folders differ."""
+        The id is 24 hexadecimal digits, from the project, the model, the branch and the run directory. The name is
+        model and branch as people read them, with the first digits of the id, so that two run directories differ."""
         further = ("evaluations",) if row.evaluation else ()
         parts = (self.ours, row.model, row.branch, str(self.run_dir), *further)
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -76,11 +76,16 @@ class WandB:
         run_id, name = self._runs.identity(row)
         if run_id not in self._open:
             self._open[run_id] = run = self._init(
-                project=self._runs.project, id=run_id, name=name, resume="allow",
-                config=self._runs.facts(row), dir=os.environ.get("WANDB_DIR") or str(self._runs.folder),
+                project=self._runs.project,
+                id=run_id,
+                name=name,
+                resume="allow",
+                config=self._runs.facts(row),
+                dir=os.environ.get("WANDB_DIR") or str(self._runs.folder),
                 # Several runs in one process; the output and the load of the store service are no part of them.
-                reinit="create_new", settings=self._settings(console="off", x_disable_stats=True),
-            )  # fmt: skip
+                reinit="create_new",
+                settings=self._settings(console="off", x_disable_stats=True),
+            )
             if row.evaluation:
                 run.define_metric("eval/step", hidden=True)
                 run.define_metric("eval/*", step_metric="eval/step")

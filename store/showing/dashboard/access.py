@@ -52,7 +52,7 @@ def _operator_keys(config: Config) -> set[str]:
 
 
 def _opens(config: Config, key: str) -> bool:
-    """Return whether `key` is an operator's key of the run. Raises as `_operator_keys`."""
+    """Return whether `key` is an operator's key of the installation. Raises as `_operator_keys`."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return any(secrets.compare_digest(known.encode(), digest.encode()) for known in _operator_keys(config))
 
@@ -106,13 +106,9 @@ class Access:
         host = ", ".join(request.headers.getlist("host"))  # of several, no one says which is meant
         name = name_in_host(host)
         if name is None:
-            raise PageError(
-                400, f"The Host {host[:100]!r} is invalid: send a name or address, and a port or none."
-            )
+            raise PageError(400, f"The Host {host[:100]!r} is invalid: send a name or address, and a port or none.")
         if self._loopback and name not in self._names and not is_loopback(name):
-            raise PageError(
-                421, f"The dashboard does not serve the host name {name[:100]!r}: open it by its address."
-            )
+            raise PageError(421, f"The dashboard does not serve the host name {name[:100]!r}: open it by its address.")
         origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
         if request.method in ("GET", "HEAD"):
             if origin and origin.partition("://")[2] != host:
@@ -157,16 +153,12 @@ class Access:
         """Open a session for `key` and put its cookie into `response`. Raises a 401 `PageError` for a wrong key, and as
         `_accepts`."""
         if not self._accepts(key):
-            raise PageError(
-                401, "This key is no operator's key of this run: `journeywork keys add --role operator`."
-            )
+            raise PageError(401, "This key is no operator's key of this run: `journeywork keys add --role operator`.")
         while len(self._sessions) >= _SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         name = secrets.token_urlsafe(32)
         self._sessions[name] = key, time.monotonic() + _SESSION_S
-        response.set_cookie(
-            COOKIE, name, max_age=int(_SESSION_S), httponly=True, samesite="strict", secure=secure
-        )
+        response.set_cookie(COOKIE, name, max_age=int(_SESSION_S), httponly=True, samesite="strict", secure=secure)
 
     def sign_out(self, request: Request, response: Response) -> None:
         """Forget the session of a request, and its cookie."""

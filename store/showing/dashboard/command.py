@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import anyio
 
-from pipeline.command_line import command_parser
-from pipeline.config import ConfigError, UiConfig, with_values
+from pipeline.config import ConfigError, UiConfig
+from pipeline.running.installations import installation_settings
 from pipeline.running.ports import free_port
-from pipeline.running.runs import run_settings
 from pipeline.running.service import until_signalled
-from pipeline.telemetry import logs as log
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import command_parser
 from store.lake.storage import StoreError
 from store.showing.dashboard.errors import ListenError
 from store.showing.dashboard.server import SECTIONS
@@ -40,12 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command until SIGINT or SIGTERM. Returns 0; 1 where the address is taken or the store cannot be read; 2
     for bad settings."""
     parser = command_parser("ui", "Web pages over the history of a run.")
-    parser.add_argument(
-        "--run-dir", help="run to show; default: the one under runs/ that runs, else the newest"
-    )
-    parser.add_argument(
-        "--host", help="address to listen on instead of ui.host; one that others reach needs keys"
-    )
+    parser.add_argument("--run-dir", help="run to show; default: the one under runs/ that runs, else the newest")
+    parser.add_argument("--host", help="address to listen on instead of ui.host; one that others reach needs keys")
     parser.add_argument(
         "--port",
         type=_port,
@@ -53,16 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--name", action="append", default=[], help="a further host name that is served")
     args = parser.parse_args(argv)
-    log.configure("ui", "WARNING")
+    logs.configure("ui", "WARNING")
     try:
-        config = run_settings(args.run_dir, sections=SECTIONS)
+        config = installation_settings(args.run_dir, sections=SECTIONS)
         host = args.host or config.ui.host
-        values = {
-            "ui.host": host,
-            "ui.port": free_port(host, UiConfig().port) if args.port is None else args.port,
-            "ui.hosts": (*config.ui.hosts, *args.name),
-        }
-        anyio.run(until_signalled, serve, with_values(config, values), _ready)
+        port = free_port(host, UiConfig().port) if args.port is None else args.port
+        ui = config.ui.replace(host=host, port=port, hosts=(*config.ui.hosts, *args.name))
+        anyio.run(until_signalled, serve, config.replace(ui=ui), _ready)
     except (ConfigError, ExceptionGroup) as raised:
         error: Exception = raised
         while isinstance(error, ExceptionGroup):

@@ -44,13 +44,9 @@ class Gateway:
         """Record what a person says of a trajectory. Raises `PageError`."""
         await self._ask(key, "POST", f"/v1/trajectories/{quote(trajectory, safe='')}/feedback", body)
 
-    async def _ask(
-        self, key: str, method: str, path: str, body: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    async def _ask(self, key: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         state = read_state(Path(self._config.run_dir))
-        url = self._config.ui.gateway_url or (
-            state.url("gateway") if state and "gateway" in state.services else ""
-        )
+        url = self._config.ui.gateway_url or (state.url("gateway") if state and "gateway" in state.services else "")
         if not url:
             raise PageError(503, "This run has no gateway: start it with `journeywork up`.")
         ask = partial(GatewayApi(url, key).ask, method, path, body)

@@ -24,15 +24,15 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.config import Config, ConfigError
-from pipeline.running.runs import run_settings, runs_under
+from pipeline.running.installations import installation_settings, installations_under
 from store.lake.storage import StoreError
-from store.reading import checkpoints, events, groups, judge, overview, texts, trajectories, what_if
-from store.reading.errors import ReadingError
-from store.reading.history import History
 from store.showing.dashboard import labels
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
 from store.showing.dashboard.errors import PageError, SignInError
 from store.showing.dashboard.gateway import ACTIONS, Gateway
+from store.showing.pages import checkpoints, events, groups, judge, overview, texts, trajectories, what_if
+from store.showing.pages.errors import ReadingError
+from store.showing.pages.history import History
 
 _HERE = Path(__file__).parent
 _FOLLOW = """<!doctype html>
@@ -50,14 +50,21 @@ SECTIONS = ("store", "gateway", "models", "trainer", "feedback", "ui")
 Data = dict[str, Any]
 
 _LISTS: dict[str, Callable[..., Data]] = {
-    "overview": overview.overview, "numbers": overview.numbers, "groups": groups.groups,
-    "trajectories": trajectories.trajectories, "checkpoints": checkpoints.checkpoints, "judge": judge.judge,
-    "decisions": checkpoints.decisions, "whatif": what_if.what_if,
-}  # fmt: skip
+    "overview": overview.overview,
+    "numbers": overview.numbers,
+    "groups": groups.groups,
+    "trajectories": trajectories.trajectories,
+    "checkpoints": checkpoints.checkpoints,
+    "judge": judge.judge,
+    "decisions": checkpoints.decisions,
+    "whatif": what_if.what_if,
+}
 _SINGLE: dict[str, Callable[..., Data]] = {
-    "group": groups.group, "trajectory": trajectories.trajectory, "checkpoint": checkpoints.checkpoint,
+    "group": groups.group,
+    "trajectory": trajectories.trajectory,
+    "checkpoint": checkpoints.checkpoint,
     "event": events.event,
-}  # fmt: skip
+}
 _DATA: dict[str, Callable[..., Data]] = {"overview": overview.with_curves}
 """Pages whose JSON holds more than their HTML."""
 _WITH_POLICIES = ("overview", "numbers", "checkpoint", "decisions")
@@ -70,18 +77,13 @@ class Dashboard:
         self._history, self._access = history, access
         self._gateway = Gateway(history.config)
         self._templates = Environment(
-            loader=FileSystemLoader(_HERE / "templates"), autoescape=select_autoescape(), undefined=StrictUndefined,
-            trim_blocks=True, lstrip_blocks=True,
-        )  # fmt: skip
-        filters = (
-            texts.number,
-            texts.when,
-            texts.short,
-            texts.pretty,
-            texts.signed,
-            texts.name,
-            texts.counted,
+            loader=FileSystemLoader(_HERE / "templates"),
+            autoescape=select_autoescape(),
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
         )
+        filters = (texts.number, texts.when, texts.short, texts.pretty, texts.signed, texts.name, texts.counted)
         self._templates.filters.update({filter_.__name__: filter_ for filter_ in filters}, code=_code)
         routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
         for name, load in _LISTS.items():
@@ -102,10 +104,16 @@ class Dashboard:
         self.app = Starlette(
             routes=routes,
             middleware=[Middleware(_Guard, access=access)],
-            exception_handlers={PageError: self._failed, ReadingError: self._failed, StoreError: self._failed,
-                                duckdb.Error: self._failed, 404: self._failed, 405: self._failed},
+            exception_handlers={
+                PageError: self._failed,
+                ReadingError: self._failed,
+                StoreError: self._failed,
+                duckdb.Error: self._failed,
+                404: self._failed,
+                405: self._failed,
+            },
             lifespan=self._life,
-        )  # fmt: skip
+        )
 
     @contextlib.asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
@@ -128,9 +136,15 @@ class Dashboard:
             return Response(texts.as_json(data), status, media_type="application/json")
         link = request.url.path + ".json" + (f"?{request.url.query}" if request.url.query else "")
         text = self._templates.get_template(f"{page}.html").render(
-            data, data=data, page_name=page, json_link=link, signed_in=COOKIE in request.cookies,
-            run=data.get("run"), run_name=str(self._history.config.run_dir), query_of=request.query_params,
-        )  # fmt: skip
+            data,
+            data=data,
+            page_name=page,
+            json_link=link,
+            signed_in=COOKIE in request.cookies,
+            run=data.get("run"),
+            run_name=str(self._history.config.run_dir),
+            query_of=request.query_params,
+        )
         return HTMLResponse(text, status)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
@@ -140,9 +154,7 @@ class Dashboard:
         message = str(error)
         if isinstance(error, HTTPException):
             here = request.url.path[:200]
-            message = (
-                f"There is no page {here!r}." if status == 404 else f"{request.method} is not for {here!r}."
-            )
+            message = f"There is no page {here!r}." if status == 404 else f"{request.method} is not for {here!r}."
         return self._render(request, "error", {"status": status, "message": message}, status)
 
     # -- pages -------------------------------------------------------------------------------------------------------
@@ -175,19 +187,18 @@ class Dashboard:
                     raise PageError(404, message)
             with contextlib.ExitStack() as opened:
                 histories = {
-                    run: self._history if run == here else opened.enter_context(
-                        contextlib.closing(History(runs[run]))
-                    )
+                    run: self._history if run == here else opened.enter_context(contextlib.closing(History(runs[run])))
                     for run, _ in sides
-                }  # fmt: skip
+                }
                 shown = [
                     {**overview.curves(histories[run], {"branch": branch}), "run": runs[run].run_dir}
                     for run, branch in sides
                 ]
                 choices = [
-                    f"{run}/{branch}" for run in sorted(runs)
+                    f"{run}/{branch}"
+                    for run in sorted(runs)
                     for branch in (overview.branches(histories[run]) if run in histories else ["main"])
-                ]  # fmt: skip
+                ]
             selection = [f"{run}/{branch}" for run, branch in sides]
             return {"sides": shown, "runs": sorted(runs), "choices": choices, "selection": selection}
 
@@ -197,9 +208,9 @@ class Dashboard:
         """The settings by name of the run and of those of its neighbours with a history that `key` opens."""
         here = Path(self._history.config.run_dir)
         runs = {here.name: self._history.config}
-        for folder in runs_under(here.parent):
+        for folder in installations_under(here.parent):
             with contextlib.suppress(ConfigError):  # a run that can't be read opens to nobody
-                config = run_settings(folder, sections=SECTIONS)
+                config = installation_settings(folder, sections=SECTIONS)
                 if folder.name != here.name and self._access.opens(config, key):
                     runs[folder.name] = config
         return runs
@@ -215,9 +226,7 @@ class Dashboard:
             try:
                 body["percent"] = float(body["percent"])
             except ValueError:
-                raise PageError(
-                    400, f"percent={body['percent'][:40]!r}: write a number from 0 to 100."
-                ) from None
+                raise PageError(400, f"percent={body['percent'][:40]!r}: write a number from 0 to 100.") from None
         await self._gateway.decide(key, request.path_params["model"], action, body)
         return _redirect("/decisions?decided=1")
 
@@ -264,9 +273,7 @@ def _redirect(address: str, reason: str = "") -> Response:
 def _code(text: str) -> Markup:
     """Text with parts between backticks as HTML."""
     parts = text.split("`")
-    return Markup("").join(
-        Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts)
-    )
+    return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts))
 
 
 class _Guard:

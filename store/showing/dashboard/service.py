@@ -49,9 +49,16 @@ async def serve(config: Config, ready: Ready) -> None:
     with opened as listener:
         app = make_app(config)
         server = _Server(
-            uvicorn.Config(app, log_config=None, access_log=False, server_header=False, date_header=False,
-                           lifespan="on", timeout_graceful_shutdown=_STOP_S)
-        )  # fmt: skip
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                lifespan="on",
+                timeout_graceful_shutdown=_STOP_S,
+            )
+        )
         async with anyio.create_task_group() as tg:
 
             async def answer() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from judge.commands import cli as command
+from judge.commands import main as command
 from judge.commands.eval import evaluate
 from judge.labelled import read_labelled
 from pipeline.config import JudgeConfig
@@ -22,12 +22,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_good_and_a_bad_judge_are_told_apart(tmp_path: Path) -> None:
     config = JudgeConfig(model="test/judge")
     good = await evaluate(config, read_labelled(labelled(tmp_path / "a")), Model(Scorer()))
-    assert (good["groups"], good["kendall_tau"], good["pairwise_accuracy"], good["sign_flips"]) == (
-        4,
-        1.0,
-        1.0,
-        0.0,
-    )
+    assert (good["groups"], good["kendall_tau"], good["pairwise_accuracy"], good["sign_flips"]) == (4, 1.0, 1.0, 0.0)
     assert good["cost_usd"] == pytest.approx(0.008)
     assert (good["calls"], good["self_agreement"], good["latency_p50_s"]) == (8, 1.0, 0.05)
     bad = await evaluate(config, read_labelled(labelled(tmp_path / "b", wrong=True)), Model(Scorer()))

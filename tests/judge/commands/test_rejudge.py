@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from judge.commands.rejudge import Rejudge
+from judge.errors import UnscoredError
 from judge.rewards.compose import ConfiguredComposer, open_composer_on_log
 from judge.ruler.transcripts import load_transcript
-from judge.scoring import GroupRewards, UnscoredError, agent_rewards
+from judge.scoring import GroupRewards, agent_rewards
 from pipeline import config as configuration
 from pipeline import crash
 from pipeline.config import Config, ConfigError, JudgeConfig, NatsConfig, RewardConfig
@@ -22,7 +23,7 @@ from pipeline.events import GroupScored, SignalGiven, TrainingBatch, TrajectoryC
 from pipeline.log.broker import Broker
 from tests.judge.kit import Model, completed, exchange, groups, judging, ruler
 from tests.kits.scoring_server import Scorer
-from trainer.queues import ModelQueue
+from trainer.requested import RequestedBatches
 
 pytestmark = pytest.mark.anyio
 
@@ -61,9 +62,7 @@ async def test_verdicts_of_another_judge_are_published_on_their_own_branch(
     assert isinstance(new, GroupScored)
     assert new.branch == f"judge-{new.judge}"
     assert (new.origin, new.closed_by, new.offline) == ("main/2", "replay", True)
-    assert {m.trajectory: m.reward for m in new.members} == pytest.approx(
-        {"g1-0": 0.1, "g1-1": 0.2, "g1-2": 0.3}
-    )
+    assert {m.trajectory: m.reward for m in new.members} == pytest.approx({"g1-0": 0.1, "g1-1": 0.2, "g1-2": 0.3})
     assert new.members[0].components["agent"] == 1.0
     calls = len(model.requests)
     again = await Rejudge(broker, config, composer(broker, config, model)).run()
@@ -90,9 +89,7 @@ async def test_late_labels_of_people_become_the_rewards_of_a_verdict_set(
     assert {m.reward for m in found["g0"].members} == {0.5}
 
 
-async def test_on_main_each_group_trains_once_under_each_verdict_set(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
+async def test_on_main_each_group_trains_once_under_each_verdict_set(broker: Broker, nats_config: NatsConfig) -> None:
     """Also where the command dies after its first group, and where other verdict sets were made meanwhile."""
     labels = (RewardConfig(name="label", kind="feedback", default=0.5),)
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
@@ -108,14 +105,15 @@ async def test_on_main_each_group_trains_once_under_each_verdict_set(
         assert done == [1, 1, 2, 0, 0]
         newest = [r.event.at for r in await broker.read(GroupScored) if not r.event.origin][-1]
         ranged = Rejudge(broker, later, judge, branch="main", verdicts="three")
-        assert ((await ranged.run(since=newest + 1)).rejudged, (await ranged.run(since=newest)).rejudged) == (
-            0,
-            1,
-        )
+        assert ((await ranged.run(since=newest + 1)).rejudged, (await ranged.run(since=newest)).rejudged) == (0, 1)
     found = await groups(broker, 7)
     assert sorted((g.group, g.judge) for g in found if g.offline) == [
-        ("g0", "one"), ("g0", "two"), ("g1", "one"), ("g1", "three"), ("g1", "two")
-    ]  # fmt: skip
+        ("g0", "one"),
+        ("g0", "two"),
+        ("g1", "one"),
+        ("g1", "three"),
+        ("g1", "two"),
+    ]
     assert {g.origin for g in found if g.offline} == {"main/1", "main/2"}
     assert {g.branch for g in found} == {"main"}
 
@@ -126,8 +124,16 @@ async def test_a_command_that_is_killed_goes_on_where_it_stopped(
     config = Config(project="p", nats=nats_config, run_dir=str(tmp_path), judge=JudgeConfig(group_size=3))
     configuration.save(config, tmp_path / "config.toml")
     arguments = [
-        "--run-dir", str(tmp_path), "--nats-url", nats_config.url, "--branch", "main", "--verdicts", "labels", "--json"
-    ]  # fmt: skip
+        "--run-dir",
+        str(tmp_path),
+        "--nats-url",
+        nats_config.url,
+        "--branch",
+        "main",
+        "--verdicts",
+        "labels",
+        "--json",
+    ]
     # Groups are published beside each other: the second death may leave both on the log, and the third run ends alone.
     deaths = ("broker.before_publish:1", "broker.after_publish:1", "broker.after_publish:1", "")
     await history(broker, config)
@@ -135,15 +141,14 @@ async def test_a_command_that_is_killed_goes_on_where_it_stopped(
     for death in deaths:
         process = await anyio.run_process(
             [sys.executable, "-m", "judge.commands.rejudge", *arguments],
-            env=os.environ | {crash.VARIABLE: death}, check=False,
-        )  # fmt: skip
+            env=os.environ | {crash.VARIABLE: death},
+            check=False,
+        )
         codes.append(process.returncode)
     assert (codes[:2], codes[2] in (-9, 0), codes[3]) == ([-9, -9], True, 0)
     assert msgspec.json.decode(process.stdout)["skipped"] == 2
     found = [g for g in await groups(broker, 4) if g.offline]
-    assert sorted((g.group, g.judge, g.branch) for g in found) == [
-        ("g0", "labels", "main"), ("g1", "labels", "main")
-    ]  # fmt: skip
+    assert sorted((g.group, g.judge, g.branch) for g in found) == [("g0", "labels", "main"), ("g1", "labels", "main")]
 
 
 async def test_the_batch_of_a_rejudged_group_names_only_what_is_judged_again_with_it(
@@ -171,9 +176,12 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=2, min_size=2))
     batch = TrainingBatch(id="b", groups=("good", "failing", "few", "none", "small"))
     rewards: dict[str, tuple[float | None, ...]] = {
-        "good": (0.0, 1.0), "failing": (0.0, 1.0), "few": (0.0, None), "none": (None, None),
+        "good": (0.0, 1.0),
+        "failing": (0.0, 1.0),
+        "few": (0.0, None),
+        "none": (None, None),
         "small": (None, None),
-    }  # fmt: skip
+    }
     async with judging(broker, config):
         for group, of_runs in rewards.items():
             for i, reward in enumerate(of_runs):
@@ -199,11 +207,11 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
     assert {m.trajectory: m.outcome for m in scored["few"].members} == {"few-0": "scored", "few-1": "masked"}
     found = [g for g in await groups(broker, 3, "discarded") if g.by == "rejudge"]
     assert {(g.group, g.reason, g.branch, g.judge) for g in found} == {
-        ("failing", "unscored", "b", report.judge), ("small", "too_small", "b", report.judge)
-    }  # fmt: skip
-    queue = ModelQueue(learner=None, histories=None)  # type: ignore[arg-type]
-    await queue.begin_requested(scored["good"], broker, "trainer")
-    (requested,) = queue.requested.values()
+        ("failing", "unscored", "b", report.judge),
+        ("small", "too_small", "b", report.judge),
+    }
+    requested = await RequestedBatches(broker, "trainer", 60.0).begin(scored["good"])
+    assert requested is not None
     assert requested.settled == set(batch.groups) - set(scored)
 
     # A group of main trains under the verdicts that it has.
@@ -214,9 +222,7 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
     assert (again.rejudged, again.skipped) == (1, 3)
 
 
-async def test_groups_whose_history_is_gone_are_recorded_as_discarded(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
+async def test_groups_whose_history_is_gone_are_recorded_as_discarded(broker: Broker, nats_config: NatsConfig) -> None:
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
     await history(broker, config)
     await broker.js.delete_msg("ROLLOUTS", 2)

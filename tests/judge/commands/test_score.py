@@ -13,12 +13,14 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from judge.commands.cli import main
+from judge.commands.main import main
 from judge.commands.score import score_group
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile
-from judge.scoring import UnscoredError, judge_hash
-from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, with_values
+from judge.scoring import judge_hash
+from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
 from tests.kits.scoring_server import ScoringServer
+from tests.kits.settings import with_values
 
 pytestmark = pytest.mark.anyio
 
@@ -40,9 +42,7 @@ GROUP: dict[str, Any] = {
 
 def settings(server: ScoringServer, **fields: Any) -> Config:
     return Config(
-        judge=with_values(
-            JudgeConfig(model="openai/scorer", api_base=server.url), {"request.retries": 0, **fields}
-        )
+        judge=with_values(JudgeConfig(model="openai/scorer", api_base=server.url), {"request.retries": 0, **fields})
     )
 
 

@@ -17,9 +17,11 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_a_request_that_can_not_be_read_is_answered_and_a_reader_that_left_ends_it_quietly() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "judge.commands.cli", "serve"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-m", "judge.commands.main", "serve"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     with process:
@@ -39,9 +41,7 @@ def test_a_request_that_can_not_be_read_is_answered_and_a_reader_that_left_ends_
 
 
 def test_an_answer_is_a_line_of_characters_that_no_terminal_acts_on() -> None:
-    assert (
-        serve._failure(1, "a\u009b2J \udc80") == b'{"id":1,"scores":{},"error":"a\\u009b2J \xef\xbf\xbd"}\n'
-    )
+    assert serve._failure(1, "a\u009b2J \udc80") == b'{"id":1,"scores":{},"error":"a\\u009b2J \xef\xbf\xbd"}\n'
 
 
 @pytest.mark.anyio

@@ -21,10 +21,11 @@ from judge.rewards.compose import ConfiguredComposer
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.scoring import score_closed
-from pipeline.config import JudgeConfig, with_values
+from pipeline.config import JudgeConfig
 from pipeline.events import GroupDiscarded, GroupScored, decode, encode
 from tests.judge.kit import completed, loading, transcript
 from tests.kits.scoring_server import Scorer, ScoringServer
+from tests.kits.settings import with_values
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # litellm's
@@ -54,9 +55,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
-parts = st.lists(
-    st.sampled_from(["text", "thinking", "image"]).map(lambda kind: {"type": kind, "text": HALF})
-)
+parts = st.lists(st.sampled_from(["text", "thinking", "image"]).map(lambda kind: {"type": kind, "text": HALF}))
 MEMBERS = [completed(name) for name in "ab"]
 GROUP = Group(key_of(MEMBERS[0]), tuple(Arrival(event, seq) for seq, event in enumerate(MEMBERS, 1)))
 
@@ -76,10 +75,13 @@ class Bodies:
         if self.in_parts:
             content = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": content}]
         body: Any = {
-            "id": "c", "object": "chat.completion", "created": 0, "model": "scorer",
+            "id": "c",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "scorer",
             "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}],
             "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-        }  # fmt: skip
+        }
         for path, value in self.fields.items():
             body = _replaced(body, path, value)
         return json.dumps(body).encode()
@@ -113,15 +115,11 @@ def judged(bodies: Bodies) -> Iterator[Score]:
 async def opened(bodies: Bodies) -> AsyncIterator[tuple[JudgeConfig, ConfiguredComposer]]:
     async with ScoringServer(bodies).run() as server:
         config = with_values(
-            JudgeConfig(model="openai/scorer", api_base=server.url, retry_for_s=0.0, passes=1),
-            {"request.retries": 0},
+            JudgeConfig(model="openai/scorer", api_base=server.url, retry_for_s=0.0, passes=1), {"request.retries": 0}
         )
         async with open_judge_model(config) as model:
             load = loading(transcript(m.trajectory, f"quality=0.{n}") for n, m in enumerate(MEMBERS))
-            yield (
-                config,
-                ConfiguredComposer(config, {"": LlmRuler(config, load_rubric(), model, load)}, {}, load),
-            )
+            yield (config, ConfiguredComposer(config, {"": LlmRuler(config, load_rubric(), model, load)}, {}, load))
 
 
 @pytest.fixture(params=["openai", "litellm"])
@@ -172,9 +170,7 @@ async def test_a_body_that_never_ends_is_no_answer() -> None:
     async def drip(stream: anyio.abc.ByteStream) -> None:
         async with stream:
             await stream.receive()
-            await stream.send(
-                b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n"
-            )
+            await stream.send(b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: 999999\r\n\r\n")
             while True:
                 await stream.send(b" ")
                 await anyio.sleep(0.02)  # the server's pace

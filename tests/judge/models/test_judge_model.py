@@ -17,8 +17,9 @@ from judge.models.chat import ContextWindowError, ModelError, describe
 from judge.models.judge_model import JudgeModel, open_judge_model
 from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
-from pipeline.config import ConfigError, JudgeConfig, JudgeRequestConfig, with_values
+from pipeline.config import ConfigError, JudgeConfig, JudgeRequestConfig
 from tests.kits.scoring_server import Answer, ScoringServer
+from tests.kits.settings import with_values
 
 pytestmark = [
     pytest.mark.anyio,
@@ -34,9 +35,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def settings(server: ScoringServer, **fields: Any) -> JudgeConfig:
-    return with_values(
-        JudgeConfig(model="openai/scorer", api_base=server.url), {"request.retries": 0, **fields}
-    )
+    return with_values(JudgeConfig(model="openai/scorer", api_base=server.url), {"request.retries": 0, **fields})
 
 
 Open = Callable[..., Awaitable[JudgeModel]]
@@ -65,19 +64,10 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 async def test_a_reply_comes_with_its_tokens_cost_and_latency(open_model: Open) -> None:
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         reply = await (await open_model(settings(server, **{"request.temperature": 0.0})))(HELLO, SCHEMA)
-        assert (reply.text, reply.model, reply.prompt_tokens, reply.completion_tokens) == (
-            "fine",
-            "scorer",
-            1,
-            1,
-        )
+        assert (reply.text, reply.model, reply.prompt_tokens, reply.completion_tokens) == ("fine", "scorer", 1, 1)
         assert reply.latency_s > 0
         (request,) = server.requests
-        assert (request["messages"], request["response_format"], request["temperature"]) == (
-            HELLO,
-            SCHEMA,
-            0.0,
-        )
+        assert (request["messages"], request["response_format"], request["temperature"]) == (HELLO, SCHEMA, 0.0)
 
 
 @pytest.mark.usefixtures("client")
@@ -104,20 +94,12 @@ async def test_a_failing_provider_is_retried_and_then_an_error(open_model: Open)
 
 
 @pytest.mark.usefixtures("client")
-async def test_max_tokens_and_other_parameters_are_sent(
-    open_model: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_max_tokens_and_other_parameters_are_sent(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEAM", "t-1")
-    params = {
-        "seed": 3,
-        "extra_headers": {"x-team": "${TEAM}"},
-        "extra_body": {"chat_template_kwargs": {"a": 1}},
-    }
+    params = {"seed": 3, "extra_headers": {"x-team": "${TEAM}"}, "extra_body": {"chat_template_kwargs": {"a": 1}}}
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         await (await open_model(settings(server)))(HELLO, None)
-        await (await open_model(settings(server, **{"request.params": params, "request.max_tokens": 0})))(
-            HELLO, None
-        )
+        await (await open_model(settings(server, **{"request.params": params, "request.max_tokens": 0})))(HELLO, None)
         await (await open_model(settings(server, **{"request.params": {"max_tokens": 7}})))(HELLO, None)
         usual, own, less = server.requests
         assert (usual["max_tokens"], less["max_tokens"]) == (8192, 7)
@@ -156,9 +138,7 @@ async def test_a_small_context_is_not_used_up_by_the_tokens_of_the_reply(open_mo
             await model([{"role": "user", "content": "x" * 20_000}], SCHEMA)
         assert server.requests[-1]["max_tokens"] == 2048
         with pytest.raises(ContextWindowError):
-            await (await open_model(settings(server, **{"request.params": {"max_tokens": 5000}})))(
-                HELLO, SCHEMA
-            )
+            await (await open_model(settings(server, **{"request.params": {"max_tokens": 5000}})))(HELLO, SCHEMA)
 
 
 @pytest.mark.usefixtures("client")
@@ -264,13 +244,7 @@ async def test_concurrent_calls_are_limited(open_model: Open) -> None:
     [
         ({}, True),
         ({"model": "openai/gpt-oss-20b", "request.params": {"seed": 1, "extra_body": {"top_k": 1}}}, True),
-        (
-            {
-                "model": "openai/Qwen/Qwen3-8B",
-                "request.model_params": {"openai/Qwen/Qwen3-8B": {"top_p": 0.5}},
-            },
-            True,
-        ),
+        ({"model": "openai/Qwen/Qwen3-8B", "request.model_params": {"openai/Qwen/Qwen3-8B": {"top_p": 0.5}}}, True),
         ({"api_base": ""}, False),
         ({"model": "anthropic/x"}, False),
         ({"model": "openai/gpt-5-mini"}, False),  # litellm knows its price and parameters
@@ -280,9 +254,7 @@ async def test_concurrent_calls_are_limited(open_model: Open) -> None:
         ({"request.params": {"organization": "x"}}, False),
     ],
 )
-def test_an_address_that_speaks_openai_s_language_is_called_directly(
-    fields: dict[str, Any], direct: bool
-) -> None:
+def test_an_address_that_speaks_openai_s_language_is_called_directly(fields: dict[str, Any], direct: bool) -> None:
     config = with_values(JudgeConfig(model="openai/scorer", api_base="http://127.0.0.1:1/v1"), fields)
     assert OpenAiClient.supports(config) is direct
 
@@ -321,10 +293,7 @@ async def test_azure_is_called_with_an_identity_from_the_environment(
 async def test_a_key_goes_to_its_provider_only(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "k-1")
     config = JudgeConfig(
-        model="openai/a",
-        fallbacks=("openai/b", "anthropic/c"),
-        api_base="http://127.0.0.1:1",
-        api_key_env="JUDGE_KEY",
+        model="openai/a", fallbacks=("openai/b", "anthropic/c"), api_base="http://127.0.0.1:1", api_key_env="JUDGE_KEY"
     )
     client = (await open_model(config))._client
     assert isinstance(client, LiteLlmClient)

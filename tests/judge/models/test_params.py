@@ -9,21 +9,28 @@ import pytest
 
 from judge.models.params import resolve_params
 from judge.scoring import judge_hash
-from pipeline.config import ConfigError, JudgeConfig, JudgeRequestConfig, load, save, with_values
+from pipeline.config import ConfigError, JudgeConfig, JudgeRequestConfig, load, save
+from tests.kits.settings import with_values
 
 
 def test_references_are_replaced_by_values_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENANT", "t-1")
     monkeypatch.setenv("TOKEN", "s3cret")
     params = {
-        "tenant_id": "os.environ/TENANT", "reasoning_effort": "low",
-        "extra_headers": {"Authorization": "Bearer ${TOKEN}"}, "tags": ["${TENANT}", "os.environ"], "top_k": 3,
-    }  # fmt: skip
+        "tenant_id": "os.environ/TENANT",
+        "reasoning_effort": "low",
+        "extra_headers": {"Authorization": "Bearer ${TOKEN}"},
+        "tags": ["${TENANT}", "os.environ"],
+        "top_k": 3,
+    }
     config = JudgeConfig(model="azure/x", request=JudgeRequestConfig(params=params))
     assert resolve_params(config, "azure/x", same_provider=True) == {
-        "tenant_id": "t-1", "reasoning_effort": "low", "extra_headers": {"Authorization": "Bearer s3cret"},
-        "tags": ["t-1", "os.environ"], "top_k": 3,
-    }  # fmt: skip
+        "tenant_id": "t-1",
+        "reasoning_effort": "low",
+        "extra_headers": {"Authorization": "Bearer s3cret"},
+        "tags": ["t-1", "os.environ"],
+        "top_k": 3,
+    }
 
 
 def test_a_fallback_at_another_provider_gets_only_its_own_parameters() -> None:
@@ -32,30 +39,18 @@ def test_a_fallback_at_another_provider_gets_only_its_own_parameters() -> None:
         fallbacks=("azure/y", "anthropic/z"),
         request=JudgeRequestConfig(
             params={"api_version": "1", "reasoning_effort": "low"},
-            model_params={
-                "anthropic/z": {"thinking": {"type": "enabled"}},
-                "azure/y": {"reasoning_effort": "high"},
-            },
+            model_params={"anthropic/z": {"thinking": {"type": "enabled"}}, "azure/y": {"reasoning_effort": "high"}},
         ),
     )
-    assert resolve_params(config, "azure/y", same_provider=True) == {
-        "api_version": "1",
-        "reasoning_effort": "high",
-    }
+    assert resolve_params(config, "azure/y", same_provider=True) == {"api_version": "1", "reasoning_effort": "high"}
     assert resolve_params(config, "anthropic/z", same_provider=False) == {"thinking": {"type": "enabled"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        (
-            {"request.params": {"stream": True}},
-            r"judge\.request\.params\.stream: the judge sets this parameter itself",
-        ),
-        (
-            {"request.model_params": {"x/y": {"n": 2}}, "fallbacks": ("x/y",)},
-            r"judge\.request\.model_params\.x/y\.n",
-        ),
+        ({"request.params": {"stream": True}}, r"judge\.request\.params\.stream: the judge sets this parameter itself"),
+        ({"request.model_params": {"x/y": {"n": 2}}, "fallbacks": ("x/y",)}, r"judge\.request\.model_params\.x/y\.n"),
         ({"request.model_params": {"x/z": {}}}, "x/z is neither judge.model nor one of judge.fallbacks"),
         (
             {"request.params": {"api_key": "${NO_SUCH_VARIABLE}"}},
@@ -72,10 +67,7 @@ def test_a_parameter_that_can_t_be_used_is_named(fields: dict[str, Any], why: st
     ("table", "name"),
     [
         ('params = {api_key = "sk-1"}', "judge.request.params.api_key"),
-        (
-            'params = {extra_headers = {Authorization = "Bearer x"}}',
-            "judge.request.params.extra_headers.Authorization",
-        ),
+        ('params = {extra_headers = {Authorization = "Bearer x"}}', "judge.request.params.extra_headers.Authorization"),
         ('params = {extra_headers = {"X-Api-Key" = "x"}}', "judge.request.params.extra_headers.X-Api-Key"),
         ('params = {client_secret = "x"}', "judge.request.params.client_secret"),
         ('params = {list = [{azure_ad_token = "x"}]}', "judge.request.params.list.azure_ad_token"),
@@ -86,9 +78,7 @@ def test_a_parameter_that_can_t_be_used_is_named(fields: dict[str, Any], why: st
         ),
     ],
 )
-def test_a_secret_in_the_settings_is_refused_before_they_are_saved(
-    tmp_path: Path, table: str, name: str
-) -> None:
+def test_a_secret_in_the_settings_is_refused_before_they_are_saved(tmp_path: Path, table: str, name: str) -> None:
     (tmp_path / "x.toml").write_text(f"[judge.request]\n{table}\n")
     with pytest.raises(ConfigError, match="a secret does not belong in the settings") as refused:
         load(tmp_path / "x.toml")
@@ -113,12 +103,6 @@ def test_the_judge_s_hash_depends_only_on_settings_that_can_change_scores(tmp_pa
     plain = named()
     assert named(**{"request.params": {"reasoning_effort": "high"}}) != plain
     assert named(**{"request.model_params": {"m/y": {"top_p": 0.5}}}) != plain
-    same = {
-        "extra_headers": {"a": "b"},
-        "tenant_id": "t",
-        "client_secret": "${X}",
-        "timeout": 3,
-        "api_version": "1",
-    }
+    same = {"extra_headers": {"a": "b"}, "tenant_id": "t", "client_secret": "${X}", "timeout": 3, "api_version": "1"}
     assert named(**{"request.params": same}) == plain
     assert named(**{"request.max_tokens": 100}) == plain

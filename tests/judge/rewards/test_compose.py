@@ -8,19 +8,12 @@ import anyio
 import pytest
 
 from journeywork.trajectory import finite_number
+from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import ConfiguredComposer, open_composer, second_config
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
-from judge.scoring import UnscoredError, agent_reward
-from pipeline.config import (
-    Config,
-    ConfigError,
-    JudgeConfig,
-    JudgeRequestConfig,
-    RewardConfig,
-    SecondJudgeConfig,
-    load,
-)
+from judge.scoring import agent_reward
+from pipeline.config import Config, ConfigError, JudgeConfig, JudgeRequestConfig, RewardConfig, SecondJudgeConfig, load
 from tests.judge.functions import NUMBERS
 from tests.judge.kit import Model, completed, loading, ruler, transcript
 from tests.kits.scoring_server import Scorer
@@ -104,7 +97,7 @@ async def test_a_function_that_rewards_calls_wrongly_gives_no_reward(
     returned: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
-    monkeypatch.setattr("judge.rewards.compose.log.error", lambda reason, **_: logged.append(reason))
+    monkeypatch.setattr("judge.rewards.compose.logger.error", lambda reason, **_: logged.append(reason))
 
     messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     said = GroupFile([GroupMember("x", messages)]).transcripts().values()
@@ -128,10 +121,7 @@ async def test_a_number_that_is_too_large_is_no_reward() -> None:
         parts = tuple(RewardConfig(name=name, kind="metric") for name in ("x", "y"))
         composer = ConfiguredComposer(JudgeConfig(rewards=parts, combine=combination), {}, {}, loading(()))
         for large in (1e308, 1e14):
-            members = [
-                completed("a", metrics={"x": large, "y": large}),
-                completed("b", metrics={"x": 1, "y": 1}),
-            ]
+            members = [completed("a", metrics={"x": large, "y": large}), completed("b", metrics={"x": 1, "y": 1})]
             rewards = await composer(members)
             assert ("a" in rewards.final) == (large < 1e15 and combination != "product")
             assert "b" in rewards.final
@@ -139,9 +129,7 @@ async def test_a_number_that_is_too_large_is_no_reward() -> None:
     assert agent_reward(completed("a", rewards={"x": 1e308, "y": 1e308})) is None
 
 
-async def test_a_function_does_not_see_the_keys_in_the_judge_s_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_function_does_not_see_the_keys_in_the_judge_s_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
     async with RewardFunction(function("environment")).open() as call:
         assert (await call({"id": "a"})).reward == 0.0
@@ -159,11 +147,7 @@ MEMBERS = [
     completed("b", reward=0.0, rewards={"style": 0.1}, metrics={"speed": 0.8}),
     completed("c", reward=0.5, metrics={}),
 ]
-SAID = (
-    transcript("a", "I win quality=0.9"),
-    transcript("b", "I lose quality=0.2"),
-    transcript("c", "quality=0.4"),
-)
+SAID = (transcript("a", "I win quality=0.9"), transcript("b", "I lose quality=0.2"), transcript("c", "quality=0.4"))
 
 
 async def compose(*rewards: RewardConfig, **settings: Any) -> Any:
@@ -195,9 +179,7 @@ async def test_rewards_are_combined_by_weight_and_every_component_is_recorded() 
 
 
 async def test_a_member_without_one_of_the_components_has_no_reward() -> None:
-    scores = await compose(
-        RewardConfig(name="speed", kind="metric"), RewardConfig(name="style", kind="agent")
-    )
+    scores = await compose(RewardConfig(name="speed", kind="metric"), RewardConfig(name="style", kind="agent"))
     assert set(scores.final) == {"a", "b"}
     assert scores.missing == "reward speed is missing for 1 of 3"
     assert scores.components["c"] == {"agent": 0.5, "style": 0.5}
@@ -232,9 +214,7 @@ def test_settings_that_can_t_work_are_refused(override: str, why: str) -> None:
 
 async def test_a_function_that_can_t_be_imported_stops_the_judge_s_start() -> None:
     reward = RewardConfig(name="x", kind="python", entry="nomod:fn")
-    with pytest.raises(
-        ConfigError, match=r"judge.rewards: x: nomod:fn cannot be imported: .*No module named 'nomod'"
-    ):
+    with pytest.raises(ConfigError, match=r"judge.rewards: x: nomod:fn cannot be imported: .*No module named 'nomod'"):
         async with open_composer(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]
             pass
 
@@ -272,14 +252,13 @@ async def test_a_second_judge_that_fails_holds_nothing_up() -> None:
 def test_the_second_judge_gets_no_secret_of_the_first() -> None:
     request = JudgeRequestConfig(params={"extra_headers": {"a": "${KEY}"}}, max_tokens=100)
     judge = JudgeConfig(
-        model="openai/a", api_base="http://a/v1", api_key_env="A", fallbacks=("openai/b",), request=request,
+        model="openai/a",
+        api_base="http://a/v1",
+        api_key_env="A",
+        fallbacks=("openai/b",),
+        request=request,
         second=SecondJudgeConfig(model="openai/c", api_base="http://c/v1", api_key_env="C"),
-    )  # fmt: skip
-    other = second_config(judge)
-    assert (other.model, other.api_base, other.api_key_env, other.fallbacks) == (
-        "openai/c",
-        "http://c/v1",
-        "C",
-        (),
     )
+    other = second_config(judge)
+    assert (other.model, other.api_base, other.api_key_env, other.fallbacks) == ("openai/c", "http://c/v1", "C", ())
     assert (other.request.params, other.request.max_tokens) == ({}, 100)

@@ -116,9 +116,7 @@ async def test_a_function_reads_its_search_path_and_what_is_named_and_not_the_ru
     )
     (work / "helper.py").write_text("ONE = 1.0\n")
     monkeypatch.chdir(work)
-    config = RewardConfig(
-        name="x", kind="python", entry="mine.score:reads", isolate="require", readable=("../data",)
-    )
+    config = RewardConfig(name="x", kind="python", entry="mine.score:reads", isolate="require", readable=("../data",))
     async with RewardFunction(config, ("runs/x",)).open() as call:
         for seen in (work / "mine", data):
             assert (await call({"id": "a", "task": str(seen / "text")})).reward == 3.0
@@ -166,9 +164,7 @@ async def test_what_a_function_prints_goes_to_the_judge_s_log_at_the_level_debug
     isolate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(
-        "judge.rewards.sandbox.log.debug", lambda _, **fields: said.extend(fields.get("text", ()))
-    )
+    monkeypatch.setattr("judge.rewards.sandbox.logger.debug", lambda _, **fields: said.extend(fields.get("text", ())))
     async with function("length", isolate).open() as call:
         await call({"id": "a", "messages": []})
     assert "".join(said) == "this does not disturb the protocol\n"
@@ -190,7 +186,7 @@ async def test_without_bubblewrap_require_is_an_error_at_start_and_auto_a_warnin
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     warned: list[dict[str, object]] = []
-    monkeypatch.setattr("judge.rewards.sandbox.log.warning", lambda _, **fields: warned.append(fields))
+    monkeypatch.setattr("judge.rewards.sandbox.logger.warning", lambda _, **fields: warned.append(fields))
     reward = RewardConfig(name="x", kind="python", entry="tests.judge.functions:length", isolate="require")
     with pytest.raises(ConfigError, match="bubblewrap is not installed: install bubblewrap"):
         async with open_composer_on_log(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]
@@ -247,9 +243,7 @@ async def test_a_process_that_the_machine_refuses_fails_the_call_and_the_next_on
         assert (await call({"id": "a", "messages": []})).reward == 0.0
 
 
-async def test_a_worker_that_hangs_is_not_said_to_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_hangs_is_not_said_to_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.chdir(tmp_path)
     async with function("length", "off", timeout_s=0.1).open() as call:

@@ -11,15 +11,10 @@ from judge.ruler.aggregation import JudgePass, PositionBias, aggregate, draw_ord
 
 
 def judged(
-    order: list[str],
-    truth: dict[str, float],
-    first: float = 0.0,
-    noise: float = 0.0,
-    rng: random.Random | None = None,
+    order: list[str], truth: dict[str, float], first: float = 0.0, noise: float = 0.0, rng: random.Random | None = None
 ) -> JudgePass:
     scores = {
-        n: truth[n] + (first if i == 0 else 0.0) + (rng.gauss(0, noise) if rng else 0.0)
-        for i, n in enumerate(order)
+        n: truth[n] + (first if i == 0 else 0.0) + (rng.gauss(0, noise) if rng else 0.0) for i, n in enumerate(order)
     }
     return JudgePass(tuple(order), scores)
 

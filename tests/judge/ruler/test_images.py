@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from judge.ruler.transcripts import Transcript
-from pipeline.images import image_name
+from pipeline.chat.images import image_name
 from tests.judge.kit import Model, ruler, single
 from tests.kits.scoring_server import Scorer
 
@@ -20,10 +20,7 @@ FILES = [bytes([i]) * 1000 for i in range(4)]
 def seen(name: str, *files: bytes, said: str = "") -> Transcript:
     """A run whose user shows pictures."""
     url = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
-    parts = [
-        {"type": "text", "text": "Look."},
-        *({"type": "image_url", "image_url": {"url": u}} for u in url),
-    ]
+    parts = [{"type": "text", "text": "Look."}, *({"type": "image_url", "image_url": {"url": u}} for u in url)]
     reply = {"role": "assistant", "content": f"I see it. quality=0.5 {said}"}
     return single(name, ({"role": "user", "content": parts}, reply))
 
@@ -67,7 +64,5 @@ async def test_the_reminder_keeps_the_images() -> None:
     model = Model(lambda request: scorer(request) if len(model.requests) > 1 else "no JSON")
     await ruler(model, passes=1).judge([seen("a", FILES[0]), seen("b", FILES[0], said="more")])
     first, second = (request["messages"][-1]["content"] for request in model.requests[:2])
-    assert (
-        [part["type"] for part in first] == [part["type"] for part in second] == ["text", "text", "image_url"]
-    )
+    assert [part["type"] for part in first] == [part["type"] for part in second] == ["text", "text", "image_url"]
     assert second[0]["text"].startswith(first[0]["text"])

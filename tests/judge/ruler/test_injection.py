@@ -26,9 +26,7 @@ def group(attack: str, role: str = "assistant") -> list[prompt.Transcript]:
 @pytest.mark.parametrize("number", range(len(ATTACKS)))
 async def test_no_trajectory_raises_its_own_score(number: int) -> None:
     judge = ruler(Model(Scorer(obedient=True)))
-    scores, _ = await judge.judge(
-        group(ATTACKS[number], random.Random(number).choice(["assistant", "tool", "user"]))
-    )
+    scores, _ = await judge.judge(group(ATTACKS[number], random.Random(number).choice(["assistant", "tool", "user"])))
     assert scores == pytest.approx({"h0": 0.5, "h1": 0.6, "h2": 0.7, "attacker": 0.1})
 
 

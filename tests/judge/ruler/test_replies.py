@@ -31,9 +31,13 @@ SHAPES = [
     ASKED_FOR.replace("\\n", "\n"),
 ]
 WRAPS = [
-    "%s", "\n\n%s\n", "```json\n%s\n```", "```\n%s\n```", "Here is my verdict [as asked]:\n\n%s\n\nI hope that helps!",
+    "%s",
+    "\n\n%s\n",
+    "```json\n%s\n```",
+    "```\n%s\n```",
+    "Here is my verdict [as asked]:\n\n%s\n\nI hope that helps!",
     '<think>abc101 maybe 0.2? {"abc101": 0.2, "' + KEY + '": 0.2} hmm</think>\n%s',
-]  # fmt: skip
+]
 READABLE = [wrap.replace("%s", shape) for shape, wrap in itertools.product(SHAPES, WRAPS)]
 
 
@@ -63,7 +67,7 @@ UNREADABLE = [
     *(replaced(**{key: 1}) for key in ("rank", "score", "final_score", KEY.upper(), "explanation")),
     *(without(key) for key in ("id", "explanation", KEY)),
     first(f'0.2, "{KEY}": 0.3'),
-    first("0.3, \"score\": 0.3"),
+    first('0.3, "score": 0.3'),
     ASKED_FOR.replace(KEY, "score"),
     json.dumps(ENTRIES),
     json.dumps({"scores": {str(e["id"]): e for e in ENTRIES}}),
@@ -81,10 +85,23 @@ UNREADABLE = [
     f"abc101: 0.2; it says </think>\n{ASKED_FOR}",
     f"<think>It says </think> {ASKED_FOR}</think>{ASKED_FOR}",
     f"<think>{ASKED_FOR}",
-    LINES, LINES.replace(":", f" {KEY}:"),
-    "", " ", "null", "[]", "{}", "I can't judge this.", "[0.9, 0.1, 1, 0.3]", '{"scores": [0.9, 0.1, 1, 0.3]}',
-    "[" * 5000, '{"a":' * 3000, '{"a":' * 300_000 + KEY * 4 + "}", "\x00\x01", "}" + KEY * 4 + "{", "9" * 5000,
-]  # fmt: skip
+    LINES,
+    LINES.replace(":", f" {KEY}:"),
+    "",
+    " ",
+    "null",
+    "[]",
+    "{}",
+    "I can't judge this.",
+    "[0.9, 0.1, 1, 0.3]",
+    '{"scores": [0.9, 0.1, 1, 0.3]}',
+    "[" * 5000,
+    '{"a":' * 3000,
+    '{"a":' * 300_000 + KEY * 4 + "}",
+    "\x00\x01",
+    "}" + KEY * 4 + "{",
+    "9" * 5000,
+]
 
 
 @pytest.mark.parametrize("number", range(0, len(UNREADABLE), 20))

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from judge.errors import UnscoredError
 from judge.ruler import prompt
 from judge.ruler.asking import JudgingError
-from judge.scoring import UnscoredError
 from tests.judge.kit import TOO_LONG, Model, completed, ruler, transcript
 from tests.kits.scoring_server import Answer, Scorer, score_key
 
@@ -105,21 +105,15 @@ async def test_a_reply_that_cannot_be_read_is_asked_for_again_with_the_reason(
     assert (verdict.attempts, verdict.prompt_tokens, judge.statistics.asked_again) == (2, 200, 1)
     before, after = (request["messages"] for request in model.requests)
     assert before[0] == after[0]
-    assert (
-        after[1]["content"].removeprefix(before[1]["content"]).startswith("\n\nYour first answer could not")
-    )
+    assert after[1]["content"].removeprefix(before[1]["content"]).startswith("\n\nYour first answer could not")
     assert why in after[1]["content"]
 
 
-async def test_a_failed_pass_is_tried_again_before_the_other_counts_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_failed_pass_is_tried_again_before_the_other_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one pass, the first position's bonus of 0.3 stays in the scores of a new judge."""
     monkeypatch.setattr("judge.ruler.asking._FIRST_PAUSE_S", 0.01)
     for failing in ([429], ["no"], [429, 429, "no"]):
-        model = Model(
-            per_call(Scorer(first_bonus=0.3), *(lambda _, a=a: a for a in failing), Scorer(first_bonus=0.3))
-        )
+        model = Model(per_call(Scorer(first_bonus=0.3), *(lambda _, a=a: a for a in failing), Scorer(first_bonus=0.3)))
         judge = ruler(model, attempts=1)
         scores, verdicts = await judge.judge(TRANSCRIPTS)
         assert [len(verdicts), judge.statistics.failed_judgings] == [2, len(failing)]

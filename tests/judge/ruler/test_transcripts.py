@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from judge.ruler.transcripts import from_exchanges, load_transcript, render_message, shorten, utf8_size
-from pipeline.conversations import Message
+from pipeline.chat.conversations import Message
 from pipeline.log.broker import Broker, HistoryGoneError
 from tests.judge.kit import exchange
 
@@ -43,9 +43,7 @@ def test_the_last_main_call_and_its_reply_are_the_transcript() -> None:
 
 
 def test_a_trajectory_without_a_call_to_judge_is_told_with_both_causes() -> None:
-    with pytest.raises(
-        HistoryGoneError, match=r"^trajectory t has no recorded call .* sent none .* retention"
-    ):
+    with pytest.raises(HistoryGoneError, match=r"^trajectory t has no recorded call .* sent none .* retention"):
         from_exchanges("t", [])
 
 
@@ -62,38 +60,28 @@ async def test_a_transcript_comes_from_the_log(broker: Broker) -> None:
 def test_every_kind_of_message_is_rendered() -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
     messages = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {}}],
-        },
+        {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {}}]},
         {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "name": "look", "content": "a door"},
         {"role": "assistant", "content": {"odd": 1}, "tool_calls": ["broken"]},
         {"role": "assistant", "refusal": "no", "function_call": {"name": "old", "arguments": "{}"}},
-        {
-            "role": "assistant",
-            "tool_calls": [{"type": "custom", "custom": {"name": "free", "input": "text"}}],
-        },
+        {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "free", "input": "text"}}]},
         {},
     ]
     assert rendered(messages) == (
-        "[user] see\n(image_url)\n[assistant] (thinking) hm\n(calls look) {\"at\": 1}\n[tool look] a door\n"
+        '[user] see\n(image_url)\n[assistant] (thinking) hm\n(calls look) {"at": 1}\n[tool look] a door\n'
         '[assistant] {"odd":1}\n(calls ?) \n[assistant] (refuses) no\n(calls old) {}\n'
         "[assistant] (calls free) text\n[?] "
-    )  # fmt: skip
+    )
 
 
 def test_a_call_that_broke_off_has_no_reply() -> None:
     broken = msgspec.structs.replace(exchange("t", "x"), response=b"", status="failed")
-    assert from_exchanges("t", [broken]).last_conversation.messages == (
-        {"role": "user", "content": "Win the game."},
-    )
+    assert from_exchanges("t", [broken]).last_conversation.messages == ({"role": "user", "content": "Win the game."},)
 
 
 def test_a_request_that_is_no_object_has_no_messages() -> None:
-    odd = msgspec.structs.replace(
-        exchange("t", "x"), request=b"[]", response=json.dumps({"choices": []}).encode()
-    )
+    odd = msgspec.structs.replace(exchange("t", "x"), request=b"[]", response=json.dumps({"choices": []}).encode())
     assert from_exchanges("t", [odd]).last_conversation.messages == ()
 
 

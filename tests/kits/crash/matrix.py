@@ -206,9 +206,9 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
     `server_users`."""
     keys = folder / "keys"
     nats = msgspec.structs.replace(nats, users=str(keys), provision=False)
-    return signing.trusting_own_key(Config(
+    return Config(
         project="p", run_dir=str(folder), nats=nats, models=(ModelConfig(name="tiny", base=base),),
-        signing=SigningConfig(seed=str(keys / "checkpoints.nk")),
+        signing=signing.trusting_own_key(SigningConfig(seed=str(keys / "checkpoints.nk"))),
         vllm=VllmConfig(max_loras=10),
         gateway=GatewayConfig(port=free_port(), max_groups_ahead=16, replicas=ReplicasConfig(health_interval_s=0.5)),
         judge=JudgeConfig(group_size=GROUP, rewards=REWARDS), feedback=FeedbackConfig(wait_s=30.0),
@@ -217,7 +217,7 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
             optimizer=OptimizerConfig(learning_rate=1e-3), memory=MemoryConfig(tokens_per_batch=1024),
         ),
         store=StoreConfig(flush_rows=40, flush_s=0.05, compact_s=0.1, compact_files=3, compact_grace_s=0.0),
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
 async def run_matrix(

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from pipeline import docs
-from pipeline.config import Config, ConfigError, KeyConfig, ModelConfig, load, save, with_values
+from pipeline.config import Config, ConfigError, KeyConfig, ModelConfig, load, save
 from pipeline.config.checks import check
+from tests.kits.settings import with_values
 
 
 @pytest.mark.parametrize(
@@ -28,15 +29,9 @@ from pipeline.config.checks import check
         ("teacher.url=http://teacher/v1", "teacher: url and model belong together"),
         ("vllm.max_loras=1", "vllm.max_loras is 1: it must be larger than the number of models"),
         ("vllm.max_loras=2", "vllm.max_loras is 2: it must be at least trainer.max_staleness + 2"),
-        (
-            "trainer.lora.rank=64",
-            "trainer.lora.rank is 64: an adapter of vllm.max_lora_rank = 8 at most would load",
-        ),
+        ("trainer.lora.rank=64", "trainer.lora.rank is 64: an adapter of vllm.max_lora_rank = 8 at most would load"),
         ("trainer.lora.rank=1024", "vLLM serves adapters up to rank 512"),
-        (
-            "vllm.max_lora_rank=24",
-            "vllm.max_lora_rank is 24: vLLM takes 1, 8, 16, 32, 64, 128, 256, 320, 512",
-        ),
+        ("vllm.max_lora_rank=24", "vllm.max_lora_rank is 24: vLLM takes 1, 8, 16, 32, 64, 128, 256, 320, 512"),
         ("gateway.port=70000", "settings: gateway.port: expected `int` <= 65535"),
         ("log_level=LOUD", "log_level: 'LOUD' is unknown; use DEBUG, INFO, WARNING, ERROR, CRITICAL"),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
@@ -45,15 +40,9 @@ from pipeline.config.checks import check
             "models.0.trainer.optimizer.learning_rate=-1",
             "models: trainer of policy: settings: trainer.optimizer.learning_rate: expected",
         ),
-        (
-            "trainer.loss.options.vespo_k_pos=inf",
-            "trainer.loss.options.vespo_k_pos: expected a finite number",
-        ),
+        ("trainer.loss.options.vespo_k_pos=inf", "trainer.loss.options.vespo_k_pos: expected a finite number"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "settings: trainer.optimizer.betas.1: expected `float` < 1.0"),
-        (
-            "trainer.optimizer.schedule=linear",
-            "trainer.optimizer.schedule: `linear` falls to 0 at trainer.max_steps",
-        ),
+        ("trainer.optimizer.schedule=linear", "trainer.optimizer.schedule: `linear` falls to 0 at trainer.max_steps"),
         ("trainer.branch=../x", "trainer.branch: '../x' can't be a name"),
         ("project=", "project: '' can't be a name"),
         ("models.0.name=a b", "models.0.name: 'a b' can't be a name"),
@@ -68,15 +57,9 @@ from pipeline.config.checks import check
         ("trainer.seed=1\nzz=3", "trainer.seed: more than one setting: an unquoted value has one line"),
         ("trainer.seed=1\n[nats]\nport=1", "trainer.seed: more than one setting"),
         ("trainer.seed.x.y=1", "settings: trainer.seed: expected `int`, got table"),
-        (
-            "trainer.sede=1",
-            "there is no such setting; did you mean trainer.seed? `journeywork docs FOLDER` writes",
-        ),
+        ("trainer.sede=1", "there is no such setting; did you mean trainer.seed? `journeywork docs FOLDER` writes"),
         ("gatway.port=1", "settings: gatway: there is no such setting; did you mean gateway?"),
-        (
-            "port=1",
-            "port: there is no such setting; did you mean ui.port or vllm.port or nats.port or gateway.port?",
-        ),
+        ("port=1", "port: there is no such setting; did you mean ui.port or vllm.port or nats.port or gateway.port?"),
         ("trainer.learning_rate=1", "did you mean trainer.optimizer.learning_rate?"),
         ("models.0.trainer.learning_rate=1", "did you mean trainer.optimizer.learning_rate?"),
         ("trainer.rank=8", "did you mean trainer.lora.rank?"),
@@ -91,25 +74,26 @@ from pipeline.config.checks import check
         ('vllm.env={"A": 1}', "settings: vllm.env.<name>: expected text, got `int`"),
     ],
 )
-def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_allowed(
-    override: str, said: str
-) -> None:
+def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_allowed(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, [override])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value", "said"), [
-    ("gateway.port", "not a port", "gateway.port: expected `int`, got text"),
-    ("gateway.port", 70_000, "gateway.port: expected `int` <= 65535"),
-    ("gateway.http.max_body_bytes", 0, "gateway.http.max_body_bytes: expected `int` >= "),
-    ("gateway.keys", (KeyConfig(sha256="x", calls_per_minute=-1),), "keys.0.calls_per_minute: expected `int` >= 0"),
-    ("vllm.urls", "http://a", "vllm.urls: expected list, got text"),
-    ("judge.timeout_s", math.inf, "judge.timeout_s: expected a finite number"),
-    ("vllm.env", {1: "x"}, "settings: vllm.env.<name>: expected text, got `int`"),
-    ("vllm", {"env": {1: "x"}}, "settings: vllm.env.<name>: expected text, got `int`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("gateway.port", "not a port", "GatewayConfig.port: expected `int`, got text"),
+        ("gateway.port", 70_000, "GatewayConfig.port: expected `int` <= 65535"),
+        ("gateway.http.max_body_bytes", 0, "HttpConfig.max_body_bytes: expected `int` >= "),
+        ("gateway.keys", (KeyConfig(sha256="x", calls_per_minute=-1),), "keys.0.calls_per_minute: expected `int` >= 0"),
+        ("vllm.urls", "http://a", "VllmConfig.urls: expected list, got text"),
+        ("judge.timeout_s", math.inf, "JudgeConfig.timeout_s: expected a finite number"),
+        ("vllm.env", {1: "x"}, "settings: VllmConfig.env.<name>: expected text, got `int`"),
+        ("vllm", {"env": {1: "x"}}, "settings: Config.vllm.env.<name>: expected text, got `int`"),
+    ],
+)
 def test_a_value_set_in_code_is_checked_as_one_of_a_file(name: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         with_values(Config(), {name: value})
@@ -145,9 +129,7 @@ def test_a_text_stays_one_where_the_setting_is_a_text(override: str, env: dict[s
 
 
 def test_a_name_of_digits_is_a_name_and_any_value_is_read_as_toml() -> None:
-    config = load(
-        None, ["models.0.name=7", "judge.request.params.seed=3", "nats.url=nats://a:1", "nats.sync=2"]
-    )
+    config = load(None, ["models.0.name=7", "judge.request.params.seed=3", "nats.url=nats://a:1", "nats.sync=2"])
     assert (config.models[0].name, config.judge.request.params, config.nats.sync) == ("7", {"seed": 3}, 2.0)
     assert load(None, ['nats.url=["nats://a:1", "nats://b:1"]']).nats.servers == ("nats://a:1", "nats://b:1")
 
@@ -185,10 +167,7 @@ def test_flags_win_over_the_file_and_a_saved_run_loads_again(tmp_path: Path) -> 
 
 
 def test_a_model_may_be_named_as_hubs_name_models() -> None:
-    assert (
-        load(None, ["models.0.name=Qwen/Qwen3-4B", "models.0.base=Qwen/Qwen3-4B"]).models[0].name
-        == "Qwen/Qwen3-4B"
-    )
+    assert load(None, ["models.0.name=Qwen/Qwen3-4B", "models.0.base=Qwen/Qwen3-4B"]).models[0].name == "Qwen/Qwen3-4B"
 
 
 def test_a_judge_does_not_wait_longer_than_the_log_keeps_runs() -> None:

@@ -23,14 +23,12 @@ from pipeline.events.continuation import (
 )
 from pipeline.log.exchanges import RememberedExchanges
 from tests.kits.conversations import CHUNK, chat, choices, exchange, growing, runs
-from trainer.batches.sequences import build
+from trainer.sequences import build
 
 MEMORIES = st.sampled_from([0, 15_000, 10_000_000])
 
 
-def written(
-    exchanges: list[ExchangeRecorded], memories: list[RememberedExchanges], by: list[int]
-) -> list[Form]:
+def written(exchanges: list[ExchangeRecorded], memories: list[RememberedExchanges], by: list[int]) -> list[Form]:
     """What writers with these memories put on the log; `by` says which of them writes each exchange. A writer sees what
     others wrote only if it takes the next call after it."""
     out: list[Form] = []
@@ -55,11 +53,7 @@ def read(form: Form, memory: RememberedExchanges, held: list[Form]) -> ExchangeR
 
 @settings(max_examples=120)
 @given(
-    runs(),
-    st.lists(MEMORIES, min_size=1, max_size=3),
-    st.lists(st.integers(0, 2), min_size=1),
-    MEMORIES,
-    st.randoms(),
+    runs(), st.lists(MEMORIES, min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=1), MEMORIES, st.randoms()
 )
 def test_every_run_comes_back_as_it_was_and_trains_the_same_sequences(
     exchanges: list[ExchangeRecorded], writers: list[int], by: list[int], reader: int, order: st.random.Random
@@ -111,9 +105,7 @@ def test_the_choices_of_experts_of_ten_turns_are_on_the_log_once() -> None:
         tokens = tokens + [9 + seq] * CHUNK
     memory = RememberedExchanges(100_000_000)
     forms = written(out, [memory], [0])
-    assert [restored.experts for restored in (read(f, memory, forms) for f in forms)] == [
-        o.experts for o in out
-    ]
+    assert [restored.experts for restored in (read(f, memory, forms) for f in forms)] == [o.experts for o in out]
     ours = sum(len((f.exchange if isinstance(f, Continuation) else f).experts) for f in forms)
     header = 128
     assert ours == len(out[-1].experts) + 9 * header
@@ -169,9 +161,7 @@ def test_memory_is_bounded_and_forgets_the_trajectory_that_was_unused_longest() 
         one = msgspec.structs.replace(exchange(0, [1] * CHUNK, [2], chat(["x" * 3_000])), trajectory=name)
         memory.add(one, one)
     assert 0 < memory.bytes <= 50_000
-    assert [n for n in names if memory.find("p", n, key_of(one))] == names[
-        -(memory.bytes // Base(one).size) :
-    ]
+    assert [n for n in names if memory.find("p", n, key_of(one))] == names[-(memory.bytes // Base(one).size) :]
 
 
 def test_a_missing_other_or_shorter_predecessor_is_an_error_and_never_other_tokens() -> None:
@@ -196,13 +186,7 @@ def test_a_missing_other_or_shorter_predecessor_is_an_error_and_never_other_toke
     other = msgspec.structs.replace(first, request=first.request.replace(b"s", b"t"))
     with pytest.raises(BrokenChainError, match=r"exchange 0\.0 is not what exchange 1\.0"):
         restore(Base(other), one)
-    for wrong in (
-        {"tokens": 10_000},
-        {"request_head": -1},
-        {"request_tail": 10**6},
-        {"experts": 1},
-        {"experts": -1},
-    ):
+    for wrong in ({"tokens": 10_000}, {"request_head": -1}, {"request_tail": 10**6}, {"experts": 1}, {"experts": -1}):
         with pytest.raises(BrokenChainError, match="is shorter than"):
             restore(Base(first), msgspec.structs.replace(one, **wrong))
     itself = msgspec.structs.replace(one, seq=1, at=second.at)

@@ -21,10 +21,18 @@ RECORDED = Path(__file__).parent / "recorded"
 def sample(struct: type[msgspec.Struct]) -> Any:
     """An instance with a telling value in every field."""
     tables: dict[str, Any] = {
-        "string": "s", "int64": 7, "float64": 0.5, "bool": True, "binary": b"\x00\xff", "json": b'{"k": 1}',
-        "timestamp_us": 1_700_000_000_000_000, "list<int32>": events.pack_ids([1, 2]), "list<uint8>": b"\x01\x00",
-        "list<float32>": events.pack_logprobs([-0.5]), "list<int64>": events.pack_seqs([2**40]),
-    }  # fmt: skip
+        "string": "s",
+        "int64": 7,
+        "float64": 0.5,
+        "bool": True,
+        "binary": b"\x00\xff",
+        "json": b'{"k": 1}',
+        "timestamp_us": 1_700_000_000_000_000,
+        "list<int32>": events.pack_ids([1, 2]),
+        "list<uint8>": b"\x01\x00",
+        "list<float32>": events.pack_logprobs([-0.5]),
+        "list<int64>": events.pack_seqs([2**40]),
+    }
 
     def value(column: schema.Column) -> Any:
         if column.choices:
@@ -101,8 +109,10 @@ def test_a_packed_field_that_may_be_missing_may_be_null() -> None:
     kinds = [Annotated[bytes | None, packed], Annotated[bytes, packed] | None, Annotated[bytes, packed]]
     found = schema.columns(msgspec.defstruct("Packed", [(f"f{at}", kind) for at, kind in enumerate(kinds)]))
     assert [(column.kind, column.nullable) for column in found] == [
-        ("list<int32>", True), ("list<int32>", True), ("list<int32>", False),
-    ]  # fmt: skip
+        ("list<int32>", True),
+        ("list<int32>", True),
+        ("list<int32>", False),
+    ]
 
 
 @pytest.mark.parametrize("kind", [set[int], int | str, Literal[1, 2]], ids=str)

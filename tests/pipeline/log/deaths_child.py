@@ -21,10 +21,7 @@ ACK_WAIT_S = 0.6
 
 
 async def serve(url: str, how: str) -> None:
-    async with (
-        Broker.connect(NatsConfig(url=url), name="judge") as broker,
-        broker.consume("judge") as messages,
-    ):
+    async with Broker.connect(NatsConfig(url=url), name="judge") as broker, broker.consume("judge") as messages:
         while (batch := await messages.batch(100, wait_s=ACK_WAIT_S)) or await broker.lag("judge"):
             for delivery in batch:
                 assert isinstance(delivery.event, TrajectoryCompleted)

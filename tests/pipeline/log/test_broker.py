@@ -38,9 +38,7 @@ async def test_only_a_publish_without_a_condition_has_a_message_id(broker: Broke
     assert ids == ["", "", exchange("t2").message_id()]
 
 
-async def test_a_repeated_publish_finds_its_own_message_behind_which_others_came(
-    broker: Broker,
-) -> None:
+async def test_a_repeated_publish_finds_its_own_message_behind_which_others_came(broker: Broker) -> None:
     event = exchange(seq=0)
     first = await broker.publish(event, after=0)
     last = await broker.publish(exchange(seq=1), after=first.seq)

@@ -56,9 +56,7 @@ async def test_a_connection_that_loses_its_server_comes_back_with_its_credential
     authority = Authority(tmp_path / "ca")
     cert, key = authority.issue("server")
     keys = tmp_path / "keys"
-    server = start_nats(
-        extra=f'tls {{ cert_file: "{cert}", key_file: "{key}" }}\n{users.authorization(keys)}'
-    )
+    server = start_nats(extra=f'tls {{ cert_file: "{cert}", key_file: "{key}" }}\n{users.authorization(keys)}')
     config = NatsConfig(url=server.url, users=str(keys), tls_ca=authority.ca)
     async with Broker.connect(config, name="supervisor") as broker:
         server.kill()
@@ -123,10 +121,7 @@ async def test_an_address_given_to_a_command_is_checked_too() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [
-        (["nats.users=a", "nats.nkey_seed=b"], "users and nkey_seed"),
-        (["environment.gatway=[]"], "gatway"),
-    ],
+    [(["nats.users=a", "nats.nkey_seed=b"], "users and nkey_seed"), (["environment.gatway=[]"], "gatway")],
 )
 def test_settings_that_contradict_each_other_are_named(settings: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):

@@ -11,10 +11,10 @@ import anyio
 import pytest
 
 from pipeline import streams
+from pipeline.commands import dead_letters
 from pipeline.config import NatsConfig
 from pipeline.errors import BrokerUnavailableError
 from pipeline.events import DeadLettered
-from pipeline.log import dead_letters
 from pipeline.log.broker import Broker
 from pipeline.log.consumer import Delivery, handling, is_own_fault
 from pipeline.log.deaths import Deaths
@@ -54,9 +54,7 @@ async def test_a_message_that_ends_the_service_again_and_again_is_a_dead_letter(
                 await broker.js.purge_stream("ROLLOUTS")
 
 
-async def test_a_message_is_handled_alone_when_it_is_delivered_again(
-    nats_config: NatsConfig, quick: None
-) -> None:
+async def test_a_message_is_handled_alone_when_it_is_delivered_again(nats_config: NatsConfig, quick: None) -> None:
     """A stop in order and a lost log are no deaths: the messages come again, and none is counted."""
     async with Broker.connect(nats_config) as broker:
         for name in "abc":
@@ -116,9 +114,7 @@ async def test_a_consumer_without_a_limit_of_deaths_counts_none(nats_config: Nat
 
 
 @pytest.mark.parametrize("silent", [False, True])
-async def test_deliveries_go_back_also_if_the_log_takes_no_deaths(
-    nats_config: NatsConfig, silent: bool
-) -> None:
+async def test_deliveries_go_back_also_if_the_log_takes_no_deaths(nats_config: NatsConfig, silent: bool) -> None:
     async def count(*_: Any) -> int:
         if silent:
             await anyio.sleep_forever()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from judge.ruler.transcripts import load_transcript
+from pipeline.chat.sampling import Defaults
 from pipeline.config import NatsConfig, TrainerConfig
 from pipeline.events import (
     ClaimCheck,
@@ -24,13 +25,12 @@ from pipeline.log import history
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.exchanges import ExchangeNotWholeError
 from pipeline.log.messages import Place
-from pipeline.sampling import Defaults
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import NOT_RECORDED, Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from tests.kits.conversations import growing
 from tests.kits.log import take
-from trainer.batches.groups import TrainingGroup
+from trainer.batches.groups import AdmittedGroup, Refusal
 from trainer.batches.histories import Histories
 
 pytestmark = pytest.mark.anyio
@@ -62,11 +62,7 @@ async def forms(broker: Broker) -> list[object]:
     out: list[object] = []
     async for message in broker.messages("ROLLOUTS", subject="rollout.exchange.p.t"):
         form = decode(message.payload)
-        out.append(
-            decode(await broker.get_object(form.bucket, form.object))
-            if isinstance(form, ClaimCheck)
-            else form
-        )
+        out.append(decode(await broker.get_object(form.bucket, form.object)) if isinstance(form, ClaimCheck) else form)
     return out
 
 
@@ -87,9 +83,7 @@ async def test_readers_and_consumers_get_whole_exchanges(nats_config: NatsConfig
             assert (await broker.read_at(ExchangeRecorded, newest.seq - 2)).event == recorded[-3]
             assert await whole(broker) == recorded
             # From the middle on.
-            assert [
-                r.event for r in await broker.read(ExchangeRecorded, start_seq=newest.seq, **KEYS)
-            ] == recorded[-1:]
+            assert [r.event for r in await broker.read(ExchangeRecorded, start_seq=newest.seq, **KEYS)] == recorded[-1:]
     async with Broker.connect(forgetful) as broker, broker.consume("store-rollouts") as messages:
         taken = await take(messages, 8)
         assert [d.event for d in taken[2:]] == recorded  # after the openings of the group and of the run
@@ -168,12 +162,10 @@ async def test_a_lost_predecessor_makes_the_trajectory_unusable(nats_config: Nat
         with pytest.raises(HistoryGoneError, match="2 of 5 exchanges can be read"):
             await load_transcript(broker, "p", "t", 5)
         member = Member(trajectory="t", reward=1.0, exchanges=5, completed_seq=9)
-        group = TrainingGroup(
-            GroupScored(project="p", model="m", group="g", judge="j", members=(member,)), Place(1, 0)
-        )
+        group = AdmittedGroup(GroupScored(project="p", model="m", group="g", judge="j", members=(member,)), Place(1, 0))
         refusal = await Histories(broker, TrainerConfig(), Defaults()).read(group)
-        assert refusal is not None
-        assert (refusal.reason, group.sequences) == ("history_gone", None)
+        assert isinstance(refusal, Refusal)
+        assert refusal.reason == "history_gone"
         assert "2 of 5 exchanges can be read" in refusal.detail
         # A gateway that takes over numbers its calls after those that it can't read, and completes without a result.
         here = registry(broker)

@@ -37,10 +37,7 @@ pytestmark = pytest.mark.anyio
 def test_nats_py_is_held_to_the_version_whose_private_names_are_known() -> None:
     """After a new minor version: read its client, parser and transport against this module, then move both bounds."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text("utf-8"))["project"]
-    wanted = [
-        *project["dependencies"],
-        *(r for extra in project["optional-dependencies"].values() for r in extra),
-    ]
+    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
     assert {r for r in wanted if r.startswith("nats-py")} == {"nats-py>=2.16,<2.17"}
     assert importlib.metadata.version("nats-py").startswith("2.16.")
 
@@ -74,9 +71,7 @@ async def test_the_first_message_of_a_connection_is_acknowledged(nats_config: Na
         pass
     for number in range(20):
         async with Broker.connect(nats_config, provision=False) as broker:
-            ack = await broker.client.publish_acked(
-                "rollout.opened.p.t", b"", {"Nats-Msg-Id": str(number)}, 60
-            )
+            ack = await broker.client.publish_acked("rollout.opened.p.t", b"", {"Nats-Msg-Id": str(number)}, 60)
             assert ack.stream == "ROLLOUTS"
 
 
@@ -132,9 +127,7 @@ async def test_a_message_nobody_acknowledges_is_given_up(broker: Broker) -> None
     await sub.unsubscribe()
 
 
-async def test_what_is_sent_while_the_server_is_away_arrives_once(
-    nats_server: NatsServer, broker: Broker
-) -> None:
+async def test_what_is_sent_while_the_server_is_away_arrives_once(nats_server: NatsServer, broker: Broker) -> None:
     await broker.client.publish_acked("rollout.opened.p.t", b"0", {}, 60)
     nats_server.kill()
     async with anyio.create_task_group() as tg:
@@ -217,11 +210,7 @@ async def test_however_the_bytes_are_broken(seed: int) -> None:
             assert m.headers == {}
             continue
         assert m.headers == {"Nats-Msg-Id": str(i), "traceparent": f"t{i}"}
-        assert (m.header(b"traceparent"), m.header(b"trace"), m.header(b"Nats-Msg-Id")) == (
-            f"t{i}",
-            "",
-            str(i),
-        )
+        assert (m.header(b"traceparent"), m.header(b"trace"), m.header(b"Nats-Msg-Id")) == (f"t{i}", "", str(i))
     assert len(client.seen) == others
 
 

@@ -111,9 +111,7 @@ class Lossy:
         self._writers += writer, to_server
         await asyncio.gather(self._copy(reader, to_server), self._copy(from_server, writer, lossy=True))
 
-    async def _copy(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, lossy: bool = False
-    ) -> None:
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, lossy: bool = False) -> None:
         with suppress(ConnectionError):
             while data := await reader.read(65_536):
                 if lossy and self.losing:
@@ -136,9 +134,7 @@ async def test_what_a_broken_connection_lost_is_delivered_again(
     """The server counts as delivered what it wrote to the connection: nobody acknowledges it."""
     lossy, seen = Lossy(nats_server.port), list[str]()
     relay = await asyncio.start_server(lossy.relay, "127.0.0.1", 0)
-    through = msgspec.structs.replace(
-        nats_config, url=f"nats://127.0.0.1:{relay.sockets[0].getsockname()[1]}"
-    )
+    through = msgspec.structs.replace(nats_config, url=f"nats://127.0.0.1:{relay.sockets[0].getsockname()[1]}")
     async with (
         relay,
         Broker.connect(nats_config) as broker,

@@ -28,9 +28,7 @@ class Lagging:
 
 
 @pytest.mark.parametrize("held", [0, 1, 7, 9])
-async def test_a_replica_that_lags_hides_nothing(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch, held: int
-) -> None:
+async def test_a_replica_that_lags_hides_nothing(broker: Broker, monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     for seq in range(10):
         await broker.publish(exchange(seq=seq))
     data = bytes(range(256)) * 2000

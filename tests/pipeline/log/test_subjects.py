@@ -67,10 +67,7 @@ def test_subjects_stay(cls: type[Event]) -> None:
     assert made(cls).subject() == subject
     if cls in OPTIONAL:
         (last,) = OPTIONAL[cls].values()
-        assert (
-            made(cls, **OPTIONAL[cls]).subject()
-            == f"{subject.removesuffix('.train')}.{last.replace('.', '%2E')}"
-        )
+        assert made(cls, **OPTIONAL[cls]).subject() == f"{subject.removesuffix('.train')}.{last.replace('.', '%2E')}"
 
 
 OPTIONAL = {
@@ -117,13 +114,7 @@ def test_a_key_that_is_not_in_the_subject_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("group", "key"),
-    [
-        ("g", "g"),
-        ("", "t"),
-        ("two\nlines", "hashed-edc8c1284585"),
-        ("x" * 201, "hashed-"),
-        ("\ud800", "hashed-"),
-    ],
+    [("g", "g"), ("", "t"), ("two\nlines", "hashed-edc8c1284585"), ("x" * 201, "hashed-"), ("\ud800", "hashed-")],
 )
 def test_every_group_id_has_a_name_that_a_subject_can_hold(group: str, key: str) -> None:
     event = TrajectoryCompleted(project="p", trajectory="t", model="m", group=group)

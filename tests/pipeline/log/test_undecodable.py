@@ -11,6 +11,8 @@ import pytest
 
 from judge.commands.rejudge import Rejudge
 from judge.service import Judge
+from pipeline.commands import dead_letters as dead
+from pipeline.commands.status import read_log
 from pipeline.config import Config, JudgeConfig, NatsConfig, SigningConfig
 from pipeline.errors import UndecodableError
 from pipeline.events import (
@@ -25,9 +27,7 @@ from pipeline.events import (
     pack_ids,
     pack_seqs,
 )
-from pipeline.log import dead_letters as dead
 from pipeline.log.broker import READER, Broker
-from pipeline.running.status import read_log
 from pipeline.security.signing import Trust
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
@@ -83,9 +83,7 @@ BROKEN: dict[str, Event] = {
     "group_times": msgspec.structs.replace(
         checkpoint(2), groups=("g",), group_seqs=pack_seqs([1]), group_times=b"nine byte"
     ),
-    "3 groups with 2 seq": msgspec.structs.replace(
-        checkpoint(2), groups=("a", "b", "c"), group_seqs=pack_seqs([1, 2])
-    ),
+    "3 groups with 2 seq": msgspec.structs.replace(checkpoint(2), groups=("a", "b", "c"), group_seqs=pack_seqs([1, 2])),
     "1 stream times": msgspec.structs.replace(
         checkpoint(2), groups=("a", "b"), group_seqs=pack_seqs([1, 2]), group_times=pack_seqs([3])
     ),
@@ -111,9 +109,7 @@ async def test_a_letter_of_a_reader_is_taken_off_the_list_by_a_retry(nats_config
         assert len(await broker.read(DeadLettered)) == 1
 
 
-async def test_garbage_on_a_subject_that_holds_one_event_does_not_keep_the_event_out(
-    broker: Broker,
-) -> None:
+async def test_garbage_on_a_subject_that_holds_one_event_does_not_keep_the_event_out(broker: Broker) -> None:
     await throw(broker, "policy.checkpoint.p.m.1")
     first = await broker.publish(checkpoint(1))
     assert not first.duplicate

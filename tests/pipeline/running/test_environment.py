@@ -8,10 +8,21 @@ from pipeline.config import PROCESSES, load
 from pipeline.running import environment
 
 SECRETS = {
-    "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "LANGFUSE_SECRET_KEY",
-    "GATEWAY_SECRET", "GITHUB_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS", "https_proxy", "VLLM_API_KEY", "GEMINI_API_KEY",
-    "TOGETHERAI_API_KEY", "FIREWORKS_API_KEY", "PERPLEXITYAI_API_KEY",
-}  # fmt: skip
+    "OPENAI_API_KEY",
+    "ANTHROPIC_API_KEY",
+    "AWS_SECRET_ACCESS_KEY",
+    "HF_TOKEN",
+    "LANGFUSE_SECRET_KEY",
+    "GATEWAY_SECRET",
+    "GITHUB_TOKEN",
+    "OTEL_EXPORTER_OTLP_HEADERS",
+    "https_proxy",
+    "VLLM_API_KEY",
+    "GEMINI_API_KEY",
+    "TOGETHERAI_API_KEY",
+    "FIREWORKS_API_KEY",
+    "PERPLEXITYAI_API_KEY",
+}
 
 
 def seen(process: str, *settings: str) -> set[str]:

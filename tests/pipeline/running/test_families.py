@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, VllmConfig, with_values
+from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, VllmConfig
 from pipeline.running.families import TOOL_PARSERS, tool_parser
 from pipeline.running.plan import vllm_command
 from tests.conftest import VllmServer
+from tests.kits.settings import with_values
 
 
 def model(folder: Path, kind: str) -> str:
@@ -26,14 +27,9 @@ def command(base: str, **settings: object) -> str:
 
 @pytest.mark.parametrize(
     ("setting", "flag"),
-    [
-        ("lora.experts", "--enable-mixed-moe-lora-format"),
-        ("router_replay", "--enable-return-routed-experts"),
-    ],
+    [("lora.experts", "--enable-mixed-moe-lora-format"), ("router_replay", "--enable-return-routed-experts")],
 )
-def test_a_mixture_of_experts_gets_the_flags_that_it_needs_on_a_gpu(
-    setting: str, flag: str, tmp_path: Path
-) -> None:
+def test_a_mixture_of_experts_gets_the_flags_that_it_needs_on_a_gpu(setting: str, flag: str, tmp_path: Path) -> None:
     base = model(tmp_path / "a", "qwen3_moe")
     config = Config(
         models=(ModelConfig(base=base),),
@@ -60,9 +56,7 @@ def test_the_family_says_how_tool_calls_are_read(tmp_path: Path) -> None:
     llama = Path(model(tmp_path / "llama", "llama"))
     assert tool_parser(str(llama)) == "llama3_json"
     (llama / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|im_start|>"}]}')
-    assert (
-        tool_parser(str(llama)) == "hermes"
-    )  # else vLLM ends: it does not find the token that begins a call
+    assert tool_parser(str(llama)) == "hermes"  # else vLLM ends: it does not find the token that begins a call
     (llama / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|python_tag|>"}]}')
     assert tool_parser(str(llama)) == "llama3_json"
     assert tool_parser(str(tmp_path / "nowhere")) == tool_parser("org/not-in-the-cache") == ""
@@ -77,7 +71,5 @@ def test_the_command_has_the_flags_that_tools_need(tmp_path: Path) -> None:
     assert flags not in command(unknown)
     given = command(base, args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
     assert given.count("--tool-call-parser") == 1
-    assert "--tool-call-parser" not in command(
-        base, args=("--enable_auto_tool_choice", "--tool_call_parser=hermes")
-    )
+    assert "--tool-call-parser" not in command(base, args=("--enable_auto_tool_choice", "--tool_call_parser=hermes"))
     assert "--reasoning-parser qwen3" in command(base, reasoning_parser="qwen3")

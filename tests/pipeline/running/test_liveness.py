@@ -91,9 +91,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def log_on(
-    disk: Path, **client: str | bool
-) -> AsyncIterator[tuple[Supervisor, Changes, Broker, Broker]]:
+async def log_on(disk: Path, **client: str | bool) -> AsyncIterator[tuple[Supervisor, Changes, Broker, Broker]]:
     """A log whose files are on `disk`, its supervisor, and two connections to it: the first one is impatient."""
     config, specs = make_plan(load(None, [f"run_dir={disk}", "nats.max_bytes=1000000000"]), ())
     config = msgspec.structs.replace(config, supervisor=QUICK)

@@ -46,8 +46,7 @@ async def test_a_run_goes_on_when_the_disk_has_less_room(tmp_path: Path) -> None
             async with Broker.connect(settings) as broker:
                 assert len(await broker.read(TrajectoryCompleted)) == 1
                 limits = [
-                    (await broker.stream_info(name)).config.max_bytes or 0
-                    for name in ("ROLLOUTS", "GROUPS", "POLICY")
+                    (await broker.stream_info(name)).config.max_bytes or 0 for name in ("ROLLOUTS", "GROUPS", "POLICY")
                 ]
                 assert sum(limits) < max_bytes
     with log_server(run_dir, 8_000_000_000) as settings:

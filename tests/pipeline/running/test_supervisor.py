@@ -17,20 +17,16 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline import cli
-from pipeline.config import Config, ConfigError, load, with_values
+from pipeline.commands import main as cli
+from pipeline.config import Config, ConfigError, load
 from pipeline.files import write_once
-from pipeline.running import child, plan, ports
-from pipeline.running.plan import (
-    ONE_PROCESS,
-    ProcessSpec,
-    make_plan,
-    one_process_environment,
-    require_base_files,
-)
+from pipeline.running import child, ports
+from pipeline.running import resolved as resolved_settings
+from pipeline.running.plan import ONE_PROCESS, ProcessSpec, make_plan, one_process_environment, require_base_files
 from pipeline.running.state import RunState, write_state
 from pipeline.running.supervisor import Supervisor, SupervisorError
 from tests.conftest import free_port
+from tests.kits.settings import with_values
 from tests.pipeline.running.supervised import Changes, runs, supervised
 
 pytestmark = pytest.mark.anyio
@@ -244,9 +240,7 @@ def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
     assert resolved.nats.url.startswith("nats://127.0.0.1:")
     assert "m@0" in specs[1].argv
     external, specs = make_plan(
-        load(
-            None, [f"run_dir={tmp_path}", 'nats.url="nats://elsewhere:4222"', 'vllm.urls=["http://gpu:8000"]']
-        ),
+        load(None, [f"run_dir={tmp_path}", 'nats.url="nats://elsewhere:4222"', 'vllm.urls=["http://gpu:8000"]']),
         ("gateway",),
     )
     assert [s.name for s in specs] == ["gateway"]
@@ -366,9 +360,7 @@ def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
         (["trainer.memory.quantization=4bit", "vllm.device=cpu"], []),
     ],
 )
-def test_vllm_holds_the_base_model_as_the_trainer_does(
-    tmp_path: Path, settings: list[str], flags: list[str]
-) -> None:
+def test_vllm_holds_the_base_model_as_the_trainer_does(tmp_path: Path, settings: list[str], flags: list[str]) -> None:
     base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
     _, specs = make_plan(load(None, [*base, *settings]), ("sampler",))
     argv = specs[1].argv
@@ -387,11 +379,7 @@ def test_vllm_holds_the_base_model_as_the_trainer_does(
     ],
 )
 def test_vllm_on_a_cpu_is_one_process_that_leaves_a_core_free(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: list[str],
-    executors: list[str],
-    threads: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], executors: list[str], threads: str | None
 ) -> None:
     """vLLM takes the last of several values of a flag."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -410,9 +398,7 @@ def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leaves no memory of the GPU to the inference server"):
         make_plan(load(None, [*base, "trainer.memory.gpu_share=0.95"]), ("sampler", "trainer"))
     with pytest.raises(ConfigError, match="--gpu-memory-utilization half is not a number"):
-        make_plan(
-            load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("sampler", "trainer")
-        )
+        make_plan(load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("sampler", "trainer"))
 
 
 def test_an_empty_secret_ends_the_start_with_what_is_wrong(tmp_path: Path) -> None:
@@ -429,6 +415,6 @@ def test_the_dashboards_port_stays_over_restarts_where_it_is_free(tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = int(taken.getsockname()[1])
         write_state(tmp_path, RunState(urls={"ui": f"http://127.0.0.1:{first}"}))
-        assert plan._dashboard_port(settings) != first
-    assert plan._dashboard_port(settings) == first
-    assert plan._dashboard_port(with_values(settings, {"ui.port": 8765})) == 8765
+        assert resolved_settings.dashboard_port(settings) != first
+    assert resolved_settings.dashboard_port(settings) == first
+    assert resolved_settings.dashboard_port(with_values(settings, {"ui.port": 8765})) == 8765

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from pipeline import streams
+from pipeline.commands import dead_letters
 from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import (
     AlarmChanged,
@@ -24,7 +25,7 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
 )
-from pipeline.log import dead_letters, key_value, memory
+from pipeline.log import key_value, memory
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.credentials import make_client, options
 from pipeline.log.follow import follow_events, follow_messages
@@ -39,70 +40,148 @@ API = "$JS.API."
 CHECKPOINT = "policy.checkpoint.default.m.9"
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "gateway": (
-        CHECKPOINT, "policy.checkpoint.default.m.9.branch", "policy.retired.default.m", "alive.GROUPS",
-        "group.scored.default.m.g.j.1", "dead.POLICY.store-policy",
-        f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.UPDATE.POLICY",
+        CHECKPOINT,
+        "policy.checkpoint.default.m.9.branch",
+        "policy.retired.default.m",
+        "alive.GROUPS",
+        "group.scored.default.m.g.j.1",
+        "dead.POLICY.store-policy",
+        f"{API}STREAM.DELETE.ROLLOUTS",
+        f"{API}STREAM.PURGE.ROLLOUTS",
+        f"{API}STREAM.UPDATE.POLICY",
         f"{API}STREAM.CREATE.MINE",
-        f"{API}STREAM.MSG.DELETE.POLICY", "$O.ADAPTERS.C.x", f"{API}STREAM.PURGE.OBJ_ADAPTERS",
-        f"{API}CONSUMER.CREATE.POLICY.store-policy", f"{API}CONSUMER.DELETE.POLICY.store-policy",
-        f"{API}CONSUMER.MSG.NEXT.POLICY.store-policy", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_judge.x",
-        f"{API}INFO", "policy.loaded.default.m", "policy.unloaded.default.m", "$KV.FLEET.sampler.default.r",
-        f"{API}STREAM.PURGE.KV_FLEET", f"{API}DIRECT.GET.OBJ_ADAPTERS",
+        f"{API}STREAM.MSG.DELETE.POLICY",
+        "$O.ADAPTERS.C.x",
+        f"{API}STREAM.PURGE.OBJ_ADAPTERS",
+        f"{API}CONSUMER.CREATE.POLICY.store-policy",
+        f"{API}CONSUMER.DELETE.POLICY.store-policy",
+        f"{API}CONSUMER.MSG.NEXT.POLICY.store-policy",
+        "$JS.ACK.GROUPS.trainer.1.2.3.4.5",
+        "_INBOX_judge.x",
+        f"{API}INFO",
+        "policy.loaded.default.m",
+        "policy.unloaded.default.m",
+        "$KV.FLEET.sampler.default.r",
+        f"{API}STREAM.PURGE.KV_FLEET",
+        f"{API}DIRECT.GET.OBJ_ADAPTERS",
     ),
     "sampler": (
-        CHECKPOINT, "policy.promoted.default.m", "policy.retired.default.m", "rollout.exchange.default.t",
-        "$KV.FLEET.gateway.default.g", "$O.ADAPTERS.C.x", f"{API}DIRECT.GET.ROLLOUTS", f"{API}STREAM.PURGE.KV_FLEET",
-        f"{API}CONSUMER.MSG.NEXT.POLICY.store-policy", "alive.POLICY",
+        CHECKPOINT,
+        "policy.promoted.default.m",
+        "policy.retired.default.m",
+        "rollout.exchange.default.t",
+        "$KV.FLEET.gateway.default.g",
+        "$O.ADAPTERS.C.x",
+        f"{API}DIRECT.GET.ROLLOUTS",
+        f"{API}STREAM.PURGE.KV_FLEET",
+        f"{API}CONSUMER.MSG.NEXT.POLICY.store-policy",
+        "alive.POLICY",
     ),
     "judge": (
-        CHECKPOINT, "policy.promoted.default.m", "rollout.completed.default.m.g.t", "rollout.exchange.default.t",
+        CHECKPOINT,
+        "policy.promoted.default.m",
+        "rollout.completed.default.m.g.t",
+        "rollout.exchange.default.t",
         "timer.due.rollout.timeout.p.m.g",
-        f"{API}STREAM.PURGE.GROUPS", f"{API}STREAM.DELETE.GROUPS", f"{API}CONSUMER.CREATE.ROLLOUTS.mine",
-        f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "$O.ADAPTERS.C.x",
-        "policy.alarm.default.over_judge_budget", f"{API}DIRECT.GET.OBJ_ADAPTERS",
+        f"{API}STREAM.PURGE.GROUPS",
+        f"{API}STREAM.DELETE.GROUPS",
+        f"{API}CONSUMER.CREATE.ROLLOUTS.mine",
+        f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts",
+        "$JS.ACK.GROUPS.trainer.1.2.3.4.5",
+        "$O.ADAPTERS.C.x",
+        "policy.alarm.default.over_judge_budget",
+        f"{API}DIRECT.GET.OBJ_ADAPTERS",
     ),
     "trainer": (
-        "policy.promoted.default.m", "policy.loaded.default.m", "group.scored.default.m.g.j.1",
-        "policy.checkpoint.default.m.9.branch", "rollout.opened.default.t", f"{API}STREAM.PURGE.POLICY",
-        f"{API}STREAM.DELETE.POLICY", f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.judge", "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5",
-        f"{API}CONSUMER.DURABLE.CREATE.GROUPS.mine", f"{API}STREAM.MSG.DELETE.GROUPS",
-        f"{API}STREAM.MSG.DELETE.ROLLOUTS", "policy.unloaded.default.m", "alive.POLICY",
+        "policy.promoted.default.m",
+        "policy.loaded.default.m",
+        "group.scored.default.m.g.j.1",
+        "policy.checkpoint.default.m.9.branch",
+        "rollout.opened.default.t",
+        f"{API}STREAM.PURGE.POLICY",
+        f"{API}STREAM.DELETE.POLICY",
+        f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.judge",
+        "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5",
+        f"{API}CONSUMER.DURABLE.CREATE.GROUPS.mine",
+        f"{API}STREAM.MSG.DELETE.GROUPS",
+        f"{API}STREAM.MSG.DELETE.ROLLOUTS",
+        "policy.unloaded.default.m",
+        "alive.POLICY",
     ),
     "experiment": (
-        CHECKPOINT, "group.scored.default.m.g.j.1", f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer",
-        f"{API}CONSUMER.DURABLE.CREATE.GROUPS.trainer", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", f"{API}STREAM.PURGE.GROUPS",
+        CHECKPOINT,
+        "group.scored.default.m.g.j.1",
+        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer",
+        f"{API}CONSUMER.DURABLE.CREATE.GROUPS.trainer",
+        "$JS.ACK.GROUPS.trainer.1.2.3.4.5",
+        f"{API}STREAM.PURGE.GROUPS",
     ),
     "store": (
-        CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", "policy.loaded.default.m",
-        f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.MSG.DELETE.DEAD",
-        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5", f"{API}STREAM.PURGE.OBJ_ADAPTERS",
+        CHECKPOINT,
+        "rollout.exchange.default.t",
+        "group.scored.default.m.g.j.1",
+        "policy.loaded.default.m",
+        f"{API}STREAM.PURGE.ROLLOUTS",
+        f"{API}STREAM.DELETE.ROLLOUTS",
+        f"{API}STREAM.MSG.DELETE.DEAD",
+        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer",
+        "$JS.ACK.ROLLOUTS.judge.1.2.3.4.5",
+        f"{API}STREAM.PURGE.OBJ_ADAPTERS",
         "$O.ADAPTERS.C.x",
-        "$O.CLAIMS_ROLLOUTS.C.x", f"{API}CONSUMER.DURABLE.CREATE.ROLLOUTS.mine", "policy.promoted.default.m",
+        "$O.CLAIMS_ROLLOUTS.C.x",
+        f"{API}CONSUMER.DURABLE.CREATE.ROLLOUTS.mine",
+        "policy.promoted.default.m",
     ),
     "telemetry": (
-        CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", "policy.promoted.default.m",
-        f"{API}STREAM.PURGE.ROLLOUTS", f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts",
-        "$JS.ACK.ROLLOUTS.store-rollouts.1.2.3.4.5", f"{API}DIRECT.GET.OBJ_ADAPTERS", f"{API}STREAM.UPDATE.ROLLOUTS",
+        CHECKPOINT,
+        "rollout.exchange.default.t",
+        "group.scored.default.m.g.j.1",
+        "policy.promoted.default.m",
+        f"{API}STREAM.PURGE.ROLLOUTS",
+        f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts",
+        "$JS.ACK.ROLLOUTS.store-rollouts.1.2.3.4.5",
+        f"{API}DIRECT.GET.OBJ_ADAPTERS",
+        f"{API}STREAM.UPDATE.ROLLOUTS",
     ),
     "erase": (
-        CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", "policy.promoted.default.m",
-        f"{API}STREAM.PURGE.ROLLOUTS", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.UPDATE.ROLLOUTS",
-        f"{API}STREAM.MSG.DELETE.OBJ_ADAPTERS", f"{API}STREAM.MSG.DELETE.TIMERS", f"{API}DIRECT.GET.OBJ_ADAPTERS",
-        f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts", "$JS.ACK.ROLLOUTS.store-rollouts.1.2.3.4.5",
+        CHECKPOINT,
+        "rollout.exchange.default.t",
+        "group.scored.default.m.g.j.1",
+        "policy.promoted.default.m",
+        f"{API}STREAM.PURGE.ROLLOUTS",
+        f"{API}STREAM.DELETE.ROLLOUTS",
+        f"{API}STREAM.UPDATE.ROLLOUTS",
+        f"{API}STREAM.MSG.DELETE.OBJ_ADAPTERS",
+        f"{API}STREAM.MSG.DELETE.TIMERS",
+        f"{API}DIRECT.GET.OBJ_ADAPTERS",
+        f"{API}CONSUMER.MSG.NEXT.ROLLOUTS.store-rollouts",
+        "$JS.ACK.ROLLOUTS.store-rollouts.1.2.3.4.5",
     ),
     "operator": (
-        *(f"{API}STREAM.PURGE.{stream}" for stream in users.EVENT_STREAMS), f"{API}STREAM.PURGE.OBJ_ADAPTERS",
-        f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.DELETE.OBJ_ADAPTERS",
-        f"{API}STREAM.MSG.DELETE.ROLLOUTS", f"{API}CONSUMER.DELETE.ROLLOUTS.judge", "$O.ADAPTERS.C.x",
-        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer", "$JS.ACK.GROUPS.trainer.1.2.3.4.5", "_INBOX_gateway.x",
+        *(f"{API}STREAM.PURGE.{stream}" for stream in users.EVENT_STREAMS),
+        f"{API}STREAM.PURGE.OBJ_ADAPTERS",
+        f"{API}STREAM.DELETE.ROLLOUTS",
+        f"{API}STREAM.DELETE.OBJ_ADAPTERS",
+        f"{API}STREAM.MSG.DELETE.ROLLOUTS",
+        f"{API}CONSUMER.DELETE.ROLLOUTS.judge",
+        "$O.ADAPTERS.C.x",
+        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer",
+        "$JS.ACK.GROUPS.trainer.1.2.3.4.5",
+        "_INBOX_gateway.x",
         "$SYS.REQ.SERVER.PING",
     ),
     "memory": (
-        CHECKPOINT, "rollout.exchange.default.t", "group.scored.default.m.g.j.1", f"{API}STREAM.PURGE.POLICY",
-        f"{API}STREAM.PURGE.DEAD", f"{API}STREAM.DELETE.ROLLOUTS", f"{API}STREAM.UPDATE.ROLLOUTS",
-        f"{API}STREAM.MSG.DELETE.ROLLOUTS", f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer",
+        CHECKPOINT,
+        "rollout.exchange.default.t",
+        "group.scored.default.m.g.j.1",
+        f"{API}STREAM.PURGE.POLICY",
+        f"{API}STREAM.PURGE.DEAD",
+        f"{API}STREAM.DELETE.ROLLOUTS",
+        f"{API}STREAM.UPDATE.ROLLOUTS",
+        f"{API}STREAM.MSG.DELETE.ROLLOUTS",
+        f"{API}CONSUMER.MSG.NEXT.GROUPS.trainer",
     ),
-}  # fmt: skip
+}
 """What must be refused when it is published, by user."""
 UNHEARD = ("rollout.exchange.>", "policy.>", "$JS.API.>", "$JS.ACK.>", "$JS.EVENT.>", "$O.>", "_INBOX.>", ">")
 """What no user may subscribe to; nor to the inboxes of another."""
@@ -156,9 +235,7 @@ async def test_every_forbidden_action_is_refused(guarded: NatsConfig) -> None:
     assert tried >= 150
 
 
-async def test_a_missing_right_is_an_error_in_the_log(
-    guarded: NatsConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_missing_right_is_an_error_in_the_log(guarded: NatsConfig, caplog: pytest.LogCaptureFixture) -> None:
     async with Broker.connect(guarded, name="judge") as broker:
         await broker.client.publish(CHECKPOINT, b"x")
         with anyio.fail_after(60):
@@ -186,9 +263,7 @@ def discarded(by: Any) -> GroupDiscarded:
 
 
 async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
-    async with Broker.connect(
-        msgspec.structs.replace(guarded, provision=True), name="supervisor"
-    ) as operator:
+    async with Broker.connect(msgspec.structs.replace(guarded, provision=True), name="supervisor") as operator:
         async with Broker.connect(guarded, name="gateway") as gateway:
             await gateway.publish(opened("big", metadata=b'"%s"' % bytes(2_000_000).hex().encode()))
             await gateway.publish(completed("t"))
@@ -263,9 +338,7 @@ async def test_every_user_can_do_its_work(guarded: NatsConfig) -> None:
 
 def test_a_name_that_no_user_has_is_refused_with_the_names_there_are() -> None:
     assert users.user("status").name == "operator"
-    with pytest.raises(
-        ConfigError, match=r"'gatway' is no user of the log: .* erase, experiment, export, gateway, "
-    ):
+    with pytest.raises(ConfigError, match=r"'gatway' is no user of the log: .* erase, experiment, export, gateway, "):
         users.user("gatway")
 
 

@@ -11,7 +11,7 @@ import pytest
 from pipeline.events import GroupDiscarded, GroupOpened, GroupScored, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.names import new_dated_id
-from rollout_gateway.capture.conversations import Conversation
+from rollout_gateway.capture.conversations import CallMessages
 from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import key_config
@@ -81,7 +81,7 @@ def test_no_key_opens_another_keys_detected_groups_first(
     """Who knows the name of a key, and what its agents say first, still can't tell how their group will be named."""
     gateway = start_front(keys=KEYS, **{"detection.enabled": True})
     messages = [{"role": role, "content": "play"} for role in ("user", *said)]
-    group = Conversation.read("alice", "tictactoe", messages, None).group
+    group = CallMessages.read("alice", "tictactoe", messages, None).group
     for name in (f"i-{group}", f"i-part-{group}"):
         Caller(gateway, "bob").open(group=name)
     body = {"model": "tictactoe", "messages": messages}

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from pipeline.events import ExchangeRecorded, unpack_ids
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess
-from trainer.batches.sequences import build
+from trainer.sequences import build
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 

@@ -21,7 +21,6 @@ from pipeline.config import (
     NatsConfig,
     RewardConfig,
     TrainerConfig,
-    with_values,
 )
 from pipeline.events import GroupDiscarded, GroupScored, Member, SignalGiven, TrajectoryOpened
 from pipeline.log.broker import Broker
@@ -29,6 +28,7 @@ from rollout_gateway.api.feedback import _use
 from rollout_gateway.capture.answer_ids import new_answer_id, trajectory_of, unwrapped
 from tests.judge.kit import completed
 from tests.kits.clients import closed_after_test
+from tests.kits.settings import with_values
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import ASK
 

@@ -15,7 +15,7 @@ from pipeline.config import DetectionConfig, GatewayConfig, NatsConfig, Replicas
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.capture.conversations import Conversation, quotes
+from rollout_gateway.capture.conversations import CallMessages, quotes
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
@@ -216,7 +216,7 @@ async def test_a_restored_run_that_went_on_elsewhere_is_not_continued_from_its_o
 def test_a_tag_that_is_never_closed_takes_linear_time(tag: str) -> None:
     text = f"<{tag}>" * 100_000
     told = [user(text), {"role": "assistant", "content": text}]
-    conversation = Conversation.read("alice", "m", told, [])
+    conversation = CallMessages.read("alice", "m", told, [])
     assert conversation.texts == {text}
     assert quotes(conversation, [])
 
@@ -226,7 +226,7 @@ def test_what_a_client_adds_to_a_text_is_left_out() -> None:
         "<system-reminder>x <system-reminder> y</system-reminder>b<system-reminder>\nz</system-reminder>"
     )
     text = f"a {reminders} c <system-reminder>"
-    assert Conversation.read("alice", "m", [user(text)], []).texts == {"a b c <system-reminder>"}
+    assert CallMessages.read("alice", "m", [user(text)], []).texts == {"a b c <system-reminder>"}
 
 
 async def test_a_call_that_is_answered_while_runs_are_put_back_keeps_its_run(broker: Broker) -> None:

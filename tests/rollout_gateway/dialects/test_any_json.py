@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.conversations import build_conversations
+from pipeline.chat.conversations import build_conversations
 from rollout_gateway.capture.conversations import quotes
 from rollout_gateway.capture.detection import _conversation
 from rollout_gateway.dialects import messages

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.conversations import build_conversations
-from rollout_gateway.capture.conversations import Conversation
+from pipeline.chat.conversations import build_conversations
+from rollout_gateway.capture.conversations import CallMessages
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.streaming import DONE, StreamCapture
@@ -216,8 +216,8 @@ def test_a_client_sends_back_what_was_recorded(
     )
     (conversation,), _ = build_conversations([first, second])
     assert conversation.follow_up(conversation.replies[0]) == (USER,)
-    waiting = Conversation.read("", "m", [USER], []).with_answer(message).histories[-1]
-    assert waiting in Conversation.read("", "m", messages, []).possible_histories()
+    waiting = CallMessages.read("", "m", [USER], []).with_answer(message).histories[-1]
+    assert waiting in CallMessages.read("", "m", messages, []).possible_histories()
 
 
 def test_an_error_of_null_is_none_and_any_other_ends_the_stream() -> None:

@@ -17,7 +17,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.frameworks import AGENTS, cli, client_environment, node
 from tests.rollout_gateway.thinker import Delegator, Thinker
-from trainer.batches.sequences import build
+from trainer.sequences import build
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.conversations import build_conversations
+from pipeline.chat.conversations import build_conversations
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.translate import Translation

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config import NatsConfig, SigningConfig
 from pipeline.events import PolicyPromoted, PolicyRetired, TrajectoryOpened
-from pipeline.log.broker import Broker, Recorded
+from pipeline.log.broker import Broker, LogEntry
 from pipeline.security import nkey
 from pipeline.security.signing import Trust
 from rollout_gateway.http.errors import ApiError
@@ -165,6 +165,6 @@ def test_a_branch_whose_only_checkpoint_is_refused_does_not_exist(tmp_path: Path
     policies = Policies("p", ["m"], Trust(SigningConfig(keys=(key,))))
     event = checkpoint(1, branch="b")
     headers = {"Nats-Time-Stamp": "2026-01-01T00:00:00Z"}
-    assert not policies.apply(Recorded(event, "POLICY", 1, event.subject(), headers))
+    assert not policies.apply(LogEntry(event, "POLICY", 1, event.subject(), headers))
     assert policies.state("m+b") is None
     assert policies.names() == ["m", "m@0"]

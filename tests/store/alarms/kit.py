@@ -11,9 +11,7 @@ from pipeline.events import (
     AlarmChanged,
     DeadLettered,
     Event,
-    GroupScored,
     JudgeMeasured,
-    Member,
     PolicyLoaded,
     Score,
     TrajectoryCompleted,
@@ -48,26 +46,10 @@ def discarded(reason: Literal["stale", "no_variance"], count: int) -> list[Event
     return [kit.discarded(f"g{i}", reason, f"g{i}-0", f"g{i}-1") for i in range(count)]
 
 
-def runs(dropped: int, short: int = 24, long: int = 8) -> list[Event]:
-    """Short and long runs, and a discard of `dropped` of the long ones, whose groups were too old."""
-    now = now_us()
-    ended: list[Event] = [
-        TrajectoryCompleted(
-            project="p", trajectory=f"t{i}", model="m", group=f"g{i}", exchanges=1, at=now,
-            opened_at=now - (1 if i < short else 500) * 1_000_000,
-        )
-        for i in range(short + long)
-    ]  # fmt: skip
-    names = tuple(f"t{short + i}" for i in range(dropped))
-    return [*ended, kit.discarded("x", "late", *names, by="judge")]
-
-
 def anchors(tau: float | None, alarm: bool = False) -> list[Event]:
     """A measurement against the anchors."""
     return [
-        JudgeMeasured(
-            project="p", kind="anchors", judge="j", model="x", ruler="default", kendall_tau=tau, alarm=alarm
-        )
+        JudgeMeasured(project="p", kind="anchors", judge="j", model="x", ruler="default", kendall_tau=tau, alarm=alarm)
     ]
 
 
@@ -75,66 +57,55 @@ def letters(count: int, reason: str = "undecodable", consumer: str = "judge", ag
     """Dead letters of one consumer."""
     return [
         DeadLettered(
-            project="", stream="ROLLOUTS", stream_seq=i, original_subject="rollout.x", consumer=consumer, reason=reason,
+            project="",
+            stream="ROLLOUTS",
+            stream_seq=i,
+            original_subject="rollout.x",
+            consumer=consumer,
+            reason=reason,
             at=now_us() - ago_us,
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def loads(*held: int, replica: str = REPLICA, server_start: str = "", ago_us: int = 0) -> list[Event]:
     """Versions that a process of a replica loaded."""
     return [
         PolicyLoaded(
-            project="p", model="m", step=step, version=f"m@{step}", replica=replica, server_start=server_start,
+            project="p",
+            model="m",
+            step=step,
+            version=f"m@{step}",
+            replica=replica,
+            server_start=server_start,
             at=now_us() - ago_us,
         )
         for step in held
-    ]  # fmt: skip
+    ]
 
 
 def passes(failed: int, made: int, ago_us: int = 0) -> list[Event]:
     """What a judge says of its last passes."""
     return [
         JudgeMeasured(
-            project="p", kind="groups", judge="j", model="x", ruler="default", recent_passes=made, recent_failed=failed,
-            failure="unreadable" if failed else "", at=now_us() - ago_us,
+            project="p",
+            kind="groups",
+            judge="j",
+            model="x",
+            ruler="default",
+            recent_passes=made,
+            recent_failed=failed,
+            failure="unreadable" if failed else "",
+            at=now_us() - ago_us,
         )
-    ]  # fmt: skip
+    ]
 
 
 def unrewarded(count: int) -> list[Event]:
     """Groups that were discarded for want of rewards."""
     why = "2 of 2 trajectories carry no reward and judge.model is not set"
-    return [
-        kit.discarded(f"u{i}", "too_small", f"u{i}-0", f"u{i}-1", by="judge", detail=why)
-        for i in range(count)
-    ]
-
-
-def composed(spread: float) -> list[Event]:
-    """Groups whose reward is the mean of `quality` and `style`; `spread`: how far `style` differs."""
-    return [
-        GroupScored(
-            project="p", group=f"c{i}", model="m", judge="j",
-            members=tuple(
-                Member(trajectory=f"c{i}-{k}", reward=(q + s) / 2, components={"quality": q, "style": s, "agent": q})
-                for k, (q, s) in enumerate(((0.0, spread), (1.0, 0.0), (1.0, spread), (0.0, 0.0)))
-            ),
-        )
-        for i in range(GROUPS)
-    ]  # fmt: skip
-
-
-def played(split: Literal["train", "val"], *shares: float) -> list[Event]:
-    """40 runs of each block of steps, of which this share has the reward 1."""
-    return [
-        kit.scored(
-            f"{split}{block}", {f"{split}{block}-{k}": float(k < share * 40) for k in range(40)},
-            {"split": split, "first_step": block * STEPS, "last_step": block * STEPS}, split=split,
-        )
-        for block, share in enumerate(shares)
-    ]  # fmt: skip
+    return [kit.discarded(f"u{i}", "too_small", f"u{i}-0", f"u{i}-1", by="judge", detail=why) for i in range(count)]
 
 
 def costs(usd: float, step_s: float, sampled: int) -> list[Event]:
@@ -148,19 +119,6 @@ def costs(usd: float, step_s: float, sampled: int) -> list[Event]:
     ]
 
 
-def twice_judged(*second: float) -> list[Event]:
-    """Groups of three runs with the scores 0.1, 0.5 and 0.9, and these of the second judge."""
-
-    def verdict(group: str, scores: tuple[float, ...], **more: Any) -> Verdict:
-        said = tuple(Score(trajectory=f"{group}-{i}", score=s) for i, s in enumerate(scores))
-        return Verdict(judge_model="x", rubric="general", rubric_hash="h", scores=said, **more)
-
-    return [
-        kit.scored(name, {}, verdicts=(verdict(name, (0.1, 0.5, 0.9)), verdict(name, second, second=True)))
-        for name in (f"w{i}" for i in range(GROUPS))
-    ]
-
-
 LEVEL = [1.0] * 2 * STEPS
 _TWICE = range(1, 2 * STEPS + 1)
 
@@ -169,43 +127,18 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
     """For each alarm, events with which it holds and events with which it does not. Call it when the test runs: several
     queries look at the last minutes only."""
     return {
-        "feedback_share": (steps("graders_limited", [0.0, 1.0]), steps("graders_limited", [0.0, 0.0])),
         "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
-        "sampler_mismatch": (
-            steps("sampler_logprob_diff", [1e-6, 0.2]),
-            steps("sampler_logprob_diff", [1e-6, 1e-6]),
-        ),
+        "sampler_mismatch": (steps("sampler_logprob_diff", [1e-6, 0.2]), steps("sampler_logprob_diff", [1e-6, 1e-6])),
         "length_drift": (
-            [
-                checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)) + i, "trajectories": 8.0})
-                for i in _TWICE
-            ],
-            [
-                checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)), "trajectories": 8.0})
-                for i in _TWICE
-            ],
+            [checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)) + i, "trajectories": 8.0}) for i in _TWICE],
+            [checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)), "trajectories": 8.0}) for i in _TWICE],
         ),
-        "part_dominates": (composed(0.1), composed(0.5)),
-        "held_out_falls": (
-            played("train", 0.2, 0.5, 0.8) + played("val", 0.2, 0.7, 0.2),
-            played("train", 0.2, 0.5, 0.8) + played("val", 0.2, 0.6, 0.5),
-        ),
-        "judges_disagree": (twice_judged(0.5, 0.1, 0.5), twice_judged(0.2, 0.1, 0.9)),
         "over_judge_budget": (costs(5.0, 1.0, 10), costs(4.99, 9999.0, 9999)),
         "over_gpu_budget": (costs(0.1, 3600.0, 10), costs(9.0, 3599.0, 9999)),
         "over_token_budget": (costs(0.1, 1.0, 1000), costs(9.0, 9999.0, 999)),
         "judge_drift": (anchors(0.9) + anchors(0.2), anchors(0.2) + anchors(0.9)),
         "judge_failing": (passes(0, 40, AGO_US) + passes(8, 8), passes(8, 8, AGO_US) + passes(3, 8)),
         "not_learning": (unrewarded(3), unrewarded(3) + groups(0, 1)),
-        "hints_unused": (
-            [checkpoint(i, metrics={"hints": 10.0, "hints_unused": n}) for i, n in ((1, 0.0), (2, 5.0))],
-            [checkpoint(i, metrics={"hints": 10.0, "hints_unused": n}) for i, n in ((1, 0.0), (2, 4.0))],
-        ),
-        "starvation": (runs(5), runs(4)),
-        "stale_discards": (
-            groups(0, GROUPS) + discarded("stale", 2),
-            groups(0, GROUPS) + discarded("stale", 1),
-        ),
         "dead_letters": (letters(1), letters(1, ago_us=7_200_000_000)),
         "log_full": ([], []),
         "store_behind": ([], []),

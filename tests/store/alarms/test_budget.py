@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pipeline.commands.status import read_log
 from pipeline.config import AlarmsConfig, BudgetConfig, JudgeConfig, NatsConfig, SigningConfig
 from pipeline.events import GroupDiscarded, GroupScored, Verdict
 from pipeline.log.broker import Broker
-from pipeline.running.status import read_log
 from pipeline.security.signing import Trust
 from tests.judge.kit import completed, groups, judging
 from tests.store.alarms.kit import changes
@@ -42,10 +42,7 @@ async def test_what_was_spent_survives_restarts_and_counts_once(
                 await broker.publish(completed(f"t{i}", "g", reward=float(i)))
             (discarded,) = await groups(broker, 1, "discarded")
     assert isinstance(discarded, GroupDiscarded)
-    assert (discarded.reason, discarded.detail) == (
-        "over_budget",
-        "5.5 of 5 USD are spent (budget.judge_usd)",
-    )
+    assert (discarded.reason, discarded.detail) == ("over_budget", "5.5 of 5 USD are spent (budget.judge_usd)")
     (shown,) = (await read_log(nats_config, Trust(SigningConfig()), "p"))["raised"]
     assert "(budget.judge_usd)" in shown["detail"]
     assert "Set a higher `budget.judge_usd`" in shown["action"]

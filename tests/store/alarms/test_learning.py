@@ -46,14 +46,14 @@ def training(
             spread = 0.2 * rng.random() - 0.1 if rng else 0.0  # tasks differ
             members = tuple(
                 Member(
-                    trajectory=f"{step}-{number}-{i}", first_step=step, last_step=step,
+                    trajectory=f"{step}-{number}-{i}",
+                    first_step=step,
+                    last_step=step,
                     reward=most * (float(rng.random() < success + spread) if rng else exact[i % 2]),
                 )
                 for i in range(size)
-            )  # fmt: skip
-            events.append(
-                GroupScored(project="p", group=f"{step}-{number}", model=model, judge="j", members=members)
             )
+            events.append(GroupScored(project="p", group=f"{step}-{number}", model=model, judge="j", members=members))
         values = (each if isinstance(each, float) else each[step] for each in (kl, entropy))
         metrics = dict(zip(("kl", "entropy"), values, strict=True)) | {"tokens": 160.0, "trajectories": 16.0}
         events.append(checkpoint(step + 1, model=model, metrics=metrics))
@@ -61,9 +61,7 @@ def training(
 
 
 def _group(step: int, name: str, mean: float) -> Event:
-    return scored(
-        name, {f"{name}-0": mean - 0.1, f"{name}-1": mean + 0.1}, {"first_step": step, "last_step": step}
-    )
+    return scored(name, {f"{name}-0": mean - 0.1, f"{name}-1": mean + 0.1}, {"first_step": step, "last_step": step})
 
 
 SHORT = [0.4] * (STEPS + 2)
@@ -72,30 +70,44 @@ SHORT = [0.4] * (STEPS + 2)
 @pytest.mark.parametrize(
     ("events", "reason"),
     [
-        (lambda: unrewarded(3), "3 groups were discarded and none was scored; most often because 2 of 2 trajectories "
-         "carry no reward"),
+        (
+            lambda: unrewarded(3),
+            "3 groups were discarded and none was scored; most often because 2 of 2 trajectories carry no reward",
+        ),
         (lambda: groups(GROUPS, 0) + discarded("no_variance", GROUPS), "Most of these tasks are solved"),
         (lambda: [*groups(GROUPS, 1)[::-1], *discarded("no_variance", GROUPS)], "The attempts do not succeed"),
-        (lambda: [*groups(GROUPS, 0), *discarded("no_variance", GROUPS), *steps("entropy", [2.9, 2, 1, 0.2, 0.1, 0.1])],
-         "100% of the last 6 groups have equal rewards, 0.5 on average. The policy collapsed into one answer"),
-        (lambda: groups(0, GROUPS) + discarded("stale", GROUPS) + steps("kl", [0.1] * 9),
-         "100% of the last 6 groups were too old to train; their newest version is step 0, the newest one is step 9"),
+        (
+            lambda: [
+                *groups(GROUPS, 0),
+                *discarded("no_variance", GROUPS),
+                *steps("entropy", [2.9, 2, 1, 0.2, 0.1, 0.1]),
+            ],
+            "100% of the last 6 groups have equal rewards, 0.5 on average. The policy collapsed into one answer",
+        ),
+        (
+            lambda: groups(0, GROUPS) + discarded("stale", GROUPS) + steps("kl", [0.1] * 9),
+            "100% of the last 6 groups were too old to train; their newest version is step 0, the newest one is step 9",
+        ),
         (lambda: training(SHORT, entropy=[3.0, 3.0, 1.0, 0.1, 0.1, 0.1]), "the policy collapsed into one answer"),
         # No group was scored, so nothing is known of the reward.
-        (lambda: steps("entropy", [2.9, 2, 1, 0.2, 0.1, 0.1]),
-         "the policy collapsed into one answer: its entropy is 5% of that of the first steps. Serve"),
+        (
+            lambda: steps("entropy", [2.9, 2, 1, 0.2, 0.1, 0.1]),
+            "the policy collapsed into one answer: its entropy is 5% of that of the first steps. Serve",
+        ),
         (lambda: training(SHORT, kl=1e-6), "Raise `trainer.optimizer.learning_rate`"),
         # After a warm start the divergence from the base is large, and does not change.
         (lambda: training(SHORT, kl=5.35), "Raise `trainer.optimizer.learning_rate`"),
         # From a start adapter the divergence may fall. Rewards are from 0 to 80.
         (lambda: training(SHORT, kl=[2e-5] * 2 + [1e-5] * 4, most=100.0), "can have changed by 0.57 at most (KL)"),
-        (lambda: training(SHORT[:2], kl=0.1) + [checkpoint(i, metrics={"kl": 0.1 * i}) for i in range(3, 9)],
-         "what is learned is not used"),
+        (
+            lambda: training(SHORT[:2], kl=0.1) + [checkpoint(i, metrics={"kl": 0.1 * i}) for i in range(3, 9)],
+            "what is learned is not used",
+        ),
         (lambda: training([0.8] * 4 + [0.3] * 4, kl=[0.1 * i for i in range(8)]), "lower `trainer.optimizer"),
         (lambda: training([0.4] * 22, kl=[0.1 * i for i in range(22)]), "not towards the reward"),
         (lambda: training([0.97] * 22, kl=[0.1 * i for i in range(22)]), "There is little left to learn"),
     ],
-)  # fmt: skip
+)
 def test_the_reason_is_named(tmp_path: Path, events: Callable[[], list[Event]], reason: str) -> None:
     (condition,) = found(tmp_path, events())
     assert reason in condition.detail
@@ -114,10 +126,7 @@ def test_the_reason_is_named(tmp_path: Path, events: Callable[[], list[Event]], 
         lambda: training(SHORT, kl=math.nan),
         lambda: training(SHORT, kl=[0.1 * i for i in range(6)], entropy=0.0),
         # Of one group the variance is not known.
-        lambda: [
-            _group(0, "first", 0.6),
-            *(_group(STEPS, str(i), 0.5 + 0.265 * (-1) ** i) for i in range(8)),
-        ],
+        lambda: [_group(0, "first", 0.6), *(_group(STEPS, str(i), 0.5 + 0.265 * (-1) ** i) for i in range(8))],
     ],
 )
 def test_it_does_not_hold(tmp_path: Path, events: Callable[[], list[Event]]) -> None:
@@ -147,9 +156,7 @@ def test_no_policy_that_learns_is_called_flat(tmp_path: Path, size: int) -> None
 def test_a_policy_that_stays_is_noticed_after_fifteen_steps(tmp_path: Path) -> None:
     """As a new user saw it: 15 steps at 0.41 with the default learning rate."""
     models = [f"m{seed}" for seed in range(20)]
-    events = [
-        event for m in models for event in training([0.41] * 15, kl=1e-6, model=m, rng=random.Random(m))
-    ]
+    events = [event for m in models for event in training([0.41] * 15, kl=1e-6, model=m, rng=random.Random(m))]
     conditions = found(tmp_path, events, AlarmsConfig())
     assert len(conditions) >= 18  # a twentieth seems to rise by chance
     assert all("Raise `trainer.optimizer.learning_rate`" in c.detail for c in conditions)

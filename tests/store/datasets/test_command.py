@@ -18,9 +18,7 @@ from tests.store.kit import checkpoint, exchange, fill
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "examples" / "tictactoe" / "model"
 ALL = "SELECT trajectory FROM trajectories"
-TOOLS = [
-    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 CALLED = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "b2"}'}}]
 
 Said = list[dict[str, Any]]
@@ -34,9 +32,7 @@ def reply(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
-def run(
-    name: str, group: str, messages: Said, reward: float, tools: Any = None, examples: int = 0
-) -> list[Event]:
+def run(name: str, group: str, messages: Said, reward: float, tools: Any = None, examples: int = 0) -> list[Event]:
     """A run whose calls are the replies of a conversation, but for the messages of its beginning that are examples."""
     events: list[Event] = [TrajectoryOpened(project="p", trajectory=name, model="m", group=group, task=group)]
     places = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= examples]
@@ -44,9 +40,7 @@ def run(
         request = {"messages": messages[:place], **({"tools": tools} if tools else {})}
         response = {"choices": [{"message": messages[place]}]}
         encoded = (msgspec.json.encode(body) for body in (request, response))
-        events.append(
-            exchange(name, seq, group=group, **dict(zip(("request", "response"), encoded, strict=True)))
-        )
+        events.append(exchange(name, seq, group=group, **dict(zip(("request", "response"), encoded, strict=True))))
     done = TrajectoryCompleted(
         project="p", trajectory=name, model="m", group=group, exchanges=len(places), reward=reward
     )
@@ -57,21 +51,33 @@ GAMES = {
     "a1": ("one", [user("go"), reply("a1"), user("more"), reply("b1")], 1.0),
     "a2": ("one", [user("go"), reply("a1"), user("more"), reply("c1")], 0.0),
     "a3": ("one", [user("go"), reply("x9")], 0.5),
-    "b1": ("two", [user([{"type": "text", "text": "look"}]), reply("", tool_calls=CALLED),
-                   {"role": "tool", "tool_call_id": "c1", "content": "free"}, reply("b2")], 1.0),
+    "b1": (
+        "two",
+        [
+            user([{"type": "text", "text": "look"}]),
+            reply("", tool_calls=CALLED),
+            {"role": "tool", "tool_call_id": "c1", "content": "free"},
+            reply("b2"),
+        ],
+        1.0,
+    ),
     "b2": ("two", [user("look"), reply("b3")], 0.0),
     "c1": ("three", [user([{"type": "image_url", "image_url": {"url": "data:,"}}]), reply("a dog")], 1.0),
-}  # fmt: skip
+}
 
 
 def history() -> list[Event]:
-    events = [e for name, (group, said, reward) in GAMES.items()
-              for e in run(name, group, said, reward, TOOLS if group == "two" else None)]  # fmt: skip
+    events = [
+        e
+        for name, (group, said, reward) in GAMES.items()
+        for e in run(name, group, said, reward, TOOLS if group == "two" else None)
+    ]
     scored = Member(trajectory="a3", reward=0.75, exchanges=1)
     return [
-        *events, checkpoint(1, base_model="org/base"),
+        *events,
+        checkpoint(1, base_model="org/base"),
         GroupScored(project="p", group="one", model="m", judge="j", members=(scored,)),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -125,26 +131,34 @@ def test_kto_labels_each_reply_by_its_runs_reward_in_its_group(run_dir: Path, tm
     rows = dataset(run_dir, tmp_path / "out", "--as", "kto")
     said = [(r["run"], r["completion"][0]["content"], r["label"]) for r in rows]
     assert said == [
-        ("a1", "a1", True), ("a1", "b1", True), ("a2", "a1", False), ("a2", "c1", False), ("a3", "x9", True),
-        ("b1", "", True), ("b1", "b2", True), ("b2", "b3", False),
-    ]  # fmt: skip
+        ("a1", "a1", True),
+        ("a1", "b1", True),
+        ("a2", "a1", False),
+        ("a2", "c1", False),
+        ("a3", "x9", True),
+        ("b1", "", True),
+        ("b1", "b2", True),
+        ("b2", "b3", False),
+    ]
 
 
 def test_only_replies_that_the_model_sampled_are_rows_or_train(tmp_path: Path) -> None:
     few_shot = [user("2+2?"), reply("4"), user("3+3?")]
-    events = [*run("r0", "g", [*few_shot, reply("6")], 1.0, examples=3),
-              *run("r1", "g", [*few_shot, reply("7"), user("?")], 0.0, examples=3)]  # fmt: skip
+    events = [
+        *run("r0", "g", [*few_shot, reply("6")], 1.0, examples=3),
+        *run("r1", "g", [*few_shot, reply("7"), user("?")], 0.0, examples=3),
+    ]
     fill(tmp_path / "run", events)
-    made = {
-        kind: dataset(tmp_path / "run", tmp_path / kind, "--as", kind) for kind in ("kto", "prompts", "sft")
-    }
+    made = {kind: dataset(tmp_path / "run", tmp_path / kind, "--as", kind) for kind in ("kto", "prompts", "sft")}
     assert [(r["prompt"], r["completion"], r["label"]) for r in made["kto"]] == [
-        (few_shot, [reply("6")], True), (few_shot, [reply("7")], False)
-    ]  # fmt: skip
+        (few_shot, [reply("6")], True),
+        (few_shot, [reply("7")], False),
+    ]
     assert [r["prompt"] for r in made["prompts"]] == [few_shot]
     assert [(r["messages"], r["replies"]) for r in made["sft"]] == [
-        ([*few_shot, reply("6")], [3]), ([*few_shot, reply("7")], [3])
-    ]  # fmt: skip
+        ([*few_shot, reply("6")], [3]),
+        ([*few_shot, reply("7")], [3]),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
@@ -169,9 +183,7 @@ def test_held_out_runs_are_left_out_unless_they_are_asked_for(held_out: bool, tm
     assert ("a held-out run (split val)" in (out / "README.md").read_text()) != held_out
 
 
-def test_a_verdict_counts_before_the_agents_reward_and_the_query_before_both(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_verdict_counts_before_the_agents_reward_and_the_query_before_both(run_dir: Path, tmp_path: Path) -> None:
     """a3 has 0.5 by its agent and 0.75 by its verdict. The mean of its group is 0.5833, of the query's rewards 2."""
     by_query = """SELECT trajectory, CASE trajectory WHEN 'a3' THEN 6 ELSE 0 END AS reward
                   FROM trajectories WHERE task = 'one'"""
@@ -189,20 +201,14 @@ def test_reward_and_prompts(run_dir: Path, tmp_path: Path) -> None:
     assert [(r["run"], r["prompt"]) for r in prompts] == [("a1", [user("go")]), ("b1", [user("look")])]
 
 
-def test_the_same_query_writes_the_same_bytes_however_the_store_is_laid_out(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_the_same_query_writes_the_same_bytes_however_the_store_is_laid_out(run_dir: Path, tmp_path: Path) -> None:
     dataset(run_dir, tmp_path / "one", "--as", "sft", "--test-share", "0.3")
     for event in history():
         fill(tmp_path / "other", [event])  # a file an event
     backwards = ALL + " ORDER BY trajectory DESC"
     dataset(tmp_path / "other", tmp_path / "two", "--as", "sft", "--test-share", "0.3", query=backwards)
     one, two = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("one", "two"))
-    assert (
-        one.keys()
-        == two.keys()
-        == {"train.jsonl", "train.parquet", "test.jsonl", "test.parquet", "README.md"}
-    )
+    assert one.keys() == two.keys() == {"train.jsonl", "train.parquet", "test.jsonl", "test.parquet", "README.md"}
     assert {n for n in one if one[n] != two[n]} == {"README.md"}
     assert one["README.md"].replace(ALL.encode(), backwards.encode()) == two["README.md"]
     card = one["README.md"].decode()
@@ -215,35 +221,25 @@ def test_a_task_stays_in_its_split(run_dir: Path, tmp_path: Path) -> None:
         r["task"]: split(tmp_path / "all", r)
         for r in dataset(run_dir, tmp_path / "all", "--as", "sft", "--test-share", "0.3")
     }
-    one = dataset(
-        run_dir, tmp_path / "few", "--as", "sft", "--test-share", "0.3", query=ALL + " WHERE task = 'two'"
-    )
+    one = dataset(run_dir, tmp_path / "few", "--as", "sft", "--test-share", "0.3", query=ALL + " WHERE task = 'two'")
     assert len(set(of_all.values())) == 2
     assert {split(tmp_path / "few", r) for r in one} == {of_all["two"]}
 
 
 def split(out: Path, row: dict[str, Any]) -> str:
     return next(
-        s
-        for s in folder.SPLITS
-        if (out / f"{s}.jsonl").exists() and row["run"] in (out / f"{s}.jsonl").read_text()
+        s for s in folder.SPLITS if (out / f"{s}.jsonl").exists() and row["run"] in (out / f"{s}.jsonl").read_text()
     )
 
 
 @pytest.mark.parametrize("place", ["one", "two"])
-def test_the_splits_have_one_schema_also_if_a_field_occurs_in_one_of_them_only(
-    place: str, tmp_path: Path
-) -> None:
+def test_the_splits_have_one_schema_also_if_a_field_occurs_in_one_of_them_only(place: str, tmp_path: Path) -> None:
     """`datasets` does not load files whose columns differ."""
     assert len({folder.split_of(task, 0.3) for task in ("one", "two")}) == 2
     called = [user("go"), reply("", tool_calls=CALLED)]
     fill(
         tmp_path / "run",
-        [
-            e
-            for t in ("one", "two")
-            for e in run(t, t, called if t == place else [user("go"), reply("a")], 1.0)
-        ],
+        [e for t in ("one", "two") for e in run(t, t, called if t == place else [user("go"), reply("a")], 1.0)],
     )
     dataset(tmp_path / "run", tmp_path / "out", "--as", "sft", "--test-share", "0.3")
     schemas = [pq.read_schema(tmp_path / "out" / f"{split}.parquet") for split in folder.SPLITS]
@@ -280,13 +276,7 @@ def test_files_of_an_earlier_data_set_go_once_the_new_ones_are_written(tmp_path:
     ],
 )
 def test_what_gives_no_data_set_is_an_error(
-    query: str,
-    kind: str,
-    code: int,
-    said: str,
-    run_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    query: str, kind: str, code: int, said: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [query, "--as", kind, "--out", str(tmp_path / "out"), "--run-dir", str(run_dir)]
     assert command.main(arguments) == code
@@ -305,23 +295,32 @@ def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path) -> None:
     with trl_imports():
         import trl
 
-    texts = {n: (g, [user(f"a1=. b1=x {n[0]}"), reply(n[1])], float(n[1] == "1")) for n, g in
-             ((f"{g}{i}", g) for g in "abcd" for i in "12")}  # fmt: skip
+    texts = {
+        n: (g, [user(f"a1=. b1=x {n[0]}"), reply(n[1])], float(n[1] == "1"))
+        for n, g in ((f"{g}{i}", g) for g in "abcd" for i in "12")
+    }
     fill(tmp_path / "run", [e for n, (g, said, reward) in texts.items() for e in run(n, g, said, reward)])
     dataset(tmp_path / "run", tmp_path / "out", "--as", kind)
     data = load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
     config_of, trainer_of = {
-        "sft": (trl.SFTConfig, trl.SFTTrainer), "dpo": (trl.DPOConfig, trl.DPOTrainer),
-        "kto": (trl.KTOConfig, trl.KTOTrainer), "reward": (trl.RewardConfig, trl.RewardTrainer),
-    }[kind]  # fmt: skip
+        "sft": (trl.SFTConfig, trl.SFTTrainer),
+        "dpo": (trl.DPOConfig, trl.DPOTrainer),
+        "kto": (trl.KTOConfig, trl.KTOTrainer),
+        "reward": (trl.RewardConfig, trl.RewardTrainer),
+    }[kind]
     kinds = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     options = {"num_labels": 1} if kind == "reward" else {}
     model, tokenizer = kinds.from_pretrained(BASE, **options), AutoTokenizer.from_pretrained(BASE)
     before = [p.detach().clone() for p in model.parameters()]
     settings = config_of(
-        output_dir=str(tmp_path / "trl"), max_steps=1, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True,
-        report_to=[], bf16=False,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "trl"),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        bf16=False,
+    )
     with plain_logprobs("cpu"):
         trainer_of(model=model, args=settings, train_dataset=data, processing_class=tokenizer).train()
     assert any(not (a == b).all() for a, b in zip(before, model.parameters(), strict=True))

@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.conversations import build_conversations
+from pipeline.chat.conversations import build_conversations
 from store.datasets.rows import rows_of
 from store.datasets.runs import Run
 from tests.store.kit import exchange
@@ -23,10 +23,7 @@ calls = st.fixed_dictionaries(
 texts = words | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": words}), max_size=2)
 audio = st.fixed_dictionaries({"transcript": words})
 VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "content": texts
-    | st.none()
-    | st.integers()
-    | st.lists(st.fixed_dictionaries({"type": words}), max_size=1),
+    "content": texts | st.none() | st.integers() | st.lists(st.fixed_dictionaries({"type": words}), max_size=1),
     "reasoning": words | st.none() | audio,
     "reasoning_content": words | st.none(),
     "tool_calls": st.lists(calls, max_size=2) | st.none() | st.just(5) | st.lists(words, max_size=1),
@@ -54,9 +51,7 @@ def run_of(name: str, said: Reply, reward: float = 1.0) -> Run:
 def leaves(value: Any) -> list[str]:
     """The texts and numbers in a value, but for names of types."""
     if isinstance(value, dict):
-        return [
-            leaf for name, inner in value.items() if name not in ("type", "role") for leaf in leaves(inner)
-        ]
+        return [leaf for name, inner in value.items() if name not in ("type", "role") for leaf in leaves(inner)]
     if isinstance(value, list):
         return [leaf for inner in value for leaf in leaves(inner)]
     return [] if value is None else [str(value)]

@@ -37,7 +37,7 @@ from pipeline.events import (
     pack_seqs,
 )
 from pipeline.log.broker import Broker
-from pipeline.running.runs import SETTINGS
+from pipeline.running.installations import SETTINGS
 from store.datasets import command as dataset
 from store.erasure import command, in_lake
 from store.erasure.in_lake import Rewriter
@@ -74,19 +74,24 @@ def run(name: str, group: str, *, secret: str = "", size: int = 0, **fields: Any
         exchange(name, group=group, request=msgspec.json.encode(body), response=msgspec.json.encode(answer)),
         SignalGiven(**shared, signal=f"s-{name}", kind="text", text=f"bad {secret}", by="me"),
         TrajectoryCompleted(**shared, exchanges=1, reward=1.0, task=f"win {secret}", **fields),
-    ]  # fmt: skip
+    ]
 
 
 def scored(group: str, secret: str, *names: str) -> GroupScored:
     members = tuple(
         Member(trajectory=t, reward=float(i), exchanges=1, hints=(Hint(call=0, text=f"so {secret}"),) if secret else ())
         for i, t in enumerate(names)
-    )  # fmt: skip
+    )
     scores = tuple(Score(trajectory=t, score=0.5, explanation=f"as {secret}") for t in names)
     return GroupScored(
-        project="p", group=group, model="m", task=f"win {secret}", judge="j", members=members,
+        project="p",
+        group=group,
+        model="m",
+        task=f"win {secret}",
+        judge="j",
+        members=members,
         verdicts=(Verdict(judge_model="x", scores=scores),),
-    )  # fmt: skip
+    )
 
 
 HISTORY: list[Event] = [
@@ -115,20 +120,23 @@ HISTORY: list[Event] = [
         checkpoint(step, groups=(group,), group_seqs=pack_seqs([step]), metrics={"loss": 0.5})
         for step, group in enumerate(("g1", "g0", "g2", "g3"), 1)
     ),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
-async def config(
-    running_store: StoreProcess, nats_config: NatsConfig, tmp_path: Path
-) -> AsyncIterator[Config]:
+async def config(running_store: StoreProcess, nats_config: NatsConfig, tmp_path: Path) -> AsyncIterator[Config]:
     """A run with Alice's and Bob's history, whose store runs."""
     async with running_store() as config, Broker.connect(nats_config) as broker:
         await publish(broker, HISTORY)
         letter = DeadLettered(
-            project="", stream="ROLLOUTS", stream_seq=1, original_subject=HISTORY[0].subject(), consumer="judge",
-            reason="unstorable", payload=encode(HISTORY[0]),
-        )  # fmt: skip
+            project="",
+            stream="ROLLOUTS",
+            stream_seq=1,
+            original_subject=HISTORY[0].subject(),
+            consumer="judge",
+            reason="unstorable",
+            payload=encode(HISTORY[0]),
+        )
         await broker.publish(letter)
         await until_acked(broker)
         config = msgspec.structs.replace(config, project="p")
@@ -182,14 +190,16 @@ async def test_nothing_of_a_person_is_left_and_all_else_is_as_before(
     config: Config, nats_server: NatsServer, broker: Broker, tmp_path: Path
 ) -> None:
     log = nats_server.folder
-    before, ends = (
-        figures(config),
-        [(await broker.stream_info(s)).state.last_seq for s in ("ROLLOUTS", "GROUPS")],
-    )
+    before, ends = (figures(config), [(await broker.stream_info(s)).state.last_seq for s in ("ROLLOUTS", "GROUPS")])
     planted = found_in(tmp_path / "store", SECRET)
     assert {Path(file).parts[0] for file in planted} == {
-        "rollout.opened", "rollout.exchange", "rollout.completed", "rollout.signal", "group.scored", "dead.letter",
-    }  # fmt: skip
+        "rollout.opened",
+        "rollout.exchange",
+        "rollout.completed",
+        "rollout.signal",
+        "group.scored",
+        "dead.letter",
+    }
     assert found_in(tmp_path / "exports", SECRET)
     assert found_in(log, SECRET)
 
@@ -209,9 +219,13 @@ async def test_nothing_of_a_person_is_left_and_all_else_is_as_before(
     assert (receipt.runs, receipt.objects, receipt.folders, receipt.by) == (4, 1, 1, "the data officer")
     assert receipt.messages == {"ROLLOUTS": 15, "GROUPS": 2, "DEAD": 1}
     assert receipt.rows == {
-        "rollout.opened": 4, "rollout.exchange": 4, "rollout.completed": 4, "rollout.signal": 3, "group.scored": 2,
+        "rollout.opened": 4,
+        "rollout.exchange": 4,
+        "rollout.completed": 4,
+        "rollout.signal": 3,
+        "group.scored": 2,
         "dead.letter": 1,
-    }  # fmt: skip
+    }
     assert receipt.learned == ("m@2", "m@3", "m@4")
     assert receipt.clean == {"m": "m@1"}
     status, said, _ = await erase(config, "--check")
@@ -220,9 +234,7 @@ async def test_nothing_of_a_person_is_left_and_all_else_is_as_before(
     await publish(broker, run("b9", "g1"))  # the store goes on
     await until_acked(broker)
     with sql.connect(config) as connection:
-        assert connection.execute("SELECT count(*) FROM trajectories WHERE trajectory = 'b9'").fetchall() == [
-            (1,)
-        ]
+        assert connection.execute("SELECT count(*) FROM trajectories WHERE trajectory = 'b9'").fetchall() == [(1,)]
 
 
 KILLS = [
@@ -240,9 +252,13 @@ def test_each_stop_point_is_killed_at() -> None:
 
 @pytest.mark.parametrize("kills", KILLS, ids=("first", "second"))
 async def test_the_same_command_completes_what_kills_interrupted(
-    config: Config, nats_server: NatsServer, broker: Broker, tmp_path: Path, kills: list[str],
+    config: Config,
+    nats_server: NatsServer,
+    broker: Broker,
+    tmp_path: Path,
+    kills: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     before = figures(config)
     for point in kills:
         await erase_and_die(config, point)
@@ -315,9 +331,7 @@ async def test_runs_that_are_not_finished_do_not_hold_up_those_that_are(
         assert found_in(nats_server.folder, secret) == found_in(tmp_path / "store", secret) == []
 
 
-async def test_what_can_not_be_deleted_leaves_no_receipt(
-    config: Config, broker: Broker, tmp_path: Path
-) -> None:
+async def test_what_can_not_be_deleted_leaves_no_receipt(config: Config, broker: Broker, tmp_path: Path) -> None:
     kept = tmp_path / "exports" / "alice" / "train.jsonl"
     kept.unlink()
     kept.mkdir()  # can't be unlinked, whoever tries
@@ -353,9 +367,7 @@ async def test_a_file_that_the_store_commits_meanwhile_stays_part_of_its_table(c
     assert not lost.exists()
     assert figures(config)
     with sql.connect(config) as connection:
-        assert connection.execute(
-            "SELECT count(*) FROM rollout_opened WHERE trajectory = 'b0'"
-        ).fetchall() == [(0,)]
+        assert connection.execute("SELECT count(*) FROM rollout_opened WHERE trajectory = 'b0'").fetchall() == [(0,)]
 
 
 async def test_nobody_and_somebody_unknown(config: Config, tmp_path: Path) -> None:

@@ -15,14 +15,15 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from pipeline.config import Config, JudgeConfig, NatsConfig, RewardConfig, save, with_values
+from pipeline.commands import dead_letters
+from pipeline.config import Config, JudgeConfig, NatsConfig, RewardConfig, save
 from pipeline.events import DeadLettered, Event, GroupDiscarded, GroupScored, TrajectoryCompleted, encode
-from pipeline.log import dead_letters
 from pipeline.log.broker import Broker
-from pipeline.running.runs import SETTINGS
+from pipeline.running.installations import SETTINGS
 from tests.conftest import NatsServer
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer
 from tests.kits.services import running
+from tests.kits.settings import with_values
 from tests.store.erasure.test_erase import ALICE, erase, found_in, run
 from tests.store.kit import StoreProcess, publish, until_acked
 
@@ -77,9 +78,12 @@ def judge_settings(url: str) -> JudgeConfig:
 
 
 async def test_no_text_of_a_run_outlives_its_erasure(
-    running_store: StoreProcess, nats_config: NatsConfig, nats_server: NatsServer, tmp_path: Path,
+    running_store: StoreProcess,
+    nats_config: NatsConfig,
+    nats_server: NatsServer,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     refusal = f"can't read {json.dumps(f'go {SECRET}')}"
     async with (
         running_store() as config,
@@ -126,10 +130,15 @@ async def _judge_all(config: Config, broker: Broker, folder: Path) -> None:
         completed = next(e for e in judged("scored") if isinstance(e, TrajectoryCompleted))
         await broker.publish(
             DeadLettered(
-                project="", stream="ROLLOUTS", stream_seq=1, original_subject=completed.subject(),
-                consumer="judge", reason="ended_service", payload=encode(completed),
+                project="",
+                stream="ROLLOUTS",
+                stream_seq=1,
+                original_subject=completed.subject(),
+                consumer="judge",
+                reason="ended_service",
+                payload=encode(completed),
             )
-        )  # fmt: skip
+        )
         (letter,) = await broker.read(DeadLettered)
         await dead_letters.retry(broker, letter)
         with anyio.fail_after(120):

@@ -57,9 +57,7 @@ def test_a_branch_s_version_that_main_adopted_and_what_came_after(tmp_path: Path
             trained(3, "other", branch="strict"),
             checkpoint(2, source=f"{own}/store#p/strict/m@3"),
             trained(3, "other"),
-            checkpoint(
-                4, source=f"{own}#m@1"
-            ),  # back to a version before: those after it did not learn from the run
+            checkpoint(4, source=f"{own}#m@1"),  # back to a version before: those after it did not learn from the run
             trained(5, "other"),
         ],
     )
@@ -69,19 +67,13 @@ def test_a_branch_s_version_that_main_adopted_and_what_came_after(tmp_path: Path
 
 def test_a_source_with_a_slash_in_its_names_is_found_in_the_lake(tmp_path: Path) -> None:
     config = Config(project="a/b", run_dir=str(tmp_path))
-    for source, version in (
-        ("main/org%2Fm@3", "org/m@3"),
-        ("a%2Fb/c%2Fd/m@2", "c/d/m@2"),
-        ("a/main/m@2", ""),
-    ):
+    for source, version in (("main/org%2Fm@3", "org/m@3"), ("a%2Fb/c%2Fd/m@2", "c/d/m@2"), ("a/main/m@2", "")):
         assert _in_lake(f"{tmp_path}#{source}", config) == version
 
 
 def test_weights_from_outside_are_named(tmp_path: Path) -> None:
     source = "s3://bucket/x#main/m@6"
-    plan = plan_of(
-        tmp_path, [checkpoint(6, source=source), trained(7), checkpoint(8, branch="b", source="/adapter")]
-    )
+    plan = plan_of(tmp_path, [checkpoint(6, source=source), trained(7), checkpoint(8, branch="b", source="/adapter")])
     assert (plan.learned, plan.clean) == (["m@7"], {"m": "m@6"})
     assert plan.outside == {"m@6": source, "b/m@8": "/adapter"}
     assert f"doesn't know what m@6 learned from: it was made from {source}" in _summary(plan)

@@ -19,7 +19,7 @@ from pipeline.events import PolicyPromoted
 from pipeline.names import split_point
 from rollout_gateway.serving.routing import _version_in_split
 from store.evidence import comparison, decide
-from store.evidence.comparison import Evidence, Guard, Metric, Plan, _bounds, gather
+from store.evidence.comparison import Evidence, Guard, Metric, Plan, _bounds, read_evidence
 
 TABLES = """
 CREATE TABLE trajectories (project TEXT, model TEXT, trajectory TEXT, outcome TEXT, opened_at TIMESTAMPTZ,
@@ -45,9 +45,7 @@ _TIME = st.integers(1, 40)
 _RUN = st.tuples(st.sampled_from((1, 2)), _TIME, st.none() | st.integers(0, 30)).map(
     lambda r: (r[0], r[1], None if r[2] is None else r[1] + r[2])
 )
-_SAID = st.tuples(
-    _TIME, st.integers(0, 11), st.sampled_from(("solved", "stars", "other", "")), st.floats(0, 1)
-)
+_SAID = st.tuples(_TIME, st.integers(0, 11), st.sampled_from(("solved", "stars", "other", "")), st.floats(0, 1))
 
 
 def _time(at: int) -> datetime:
@@ -67,9 +65,7 @@ def connection() -> Iterator[duckdb.DuckDBPyConnection]:
         yield found
 
 
-def _fill(
-    connection: duckdb.DuckDBPyConnection, runs: list[Run], said: list[Said], until: int = _END
-) -> list[str]:
+def _fill(connection: duckdb.DuckDBPyConnection, runs: list[Run], said: list[Said], until: int = _END) -> list[str]:
     """Let these be all runs and all that was said of them until `until`. Return the ids of the runs."""
     ids = [_id(number, step) for number, (step, _, _) in enumerate(runs)]
     opened = [
@@ -102,7 +98,7 @@ def _look(
         return seen[-1]
 
     with mock.patch.object(comparison, "_bounds", bounds):
-        found = gather(connection, "p", _BEGUN, until)
+        found = read_evidence(connection, "p", _BEGUN, until)
     return found, list(zip(seen[::2], seen[1::2], strict=True))
 
 
@@ -130,17 +126,20 @@ def test_runs_count_in_the_order_of_opening_with_the_first_number_that_is_known(
 ) -> None:
     runs: list[Run] = [(2, 2, 5), (2, 1, 3), (1, 1, 4), (2, 3, None)]
     said = [
-        (9, 0, "solved", 0.25), (7, 1, "solved", 0.5), (11, 1, "solved", 1.0), (2, 2, "solved", 0.75),
-        (6, 0, "stars", 0.125), (8, 0, "", 1.0), (3, 1, "", 0.0),
-    ]  # fmt: skip
+        (9, 0, "solved", 0.25),
+        (7, 1, "solved", 0.5),
+        (11, 1, "solved", 1.0),
+        (2, 2, "solved", 0.75),
+        (6, 0, "stars", 0.125),
+        (8, 0, "", 1.0),
+        (3, 1, "", 0.0),
+    ]
     _fill(connection, runs, said)
     _, (solved, reward, mixed) = _look(connection, 20)
     assert solved == ([(0.5, 0.5), (0.25, 0.25)], [(0.75, 0.75)])
     assert reward == ([(0.05, 0.05), (0.0, 0.0)], [(0.1, 0.1)])
     assert mixed == ([(0.0, 0.0), (0.125, 0.125)], [])
-    _, (solved, _, _) = _look(
-        connection, 8
-    )  # the second one is not known yet, though the first one waits for nothing
+    _, (solved, _, _) = _look(connection, 8)  # the second one is not known yet, though the first one waits for nothing
     assert solved == ([(0.5, 0.5)], [(0.75, 0.75)])
     _, (solved, _, mixed) = _look(connection, 3 + DEADLINE)
     assert solved[0][2] == (0, 1)
@@ -157,7 +156,7 @@ def test_a_late_run_counts_against_what_would_be_decided(connection: duckdb.Duck
     assert (finding.pairs, finding.candidate_late, finding.control_late) == (2, 1, 2)
     assert (finding.candidate_mean, finding.control_mean, finding.difference) == (0.75, 0.5, 0.25)
     plan = msgspec.structs.replace(_PLAN, metric=Metric(sql="feedback['solved']", late=0.25))
-    (finding, *_) = gather(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END).findings
+    (finding, *_) = read_evidence(connection, "p", msgspec.structs.replace(_BEGUN, plan=plan), _END).findings
     assert (finding.candidate_mean, finding.control_mean) == (0.625, 0.25)
     with pytest.raises(ConfigError, match="the value of late runs, 2, is not within the range"):
         Metric(sql="reward", late=2)
@@ -184,17 +183,11 @@ def test_the_split_of_a_comparison_is_the_gateways() -> None:
         assert _version_in_split(split, f"run-{number}") == side
 
 
-def test_what_is_no_number_of_a_run_of_this_project_does_not_count(
-    connection: duckdb.DuckDBPyConnection,
-) -> None:
+def test_what_is_no_number_of_a_run_of_this_project_does_not_count(connection: duckdb.DuckDBPyConnection) -> None:
     """Not a number that is none, and what another project says of a run of that id."""
     ids = _fill(connection, [(2, 1, 5), (2, 1, 3)], [(6, 0, "solved", float("nan"))])
-    connection.execute(
-        "INSERT INTO signals VALUES ('other', ?, 'number', -1, 'solved', 1.0, ?)", [ids[1], _time(8)]
-    )
-    connection.execute(
-        "INSERT INTO rewards VALUES ('other', ?, 'main', 'scored', 1.0, ?)", [ids[1], _time(8)]
-    )
+    connection.execute("INSERT INTO signals VALUES ('other', ?, 'number', -1, 'solved', 1.0, ?)", [ids[1], _time(8)])
+    connection.execute("INSERT INTO rewards VALUES ('other', ?, 'main', 'scored', 1.0, ?)", [ids[1], _time(8)])
     _, (solved, reward, mixed) = _look(connection, DEADLINE)
     assert [len(candidates) for candidates, _ in (solved, reward, mixed)] == [0, 2, 0]
 
@@ -213,19 +206,17 @@ def test_a_decision_that_differs_is_shown_as_it_was_recorded_and_as_it_is_now(
     connection: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _fill(connection, [(2, 1, 5), (1, 1, 4)], [(6, 0, "solved", 1.0)])
-    recorded = gather(connection, "p", _BEGUN, _END)
+    recorded = read_evidence(connection, "p", _BEGUN, _END)
     _fill(connection, [(1, 1, 4)], [])  # one of the runs was erased
     connection.execute(
         'CREATE TEMP TABLE policy_promoted (project TEXT, model TEXT, evidence TEXT, other TEXT, "at" INT)'
     )
     text = msgspec.json.encode(recorded).decode()
-    connection.execute(
-        "INSERT INTO policy_promoted VALUES ('p', 'm', ?, '', 1), ('p', 'm', '{}', 'm@1', 0)", [text]
-    )
-    monkeypatch.setattr(decide, "run_settings", lambda *_, **__: Config(project="p"))
+    connection.execute("INSERT INTO policy_promoted VALUES ('p', 'm', ?, '', 1), ('p', 'm', '{}', 'm@1', 0)", [text])
+    monkeypatch.setattr(decide, "installation_settings", lambda *_, **__: Config(project="p"))
     monkeypatch.setattr(decide.sql, "connect", lambda _: connection)
     assert decide.main(["check"]) == 1
     begun = msgspec.json.decode(text, type=Evidence)
-    now = msgspec.json.encode(gather(connection, "p", begun, _END)).decode()
+    now = msgspec.json.encode(read_evidence(connection, "p", begun, _END)).decode()
     assert f"DIFFERENT: recorded {text}, now {now}\n1 decisions, 1 different" in capsys.readouterr().out
     connection.execute("DROP TABLE policy_promoted")

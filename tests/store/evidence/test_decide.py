@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pipeline.config import ConfigError, save
-from pipeline.running.runs import SETTINGS
+from pipeline.running.installations import SETTINGS
 from store.evidence import decide
 from store.evidence.comparison import Evidence, Guard
 from store.reading import sql
@@ -50,10 +50,7 @@ def play(here: Living, runs: int, better: str, name: str) -> None:
             answer = client.post(f"{opened['base_url']}/chat/completions", json=body, headers=key)
             reward = float(answer.json()["model"] == better)
             assert here.gateway.complete(opened["id"], reward=reward).status_code == 200
-    until(
-        here,
-        f"SELECT count(*) = {runs} FROM trajectories WHERE trajectory LIKE '{name}-%' AND outcome <> 'open'",
-    )
+    until(here, f"SELECT count(*) = {runs} FROM trajectories WHERE trajectory LIKE '{name}-%' AND outcome <> 'open'")
 
 
 def until(here: Living, query: str) -> None:
@@ -123,7 +120,7 @@ def test_a_second_watcher_decides_nothing(found: Living, capsys: pytest.CaptureF
     config = found.gateway.config
     gateway = decide.GatewayApi(found.gateway.url)
     begun = decide._in_force(gateway, MODEL)
-    seen = msgspec.structs.replace(decide._look(config, begun), verdict="hold")
+    seen = msgspec.structs.replace(decide._read_until_now(config, begun), verdict="hold")
     decide._publish(gateway, begun, seen)
     first = decision(found)
     decide._publish(gateway, begun, msgspec.structs.replace(seen, verdict="promote", until=seen.until + 1))
@@ -132,32 +129,31 @@ def test_a_second_watcher_decides_nothing(found: Living, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    "guard", ["x:0:inf:higher:1", "x:-inf:0:higher:1", "x:nan:0:higher:1", "x:0:1:higher:inf", "x:0:1:lower:nan",
-              " :0:1:higher:1"],
-)  # fmt: skip
+    "guard",
+    [
+        "x:0:inf:higher:1",
+        "x:-inf:0:higher:1",
+        "x:nan:0:higher:1",
+        "x:0:1:higher:inf",
+        "x:0:1:lower:nan",
+        " :0:1:higher:1",
+    ],
+)
 def test_a_guard_that_nothing_can_break_is_refused(guard: str) -> None:
     with pytest.raises(ConfigError, match="is not SQL:LOW:HIGH"):
         decide._parse_guard(guard)
 
 
 def test_the_sql_of_a_guard_may_hold_colons() -> None:
-    assert decide._parse_guard("a::INT:0:1:lower:0.5") == Guard(
-        sql="a::INT", low=0, high=1, worse="lower", margin=0.5
-    )
+    assert decide._parse_guard("a::INT:0:1:lower:0.5") == Guard(sql="a::INT", low=0, high=1, worse="lower", margin=0.5)
 
 
 @pytest.mark.slow
 def test_what_can_t_be_compared_begins_nothing(found: Living, capsys: pytest.CaptureFixture[str]) -> None:
     before = decision(found)
     for wrong, said in (
-        (
-            ("begin", CANDIDATE, CANDIDATE, "--percent", "50", "--metric", "reward"),
-            "two versions of one model",
-        ),
-        (
-            ("begin", CANDIDATE, "chess@1", "--percent", "50", "--metric", "reward"),
-            "two versions of one model",
-        ),
+        (("begin", CANDIDATE, CANDIDATE, "--percent", "50", "--metric", "reward"), "two versions of one model"),
+        (("begin", CANDIDATE, "chess@1", "--percent", "50", "--metric", "reward"), "two versions of one model"),
         (("begin", CANDIDATE, CONTROL, "--percent", "100", "--metric", "reward"), "both versions need runs"),
         ((*_OF, "rewrd"), "the metrics rewrd can't be computed: Binder Error"),
         ((*_OF, "rewrd"), ", sampled_tokens, "),

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.names import split_point
-from store.evidence.comparison import Evidence, Guard, Metric, Plan, gather
+from store.evidence.comparison import Evidence, Guard, Metric, Plan, read_evidence
 from tests.store.evidence.test_comparison import TABLES
 
 COMPARISONS, RUNS = 100, 240
@@ -91,17 +91,32 @@ def _play(
             seconds, known, outcome = draw(rng, candidate, won)
             ended = opened + timedelta(seconds=seconds) if seconds < math.inf else None
             step = None if ended is None else 2 if candidate else 1
-            runs.append({
-                "project": str(project), "model": "m", "trajectory": trajectory,
-                "outcome": outcome if ended else "open",
-                "opened_at": opened, "completed_at": ended, "first_step": step, "last_step": step,
-                "reward": won if known == seconds < math.inf else None, "exchanges": 1 if ended else None,
-            })  # fmt: skip
+            runs.append(
+                {
+                    "project": str(project),
+                    "model": "m",
+                    "trajectory": trajectory,
+                    "outcome": outcome if ended else "open",
+                    "opened_at": opened,
+                    "completed_at": ended,
+                    "first_step": step,
+                    "last_step": step,
+                    "reward": won if known == seconds < math.inf else None,
+                    "exchanges": 1 if ended else None,
+                }
+            )
             if seconds < known < math.inf:
-                said.append({
-                    "project": str(project), "trajectory": trajectory, "kind": "number", "call": -1, "name": "solved",
-                    "value": won, "given_at": opened + timedelta(seconds=known),
-                })  # fmt: skip
+                said.append(
+                    {
+                        "project": str(project),
+                        "trajectory": trajectory,
+                        "kind": "number",
+                        "call": -1,
+                        "name": "solved",
+                        "value": won,
+                        "given_at": opened + timedelta(seconds=known),
+                    }
+                )
     for table, rows in (("trajectories", runs), ("signals", said)):
         if rows:
             given = pa.Table.from_pylist(rows)
@@ -112,11 +127,7 @@ def _play(
 
 def _begun(percent: float) -> Evidence:
     solved = "coalesce(reward, feedback['solved'])"
-    plan = Plan(
-        metric=Metric(sql=solved),
-        guards=(Guard(sql=f"1 - {solved}", worse="higher"),),
-        deadline_s=_DEADLINE_S,
-    )
+    plan = Plan(metric=Metric(sql=solved), guards=(Guard(sql=f"1 - {solved}", worse="higher"),), deadline_s=_DEADLINE_S)
     return Evidence(plan=plan, candidate="m@2", control="m@1", percent=percent, since=0, until=0)
 
 
@@ -136,7 +147,7 @@ def test_equal_versions_are_seldom_told_apart(
     _play(connection, draw, percent, (0.5, 0.5), COMPARISONS)
     missed = [0, 0]
     for project in range(COMPARISONS):
-        found = gather(connection, str(project), _begun(percent), _END)
+        found = read_evidence(connection, str(project), _begun(percent), _END)
         for number, finding in enumerate(found.findings):
             missed[number] += not finding.low <= 0 <= finding.high
             assert finding.pairs >= 25
@@ -149,6 +160,6 @@ def test_a_better_version_is_found_where_some_users_are_silent(connection: duckd
         return seconds, math.inf if rng.random() < 0.05 else seconds + 10, "scored"
 
     _play(connection, some_silent, 50, (0.9, 0.4), 20)
-    found = [gather(connection, str(project), _begun(50), _END) for project in range(20)]
+    found = [read_evidence(connection, str(project), _begun(50), _END) for project in range(20)]
     assert sum(evidence.verdict == "promote" for evidence in found) >= 16
     assert all(f.candidate_late and f.control_late for evidence in found for f in evidence.findings)

@@ -47,8 +47,7 @@ def test_each_view_has_its_documented_columns_of_the_same_types_in_an_empty_stor
 
 def test_lineage_goes_from_checkpoint_to_tokens_and_verdicts(history: Path) -> None:
     got = rows(
-        history,
-        "SELECT trajectory, seq, reward, verdicts[1].score, staleness, exchange_seq FROM lineage ORDER BY 1, 2",
+        history, "SELECT trajectory, seq, reward, verdicts[1].score, staleness, exchange_seq FROM lineage ORDER BY 1, 2"
     )
     assert got == [
         ("t0", 0, 1.0, 0.9, 0, 2),
@@ -61,9 +60,10 @@ def test_lineage_goes_from_checkpoint_to_tokens_and_verdicts(history: Path) -> N
 def test_lineage_names_the_data_set_that_a_checkpoint_was_trained_on(tmp_path: Path) -> None:
     """Such a checkpoint has no groups, and had no row."""
     fill(tmp_path, [*run_of_one_step(), checkpoint(2, source="sft:sha256:ab")])
-    assert rows(
-        tmp_path, "SELECT version, parent, source, count(seq) FROM lineage GROUP BY ALL ORDER BY 1"
-    ) == [("m@1", "m@0", None, 4), ("m@2", "m@1", "sft:sha256:ab", 0)]
+    assert rows(tmp_path, "SELECT version, parent, source, count(seq) FROM lineage GROUP BY ALL ORDER BY 1") == [
+        ("m@1", "m@0", None, 4),
+        ("m@2", "m@1", "sft:sha256:ab", 0),
+    ]
 
 
 def test_an_open_trajectory_and_one_known_only_by_its_end_are_both_there(tmp_path: Path) -> None:
@@ -82,14 +82,15 @@ def test_a_member_without_a_score_has_no_reward(tmp_path: Path) -> None:
     )
     fill(tmp_path, [GroupScored(project="p", group="g", model="m", judge="j", members=members)])
     assert rows(tmp_path, "SELECT trajectory, reward, centered FROM rewards ORDER BY ALL") == [
-        ("a", 1.0, 0.5), ("b", None, None), ("c", 0.0, -0.5),
-    ]  # fmt: skip
+        ("a", 1.0, 0.5),
+        ("b", None, None),
+        ("c", 0.0, -0.5),
+    ]
 
 
 def test_messages_hold_what_was_sent_and_the_reply(history: Path) -> None:
     got = rows(
-        history,
-        "SELECT role, content, is_reply FROM messages WHERE trajectory = 't0' AND seq = 1 ORDER BY position",
+        history, "SELECT role, content, is_reply FROM messages WHERE trajectory = 't0' AND seq = 1 ORDER BY position"
     )
     assert got == [("system", "play", False), ("user", "go 1", False), ("assistant", "x", True)]
 
@@ -181,7 +182,7 @@ def test_the_command_answers_and_says_what_is_wrong(history: Path, capfd: pytest
     assert "nowhere" in told
     assert "SHOW TABLES" in told
     assert sql.main(["--run-dir", str(history / "none"), "SELECT 1"]) == 2
-    assert "is no run" in capfd.readouterr().err
+    assert "is no installation" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
@@ -193,9 +194,7 @@ def test_agents_text_acts_on_no_terminal(form: str, history: Path, capfd: pytest
     assert "é" in shown
 
 
-def test_a_file_that_is_damaged_before_its_footer_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_damaged_before_its_footer_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """DuckDB says "Out of buffer", or something like it."""
     lake = fill(tmp_path, [exchange(f"t{n}") for n in range(200)])
     (name,) = lake.names("rollout.exchange")
@@ -252,7 +251,7 @@ def test_each_step_has_what_was_spent_since_the_one_before_and_its_gain(tmp_path
             checkpoint(2, metrics={"step_s": 3.0}, at=30_000_000),
             TrajectoryCompleted(project="p", trajectory="t", model="m", group="g", sampled_tokens=7, at=9_000_000),
         ],
-    )  # fmt: skip
+    )
     found = rows(
         tmp_path,
         "SELECT version, judge_usd, train_gpu_s, serve_gpu_s, sampled_tokens, total_usd, total_gpu_s, total_tokens, "

@@ -23,8 +23,8 @@ from pipeline.events import (
     TrajectoryCompleted,
 )
 from pipeline.running.state import STATE, process_start
-from store.reading.history import History
-from store.reading.summary import summary
+from store.showing.pages.history import History
+from store.showing.pages.summary import summary
 from tests.store.kit import checkpoint, discarded, fill, run_of_one_step, scored
 
 CHOSEN = {"model": "m", "branch": "main"}
@@ -39,13 +39,14 @@ def told(run_dir: Path, events: list[Event]) -> dict[str, Any]:
 def evaluated(low: float, high: float) -> list[Event]:
     """An evaluation of two versions whose difference has these bounds."""
     mean = (low + high) / 2
-    measures = Measure(name="reward", mean=mean, count=9, difference=mean, difference_low=low, difference_high=high,
-                       pairs=9)  # fmt: skip
+    measures = Measure(
+        name="reward", mean=mean, count=9, difference=mean, difference_low=low, difference_high=high, pairs=9
+    )
     of = {"project": "p", "evaluation": "e9", "model": "m", "runs": 9}
     return [
         PolicyEvaluated(**of, position=0, entrant="m@0", version="m@0", measures=(Measure(name="reward", mean=0.0),)),
         PolicyEvaluated(**of, position=1, entrant="m@1", version="m@1", measures=(measures,)),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +57,7 @@ def evaluated(low: float, high: float) -> list[Event]:
         (-0.3, -0.1, "worse", "promote an older version"),
     ],
 )
-def test_the_gain_is_that_of_the_evaluation(
-    tmp_path: Path, low: float, high: float, verdict: str, todo: str
-) -> None:
+def test_the_gain_is_that_of_the_evaluation(tmp_path: Path, low: float, high: float, verdict: str, todo: str) -> None:
     steps = [event for event in run_of_one_step() if not isinstance(event, AlarmChanged)]
     page = told(tmp_path, [*steps, *evaluated(low, high)])
     assert page["sentences"][2].startswith("m@1 scores ")
@@ -70,12 +69,14 @@ def test_the_gain_is_that_of_the_evaluation(
 def test_without_an_evaluation_the_held_out_runs_say_it(tmp_path: Path) -> None:
     held: list[Event] = [
         scored(
-            f"v{step}-{group}", {f"v{step}-{group}-{i}": step + group + i / 10 for i in range(3)},
-            {"split": "val", "first_step": step, "last_step": step}, split="val",
+            f"v{step}-{group}",
+            {f"v{step}-{group}-{i}": step + group + i / 10 for i in range(3)},
+            {"split": "val", "first_step": step, "last_step": step},
+            split="val",
         )
         for step in (0, 4)
         for group in range(3)
-    ]  # fmt: skip
+    ]
     page = told(tmp_path, held)
     assert page["sentences"][2].startswith("m@4 scores +4.000 against m@0 on 3 held-out tasks")
     assert page["gain"]["low"] < 4 < page["gain"]["high"]
@@ -111,7 +112,7 @@ def rising(steps: int, *, size: int = 1) -> list[Event]:
         )
         for step in range(steps + 1)
         for group in range(16 // size)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -121,9 +122,7 @@ def test_the_first_sentence_says_whether_the_training_reward_moved(tmp_path: Pat
     assert told(tmp_path / "empty", [])["sentences"][0] == "No training reward yet."
     assert told(tmp_path / "short", short)["sentences"][0].startswith("Training reward 0.438 in ")
     said = told(tmp_path / "rose", rose)["sentences"][0]
-    assert said.startswith(
-        "Training reward 0.475 to 0.787 over 20 steps (95 % interval of the difference +0."
-    )
+    assert said.startswith("Training reward 0.475 to 0.787 over 20 steps (95 % interval of the difference +0.")
     assert said.endswith(": it rose).")
     flat = [event for event in rose if isinstance(event, GroupScored) and event.members[0].first_step < 5]
     assert told(tmp_path / "flat", list(flat))["sentences"][0].endswith(": the difference may be chance).")
@@ -133,9 +132,7 @@ def test_runs_that_wait_for_feedback_are_said_to_wait(tmp_path: Path) -> None:
     """The fault that was: "Send it work" while runs waited for their results."""
     at = int(datetime(2026, 1, 1, tzinfo=UTC).timestamp() * 1e6)
     ended: list[Event] = [
-        TrajectoryCompleted(
-            project="p", trajectory=f"w{i}", model="m", group="", exchanges=1, at=at + i * 1_000_000
-        )
+        TrajectoryCompleted(project="p", trajectory=f"w{i}", model="m", group="", exchanges=1, at=at + i * 1_000_000)
         for i in range(3)
     ]
     fill(tmp_path, [*ended, scored("w0", {"w0": 1.0}), discarded("w1", "validation", "w1")])
@@ -146,10 +143,7 @@ def test_runs_that_wait_for_feedback_are_said_to_wait(tmp_path: Path) -> None:
         assert page["waiting"]["runs"] == 1
         assert page["todo"] == "Nothing needs to be done."
         later = summary(history, CHOSEN, datetime(2026, 1, 2))
-        assert (
-            later["sentences"][-1]
-            == "1 run waits to be scored: for the other runs of a group, or for the judge."
-        )
+        assert later["sentences"][-1] == "1 run waits to be scored: for the other runs of a group, or for the judge."
 
 
 @pytest.mark.parametrize(
@@ -161,7 +155,7 @@ def test_runs_that_wait_for_feedback_are_said_to_wait(tmp_path: Path) -> None:
         ([PolicyLoaded(project="p", model="m", step=2, version="m@2", replica="r0")], "Nothing needs to be done."),
         ([scored("v", {"v": 1.0}, {"split": "val", "first_step": 2, "last_step": 2}, split="val")], "Nothing needs"),
     ],
-)  # fmt: skip
+)
 def test_a_newest_version_that_is_neither_served_nor_measured_is_named(
     tmp_path: Path, more: list[Event], todo: str
 ) -> None:

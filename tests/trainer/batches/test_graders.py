@@ -17,14 +17,15 @@ from pipeline.events import GroupScored, Hint, Member
 from pipeline.log.broker import Broker
 from tests.trainer import kit
 from tests.trainer.kit import exchange, running, steps_reach, training_group
+from trainer.batches.examples import Example, examples, loss_terms
 from trainer.batches.graders import cap_graders
-from trainer.batches.groups import Example, TrainingGroup, examples, units
-from trainer.batches.sequences import build
+from trainer.batches.groups import GroupWithHistory
+from trainer.sequences import build
 
 CONFIG = TrainerConfig(loss=LossConfig(baseline="batch", advantage_scaling="none"))
 
 
-def made(group: str, *members: Member) -> TrainingGroup:
+def made(group: str, *members: Member, **more: Any) -> GroupWithHistory:
     scored = GroupScored(project="p", group=group, model="tiny", judge="j", members=members)
     sequences = []
     for member in members:
@@ -35,10 +36,10 @@ def made(group: str, *members: Member) -> TrainingGroup:
             history.append(exchange(member.trajectory, call, prompt, [7, 8][: 1 + len(history) % 2]))
             prompt = [*prompt, 7, 8][: len(prompt) + 1 + (len(history) - 1) % 2]
         sequences += build(member.trajectory, history)
-    return training_group(scored, sequences)
+    return training_group(scored, sequences, **more)
 
 
-def run(name: str, reward: float, *graders: str) -> TrainingGroup:
+def run(name: str, reward: float, *graders: str) -> GroupWithHistory:
     return made(name, Member(trajectory=name, reward=reward, graded_by=graders, exchanges=1))
 
 
@@ -46,18 +47,14 @@ def step_of(made_of: Sequence[Example]) -> dict[str, np.ndarray[Any, Any]]:
     """Advantage times weight of each trained token, by run."""
     return {
         e.sequence.trajectory: e.weight
-        * (
-            np.full(e.sequence.trained_tokens, e.advantage)
-            if e.call_advantages is None
-            else e.call_advantages
-        )
+        * (np.full(e.sequence.trained_tokens, e.advantage) if e.call_advantages is None else e.call_advantages)
         for e in made_of
     }
 
 
 def size(made_of: Sequence[Example], config: TrainerConfig) -> float:
     """The sum of the absolute advantages of what the loss averages over."""
-    of_loss = {e.sequence.trajectory: units(e.sequence, config) for e in made_of}
+    of_loss = {e.sequence.trajectory: loss_terms(e.sequence, config) for e in made_of}
     return sum(of_loss[name] * float(np.abs(v).mean()) for name, v in step_of(made_of).items())
 
 
@@ -109,10 +106,10 @@ def test_whatever_keys_say_each_has_its_share_at_most_and_other_groups_train_as_
         runs = [data.draw(members(f"{g}-{i}", key)) for i in range(data.draw(st.integers(1, 4)))]
         groups.append(made(f"g{g}", *runs))
     after, _ = cap_graders(groups, config, max_share)
-    assert [e.sequence for e in after] == [s for g in groups for s in g.sequences or ()]
+    assert [e.sequence for e in after] == [s for g in groups for s in g.sequences]
     graders_of = {g: {key for m in g.event.members for key in m.graded_by} for g in groups}
     for key in "xyz":
-        own = {s.trajectory for g in groups if key in graders_of[g] for s in g.sequences or ()}
+        own = {s.trajectory for g in groups if key in graders_of[g] for s in g.sequences}
         part = size([e for e in after if e.sequence.trajectory in own], config)
         assert part <= max_share * size(after, config) * (1 + 1e-6) + 1e-9
     silent = [g for g in groups if not graders_of[g]]
@@ -167,18 +164,16 @@ def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -
         by = {0: "", 1: "desk"}.get(i, "fan")
         calls = (0, 1) if by == "fan" else (-1,)
         hints = tuple(Hint(call=call, text="No.", by=by) for call in calls)
-        group = made(f"g{i}", Member(trajectory=f"r{i}", reward=float(i % 2), hints=hints, exchanges=2))
-        group.hinted = {f"r{i}": {max(call, 0): np.array([9, 9], np.int32) for call in calls}}
-        groups.append(group)
-    tokens = sum(s.trained_tokens for g in groups for s in g.sequences or ())
-    before = {e.sequence.trajectory: sum(len(x.slots) for x in e.lessons) for e in examples(groups, CONFIG)}
+        member = Member(trajectory=f"r{i}", reward=float(i % 2), hints=hints, exchanges=2)
+        prompts = {f"r{i}": {max(call, 0): np.array([9, 9], np.int32) for call in calls}}
+        groups.append(made(f"g{i}", member, teacher_prompts=prompts))
+    tokens = sum(s.trained_tokens for g in groups for s in g.sequences)
+    before = {e.sequence.trajectory: sum(len(x.slots) for x in e.hinted_calls) for e in examples(groups, CONFIG)}
     for max_share in (0.0, 0.1, 0.3, 1.0):
         after, metrics = cap_graders(groups, CONFIG, max_share)
-        found = {e.sequence.trajectory: sum(len(x.slots) for x in e.lessons) for e in after}
+        found = {e.sequence.trajectory: sum(len(x.slots) for x in e.hinted_calls) for e in after}
         assert found["r0"] == before["r0"]
-        assert (
-            sum(found[f"r{i}"] for i in range(2, 10)) <= max_share * tokens < max(1, max_share) * tokens + 1
-        )
+        assert sum(found[f"r{i}"] for i in range(2, 10)) <= max_share * tokens < max(1, max_share) * tokens + 1
         assert (found["r1"] == before["r1"]) == (max_share > 0)
         if max_share < 1:
             assert metrics["graders_limited"] == (2 if max_share == 0 else 1)
@@ -197,7 +192,6 @@ def test_without_feedback_nothing_is_said_and_nothing_changes() -> None:
 async def test_a_step_says_which_share_a_key_would_have_had(
     broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
-    """The alarm `feedback_share` reads this metric."""
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
     config = msgspec.structs.replace(config, feedback=msgspec.structs.replace(config.feedback, max_share=0.2))
     await kit.publish_group(broker, "own", [0.0, 1.0], seed=1)

@@ -10,18 +10,24 @@ from pipeline.config import ConfigError, LossConfig, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.events import GroupScored
 from tests.trainer.kit import exchange, group, training_group
-from trainer.batches.groups import TrainingGroup, examples, trainable_members
-from trainer.batches.sequences import build
-from trainer.batches.tasks import WINDOW, Earlier, EarlierRuns, task_baselines
+from trainer.batches.examples import examples
+from trainer.batches.groups import GroupWithHistory, Refusal, trainable_members
+from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns, task_baselines
+from trainer.sequences import build
 
 
-def made(scored: GroupScored) -> TrainingGroup:
+def made(scored: GroupScored) -> GroupWithHistory:
     """The group with one short sequence for every member that trains."""
     exchanges = {m.trajectory: [exchange(m.trajectory, 0, [5], [7, 7])] for m in trainable_members(scored)}
     return training_group(scored, [s for name, history in exchanges.items() for s in build(name, history)])
 
 
-def prepared(rewards: list[float]) -> TrainingGroup:
+def refusal_of(group: GroupWithHistory, step: int, config: TrainerConfig) -> Refusal | None:
+    bounded = group.within_staleness(step, config)
+    return bounded if isinstance(bounded, Refusal) else None
+
+
+def prepared(rewards: list[float]) -> GroupWithHistory:
     return made(group("g", rewards))
 
 
@@ -47,27 +53,37 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
     """A function of the log before the group's event: other tasks, later groups and older verdicts do not count."""
     runs = EarlierRuns(1.0)
     log = [
-        group("a", [1.0], task="t"), group("b", [0.2], task="other"), group("c", [0.5, 0.0], task="t"),
-        group("a", [0.4], task="t", judge="second"), group("d", [0.9, 0.1, 0.3], task="t"), group("e", [7.0], task="t"),
-        group("f", [0.6], owner="key"), group("g", [0.8], owner="key"), group("h", [0.25], owner="another"),
-    ]  # fmt: skip
+        group("a", [1.0], task="t"),
+        group("b", [0.2], task="other"),
+        group("c", [0.5, 0.0], task="t"),
+        group("a", [0.4], task="t", judge="second"),
+        group("d", [0.9, 0.1, 0.3], task="t"),
+        group("e", [7.0], task="t"),
+        group("f", [0.6], owner="key"),
+        group("g", [0.8], owner="key"),
+        group("h", [0.25], owner="another"),
+    ]
     for seq, scored in enumerate(log, 1):
         runs.add(scored, trainable_members(scored), seq)
         runs.add(scored, trainable_members(scored), seq)  # it is delivered again
     batch = [made(log[i]) for i in (4, 3, 7, 8)]
     for trained, seq in zip(batch, (5, 4, 8, 9), strict=True):
-        trained.earlier = runs.before(trained.event, seq)
+        trained.admitted.earlier = runs.before(trained.event, seq)
     config = TrainerConfig(loss=LossConfig(baseline="task", advantage_scaling="none"))
     assert [g.refusal(0, config) for g in batch] == [None] * 4
     first_of_its_key = 0.25 - np.mean([0.9, 0.1, 0.3, 0.4, 0.8, 0.25])
     expected = [
-        0.9 - (0.5 + 0.0 + 0.4 + 0.1 + 0.3) / 5, 0.1 - (0.5 + 0.0 + 0.4 + 0.9 + 0.3) / 5,
-        0.3 - (0.5 + 0.0 + 0.4 + 0.9 + 0.1) / 5, 0.4 - (0.5 + 0.0) / 2, 0.8 - 0.6, first_of_its_key,
-    ]  # fmt: skip
+        0.9 - (0.5 + 0.0 + 0.4 + 0.1 + 0.3) / 5,
+        0.1 - (0.5 + 0.0 + 0.4 + 0.9 + 0.3) / 5,
+        0.3 - (0.5 + 0.0 + 0.4 + 0.9 + 0.1) / 5,
+        0.4 - (0.5 + 0.0) / 2,
+        0.8 - 0.6,
+        first_of_its_key,
+    ]
     np.testing.assert_allclose([e.advantage for e in examples(batch, config)], expected, rtol=1e-10)
     runs.forget(6 + WINDOW)
-    assert runs.before(log[4], 5) == Earlier()
-    assert runs.before(log[7], 8) == Earlier(1, (0.6,))
+    assert runs.before(log[4], 5) == EarlierReturns()
+    assert runs.before(log[7], 8) == EarlierReturns(1, (0.6,))
 
 
 def test_earlier_runs_with_rewards_of_calls_are_compared_at_the_same_position() -> None:
@@ -93,9 +109,7 @@ def with_members(scored: GroupScored, **changed: dict[int, object]) -> GroupScor
 def test_only_scored_members_of_the_training_split_count() -> None:
     """Infrastructure's failures, masked and validation runs neither train nor move the baseline."""
     scored = with_members(
-        group("g", [0.0, 1.0, -50.0, -50.0, -50.0]),
-        outcome={2: "no_result", 3: "masked"},
-        split={4: "val"},
+        group("g", [0.0, 1.0, -50.0, -50.0, -50.0]), outcome={2: "no_result", 3: "masked"}, split={4: "val"}
     )
     out = examples([made(scored)], TrainerConfig(loss=LossConfig(advantage_scaling="none")))
     assert {e.sequence.trajectory: e.advantage for e in out} == {"g-0": -0.5, "g-1": 0.5}
@@ -127,11 +141,10 @@ def test_a_group_that_can_not_train_is_refused_with_the_reason(
     refused = made_of.refusal(step, config)
     if reason == "no_tokens":  # known once its exchanges are read
         assert refused is None
-        refused = made_of.bound_staleness(step, config)
+        refused = refusal_of(made_of, step, config)
         assert refused is not None
         assert refused.detail.endswith(
-            "none made a recorded call; a run's client needs the run's own base_url and "
-            "api_key (`run.openai`)"
+            "none made a recorded call; a run's client needs the run's own base_url and api_key (`run.openai`)"
         )
     assert (refused and refused.reason) == reason
 
@@ -140,24 +153,22 @@ def test_old_tokens_of_a_long_trajectory_become_context() -> None:
     """A trajectory that ran across many steps keeps its fresh tokens: long tasks must not starve."""
     (sequence,) = build("t", [exchange("t", 0, [5], [7], step=1), exchange("t", 1, [5, 7, 6], [8], step=4)])
     config = TrainerConfig(max_staleness=2)
-    fresh, old = (training_group(group("t", [0.0, 1.0]), [sequence]) for _ in range(2))
-    assert fresh.bound_staleness(5, config) is None
-    assert fresh.sequences is not None
+    group_of_one = training_group(group("t", [0.0, 1.0]), [sequence])
+    fresh = group_of_one.within_staleness(5, config)
+    assert isinstance(fresh, GroupWithHistory)
     (kept,) = fresh.sequences
     assert fresh.stale_tokens == 1
     assert kept.ids[kept.loss_mask].tolist() == [8]
-    refused = old.bound_staleness(9, config)
-    assert refused is not None
-    assert (refused.reason, old.sequences, old.stale_tokens) == ("stale", [], 2)
+    refused = group_of_one.within_staleness(9, config)
+    assert isinstance(refused, Refusal)
+    assert (refused.reason, refused.detail[:12]) == ("stale", "all 2 tokens")
 
 
 def test_trajectory_weighting_gives_long_and_short_trajectories_equal_weight() -> None:
     scored = group("g", [0.0, 1.0])
     short = build("g-0", [exchange("g-0", 0, [5], [7] * 2)])
     long = build("g-1", [exchange("g-1", 0, [5], [7] * 6)])
-    out = examples(
-        [training_group(scored, [*short, *long])], TrainerConfig(loss=LossConfig(weighting="trajectory"))
-    )
+    out = examples([training_group(scored, [*short, *long])], TrainerConfig(loss=LossConfig(weighting="trajectory")))
     assert [e.weight * e.sequence.trained_tokens for e in out] == pytest.approx([4, 4])
     assert [e.weight for e in examples([training_group(scored, [*short, *long])], TrainerConfig())] == [1, 1]
 
@@ -167,8 +178,7 @@ def test_many_sequences_of_a_trajectory_share_its_weight_where_the_loss_averages
     one = build("g-0", [exchange("g-0", 0, [5], [7])])
     three = build("g-1", [exchange("g-1", i, [6 + i], [7]) for i in range(3)])
     out = examples(
-        [training_group(scored, [*one, *three])],
-        TrainerConfig(loss=LossConfig(weighting="trajectory", type="grpo")),
+        [training_group(scored, [*one, *three])], TrainerConfig(loss=LossConfig(weighting="trajectory", type="grpo"))
     )
     assert [e.weight for e in out] == pytest.approx([2, 2 / 3, 2 / 3, 2 / 3])
 

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.chat.sampling import Defaults
 from pipeline.config import DistillConfig, TrainerConfig
 from pipeline.events import ExchangeRecorded, GroupScored, Hint, Member
 from pipeline.log.messages import Place
-from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange
-from trainer.batches.groups import TrainingGroup
-from trainer.batches.histories import Histories
+from trainer.batches.groups import AdmittedGroup, GroupWithHistory
+from trainer.batches.histories import Histories, TeacherPrompts, _render_hints
 from trainer.distillation.prompts import HintedPrompts
 from trainer.tiny import make_tokenizer
 
@@ -30,22 +30,14 @@ def asked(trajectory: str, call: int, **more: Any) -> ExchangeRecorded:
     return exchange(trajectory, call, [5], [6], **{"request": request, "response": response, **more})
 
 
-def with_hints(
-    tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None
-) -> TrainingGroup:
+def with_hints(tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None) -> TeacherPrompts:
     """A group of two runs, whose worse one has so many hints on its call 0, as its teacher is asked."""
     make_tokenizer([]).save_pretrained(tmp_path)
     config = DistillConfig(best_run_reward=0.5, hint_template=" {hint}", correction_template=" best: {hint}")
     prompts = HintedPrompts(str(tmp_path), config, longest)
     worse = Member(trajectory="worse", reward=0.0, exchanges=1, hints=(Hint(call=0, text="b2"),) * hints)
     members = (Member(trajectory="best", reward=1.0, exchanges=1), worse)
-    group = TrainingGroup(
-        GroupScored(project="p", group="g", model="m", judge="j", members=members), Place(1, 0)
-    )
-    runs = [(members[0], best), (worse, [asked("worse", 0)])]
-    histories = Histories(SimpleNamespace(), TrainerConfig(), Defaults(), prompts)  # type: ignore[arg-type]
-    histories._render_hints(group, prompts, runs)
-    return group
+    return _render_hints(members, prompts, [(members[0], best), (worse, [asked("worse", 0)])])
 
 
 @pytest.mark.parametrize(
@@ -56,19 +48,19 @@ def test_without_room_for_the_best_run_a_calls_own_hints_stand_alone(
 ) -> None:
     """Both fit; the hint alone fits; none fits; there is no hint."""
     best = [asked("best", 0)]
-    whole = with_hints(tmp_path / "whole", best, hints, None).hinted["worse"][0]
+    whole = with_hints(tmp_path / "whole", best, hints, None).prompts["worse"][0]
     group = with_hints(tmp_path / "short", best, hints, max(len(whole) + 1 + spare, 1))
     assert (group.hints, group.hints_unused) == (hints + 1, unused)
-    assert len(group.hinted.get("worse", {})) == taught
+    assert len(group.prompts.get("worse", {})) == taught
     if taught:
-        alone = with_hints(tmp_path / "alone", [], hints, None).hinted["worse"][0]
-        np.testing.assert_array_equal(group.hinted["worse"][0], alone if unused else whole)
+        alone = with_hints(tmp_path / "alone", [], hints, None).prompts["worse"][0]
+        np.testing.assert_array_equal(group.prompts["worse"][0], alone if unused else whole)
 
 
 def test_a_best_run_that_is_no_chat_is_not_shown_and_ends_nothing(tmp_path: Path) -> None:
     group = with_hints(tmp_path, [asked("best", 0, request=b'{"prompt": "What?"}')], 1, None)
     assert (group.hints, group.hints_unused) == (2, 1)
-    assert list(group.hinted["worse"]) == [0]
+    assert list(group.prompts["worse"]) == [0]
 
 
 async def test_the_requests_of_a_groups_runs_are_not_in_memory_together() -> None:
@@ -76,21 +68,18 @@ async def test_the_requests_of_a_groups_runs_are_not_in_memory_together() -> Non
 
     async def read(_: Any, *, trajectory: str, **__: Any) -> list[Any]:
         request = b'{"messages": [], "note": "%b"}' % (b"x" * 1_000_000)
-        calls = [
-            exchange(trajectory, call, [call, 5], [7, 8], request=request + b" " * call) for call in range(3)
-        ]
+        calls = [exchange(trajectory, call, [call, 5], [7, 8], request=request + b" " * call) for call in range(3)]
         return [SimpleNamespace(event=call) for call in calls]
 
     members = tuple(Member(trajectory=f"t{n}", reward=float(n), exchanges=3) for n in range(30))
-    group = TrainingGroup(
-        GroupScored(project="p", group="g", model="m", judge="j", members=members), Place(1, 0)
-    )
+    group = AdmittedGroup(GroupScored(project="p", group="g", model="m", judge="j", members=members), Place(1, 0))
     broker: Any = SimpleNamespace(read=read)
     tracemalloc.start()
     try:
-        assert await Histories(broker, TrainerConfig(), Defaults()).read(group) is None
+        read = await Histories(broker, TrainerConfig(), Defaults()).read(group)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(group.sequences or ()) == 90
+    assert isinstance(read, GroupWithHistory)
+    assert len(read.sequences) == 90
     assert peak < 20_000_000, peak

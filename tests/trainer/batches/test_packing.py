@@ -10,17 +10,9 @@ import torch
 
 from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig
 from tests.trainer.kit import backward, exactly, sequence, stir, tree_of_conversations
-from trainer.batches.packing import (
-    AttentionSpan,
-    Cost,
-    Layout,
-    micro_batches,
-    padded,
-    prefix_shared,
-    sharing_pays,
-)
-from trainer.batches.sequences import TokenSequence
+from trainer.batches.packing import AttentionSpan, Cost, Layout, micro_batches, padded, prefix_shared, sharing_pays
 from trainer.engine.engine import Engine
+from trainer.sequences import TokenSequence
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +84,7 @@ def test_rows_without_branches_need_no_mask() -> None:
     assert layout.tokens == 5 + 2
     assert prefix_shared([alone, branch], [0, 0]).ends_RL is not None
     batches = micro_batches([alone, branch, other, continued], [0, 0, 1, 2], 100, "prefix")
-    assert [(sorted(b.indices), b.layout.ends_RL is None) for b in batches] == [
-        ([2, 3], True),
-        ([0, 1], False),
-    ]
+    assert [(sorted(b.indices), b.layout.ends_RL is None) for b in batches] == [([2, 3], True), ([0, 1], False)]
 
 
 def test_prefixes_are_shared_if_that_costs_less() -> None:
@@ -104,10 +93,7 @@ def test_prefixes_are_shared_if_that_costs_less() -> None:
 
     def group(shared: int, own: int, size: int = 8) -> list[TokenSequence]:
         prompt = rng.integers(2, 4000, shared).tolist()
-        return [
-            sequence(prompt + rng.integers(2, 4000, own).tolist(), [shared, shared + own - 1])
-            for _ in range(size)
-        ]
+        return [sequence(prompt + rng.integers(2, 4000, own).tolist(), [shared, shared + own - 1]) for _ in range(size)]
 
     assert sharing_pays(group(2000, 200), [0] * 8, cost)
     assert sharing_pays(group(60, 20), [0] * 8, cost)
@@ -140,7 +126,7 @@ def test_one_long_sequence_may_exceed_the_budget(engine: Engine) -> None:
 
 
 def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -> None:
-    from trainer.batches.groups import Example
+    from trainer.batches.examples import Example
 
     sequences, groups = tree_of_conversations(3)
     advantages = np.random.default_rng(1).normal(size=len(sequences))
@@ -148,9 +134,7 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
     gradients = []
     for packing, budget in (("padded", 10_000), ("prefix", 10_000), ("prefix", 30), ("padded", 30)):
         config = TrainerConfig(
-            dtype="float64",
-            lora=LoraConfig(rank=4),
-            memory=MemoryConfig(packing=packing, tokens_per_batch=budget),
+            dtype="float64", lora=LoraConfig(rank=4), memory=MemoryConfig(packing=packing, tokens_per_batch=budget)
         )  # type: ignore[arg-type]
         engine = exactly(Engine(tiny_base, config))
         stir(engine)
@@ -174,12 +158,6 @@ def test_a_sliding_window_is_measured_along_the_sequence(span: AttentionSpan) ->
     for n, (row, column) in enumerate(zip(layout.rows_N.tolist(), layout.cols_N.tolist(), strict=True)):
         one = sequences[int(layout.sequence_N[n])]
         at = int(layout.positions_RL[row, column])
-        first = (
-            max(0, at + 1 - span.window)
-            if span.window
-            else at // span.chunk * span.chunk
-            if span.chunk
-            else 0
-        )
+        first = max(0, at + 1 - span.window) if span.window else at // span.chunk * span.chunk if span.chunk else 0
         seen = torch.nonzero(dense[row, 0, column]).flatten()
         assert layout.ids_RL[row, seen].tolist() == one.ids[first : at + 1].tolist()

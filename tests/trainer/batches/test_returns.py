@@ -10,23 +10,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pipeline.chat.sampling import Defaults
 from pipeline.config import LossConfig, TrainerConfig
 from pipeline.events import GroupScored, Hint, Member
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
-from pipeline.sampling import Defaults
 from tests.trainer.kit import exchange, training_group
-from trainer.batches.groups import TrainingGroup, examples
+from trainer.batches.examples import examples
+from trainer.batches.groups import AdmittedGroup, GroupWithHistory, Refusal
 from trainer.batches.histories import Histories
-from trainer.batches.returns import reached, returns_of
-from trainer.batches.sequences import build
+from trainer.batches.returns import calls_with_credit, returns_of
 from trainer.batches.tasks import EarlierRuns
+from trainer.sequences import build
 
 Runs = dict[str, tuple[float, dict[int, float], int]]
 """Name of a run to its reward, the rewards of its calls, and its number of calls."""
 
 
-def made(group: str, runs: Runs) -> TrainingGroup:
+def made(group: str, runs: Runs, **more: Any) -> GroupWithHistory:
     """Runs whose calls continue each other in one sequence; each samples two tokens."""
     members, sequences = [], []
     for name, (reward, of_calls, calls) in runs.items():
@@ -40,7 +41,7 @@ def made(group: str, runs: Runs) -> TrainingGroup:
             prompt = [*prompt, 7, 8]
         sequences += build(name, history)
     return training_group(
-        GroupScored(project="p", group=group, model="tiny", judge="j", members=tuple(members)), sequences
+        GroupScored(project="p", group=group, model="tiny", judge="j", members=tuple(members)), sequences, **more
     )
 
 
@@ -48,15 +49,14 @@ def literal(runs: Runs, gamma: float) -> dict[str, list[float]]:
     """The returns, written down as the formula is."""
     return {
         name: [
-            sum(gamma ** (j - k) * of_calls.get(j, 0.0) for j in range(k, calls))
-            + gamma ** (calls - 1 - k) * reward
+            sum(gamma ** (j - k) * of_calls.get(j, 0.0) for j in range(k, calls)) + gamma ** (calls - 1 - k) * reward
             for k in range(calls)
         ]
         for name, (reward, of_calls, calls) in runs.items()
     }
 
 
-def of_tokens(group: list[TrainingGroup], **loss: Any) -> dict[str, list[float]]:
+def of_tokens(group: list[GroupWithHistory], **loss: Any) -> dict[str, list[float]]:
     """The advantage of each trained token, by run."""
     made = examples(group, TrainerConfig(loss=LossConfig(**loss)))
     return {
@@ -67,12 +67,7 @@ def of_tokens(group: list[TrainingGroup], **loss: Any) -> dict[str, list[float]]
     }
 
 
-RUNS: Runs = {
-    "a": (0.5, {1: 1.0}, 3),
-    "b": (-1.0, {0: 0.25, 2: -0.5}, 4),
-    "c": (0.0, {}, 1),
-    "d": (0.75, {0: 1.0}, 2),
-}
+RUNS: Runs = {"a": (0.5, {1: 1.0}, 3), "b": (-1.0, {0: 0.25, 2: -0.5}, 4), "c": (0.0, {}, 1), "d": (0.75, {0: 1.0}, 2)}
 OTHERS: Runs = {"e": (0.3, {0: 0.1}, 2), "f": (0.9, {}, 2)}
 
 
@@ -99,27 +94,24 @@ def differences(gamma: float, baseline: str) -> dict[str, list[float]]:
         for name, own in literal(group, gamma).items():
             others = literal(compared(name, group, baseline), gamma).values()
             out[name] = [
-                value - sum(r[min(call, len(r) - 1)] for r in others) / len(others)
-                for call, value in enumerate(own)
+                value - sum(r[min(call, len(r) - 1)] for r in others) / len(others) for call, value in enumerate(own)
             ]
     return out
 
 
-def batch_of(gamma: float) -> list[TrainingGroup]:
+def batch_of(gamma: float) -> list[GroupWithHistory]:
     earlier, batch = made("earlier", EARLIER), [made("g", RUNS), made("h", OTHERS)]
     runs = EarlierRuns(gamma)
     runs.add(earlier.event, earlier.members, 1)
     for group in batch:
-        group.earlier = runs.before(group.event, 2)
+        group.admitted.earlier = runs.before(group.event, 2)
     return batch
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.5, 0.0])
 @pytest.mark.parametrize("scaling", ["none", "group", "batch"])
 @pytest.mark.parametrize("baseline", ["group", "task", "batch"])
-def test_an_advantage_is_the_calls_return_less_that_of_its_position(
-    gamma: float, scaling: str, baseline: str
-) -> None:
+def test_an_advantage_is_the_calls_return_less_that_of_its_position(gamma: float, scaling: str, baseline: str) -> None:
     found = of_tokens(batch_of(gamma), turn_discount=gamma, advantage_scaling=scaling, baseline=baseline)
     expected = differences(gamma, baseline)
     for group in (RUNS, OTHERS):
@@ -132,17 +124,22 @@ def test_an_advantage_is_the_calls_return_less_that_of_its_position(
 
 @pytest.mark.parametrize("balance", [0.0, 0.5, -0.25])
 @pytest.mark.parametrize(
-    ("loss", "weighting"),
-    [("dapo", "loss"), ("dapo", "trajectory"), ("grpo", "loss"), ("grpo", "trajectory")],
+    ("loss", "weighting"), [("dapo", "loss"), ("dapo", "trajectory"), ("grpo", "loss"), ("grpo", "trajectory")]
 )
 @pytest.mark.parametrize("baseline", ["group", "task", "batch"])
 def test_normalised_advantages_have_the_mean_size_one_as_the_loss_averages(
     balance: float, loss: str, weighting: str, baseline: str
 ) -> None:
     found = of_tokens(
-        batch_of(0.9), type=loss, turn_discount=0.9, baseline=baseline, advantage_scaling="none",
-        advantage_balance=balance, advantage_normalization="mean_abs", weighting=weighting,
-    )  # fmt: skip
+        batch_of(0.9),
+        type=loss,
+        turn_discount=0.9,
+        baseline=baseline,
+        advantage_scaling="none",
+        advantage_balance=balance,
+        advantage_normalization="mean_abs",
+        weighting=weighting,
+    )
     balanced = {
         name: [
             a * (1 - balance) if a < 0 and balance > 0 else a * (1 + balance) if a >= 0 and balance < 0 else a
@@ -179,7 +176,7 @@ def test_equal_rewards_with_other_rewards_of_calls_are_compared() -> None:
 
 
 @st.composite
-def groups_of_calls(draw: st.DrawFn) -> TrainingGroup:
+def groups_of_calls(draw: st.DrawFn) -> GroupWithHistory:
     """A group of two or three runs with rewards, rewards of calls, and agents."""
     numbers = st.sampled_from([0.0, 0.5, 1.0])
     runs: Runs = {}
@@ -188,22 +185,20 @@ def groups_of_calls(draw: st.DrawFn) -> TrainingGroup:
         calls = draw(st.integers(1, 3))
         runs[name] = (draw(numbers), draw(st.dictionaries(st.integers(0, calls - 1), numbers)), calls)
         roles[name] = draw(st.dictionaries(st.integers(0, calls - 1), st.sampled_from(["x", "y"])))
-    group = made("g", runs)
-    group.roles = {name: of_run for name, of_run in roles.items() if of_run}
-    return group
+    return made("g", runs, roles={name: of_run for name, of_run in roles.items() if of_run})
 
 
 @given(groups_of_calls(), st.sampled_from([1.0, 0.9, 0.5, 0.0]))
 @example(made("g", {"a": (1.0, {}, 1), "b": (1.0, {}, 5)}), 0.9)
 def test_a_group_is_refused_for_equal_returns_where_no_token_has_an_advantage(
-    group: TrainingGroup, gamma: float
+    group: GroupWithHistory, gamma: float
 ) -> None:
     config = TrainerConfig(loss=LossConfig(turn_discount=gamma, advantage_scaling="none"))
-    refused = group.refusal(0, config) or group.bound_staleness(0, config)
+    refused = group.refusal(0, config) or group.within_staleness(0, config)
     advantages = of_tokens([group], turn_discount=gamma, advantage_scaling="none")
     largest = max(abs(a) for of_run in advantages.values() for a in of_run)
-    assert (refused is not None) == (largest <= 1e-6)
-    assert refused is None or refused.reason == "no_variance"
+    assert isinstance(refused, Refusal) == (largest <= 1e-6)
+    assert not isinstance(refused, Refusal) or refused.reason == "no_variance"
 
 
 def test_rewards_of_calls_that_were_not_captured_count_for_the_calls_before_them() -> None:
@@ -214,12 +209,9 @@ def test_rewards_of_calls_that_were_not_captured_count_for_the_calls_before_them
 def test_a_discount_counts_the_calls_of_the_run_and_not_those_that_are_left_to_train() -> None:
     batch = made("g", {"a": (1.0, {}, 3), "b": (0.0, {}, 3)})
     (whole,) = (e for e in examples([batch], CONFIG_OF_CALLS) if e.sequence.trajectory == "a")
-    batch.sequences = [
-        s
-        for n in "ab"
-        for s in build(n, [exchange(n, 0, [5], [7, 8])])  # the later calls are stale
-    ]
-    (left,) = (e for e in examples([batch], CONFIG_OF_CALLS) if e.sequence.trajectory == "a")
+    fresh = [s for n in "ab" for s in build(n, [exchange(n, 0, [5], [7, 8])])]  # the later calls are stale
+    few = training_group(batch.event, fresh)
+    (left,) = (e for e in examples([few], CONFIG_OF_CALLS) if e.sequence.trajectory == "a")
     assert whole.call_advantages is not None
     assert (left.advantage, whole.call_advantages[0]) == (0.125, 0.125)
 
@@ -228,18 +220,20 @@ CONFIG_OF_CALLS = TrainerConfig(loss=LossConfig(turn_discount=0.5, advantage_sca
 
 
 @pytest.mark.anyio
-async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_calls_are_judged(
-    broker: Broker,
-) -> None:
+async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_calls_are_judged(broker: Broker) -> None:
     """Two of four calls are judged in a, one of three in b, whose second call has a hint. By the formula, positions 0
     and 1 are compared; b has returned what its first call gave by its second."""
     judged = (
         Member(trajectory="a", reward=0.0, graded="calls", call_rewards={"0": 1.0, "1": -1.0}, exchanges=4),
         Member(
-            trajectory="b", reward=0.0, graded="calls", call_rewards={"0": 1.0}, exchanges=3,
+            trajectory="b",
+            reward=0.0,
+            graded="calls",
+            call_rewards={"0": 1.0},
+            exchanges=3,
             hints=(Hint(call=1, text="No."),),
         ),
-    )  # fmt: skip
+    )
     scored = GroupScored(project="p", group="g", model="tiny", judge="j", members=judged)
     for member in judged:
         prompt: list[int] = []
@@ -247,39 +241,43 @@ async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_call
             prompt = [*prompt, 5]
             await broker.publish(exchange(member.trajectory, call, prompt, [7, 8], group="g"))
             prompt = [*prompt, 7, 8]
-    group = TrainingGroup(scored, Place(1, 0))
-    assert await Histories(broker, TrainerConfig(), Defaults()).read(group) is None
-    assert [s.trained_tokens for s in group.sequences or ()] == [4, 4]
-    assert group.unjudged_tokens == 4 + 2
+    group = await Histories(broker, TrainerConfig(), Defaults()).read(AdmittedGroup(scored, Place(1, 0)))
+    assert isinstance(group, GroupWithHistory)
+    assert [s.trained_tokens for s in group.sequences] == [4, 4]
+    assert group.history.unjudged_tokens == 4 + 2
     found = of_tokens([group], advantage_scaling="none")
     assert found == {"a": [-0.5, -0.5, -0.5, -0.5], "b": [0.5, 0.5, 0.5, 0.5]}
     run = msgspec.structs.replace(judged[0], graded="run")
-    assert [reached(m, 3, 1.0).tolist() for m in (*judged, run)] == [[True, True, False]] * 2 + [[True] * 3]
+    assert [calls_with_credit(m, 3, 1.0).tolist() for m in (*judged, run)] == [[True, True, False]] * 2 + [[True] * 3]
 
 
 def test_a_hint_is_credited_to_its_own_call_only() -> None:
     hinted = Member(
-        trajectory="a", reward=0.0, graded="calls", call_rewards={"1": 1.0}, exchanges=5,
+        trajectory="a",
+        reward=0.0,
+        graded="calls",
+        call_rewards={"1": 1.0},
+        exchanges=5,
         hints=(Hint(call=3, text="No."),),
-    )  # fmt: skip
-    assert reached(hinted, 5, 1.0).tolist() == [True, True, False, True, False]
-    assert reached(hinted, 5, 0.0).tolist() == [False, True, False, True, False]
+    )
+    assert calls_with_credit(hinted, 5, 1.0).tolist() == [True, True, False, True, False]
+    assert calls_with_credit(hinted, 5, 0.0).tolist() == [False, True, False, True, False]
     only_hint = msgspec.structs.replace(hinted, call_rewards={})
-    assert reached(only_hint, 5, 1.0).tolist() == [False, False, False, True, False]
+    assert calls_with_credit(only_hint, 5, 1.0).tolist() == [False, False, False, True, False]
 
 
 def test_a_call_that_no_reward_reaches_has_no_advantage_though_a_teacher_teaches_it() -> None:
     """With a teacher from outside all tokens train. Without a discount from call to call, only rewarded calls do."""
     batch = made("g", {"a": (0.0, {0: 1.0, 1: -1.0}, 4), "b": (0.0, {1: 1.0}, 4)})
     members = tuple(msgspec.structs.replace(m, graded="calls") for m in batch.event.members)
-    batch.event = msgspec.structs.replace(batch.event, members=members)
+    batch = training_group(msgspec.structs.replace(batch.event, members=members), batch.sequences)
     found = of_tokens([batch], advantage_scaling="none")
     assert found == {"a": [-0.5, -0.5, -1.0, -1.0, 0, 0, 0, 0], "b": [0.5, 0.5, 1.0, 1.0, 0, 0, 0, 0]}
     found = of_tokens([batch], advantage_scaling="none", turn_discount=0.0)
     assert found == {"a": [0.5, 0.5, -1.0, -1.0, 0, 0, 0, 0], "b": [0, 0, 1.0, 1.0, 0, 0, 0, 0]}
-    assert reached(members[1], 3, 0.0).tolist() == [False, True, False]
-    assert reached(members[0], 3, 0.5, {0: "x"}).tolist() == [True, True, False]
-    assert reached(members[1], 3, 0.5, {0: "x"}).tolist() == [False, True, False]
+    assert calls_with_credit(members[1], 3, 0.0).tolist() == [False, True, False]
+    assert calls_with_credit(members[0], 3, 0.5, {0: "x"}).tolist() == [True, True, False]
+    assert calls_with_credit(members[1], 3, 0.5, {0: "x"}).tolist() == [False, True, False]
 
 
 ROLES = {"a": {0: "x", 2: "x", 3: "y"}, "b": {0: "x", 1: "x"}, "c": {}, "d": {0: "y", 1: "x"}}
@@ -290,8 +288,11 @@ ROLES = {"a": {0: "x", 2: "x", 3: "y"}, "b": {0: "x", 1: "x"}, "c": {}, "d": {0:
 def test_an_agents_calls_are_credited_with_its_own_rewards_and_the_runs(gamma: float, baseline: str) -> None:
     """The return over the later calls of the same agent, less the mean at the same place of that agent."""
     runs: Runs = {
-        "a": (0.5, {0: 1.0, 1: -2.0, 3: 0.25}, 4), "b": (-1.0, {1: 0.5}, 3), "c": (0.0, {}, 2), "d": (0.75, {0: 1.0}, 2)
-    }  # fmt: skip
+        "a": (0.5, {0: 1.0, 1: -2.0, 3: 0.25}, 4),
+        "b": (-1.0, {1: 0.5}, 3),
+        "c": (0.0, {}, 2),
+        "d": (0.75, {0: 1.0}, 2),
+    }
     literal_of: dict[str, dict[tuple[str, int], float]] = {}
     place_of: dict[str, list[tuple[str, int]]] = {}
     for name, (reward, of_calls, calls) in runs.items():
@@ -306,8 +307,8 @@ def test_an_agents_calls_are_credited_with_its_own_rewards_and_the_runs(gamma: f
     halves = [["a", "b", "c", "d"]] if baseline == "batch" else [["a", "b"], ["c", "d"]]
     batch = []
     for group, names in (("g", ["a", "b"]), ("h", ["c", "d"])):
-        batch.append(made(group, {name: runs[name] for name in names}))
-        batch[-1].roles = {name: ROLES[name] for name in names if ROLES[name]}
+        roles = {name: ROLES[name] for name in names if ROLES[name]}
+        batch.append(made(group, {name: runs[name] for name in names}, roles=roles))
     found = of_tokens(batch, turn_discount=gamma, baseline=baseline, advantage_scaling="none")
     for name, places_of_run in place_of.items():
         (compared,) = (half for half in halves if name in half)

@@ -15,14 +15,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.chat.sampling import NO_DEFAULTS, UNREADABLE, Defaults, sampling_of
 from pipeline.config import LoraConfig, LossConfig, TrainerConfig, VllmConfig
-from pipeline.sampling import NO_DEFAULTS, UNREADABLE, Defaults, sampling_of
 from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import padded, prefix_shared
 from trainer.batches.sampling import defaults_of, restrict
-from trainer.batches.sequences import build
 from trainer.engine.engine import Engine
+from trainer.sequences import build
 
 
 def asked(**settings: Any) -> bytes:
@@ -39,12 +39,7 @@ def test_the_request_comes_before_the_servers_default() -> None:
 
 def test_a_very_low_temperature_is_the_one_that_vllm_samples_at() -> None:
     found = [sampling_of(asked(temperature=t), NO_DEFAULTS) for t in (0.02, 0.0099, 2e-5, 0)]
-    assert [(f.temperature, f.greedy) for f in found] == [
-        (0.02, False),
-        (0.01, False),
-        (0.01, False),
-        (0, True),
-    ]
+    assert [(f.temperature, f.greedy) for f in found] == [(0.02, False), (0.01, False), (0.01, False), (0, True)]
 
 
 @pytest.mark.parametrize(
@@ -65,14 +60,17 @@ def test_a_call_whose_settings_are_unknown_is_not_trained(request_bytes: bytes) 
 @pytest.mark.parametrize(
     ("setting", "value", "neutral"),
     [
-        ("repetition_penalty", 1.05, 1.0), ("presence_penalty", 0.5, 0), ("frequency_penalty", -0.5, 0),
-        ("logit_bias", {"7": 5}, {}), ("bad_words", ["x"], []), ("allowed_token_ids", [1], None), ("min_tokens", 3, 0),
+        ("repetition_penalty", 1.05, 1.0),
+        ("presence_penalty", 0.5, 0),
+        ("frequency_penalty", -0.5, 0),
+        ("logit_bias", {"7": 5}, {}),
+        ("bad_words", ["x"], []),
+        ("allowed_token_ids", [1], None),
+        ("min_tokens", 3, 0),
         ("thinking_token_budget", 0, None),
     ],
-)  # fmt: skip
-def test_sampling_settings_that_the_trainer_can_not_compute_are_named(
-    setting: str, value: Any, neutral: Any
-) -> None:
+)
+def test_sampling_settings_that_the_trainer_can_not_compute_are_named(setting: str, value: Any, neutral: Any) -> None:
     assert sampling_of(asked(**{setting: value}), NO_DEFAULTS).unsupported == setting
     assert sampling_of(asked(**{setting: neutral}), NO_DEFAULTS).unsupported == ""
 
@@ -99,11 +97,7 @@ def test_the_servers_defaults_are_those_of_the_models_repository(tiny_base: str,
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert defaults_of(model, {}) == Defaults(temperature=0.6, top_k=20, top_p=0.95)
-    for args in (
-        ("--generation-config", "vllm"),
-        ("--generation-config=vllm",),
-        ("--generation_config", "vllm"),
-    ):
+    for args in (("--generation-config", "vllm"), ("--generation-config=vllm",), ("--generation_config", "vllm")):
         assert defaults_of(model, VllmConfig(args=args).flags) == NO_DEFAULTS
     for args in (
         ("--override-generation-config", '{"temperature": 1.0}'),
@@ -112,9 +106,7 @@ def test_the_servers_defaults_are_those_of_the_models_repository(tiny_base: str,
     ):
         expected = Defaults(temperature=1.0, top_k=20, top_p=0.95)
         assert defaults_of(model, VllmConfig(args=args).flags) == expected
-    one_key = VllmConfig(
-        args=("--override_generation_config.top_k=5", "--override-generation-config.min_p", "0.1")
-    )
+    one_key = VllmConfig(args=("--override_generation_config.top_k=5", "--override-generation-config.min_p", "0.1"))
     assert defaults_of(model, one_key.flags) == Defaults(temperature=0.6, top_k=5, top_p=0.95, min_p=0.1)
 
 
@@ -151,9 +143,7 @@ def test_top_k_top_p_and_min_p_cut_as_in_vllm() -> None:
 
 def test_a_token_that_the_policy_would_now_cut_keeps_its_logit() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0]])
-    assert restrict(logits, torch.tensor([2]), torch.tensor([[1.0, 1.0, 0.0]])).tolist() == [
-        [3.0, -torch.inf, 1.0]
-    ]
+    assert restrict(logits, torch.tensor([2]), torch.tensor([[1.0, 1.0, 0.0]])).tolist() == [[3.0, -torch.inf, 1.0]]
 
 
 @pytest.mark.parametrize("packing", ["padded", "prefix"])

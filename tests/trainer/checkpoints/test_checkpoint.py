@@ -45,9 +45,7 @@ def test_a_folder_whose_name_holds_no_number_is_no_step(checkpoints: Checkpoints
     assert checkpoints.steps() == [3]
 
 
-def test_an_incomplete_checkpoint_is_not_listed(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_checkpoint_is_not_listed(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.write(manifest(1, FILES), FILES)
     original = checkpoint.write_whole
 
@@ -151,8 +149,18 @@ def test_a_compressed_archive_is_refused(kept: float) -> None:
 def test_the_batch_id_depends_on_parent_groups_and_config() -> None:
     one = batch_id("m@1", ("g1", "g2"), "c")
     assert one == batch_id("m@1", ("g1", "g2"), "c")
-    assert len({one, batch_id("m@2", ("g1", "g2"), "c"), batch_id("m@1", ("g2", "g1"), "c"),
-                batch_id("m@1", ("g1", "g2"), "d"), batch_id("m@1", ("g1",), "c")}) == 5  # fmt: skip
+    assert (
+        len(
+            {
+                one,
+                batch_id("m@2", ("g1", "g2"), "c"),
+                batch_id("m@1", ("g2", "g1"), "c"),
+                batch_id("m@1", ("g1", "g2"), "d"),
+                batch_id("m@1", ("g1",), "c"),
+            }
+        )
+        == 5
+    )
 
 
 def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:

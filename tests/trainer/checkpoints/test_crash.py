@@ -25,8 +25,11 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.tensors import weights_of
 
 pytestmark = [  # each starts the trainer again and again
-    pytest.mark.anyio, pytest.mark.timeout(400), pytest.mark.usefixtures("quick_redelivery"), pytest.mark.slow
-]  # fmt: skip
+    pytest.mark.anyio,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("quick_redelivery"),
+    pytest.mark.slow,
+]
 
 
 class Lives:
@@ -71,9 +74,7 @@ async def fill(broker: Broker, groups: int, *, hints: bool) -> None:
         rewards = [0.5] * 2 if i % 7 == 3 else rng.random(2).tolist()
         await kit.publish_group(broker, f"g{i}", rewards, seed=i)
         if i % 3 == 0:  # people's labels later became a verdict set of their own
-            await broker.publish(
-                kit.group(f"g{i}", rewards[::-1], judge="labels", offline=True, origin=f"main/{i}")
-            )
+            await broker.publish(kit.group(f"g{i}", rewards[::-1], judge="labels", offline=True, origin=f"main/{i}"))
 
 
 def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:
@@ -93,9 +94,14 @@ async def _uninterrupted(
 
 
 async def _check(
-    broker: Broker, config: Config, steps: int, groups: list[tuple[str, ...]], weights: dict[str, np.ndarray], *,
+    broker: Broker,
+    config: Config,
+    steps: int,
+    groups: list[tuple[str, ...]],
+    weights: dict[str, np.ndarray],
+    *,
     exact: bool,
-) -> None:  # fmt: skip
+) -> None:
     events = await kit.checkpoints(broker)
     assert [e.step for e in events] == list(range(1, steps + 1))
     assert [e.groups for e in events] == groups
@@ -112,9 +118,14 @@ async def _check(
 
 @asynccontextmanager
 async def killed(
-    lives: Lives, start_nats: Callable[..., NatsServer], base: str, folder: Path, steps: int, groups: int,
+    lives: Lives,
+    start_nats: Callable[..., NatsServer],
+    base: str,
+    folder: Path,
+    steps: int,
+    groups: int,
     **changed: object,
-) -> AsyncIterator[Callable[..., int]]:  # fmt: skip
+) -> AsyncIterator[Callable[..., int]]:
     """Lives of a trainer over `groups` groups. At the end it runs undisturbed, and has to reach the steps and weights
     of a run that nothing interrupted."""
     expected = await _uninterrupted(lives, base, folder / "whole", start_nats(), steps, groups, **changed)
@@ -124,9 +135,7 @@ async def killed(
         await fill(broker, groups, hints="distill.weight" in changed)
         yield partial(lives.live, config)
         assert lives.live(config) == 0
-        await _check(
-            broker, config, steps, *expected, exact=bool({"distill.weight", "loss.baseline"} & changed.keys())
-        )
+        await _check(broker, config, steps, *expected, exact=bool({"distill.weight", "loss.baseline"} & changed.keys()))
 
 
 @pytest.mark.parametrize(
@@ -134,17 +143,11 @@ async def killed(
     [
         pytest.param({}, id="one update a step"),
         pytest.param({"optimizer.epochs": 2, "optimizer.minibatches": 2}, id="four updates a step"),
-        pytest.param(
-            {"loss.baseline": "task", "loss.advantage_scaling": "none"}, id="compared with earlier runs"
-        ),
+        pytest.param({"loss.baseline": "task", "loss.advantage_scaling": "none"}, id="compared with earlier runs"),
     ],
 )
 async def test_killed_at_every_point_of_the_commit(
-    lives: Lives,
-    start_nats: Callable[..., NatsServer],
-    tiny_base: str,
-    tmp_path: Path,
-    settings: dict[str, object],
+    lives: Lives, start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     async with killed(lives, start_nats, tiny_base, tmp_path, 11, 22, **settings) as live:
         # With the group as baseline, four groups are discarded and acknowledged: the fifth is in the middle of a
@@ -176,9 +179,7 @@ async def test_a_too_large_trajectory_is_discarded_once_at_whatever_point_the_tr
     """Regression: a trainer that died between a step's commit and the event never published it."""
     nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
     config = kit.with_many_loras(
-        kit.settings(
-            tiny_base, tmp_path, nats, groups_per_step=1, max_steps=1, **{"memory.packing": "padded"}
-        )
+        kit.settings(tiny_base, tmp_path, nats, groups_per_step=1, max_steps=1, **{"memory.packing": "padded"})
     )
     async with Broker.connect(nats) as broker:
         for i in range(2):

@@ -139,9 +139,7 @@ async def test_a_step_is_not_published_behind_one_that_the_log_lost(
 async def test_steps_that_neither_log_nor_disk_holds_are_reported_and_training_continues(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = kit.settings(
-        tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=1, max_staleness=0
-    )
+    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=1, max_staleness=0)
     async with Broker.connect(nats_config) as broker, running(config):
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=0)
         await steps_reach(broker, 1)

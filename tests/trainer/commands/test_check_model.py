@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import SUBCOMMANDS
+from pipeline.commands.main import SUBCOMMANDS
 from tests.trainer.families import make
 from trainer.commands import check_model
 

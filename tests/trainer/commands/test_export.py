@@ -69,9 +69,7 @@ async def test_step_best_exports_the_step_with_the_best_validation_reward(
     assert {p.name for p in (tmp_path / "out").iterdir()} == set(checkpoint.ADAPTER_FILES)
 
 
-async def test_a_pruned_step_comes_from_the_log(
-    run_dir: Path, nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_a_pruned_step_comes_from_the_log(run_dir: Path, nats_config: NatsConfig, tmp_path: Path) -> None:
     import anyio.to_thread
 
     with pytest.raises(SystemExit) as pruned:
@@ -108,9 +106,7 @@ async def test_a_model_that_sees_images_is_merged_whole(tmp_path: Path) -> None:
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
     ids = torch.arange(10, 30)[None]
     with torch.no_grad():
-        torch.testing.assert_close(
-            merged(input_ids=ids).logits, loaded(input_ids=ids).logits, rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(merged(input_ids=ids).logits, loaded(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
     weights = "adapter_model.safetensors"
     other = files | {weights: files[weights].replace(b"q_proj", b"x_proj")}
     with pytest.raises(checkpoint.CheckpointError, match="does not fit"):

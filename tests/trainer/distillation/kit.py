@@ -32,15 +32,27 @@ def chat_base(tiny_base: str, folder: Path) -> str:
 def answer(trajectory: str, teacher: str, tokens: int) -> TeacherAnswered:
     """The answer of a teacher to whom the tokens 1 and 2 are the most probable, at any place."""
     return TeacherAnswered(
-        project="p", trajectory=trajectory, teacher=teacher, logprobs=pack_logprobs([-4.0] * tokens), top_k=2,
-        top_ids=pack_ids([1, 2] * tokens), top_logprobs=pack_logprobs([-0.5, -1.5] * tokens),
-    )  # fmt: skip
+        project="p",
+        trajectory=trajectory,
+        teacher=teacher,
+        logprobs=pack_logprobs([-4.0] * tokens),
+        top_k=2,
+        top_ids=pack_ids([1, 2] * tokens),
+        top_logprobs=pack_logprobs([-0.5, -1.5] * tokens),
+    )
 
 
 async def publish(
-    broker: Broker, name: str, hints: tuple[Hint, ...] = (), *, step: int = 0, rewards: tuple[float, ...] = (0.0,),
-    seed: int = 3, teacher: str = "", answered: int = 6,
-) -> None:  # fmt: skip
+    broker: Broker,
+    name: str,
+    hints: tuple[Hint, ...] = (),
+    *,
+    step: int = 0,
+    rewards: tuple[float, ...] = (0.0,),
+    seed: int = 3,
+    teacher: str = "",
+    answered: int = 6,
+) -> None:
     """Publish a group of runs of two calls each, all with these hints, or with the answer of a teacher from outside
     about so many tokens."""
     members = tuple(

@@ -59,9 +59,7 @@ def test_the_sampled_tokens_advantage_has_the_gradient_of_sdpos_loss() -> None:
     """A policy gradient whose advantage is log teacher - log policy (`sampled`)."""
     policy, teacher = logits(3)
     ids = torch.randint(12, (7,))
-    theirs = loss_utils.compute_sampled_token_self_distillation_loss(
-        policy, teacher, ids, distillation_alpha=1.0
-    )
+    theirs = loss_utils.compute_sampled_token_self_distillation_loss(policy, teacher, ids, distillation_alpha=1.0)
     mine, its = (x.log_softmax(-1).gather(-1, ids[:, None])[:, 0] for x in (policy, teacher))
     ours = -(its - mine).detach() * mine
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
@@ -95,11 +93,6 @@ def test_over_a_servers_answers_it_is_the_loss_and_gradient_of_trls_server_disti
         trainer = object.__new__(server.ServerDistillationTrainer)
         trainer.beta, trainer.loss_add_tail = 1, True
         whole = trainer._compute_sparse_top_1_divergence_loss(
-            policy.log_softmax(-1),
-            ids[:, 0],
-            its[:, 0],
-            ids[:, 0],
-            its[:, 0],
-            labels=torch.zeros(7, dtype=torch.long),
+            policy.log_softmax(-1), ids[:, 0], its[:, 0], ids[:, 0], its[:, 0], labels=torch.zeros(7, dtype=torch.long)
         )
         torch.testing.assert_close(ours.mean(), whole, atol=1e-6, rtol=0)

@@ -12,9 +12,9 @@ import pytest
 from pipeline.config import DistillConfig
 from pipeline.events import Hint
 from tests.trainer.kit import exchange
-from trainer.batches.sequences import build
-from trainer.distillation.lessons import Answer, lessons_of, teaching_of
 from trainer.distillation.prompts import HintedPrompts, HintUnusableError, transcript
+from trainer.distillation.teacher import TeacherAnswer, hinted_calls_of, teacher_logprobs_of
+from trainer.sequences import build
 from trainer.tiny import make_tokenizer
 
 TEXT = {"type": "text", "text": "No"}
@@ -25,9 +25,7 @@ USER = {"role": "user", "content": "What?"}
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> HintedPrompts:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer([]).save_pretrained(folder)
-    return HintedPrompts(
-        str(folder), DistillConfig(hint_template="\n{hint}", correction_template=" [{hint}]")
-    )
+    return HintedPrompts(str(folder), DistillConfig(hint_template="\n{hint}", correction_template=" [{hint}]"))
 
 
 def rendered(prompts: HintedPrompts, text: str, **body: Any) -> str:
@@ -49,7 +47,7 @@ def rendered(prompts: HintedPrompts, text: str, **body: Any) -> str:
         ),
         ([{"role": "system", "content": "Go."}], "<|system|>Go.<|end|><|user|>b2<|end|>"),
     ],
-)  # fmt: skip
+)
 def test_a_hint_stands_at_the_end_of_the_last_user_message(
     prompts: HintedPrompts, messages: list[dict[str, Any]], expected: str
 ) -> None:
@@ -64,10 +62,7 @@ OPEN = {"add_generation_prompt": False, "continue_final_message": True}
 
 @pytest.mark.parametrize(
     ("messages", "expected"),
-    [
-        ([USER, BEGUN], "<|user|>What?\nb2<|end|><|assistant|>It is"),
-        ([BEGUN], "<|user|>b2<|end|><|assistant|>It is"),
-    ],
+    [([USER, BEGUN], "<|user|>What?\nb2<|end|><|assistant|>It is"), ([BEGUN], "<|user|>b2<|end|><|assistant|>It is")],
 )
 def test_a_message_that_the_call_continues_stays_last_and_open(
     prompts: HintedPrompts, messages: list[dict[str, Any]], expected: str
@@ -141,10 +136,8 @@ def test_hints_and_corrections_have_templates_of_their_own(prompts: HintedPrompt
         ({"messages": [USER], **OPEN}, "continues the user's message"),
         ({"messages": [USER, BEGUN], "continue_final_message": True}, "template"),
     ],
-)  # fmt: skip
-def test_a_call_that_can_t_be_rendered_says_why(
-    prompts: HintedPrompts, body: dict[str, Any], reason: str
-) -> None:
+)
+def test_a_call_that_can_t_be_rendered_says_why(prompts: HintedPrompts, body: dict[str, Any], reason: str) -> None:
     with pytest.raises(HintUnusableError, match=reason):
         rendered(prompts, "b2", **body)
 
@@ -158,9 +151,7 @@ def test_a_prompt_that_is_too_long_for_the_model_is_refused(prompts: HintedPromp
         short.render(call, "b2.")
 
 
-def test_a_text_that_can_t_fit_is_not_tokenized(
-    prompts: HintedPrompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_can_t_fit_is_not_tokenized(prompts: HintedPrompts, monkeypatch: pytest.MonkeyPatch) -> None:
     call = exchange("t", 0, [5], [6, 7], request=msgspec.json.encode({"messages": [USER]}))
     short = HintedPrompts(prompts._tokenizer.name_or_path, prompts.config, 100)
     tokenized: list[str] = []
@@ -177,63 +168,65 @@ WHOLE = 'assistant: {"name":"add","arguments":{"a":1}}\n\ntool: 2\n\nassistant: 
 
 
 @pytest.mark.parametrize(
-    ("calls", "expected"),
-    [
-        ([[USER]], "Done"),
-        ([[USER], [USER, ASKS, RESULT]], WHOLE),
-        ([[USER], [RESULT]], "Done"),
-    ],
-)  # fmt: skip
-def test_a_run_is_shown_as_what_followed_its_first_prompt(
-    calls: list[list[dict[str, Any]]], expected: str
-) -> None:
+    ("calls", "expected"), [([[USER]], "Done"), ([[USER], [USER, ASKS, RESULT]], WHOLE), ([[USER], [RESULT]], "Done")]
+)
+def test_a_run_is_shown_as_what_followed_its_first_prompt(calls: list[list[dict[str, Any]]], expected: str) -> None:
     response = msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": "Done"}}]})
-    assert expected == transcript([
-        exchange("t", seq, [5], [6], request=msgspec.json.encode({"messages": messages}), response=response)
-        for seq, messages in enumerate(calls)
-    ])  # fmt: skip
+    assert expected == transcript(
+        [
+            exchange("t", seq, [5], [6], request=msgspec.json.encode({"messages": messages}), response=response)
+            for seq, messages in enumerate(calls)
+        ]
+    )
 
 
 def test_a_lesson_is_the_teachers_prompt_and_the_trained_tokens_of_the_call() -> None:
-    """Forced tokens are no lesson's, and context of the run is not read twice."""
-    (sequence,) = build("t", [
-        exchange("t", 0, [5, 6], [7, 8]), exchange("t", 1, [5, 6, 7, 8, 9], [10, 11, 12], forced=[0, 1, 0])
-    ])  # fmt: skip
-    lesson, = lessons_of(sequence, {1: np.array([20, 21, 22], np.int32), 4: np.array([20], np.int32)})  # fmt: skip
-    assert lesson.sequence.ids.tolist() == [20, 21, 22, 10, 11, 12]
-    assert lesson.sequence.loss_mask.tolist() == [False] * 3 + [True, False, True]
-    assert lesson.slots.tolist() == [2, 3]
+    """No teacher is asked about forced tokens, and context of the run is not read twice."""
+    (sequence,) = build(
+        "t", [exchange("t", 0, [5, 6], [7, 8]), exchange("t", 1, [5, 6, 7, 8, 9], [10, 11, 12], forced=[0, 1, 0])]
+    )
+    (hinted,) = hinted_calls_of(sequence, {1: np.array([20, 21, 22], np.int32), 4: np.array([20], np.int32)})
+    assert hinted.sequence.ids.tolist() == [20, 21, 22, 10, 11, 12]
+    assert hinted.sequence.loss_mask.tolist() == [False] * 3 + [True, False, True]
+    assert hinted.slots.tolist() == [2, 3]
     everything = sequence.calls == 1
-    assert lessons_of(sequence.masking_out(everything), {1: np.array([20], np.int32)}) == ()
+    assert hinted_calls_of(sequence.masking_out(everything), {1: np.array([20], np.int32)}) == ()
 
 
 def test_a_teacher_from_outside_teaches_only_tokens_of_temperature_1() -> None:
     """Regression: its logprobs, of temperature 1, drew a policy that sampled at 0.7 to 0.7 times its logits."""
-    (sequence,) = build("t", [
-        exchange("t", 0, [5, 6], [7, 8]), exchange("t", 1, [5, 6, 7, 8], [9], request=b'{"temperature": 0.7}')
-    ])  # fmt: skip
+    (sequence,) = build(
+        "t", [exchange("t", 0, [5, 6], [7, 8]), exchange("t", 1, [5, 6, 7, 8], [9], request=b'{"temperature": 0.7}')]
+    )
     ids = [np.array([7, 8], np.int32), np.array([9], np.int32)]
     answers = [
-        Answer(c, i, np.full(len(i), -1.0), i[:, None], np.full((len(i), 1), -1.0)) for c, i in enumerate(ids)
+        TeacherAnswer(c, i, np.full(len(i), -1.0), i[:, None], np.full((len(i), 1), -1.0)) for c, i in enumerate(ids)
     ]
-    teaching = teaching_of(sequence, answers)
-    assert teaching is not None
-    assert np.isnan(teaching.logprobs_k).tolist() == [False, False, True]
-    assert np.isnan(teaching.top_logprobs_kK).ravel().tolist() == [False, False, True]
-    assert teaching_of(sequence.masking_out(sequence.calls == 0), answers) is None
+    teacher_logprobs = teacher_logprobs_of(sequence, answers)
+    assert teacher_logprobs is not None
+    assert np.isnan(teacher_logprobs.logprobs_k).tolist() == [False, False, True]
+    assert np.isnan(teacher_logprobs.top_logprobs_kK).ravel().tolist() == [False, False, True]
+    assert teacher_logprobs_of(sequence.masking_out(sequence.calls == 0), answers) is None
 
 
 @pytest.mark.parametrize(
     "request_bytes",
     [
-        b"", b"{", b"7", b"[]", b'{"messages": [7]}', b'{"messages": [{}]}', b'{"messages": ["x"]}',
-        b'{"messages": [{"role": "user", "content": 7}]}', b'{"messages": [{"role": "user", "content": [7]}]}',
+        b"",
+        b"{",
+        b"7",
+        b"[]",
+        b'{"messages": [7]}',
+        b'{"messages": [{}]}',
+        b'{"messages": ["x"]}',
+        b'{"messages": [{"role": "user", "content": 7}]}',
+        b'{"messages": [{"role": "user", "content": [7]}]}',
         b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
         b'{"messages": [{"role": "user", "content": "x", "tool_calls": [7]}]}',
         b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 7}',
         b'{"messages": ' + b"[" * 100_000,
     ],
-)  # fmt: skip
+)
 def test_a_request_that_is_no_chat_is_refused(prompts: HintedPrompts, request_bytes: bytes) -> None:
     call = exchange("t", 0, [5], [6], request=request_bytes)
     with pytest.raises(HintUnusableError):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import NatsConfig, with_values
+from pipeline.config import NatsConfig
 from pipeline.events import Hint
 from pipeline.log.broker import Broker
+from tests.kits.settings import with_values
 from tests.trainer import kit
 from tests.trainer.distillation import kit as hinted
 from tests.trainer.distillation.kit import publish
@@ -28,10 +29,17 @@ async def test_single_runs_with_hints_and_no_reward_become_a_checkpoint(
     """What is taught: the three tokens of call 0. A hint of a call that the run has not is counted. Old runs, and runs
     without hints, are discarded as ever."""
     config = kit.settings(
-        chat_base, tmp_path, nats_config,
-        **{"groups_per_step": 1, "max_staleness": 0, "distill.weight": 1.0, "distill.divergence": "reverse_kl",
-           "distill.hint_template": " {hint}"},
-    )  # fmt: skip
+        chat_base,
+        tmp_path,
+        nats_config,
+        **{
+            "groups_per_step": 1,
+            "max_staleness": 0,
+            "distill.weight": 1.0,
+            "distill.divergence": "reverse_kl",
+            "distill.hint_template": " {hint}",
+        },
+    )
     async with Broker.connect(nats_config) as broker, running(config):
         await publish(broker, "none")
         await publish(broker, "hinted", (Hint(call=-1, text="9"), Hint(call=7, text="9")))
@@ -47,19 +55,14 @@ async def test_single_runs_with_hints_and_no_reward_become_a_checkpoint(
             return len(await discards(broker)) == 2
 
         await until(both)
-        assert {(d.group, d.reason) for d in await discards(broker)} == {
-            ("none", "too_small"),
-            ("old", "stale"),
-        }
+        assert {(d.group, d.reason) for d in await discards(broker)} == {("none", "too_small"), ("old", "stale")}
 
 
 @pytest.mark.parametrize("rewards", [(0.0,), (0.5, 0.5)])
 async def test_equal_rewards_and_hints_that_can_t_be_used_take_no_place_in_a_step(
     nats_config: NatsConfig, chat_base: str, tmp_path: Path, rewards: tuple[float, ...]
 ) -> None:
-    config = kit.settings(
-        chat_base, tmp_path, nats_config, groups_per_step=1, **{"distill.weight": 1.0}
-    )  # fmt: skip
+    config = kit.settings(chat_base, tmp_path, nats_config, groups_per_step=1, **{"distill.weight": 1.0})
     async with Broker.connect(nats_config) as broker, running(config):
         await publish(broker, "unusable", (Hint(call=7, text="9"),), rewards=rewards)
         await publish(broker, "hinted", (Hint(call=0, text="9"),))
@@ -78,7 +81,7 @@ async def test_the_groups_best_run_teaches_its_worse_runs(
     """All calls of the worse run. Where no run is better, or the best is not good enough, nothing is taught."""
     config = kit.settings(
         chat_base, tmp_path, nats_config, groups_per_step=1, **{"distill.weight": 1.0, "distill.best_run_reward": 0.5}
-    )  # fmt: skip
+    )
     async with Broker.connect(nats_config) as broker, running(config):
         await publish(broker, "equal", rewards=(0.5, 0.5))
         await publish(broker, "good", rewards=(0.0, 0.7, 0.7))
@@ -98,10 +101,17 @@ async def test_runs_that_a_teacher_from_outside_answered_for_become_a_checkpoint
     """Without a reward, and without the teacher. Runs without an answer, answers about other tokens and old runs are
     discarded as ever; hints are not asked for."""
     config = kit.settings(
-        chat_base, tmp_path, nats_config,
-        **{"groups_per_step": 1, "max_staleness": 0, "distill.weight": 1.0, "distill.teacher": "outside",
-           "distill.divergence": divergence},
-    )  # fmt: skip
+        chat_base,
+        tmp_path,
+        nats_config,
+        **{
+            "groups_per_step": 1,
+            "max_staleness": 0,
+            "distill.weight": 1.0,
+            "distill.teacher": "outside",
+            "distill.divergence": divergence,
+        },
+    )
     config = with_values(config, {"teacher.url": "http://127.0.0.1:1/v1", "teacher.model": "big"})
     async with Broker.connect(nats_config) as broker, running(config):
         await publish(broker, "hinted", (Hint(call=0, text="9"),))

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.config import TrainerConfig, with_values
+from pipeline.config import TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure
 from tests.trainer.kit import exactly
 from trainer.engine.engine import Engine

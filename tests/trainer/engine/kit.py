@@ -9,19 +9,17 @@ import numpy as np
 import torch
 
 from tests.trainer.kit import VOCAB, exchange
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import padded
-from trainer.batches.sequences import TokenSequence, build
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState
+from trainer.sequences import TokenSequence, build
 
 Configure = Callable[[dict[str, Any]], None]
 """Set these settings of an engine."""
 
 
-def sampled_by(
-    engine: Engine, state: TrainState, name: str, seed: int, step: int | None = None
-) -> TokenSequence:
+def sampled_by(engine: Engine, state: TrainState, name: str, seed: int, step: int | None = None) -> TokenSequence:
     """A sequence with the logprobs that `state`'s adapter gives it, as a sampler would have recorded them."""
     rng = np.random.default_rng(seed)
     prompt, reply = rng.integers(2, VOCAB, 7).tolist(), rng.integers(2, VOCAB, 5).tolist()

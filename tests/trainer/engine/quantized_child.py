@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from bitsandbytes.functional import dequantize_4bit
 
-from pipeline.config import TrainerConfig, with_values
+from pipeline.config import TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer import families
 from tests.trainer.kit import backward, stir, tree_of_conversations
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.engine.engine import Engine
 
 
@@ -48,9 +49,7 @@ def gradient(engine: Engine) -> torch.Tensor:
 def figures(base: str, kind: str, scratch: Path) -> dict[str, Any]:
     settings = {"optimizer.learning_rate": 1e-2, "logprob_bound": 1e9, "lora.rank": 4}
     config = with_values(TrainerConfig(), settings)
-    whole, held = (
-        Engine(base, with_values(config, {"memory.quantization": name})) for name in ("none", kind)
-    )
+    whole, held = (Engine(base, with_values(config, {"memory.quantization": name})) for name in ("none", kind))
     full_bytes = held_bytes = 0
     modules = dict(whole.model.peft.named_modules())
     original = gradient(whole)
@@ -70,12 +69,13 @@ def figures(base: str, kind: str, scratch: Path) -> dict[str, Any]:
     again = Engine(base, held.config)
     after = [engine.step(dataclasses.replace(state), *batch()).state.weights for engine in (held, again)]
     return {
-        "share": held_bytes / full_bytes, "losses": [losses[0], losses[-1]],
+        "share": held_bytes / full_bytes,
+        "losses": [losses[0], losses[-1]],
         "off": float((found - expected).norm() / expected.norm()),
         "changed": float((found - original).norm() / original.norm()),
         "same_size": held.model.multiplied == whole.model.multiplied,
         "resumed": max(float((after[0][name] - after[1][name]).abs().max()) for name in after[0]),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

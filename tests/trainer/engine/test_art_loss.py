@@ -11,19 +11,17 @@ import torch
 from journeywork.art.dev import loss_settings
 from pipeline.config import TrainerConfig, with_batch_settings
 from tests.trainer import kit
-from trainer.batches.groups import Example, examples
-from trainer.batches.sequences import build
+from trainer.batches.examples import Example, examples
 from trainer.engine.engine import penalized
 from trainer.engine.loss import policy_loss
 from trainer.engine.loss_inputs import inputs_of
+from trainer.sequences import build
 
 REWARDS = ((0.0, 1.0, 0.25), (0.5, 0.5, 2.0))
 LENGTHS = ((3, 5, 2), (4, 6, 1))
 
 
-def art_loss(
-    kl_penalty: float, new: list[torch.Tensor], old: list[np.ndarray], base: list[np.ndarray]
-) -> torch.Tensor:
+def art_loss(kl_penalty: float, new: list[torch.Tensor], old: list[np.ndarray], base: list[np.ndarray]) -> torch.Tensor:
     """ART's loss of a batch, in its terms: a weight of 1 / length for each token, normalised to a mean of 1, and
     advantages normalised to a weighted mean of 1."""
     advantages: list[float] = []

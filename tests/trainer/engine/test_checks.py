@@ -14,7 +14,7 @@ import torch
 
 from tests.trainer.engine.kit import Configure, batch, sampled_by
 from tests.trainer.kit import sequence
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import Layout, Packing, micro_batches
 from trainer.engine import checks
 from trainer.engine.engine import Engine
@@ -30,10 +30,7 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sampled(engine: Engine, policy: TrainState, seed: int, count: int, step: int) -> list[Example]:
     """Examples that `policy` sampled and that are recorded as those of `step`."""
-    return [
-        Example(sampled_by(engine, policy, f"t{i}", seed + i, step), 1.0 if i % 2 else -1.0)
-        for i in range(count)
-    ]
+    return [Example(sampled_by(engine, policy, f"t{i}", seed + i, step), 1.0 if i % 2 else -1.0) for i in range(count)]
 
 
 def after(engine: Engine, steps: int) -> list[TrainState]:
@@ -71,13 +68,14 @@ def test_checks_compute_at_most_their_share_of_the_tokens(
 
 def test_a_sample_has_whole_prefix_trees_within_its_limit(engine: Engine) -> None:
     prompt = list(range(2, 22))
-    candidates = [
-        checks.Candidate(sequence([*prompt, 3 + i, 4, 5], [20, 21, 22]), i, (i // 8, 0)) for i in range(16)
-    ]
+    candidates = [checks.Candidate(sequence([*prompt, 3 + i, 4, 5], [20, 21, 22]), i, (i // 8, 0)) for i in range(16)]
     rng = np.random.default_rng(0)
     expected: tuple[tuple[int, Packing, int], ...] = (
-        (21, "prefix", 0), (22, "prefix", 1), (30, "prefix", 5), (44, "padded", 2)
-    )  # fmt: skip
+        (21, "prefix", 0),
+        (22, "prefix", 1),
+        (30, "prefix", 5),
+        (44, "padded", 2),
+    )
     for limit, packing, count in expected:
         drawn = checks.sample(candidates, limit, packing, rng)
         assert len(drawn) == count, limit
@@ -122,9 +120,10 @@ def shifted_masks(_: Engine) -> Iterator[None]:
 
 Fault = Callable[[Engine], AbstractContextManager[None]]
 FAULTS: dict[str, tuple[Fault, Fault]] = {
-    "wrong adapter": (no_fault, no_fault), "another base": (another_base, no_fault),
+    "wrong adapter": (no_fault, no_fault),
+    "another base": (another_base, no_fault),
     "shifted mask": (no_fault, shifted_masks),
-}  # fmt: skip
+}
 """What is wrong while the sampler computes, and while the trainer does. The first is another policy that samples."""
 
 
@@ -152,10 +151,7 @@ def test_a_planted_fault_is_found(
             return engine.step(state, examples, groups).state
 
     for i in range(3):
-        before, state = (
-            state,
-            (step(False, i) if i else engine.step(state, batch(engine, state), groups).state),
-        )
+        before, state = (state, (step(False, i) if i else engine.step(state, batch(engine, state), groups).state))
     for taken in range(within):
         kept = copy.deepcopy(state)
         try:
@@ -190,9 +186,7 @@ def test_a_sequence_of_several_versions_is_compared_at_each(engine: Engine) -> N
     one, other = sampled_by(engine, first, "t", 5, 0), sampled_by(engine, second, "t", 5, 1)
     late = np.arange(len(one.ids)) >= len(one.ids) - 2  # the same tokens: only their logprobs differ
     mixed = dataclasses.replace(
-        one,
-        logprobs=np.where(late, other.logprobs, one.logprobs),
-        steps=np.where(late, other.steps, one.steps),
+        one, logprobs=np.where(late, other.logprobs, one.logprobs), steps=np.where(late, other.steps, one.steps)
     )
     state.step = 11  # a step in which the check is made
     step = checks.Step(state, [Example(mixed, 1.0)], [0], [], "padded", 100.0)
@@ -201,9 +195,7 @@ def test_a_sequence_of_several_versions_is_compared_at_each(engine: Engine) -> N
     assert metrics["sampler_logprob_diff_max"] < 1e-5
 
 
-def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(
-    engine: Engine, configured: Configure
-) -> None:
+def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(engine: Engine, configured: Configure) -> None:
     state = after(engine, 1)[-1]
     examples = batch(engine, state, seed=40)
     configured({"check_share": 1.0})
@@ -219,17 +211,13 @@ def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(
 def test_tokens_recorded_under_a_wrong_version_fail_the_step(engine: Engine, configured: Configure) -> None:
     state = after(engine, 2)[-1]
     wrong = sampled(engine, state, 0, 4, 0)
-    with pytest.raises(
-        SamplerMismatchError, match=r"step 3 is not taken: .* differ by .* at the earlier version"
-    ):
+    with pytest.raises(SamplerMismatchError, match=r"step 3 is not taken: .* differ by .* at the earlier version"):
         engine.step(state, wrong, [0] * 4)
     configured({"logprob_bound": 10.0})
     assert engine.step(state, wrong, [0] * 4).metrics["sampler_logprob_diff"] > 1e-3
 
 
-def test_every_token_of_the_current_version_is_compared_with_the_sampler(
-    engine: Engine, configured: Configure
-) -> None:
+def test_every_token_of_the_current_version_is_compared_with_the_sampler(engine: Engine, configured: Configure) -> None:
     """Without a pass of its own: the training pass has their logprobs."""
     state = engine.initial_state()
     examples = batch(engine, state)
@@ -239,9 +227,7 @@ def test_every_token_of_the_current_version_is_compared_with_the_sampler(
     assert metrics["tokens_checked"] == 0
     last = examples[-1]
     examples[-1] = Example(dataclasses.replace(last.sequence, logprobs=last.sequence.logprobs - 0.06), 1.0)
-    with pytest.raises(
-        SamplerMismatchError, match=r"differ by 0\.01 nats on average of tokens sampled by this"
-    ):
+    with pytest.raises(SamplerMismatchError, match=r"differ by 0\.01 nats on average of tokens sampled by this"):
         engine.step(state, examples, [0] * 6)
 
 

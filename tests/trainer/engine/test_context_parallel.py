@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.config import ConfigError, TrainerConfig, load, with_values
+from pipeline.config import ConfigError, TrainerConfig, load
 from pipeline.config.checks import check_trainer
+from tests.kits.settings import with_values
 from tests.trainer.engine.test_families import conversations
 from trainer.batches.packing import Layout, padded, prefix_shared
 from trainer.engine.context_parallel import ContextGroup, context_attention
@@ -72,9 +73,7 @@ def test_the_parts_of_rows_are_the_rows(name: str, monkeypatch: pytest.MonkeyPat
     own = torch.arange(length).expand(rows, -1) if layout.positions_RL is None else layout.positions_RL
     torch.testing.assert_close(positions, own)
     if name == "prefix":
-        assert int(whole.positions_RL.max()) == int(
-            own.max()
-        )  # a tree may be longer than the model's positions
+        assert int(whole.positions_RL.max()) == int(own.max())  # a tree may be longer than the model's positions
     # Each trained token is in one part, at the column that predicts it.
     found = {
         (int(s), int(k)): (int(r), int(c) + i * width, int(t), cuts.tolist())
@@ -85,7 +84,7 @@ def test_the_parts_of_rows_are_the_rows(name: str, monkeypatch: pytest.MonkeyPat
     }
     wanted = zip(
         layout.sequence_N, layout.slot_N, layout.rows_N, layout.cols_N, layout.targets_N, layout.cuts_N3, strict=True
-    )  # fmt: skip
+    )
     assert found == {(int(s), int(k)): (int(r), int(c), int(t), u.tolist()) for s, k, r, c, t, u in wanted}
     assert sum(len(part.targets_N) for part in parts) == len(layout.targets_N)
 
@@ -118,9 +117,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, obj
     assert why in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("setting", "what"), [("context_parallel=2", "its rows"), ("sharded=true", "the model")]
-)
+@pytest.mark.parametrize(("setting", "what"), [("context_parallel=2", "its rows"), ("sharded=true", "the model")])
 def test_one_process_has_none_to_divide_a_pass_among(tmp_path: Path, setting: str, what: str) -> None:
     with pytest.raises(ConfigError, match=f"set trainer.processes, among which to divide {what}"):
         load(None, [f"run_dir={tmp_path}", f"trainer.memory.{setting}"])
@@ -133,7 +130,7 @@ def test_one_process_has_none_to_divide_a_pass_among(tmp_path: Path, setting: st
         (4, decoder((12, 6)), "equal part of the model's 6 attention heads, so it has to be one of 1, 2, 3, 6"),
         (2, decoder((4,), "eager"), "under SDPA attention only, and the model's is `eager`; set it to 1"),
     ],
-)  # fmt: skip
+)
 def test_what_can_not_be_divided_is_refused(size: int, model: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.memory\.context_parallel") as refused:
         ContextGroup(size, processes(), model, masked=False)

@@ -10,21 +10,26 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig, with_values
+from pipeline.config import TrainerConfig
 from pipeline.events import unpack_ids
+from tests.kits.settings import with_values
 from tests.trainer.kit import VOCAB, exactly, exchange, stir
-from trainer.batches.groups import Example
-from trainer.batches.sequences import TokenSequence, build
+from trainer.batches.examples import Example
 from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of
-from trainer.distillation.lessons import Answer, lessons_of, teaching_of
+from trainer.distillation.teacher import TeacherAnswer, hinted_calls_of, teacher_logprobs_of
 from trainer.engine.engine import Engine
+from trainer.sequences import TokenSequence, build
 
 WEIGHT = 0.7
 PROMPT, HINTED = [5, 6, 9], np.array([5, 6, 17, 18, 9], np.int32)
 SETTINGS: dict[str, Any] = {
-    "dtype": "float64", "lora.rank": 4, "distill.weight": WEIGHT, "optimizer.learning_rate": 1e-2,
-    "logprob_bound": 1e9, "distill.divergence": "sampled",
-}  # fmt: skip
+    "dtype": "float64",
+    "lora.rank": 4,
+    "distill.weight": WEIGHT,
+    "optimizer.learning_rate": 1e-2,
+    "logprob_bound": 1e9,
+    "distill.divergence": "sampled",
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +44,16 @@ def sequences() -> list[TokenSequence]:
     """One of two calls, and one of a call with a temperature and a forced token."""
     return [
         *build("a", [exchange("a", 0, PROMPT, [7, 8]), exchange("a", 1, [*PROMPT, 7, 8, 4], [3, 2, 11])]),
-        *build("b", [
-            exchange("b", 0, PROMPT, [12, 13, 14], forced=[0, 1, 0], request=b'{"temperature": 0.5}')
-        ]),
-    ]  # fmt: skip
+        *build("b", [exchange("b", 0, PROMPT, [12, 13, 14], forced=[0, 1, 0], request=b'{"temperature": 0.5}')]),
+    ]
 
 
 def examples(advantage: float = 0.4) -> list[Example]:
     """Call 1 of the first and call 0 of the second sequence have hints."""
     first, second = sequences()
     return [
-        Example(first, advantage, lessons=lessons_of(first, {1: HINTED})),
-        Example(second, -advantage, lessons=lessons_of(second, {0: HINTED})),
+        Example(first, advantage, hinted_calls=hinted_calls_of(first, {1: HINTED})),
+        Example(second, -advantage, hinted_calls=hinted_calls_of(second, {0: HINTED})),
     ]
 
 
@@ -62,9 +65,15 @@ def logprobs(engine: Engine, prompt: Any, reply: list[int], temperature: float =
 
 
 def literal_terms(
-    policy: torch.Tensor, teacher: torch.Tensor | None, reply: list[int], own: float, trained: list[int], *,
-    divergence: str, top_k: int,
-) -> list[torch.Tensor]:  # fmt: skip
+    policy: torch.Tensor,
+    teacher: torch.Tensor | None,
+    reply: list[int],
+    own: float,
+    trained: list[int],
+    *,
+    divergence: str,
+    top_k: int,
+) -> list[torch.Tensor]:
     """What each trained token of a reply adds to the loss. `policy` and `teacher` are the logprobs of all tokens at its
     places, `own` is its advantage. An importance weight is a ratio to the recorded logprob of -2."""
     terms = []
@@ -107,9 +116,12 @@ def test_the_gradient_is_that_of_the_literal_formula(
     engine: Engine, divergence: str, top_k: int, advantage: float, packing: str
 ) -> None:
     """Of the rewards' and the teacher's advantage together, and of the teacher's alone."""
-    engine.configure(with_values(TrainerConfig(), SETTINGS | {
-        "distill.divergence": divergence, "distill.top_k": top_k, "memory.packing": packing,
-    }))  # fmt: skip
+    engine.configure(
+        with_values(
+            TrainerConfig(),
+            SETTINGS | {"distill.divergence": divergence, "distill.top_k": top_k, "memory.packing": packing},
+        )
+    )
 
     def terms() -> list[torch.Tensor]:
         out = []
@@ -134,9 +146,12 @@ def test_the_answers_of_a_teacher_from_outside_have_the_gradient_of_the_literal_
 ) -> None:
     """The teacher reads what the policy read, at temperature 1. Of three calls it did not answer for one, and teaches
     nothing about one that was sampled at another temperature."""
-    engine.configure(with_values(TrainerConfig(), SETTINGS | {
-        "distill.divergence": divergence, "distill.teacher": "outside", "distill.top_k": 3,
-    }))  # fmt: skip
+    engine.configure(
+        with_values(
+            TrainerConfig(),
+            SETTINGS | {"distill.divergence": divergence, "distill.teacher": "outside", "distill.top_k": 3},
+        )
+    )
     torch.manual_seed(2)
     distributions = (2 * torch.randn(2, 3, VOCAB)).log_softmax(-1).double()
     calls = [
@@ -149,12 +164,10 @@ def test_the_answers_of_a_teacher_from_outside_have_the_gradient_of_the_literal_
         ids = unpack_ids(call.sampled_ids)
         best = its.topk(top_k, -1)
         answers.append(
-            Answer(
-                call.seq, ids, its[range(3), ids.tolist()].numpy(), best.indices.numpy(), best.values.numpy()
-            )
+            TeacherAnswer(call.seq, ids, its[range(3), ids.tolist()].numpy(), best.indices.numpy(), best.values.numpy())
         )
     batch = [
-        Example(s, advantage, teaching=teaching_of(s, [answer]))
+        Example(s, advantage, teacher=teacher_logprobs_of(s, [answer]))
         for s, advantage, answer in zip(sequences(), (0.4, -0.4), answers, strict=True)
     ]
 
@@ -188,9 +201,7 @@ def test_who_teaches(engine: Engine, tmp_path: Path) -> None:
     for name, weights in first.state.average.items():
         expected = 0.95 * state.weights[name].float() + 0.05 * first.state.weights[name].float()
         torch.testing.assert_close(weights, expected)
-    files = {"state.pt": state_bytes(first.state)} | adapter_files(
-        first.state.weights, engine.model.lora, "base"
-    )
+    files = {"state.pt": state_bytes(first.state)} | adapter_files(first.state.weights, engine.model.lora, "base")
     resumed = engine.step(state_of(1, files), examples(), [0, 0])
     second = engine.step(first.state, examples(), [0, 0])
     gaps = {"average": second.metrics["teacher_gap"]}

@@ -11,17 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import (
-    ConfigError,
-    LoraConfig,
-    ModelConfig,
-    TrainerConfig,
-    with_values,
-)
+from pipeline.config import ConfigError, LoraConfig, ModelConfig, TrainerConfig
 from pipeline.config.trainer import LossType
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import batch
 from tests.trainer.kit import VOCAB, backward, settings, stir
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState, UntrainableError
 from trainer.learner import _shape
@@ -75,9 +70,7 @@ def test_logits_of_large_vocabularies_are_computed_in_chunks(
     examples = batch(engine, engine.initial_state())
     if sampled == "with cuts":
         cuts = np.tile(np.array([20, 0.95, 0.0], np.float32), (len(examples[0].sequence.ids), 1))
-        examples = [
-            dataclasses.replace(e, sequence=dataclasses.replace(e.sequence, cuts=cuts)) for e in examples
-        ]
+        examples = [dataclasses.replace(e, sequence=dataclasses.replace(e.sequence, cuts=cuts)) for e in examples]
     before = engine.config
     engine.configure(with_values(before, {"loss.type": loss, "loss.beta": 0.1, "loss.entropy_coef": 0.05}))
     stir(engine)
@@ -109,9 +102,7 @@ def test_the_first_adapter_depends_on_the_seed_alone(tiny_base: str, tmp_path: P
 
 def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, tmp_path: Path) -> None:
     other = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=2)))
-    with pytest.raises(
-        ValueError, match=r"tensors of another shape: \d+ \(base_model\..*, …\): .*lora\.rank"
-    ):
+    with pytest.raises(ValueError, match=r"tensors of another shape: \d+ \(base_model\..*, …\): .*lora\.rank"):
         engine.model.load_adapter(other.model.weights())
 
 
@@ -120,10 +111,7 @@ def test_policies_share_an_engine_only_if_the_model_is_loaded_with_equal_setting
 ) -> None:
     def engines(**changed: Any) -> int:
         base = settings(tiny_base, tmp_path)
-        one, other = (
-            ModelConfig(name="a", base=tiny_base),
-            ModelConfig(name="b", base=tiny_base, trainer=changed),
-        )
+        one, other = (ModelConfig(name="a", base=tiny_base), ModelConfig(name="b", base=tiny_base, trainer=changed))
         return len({_shape(base, one), _shape(base, other)})
 
     assert engines(groups_per_step=7, optimizer={"learning_rate": 1.0}) == 1

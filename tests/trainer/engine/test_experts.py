@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import ConfigError, TrainerConfig, with_values
+from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
+from tests.kits.settings import with_values
 from tests.trainer.commands.test_check_model import asked
 from tests.trainer.engine.kit import batch
 from tests.trainer.engine.test_families import conversations
@@ -34,10 +35,7 @@ FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "gpt_oss")
 SETTINGS = {"lora.rank": 4, "lora.experts": True}
 SCALE = 16 / 4
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -66,9 +64,7 @@ def merged_by_hand(base: Any, adapter: dict[str, torch.Tensor]) -> dict[str, tor
         if not place.endswith((".experts", ".experts.base_layer")):
             weights[f"{place}.weight"] = weights[f"{place}.weight"] + SCALE * b @ a
             continue
-        place = place.removesuffix(".base_layer") + (
-            ".gate_up_proj" if place.endswith("base_layer") else ".down_proj"
-        )
+        place = place.removesuffix(".base_layer") + (".gate_up_proj" if place.endswith("base_layer") else ".down_proj")
         stack, rank = weights[place], len(a) // len(weights[place])
         products = [SCALE * b[:, e :: len(stack)] @ a[e * rank : (e + 1) * rank] for e in range(len(stack))]
         transposed = base.config.model_type == "gpt_oss"  # its experts are stored [in, out]
@@ -85,9 +81,7 @@ def test_every_expert_computes_with_its_own_product_in_value_and_gradient(engine
     total = torch.zeros((), dtype=torch.float64)
     for s in plain:
         ids = torch.from_numpy(s.ids.astype(np.int64))[None]
-        logits = torch.func.functional_call(
-            base, weights, kwargs={"input_ids": ids, "use_cache": False}
-        ).logits[0]
+        logits = torch.func.functional_call(base, weights, kwargs={"input_ids": ids, "use_cache": False}).logits[0]
         at = torch.from_numpy(np.flatnonzero(s.loss_mask))
         total = total + (logits[at - 1] / 0.7).log_softmax(-1).gather(1, ids[0, at, None]).sum()
     total.backward()
@@ -101,9 +95,7 @@ def test_every_expert_computes_with_its_own_product_in_value_and_gradient(engine
         for name, tensor in engine.model._live.items():
             mine_at, theirs = tensor_gradient(engine, tensor), adapter[name].grad
             assert theirs is not None
-            torch.testing.assert_close(
-                mine_at, theirs, rtol=1e-4, atol=1e-5 * max(1.0, float(theirs.abs().max()))
-            )
+            torch.testing.assert_close(mine_at, theirs, rtol=1e-4, atol=1e-5 * max(1.0, float(theirs.abs().max())))
 
 
 def test_without_its_adapter_it_is_the_base_model(engine: Engine) -> None:
@@ -147,9 +139,7 @@ def test_a_resumed_step_is_the_same_and_trains_the_experts(engine: Engine, tmp_p
     require_compatible(None, files, "", engine.model.lora)
     without = copy.copy(engine.model.lora)
     without.target_parameters = None
-    with pytest.raises(
-        ConfigError, match=r"trainer\.lora\.experts: a was trained with \[.*\], not with None"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.experts: a was trained with \[.*\], not with None"):
         require_compatible(None, files, "", without, "a")
 
 
@@ -188,9 +178,7 @@ def test_vllms_loader_gives_every_expert_its_own_product(tmp_path: Path) -> None
             gate_up, down = (d.mT for d in deltas) if family == "gpt_oss" else deltas
             half = gate_up.shape[1] // 2
             split = (gate_up[:, ::2], gate_up[:, 1::2]) if family == "gpt_oss" else gate_up.split(half, dim=1)
-            expected |= {
-                (family, f"{i}.{n}"): t for n, t in zip(("gate", "up", "down"), (*split, down), strict=True)
-            }
+            expected |= {(family, f"{i}.{n}"): t for n, t in zip(("gate", "up", "down"), (*split, down), strict=True)}
         arguments += [family, str(folder), *map(str, (len(down), down.shape[1], down.shape[2]))]
     out = tmp_path / "out.pt"
     child = [sys.executable, "-m", "tests.trainer.engine.vllm_experts_child", str(out), *arguments]
@@ -205,9 +193,7 @@ def test_vllms_loader_gives_every_expert_its_own_product(tmp_path: Path) -> None
 
 def test_only_families_compared_with_vllm_get_adapters_on_experts(tmp_path: Path) -> None:
     assert set(FAMILIES) == set(IN_VLLM)
-    with pytest.raises(
-        ConfigError, match=r"trainer\.lora\.experts: the experts of glm4_moe can't .* set it to false"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.experts: the experts of glm4_moe can't .* set it to false"):
         Engine(make("glm4_moe", tmp_path), with_values(TrainerConfig(), SETTINGS))
     with pytest.raises(ConfigError, match=r"trainer\.lora\.experts: the experts of qwen3 can't"):
         Engine(make("qwen3", tmp_path / "q"), with_values(TrainerConfig(), SETTINGS))
@@ -215,17 +201,13 @@ def test_only_families_compared_with_vllm_get_adapters_on_experts(tmp_path: Path
 
 def test_a_model_whose_experts_peft_would_leave_out_is_refused(tmp_path: Path) -> None:
     base = make("qwen3_moe", tmp_path, mlp_only_layers=[0, 1])
-    with pytest.raises(
-        ConfigError, match=r"trainer\.lora\.experts: this qwen3_moe has no experts in floating"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.experts: this qwen3_moe has no experts in floating"):
         Engine(base, with_values(TrainerConfig(), SETTINGS))
 
 
 @pytest.mark.parametrize("other", [{"engine": "unsloth"}, {"memory.sharded": True}], ids=str)
 def test_what_can_not_train_experts_is_refused_at_start(other: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"trainer\.lora\.experts: .* can't be trained with .* take trainer\.engine"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.experts: .* can't be trained with .* take trainer\.engine"):
         check_trainer(with_values(TrainerConfig(), SETTINGS | other))
 
 

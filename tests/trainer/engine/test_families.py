@@ -11,30 +11,25 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig, with_values
+from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer.families import ROWS, SHARED, VOCAB, make
 from tests.trainer.kit import backward, sequence, stir
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import AttentionSpan, padded, prefix_shared
-from trainer.batches.sequences import TokenSequence
 from trainer.engine import forward, verify
 from trainer.engine.engine import Engine
 from trainer.engine.forward import Forward
+from trainer.sequences import TokenSequence
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 FLOAT32 = 1e-4
 """Logits here are of size 2 to 10 and come of a few hundred float32 terms: 1e-5 is measured at the most."""
 
 
 def engine_of(family: str, folder: Path, changed: dict[str, Any] | None = None, **settings: Any) -> Engine:
-    return Engine(
-        make(family, folder, **changed or {}),
-        with_values(TrainerConfig(), {"lora.rank": 4, **settings}),
-    )
+    return Engine(make(family, folder, **changed or {}), with_values(TrainerConfig(), {"lora.rank": 4, **settings}))
 
 
 def conversations() -> tuple[list[TokenSequence], list[int]]:
@@ -53,9 +48,7 @@ def conversations() -> tuple[list[TokenSequence], list[int]]:
 def own_logprobs(engine: Engine, s: TokenSequence) -> torch.Tensor:
     engine.model.peft.eval()
     try:
-        logits = engine.model.peft(
-            input_ids=torch.from_numpy(s.ids.astype(np.int64))[None], use_cache=False
-        ).logits
+        logits = engine.model.peft(input_ids=torch.from_numpy(s.ids.astype(np.int64))[None], use_cache=False).logits
     finally:
         engine.model.peft.train()
     logprobs = torch.log_softmax(logits[0].float() / 0.7, -1)
@@ -121,9 +114,7 @@ def test_a_layer_whose_weight_a_fused_kernel_reads_gets_no_adapter(family: str, 
         engine_of(family, tmp_path, **{"lora.targets": ("out_proj", "0")})
 
 
-def test_a_training_pass_that_bypasses_an_adapter_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_pass_that_bypasses_an_adapter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter of the check is random: past a fresh one, whose output is zero, nothing would differ."""
     whole = Qwen3MLP.forward
 
@@ -180,9 +171,7 @@ def test_a_model_with_a_recurrent_state_trains_in_padded_rows(tmp_path: Path) ->
         ("granite", {"attention_dropout": 0.5}),
     ],
 )
-def test_training_has_no_dropout_and_no_router_loss(
-    family: str, changed: dict[str, Any], tmp_path: Path
-) -> None:
+def test_training_has_no_dropout_and_no_router_loss(family: str, changed: dict[str, Any], tmp_path: Path) -> None:
     """The sampler has no dropout, and a router's own loss is not the policy's."""
     engine = engine_of(family, tmp_path, changed)
     assert engine.passes.verified.padded.largest < FLOAT32

@@ -9,17 +9,18 @@ import msgspec
 import pytest
 import torch
 
-from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig, with_values
+from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import batch
 from tests.trainer.kit import VOCAB, exactly, exchange
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import Layout
-from trainer.batches.sequences import build
 from trainer.engine import budget, checks
 from trainer.engine.engine import Engine
 from trainer.engine.fitting import check_within_memory
 from trainer.engine.model import PolicyModel
 from trainer.engine.state import UntrainableError
+from trainer.sequences import build
 
 
 @pytest.fixture
@@ -53,9 +54,7 @@ def long_one(tokens: int) -> Example:
     return Example(sequence, 0.7)
 
 
-def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_halves_the_budget_and_the_step_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
     whole = engine.step(state, examples, [0] * 6)
@@ -97,15 +96,11 @@ def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
     assert "it does not fit in memory even alone" in caplog.text
 
 
-def test_a_batch_of_which_no_sequence_fits_is_untrainable(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_of_which_no_sequence_fits_is_untrainable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
     with_room_for(engine, 5, monkeypatch)
-    with pytest.raises(
-        UntrainableError, match="step 1 skipped: none of its 6 sequences fits in memory on its own"
-    ):
+    with pytest.raises(UntrainableError, match="step 1 skipped: none of its 6 sequences fits in memory on its own"):
         engine.step(state, examples, [0] * 6)
 
 

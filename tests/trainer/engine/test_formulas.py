@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig, with_values
+from pipeline.config import TrainerConfig
 from pipeline.config.trainer import LossType
+from tests.kits.settings import with_values
 from tests.trainer import formulas
 from tests.trainer.kit import exchange
-from trainer.batches.groups import Example
-from trainer.batches.sequences import build
+from trainer.batches.examples import Example
 from trainer.engine.loss import policy_loss
 from trainer.engine.loss_inputs import inputs_of
+from trainer.sequences import build
 
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LENGTHS = (3, 5, 2, 4, 6, 1)
@@ -67,9 +68,7 @@ def test_loss_and_gradient_equal_the_literal_formulas(settings: dict[str, Any], 
     for i, n in enumerate(LENGTHS):
         # Recorded logprobs are float32, so both sides start from the same numbers.
         sampled = rng.uniform(-3, -1, n).astype(np.float32)
-        (sequence,) = build(
-            f"t{i}", [exchange(f"t{i}", 0, [5, 6], list(range(7, 7 + n)), logprobs=sampled.tolist())]
-        )
+        (sequence,) = build(f"t{i}", [exchange(f"t{i}", 0, [5, 6], list(range(7, 7 + n)), logprobs=sampled.tolist())])
         advantage = float(np.float32(rng.normal()))
         old = sampled.astype(np.float64) + rng.normal(0, 0.3, n) if updates == "several" else None
         examples.append(Example(sequence, advantage, old_logprobs=old))
@@ -85,9 +84,13 @@ def test_loss_and_gradient_equal_the_literal_formulas(settings: dict[str, Any], 
 
     mine = padded(current).requires_grad_()
     given = inputs_of(
-        examples, mine, config=config, sequences=len(LENGTHS), tokens=sum(LENGTHS),
+        examples,
+        mine,
+        config=config,
+        sequences=len(LENGTHS),
+        tokens=sum(LENGTHS),
         reference_SK=padded(base) if config.loss.beta else None,
-    )  # fmt: skip
+    )
     found, _ = policy_loss(config.loss, given, mine, padded(entropies))
     found.backward()
 

@@ -16,24 +16,15 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from pipeline.images import Media, media_of
-from tests.kits.vision import (
-    IMAGE,
-    KINDS,
-    QUESTION,
-    VOCABULARY,
-    data_url,
-    make_guesser,
-    make_vision_model,
-    picture,
-)
+from pipeline.chat.images import Media, media_of
+from tests.kits.vision import IMAGE, KINDS, QUESTION, VOCABULARY, data_url, make_guesser, make_vision_model, picture
 from tests.trainer.kit import exchange, settings, stir
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import padded
-from trainer.batches.sequences import TokenSequence, build
 from trainer.engine.engine import Engine
 from trainer.engine.images import ImageUnusableError, _open
 from trainer.engine.verify import image_sequences
+from trainer.sequences import TokenSequence, build
 
 RED, BLUE = picture((255, 0, 0)), picture((0, 0, 255), 84)
 
@@ -92,29 +83,28 @@ def test_images_must_fit_the_tokens(tmp_path: Path) -> None:
     sequence = TokenSequence.made_up("t", np.array([*ids, 9]), 12)
     cut = dataclasses.replace(sequence, loss_mask=np.arange(14) == 6, images=(RED, BLUE))
     layout = padded([cut, dataclasses.replace(sequence, images=(RED, BLUE))])
-    assert images.inputs(layout.ids_RL, layout.images)["image_grid_thw"].tolist() == [
-        [1, 4, 4],
-        [1, 4, 4],
-        [1, 4, 6],
-    ]
+    assert images.inputs(layout.ids_RL, layout.images)["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4], [1, 4, 6]]
     example = Example(sequence, 1.0)
     assert engine.passes.packing_of([example, example], [0, 0]) == "prefix"
     assert engine.passes.packing_of([example, Example(cut, 1.0)], [0, 0]) == "padded"
 
 
 def test_media_of_a_request() -> None:
-    assert media_of(
-        asking(image(data_url(RED)), {"type": "text", "text": "?"}, image(data_url(BLUE)))
-    ) == Media((RED, BLUE))
+    assert media_of(asking(image(data_url(RED)), {"type": "text", "text": "?"}, image(data_url(BLUE)))) == Media(
+        (RED, BLUE)
+    )
     escaped = asking(image(data_url(RED))).replace(b"image_url", b"image\\u005furl")
     assert media_of(escaped) == Media((RED,))
     assert media_of(asking({"type": "image_url", "image_url": data_url(RED)})) == Media((RED,))
-    for part in (image("https://example.com/a.png"), image("data:image/png;base64,%%"), image("data:image/png,x"),
-                 image("data:image/png;base64,é"), {"type": "image_url", "uuid": "1"}):  # fmt: skip
+    for part in (
+        image("https://example.com/a.png"),
+        image("data:image/png;base64,%%"),
+        image("data:image/png,x"),
+        image("data:image/png;base64,é"),
+        {"type": "image_url", "uuid": "1"},
+    ):
         assert media_of(asking(part)) == Media(missing="image_url")
-    assert media_of(asking({"type": "input_audio", "input_audio": {"data": ""}})) == Media(
-        missing="input_audio"
-    )
+    assert media_of(asking({"type": "input_audio", "input_audio": {"data": ""}})) == Media(missing="input_audio")
     for text in (
         b"no json",
         b'{"messages": 3, "a_url": 1}',
@@ -145,8 +135,9 @@ def test_prompts_with_the_same_tokens_and_other_images_are_sequences_of_their_ow
         exchange("a", 2, [2, 3, 4, 7], [5], request=both),
     ]
     assert [(s.ids.tolist(), s.images) for s in build("a", calls)] == [
-        ([2, 3, 4, 7, 5], (RED, BLUE)), ([2, 3, 4, 6, 5], (BLUE,)),
-    ]  # fmt: skip
+        ([2, 3, 4, 7, 5], (RED, BLUE)),
+        ([2, 3, 4, 6, 5], (BLUE,)),
+    ]
 
 
 def test_files_are_decoded_as_vllm_does() -> None:
@@ -179,9 +170,7 @@ def test_a_task_that_only_the_image_answers_is_learned(tmp_path: Path) -> None:
         ids = tokenizer(text.replace(IMAGE, IMAGE * (width // 28 * 2)), add_special_tokens=False).input_ids
         image = picture(COLORS[letter], width)
         asked.append(
-            dataclasses.replace(
-                TokenSequence.made_up("", np.array([*ids, VOCABULARY[letter]]), 1), images=(image,)
-            )
+            dataclasses.replace(TokenSequence.made_up("", np.array([*ids, VOCABULARY[letter]]), 1), images=(image,))
         )
     state, means = engine.initial_state(), list[float]()
     generator = torch.Generator().manual_seed(0)
@@ -191,9 +180,7 @@ def test_a_task_that_only_the_image_answers_is_learned(tmp_path: Path) -> None:
             with torch.no_grad():
                 hidden, _ = engine.model.forward.hidden(padded([right]))
                 logits = engine.model.forward.logits(hidden[0, [len(right.ids) - 2]])[0]
-            answers = torch.multinomial(
-                logits.softmax(-1), ATTEMPTS, replacement=True, generator=generator
-            ).numpy()
+            answers = torch.multinomial(logits.softmax(-1), ATTEMPTS, replacement=True, generator=generator).numpy()
             correct = (answers == right.ids[-1]).astype(float)
             rewards += correct.tolist()
             for answer, advantage in zip(answers, correct - correct.mean(), strict=True):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from pipeline.config import ConfigError, TrainerConfig, with_values
+from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
+from tests.kits.settings import with_values
 from tests.trainer import kit
 from tests.trainer.kit import discards, steps_reach
-from trainer.batches.groups import Example
-from trainer.batches.sequences import OTHER_BRANCH, build
+from trainer.batches.examples import Example
+from trainer.batches.groups import GroupWithHistory, Refusal
 from trainer.engine.late import LateRunsError, is_late, late_metrics
 from trainer.engine.loss_inputs import inputs_of
+from trainer.sequences import OTHER_BRANCH, build
 
 LATE: dict[str, object] = {"late": "sequence_truncate", "max_staleness": 2}
 
@@ -31,8 +35,11 @@ def test_a_late_sequence_is_weighted_with_its_truncated_ratio_and_the_others_are
     current = torch.tensor([[-1.2, -2.1, -0.4], [-0.2, -2.5, -0.5], [-0.5, -1.0, -0.5], [-1.0, -2.0, -0.5]])
     given = inputs_of(
         [Example(s, 1.0, late=is_late_) for s, is_late_ in zip(made, late, strict=True)],
-        current, config=config, sequences=4, tokens=12,
-    )  # fmt: skip
+        current,
+        config=config,
+        sequences=4,
+        tokens=12,
+    )
     ratios = np.exp(current.numpy() - np.array(recorded))
     expected = np.minimum(ratios, 1.5)
     expected[0], expected[2] = np.exp(-0.2), 1.5
@@ -61,16 +68,15 @@ def test_nothing_of_a_group_is_late_once_its_late_runs_are_refused(step: int) ->
         build(m.trajectory, [kit.exchange(m.trajectory, 0, [5], [7, 8, 9], step=at)])[0]
         for m, at in zip(scored.members, (step, 4), strict=True)
     )
-    group = kit.training_group(scored, [late, fresh])
-    assert group.bound_staleness(4, config) is None
+    why = "the effective sample size is too small"
+    group = kit.training_group(scored, [late, fresh]).within_staleness(4, config)
+    assert isinstance(group, GroupWithHistory)
     assert is_late(late, 4, config)
-    group.late_refused = "the effective sample size is too small"
-    assert group.bound_staleness(4, config) is None
-    assert [s.trajectory for s in group.sequences or ()] == [fresh.trajectory]
-    group = kit.training_group(scored, [late])
-    group.late_refused = "the effective sample size is too small"
-    refused = group.bound_staleness(4, config)
-    assert refused is not None
+    group = replace(group, late_refused=why).within_staleness(4, config)
+    assert isinstance(group, GroupWithHistory)
+    assert [s.trajectory for s in group.sequences] == [fresh.trajectory]
+    refused = replace(kit.training_group(scored, [late]), late_refused=why).within_staleness(4, config)
+    assert isinstance(refused, Refusal)
     assert refused.reason == "stale"
     assert refused.detail == (
         "all 3 tokens are more than 2 steps old at step 4 or of a later version; the effective sample size is too small"
@@ -84,9 +90,7 @@ def test_late_runs_need_a_correction() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("least", [0.0, 1.0])
-async def test_what_arrives_late_trains_late_or_is_discarded_as_stale(
-    training: kit.Training, least: float
-) -> None:
+async def test_what_arrives_late_trains_late_or_is_discarded_as_stale(training: kit.Training, least: float) -> None:
     """The logprobs that the kit makes up are no model's: the weights of late sequences differ."""
     settings = {"late": "sequence_truncate", "late_min_ess": least, "max_staleness": 0, "groups_per_step": 1}
     async with training(**settings) as broker:

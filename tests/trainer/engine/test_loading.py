@@ -26,7 +26,7 @@ from pipeline.config import (
 )
 from tests.trainer.families import make
 from tests.trainer.kit import backward, exactly, make_model, stir, tree_of_conversations
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine import loading
 from trainer.engine import model as engines
@@ -65,9 +65,7 @@ def test_a_model_that_can_not_be_loaded_is_refused_in_one_sentence(
         loading.load(str(tmp_path / "no_such"), TrainerConfig(), CPU)
 
     def whole_module(*_: Any) -> None:
-        raise ValueError(
-            "Target module Decoder(\n  (act): SiLU()\n) is not supported. Currently, only others are."
-        )
+        raise ValueError("Target module Decoder(\n  (act): SiLU()\n) is not supported. Currently, only others are.")
 
     monkeypatch.setattr(loading, "get_peft_model", whole_module)
     with pytest.raises(
@@ -167,9 +165,7 @@ def test_what_unsloth_refuses_is_an_error_of_the_settings_and_a_full_gpu_is_not(
     assert passed.value is full
 
 
-def test_unsloth_needs_to_know_the_models_longest_sequence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsloth_needs_to_know_the_models_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
     MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"max_position_embeddings.*trainer\.engine.*transformers"):
@@ -213,12 +209,14 @@ def test_checkpointing_is_on_by_default_on_gpus_only(monkeypatch: pytest.MonkeyP
     wanted = loading.wants_checkpointing
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [wanted(TrainerConfig(), d) for d in (cpu, gpu)] == [False, True]
-    assert [
-        wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), d) for d in (cpu, gpu)
-    ] == [True, True]
-    assert [
-        wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="off")), d) for d in (cpu, gpu)
-    ] == [False, False]
+    assert [wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), d) for d in (cpu, gpu)] == [
+        True,
+        True,
+    ]
+    assert [wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="off")), d) for d in (cpu, gpu)] == [
+        False,
+        False,
+    ]
 
 
 def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,13 +228,16 @@ def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: py
     assert not Engine(base, TrainerConfig(lora=LoraConfig(rank=4))).model.checkpointing
 
 
-@pytest.mark.parametrize(
-    ("served", "setting", "longest"), [(0, 0, 512), (17, 0, 17), (17, 18, 18), (0, 9999, 512)]
-)
+@pytest.mark.parametrize(("served", "setting", "longest"), [(0, 0, 512), (17, 0, 17), (17, 18, 18), (0, 9999, 512)])
 def test_unsloth_prepares_for_the_served_length_and_longer_sequences_are_dropped(
-    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    served: int, setting: int, longest: int,
-) -> None:  # fmt: skip
+    tiny_base: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    served: int,
+    setting: int,
+    longest: int,
+) -> None:
     """Unsloth cuts longer rows off, and scales the positions of a model beyond its own limit."""
     from tests.trainer.kit import sequence
 
@@ -244,11 +245,12 @@ def test_unsloth_prepares_for_the_served_length_and_longer_sequences_are_dropped
     monkeypatch.setattr(engines, "device_for", lambda _: CPU)
     model = ModelConfig(base=tiny_base)
     config = Config(
-        models=(model,), vllm=VllmConfig(max_model_len=served),
+        models=(model,),
+        vllm=VllmConfig(max_model_len=served),
         trainer=TrainerConfig(
             engine="unsloth", dtype="float32", logprob_bound=1e9, unsloth=UnslothConfig(max_seq_length=setting)
         ),
-    )  # fmt: skip
+    )
     engine = Engine(tiny_base, config.trainer_of(model))
     assert FastLanguageModel.asked["max_seq_length"] == longest
     assert ("the model's own limit" in caplog.text) == (setting > longest)

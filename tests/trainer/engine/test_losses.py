@@ -22,16 +22,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.config import ConfigError, LossConfig, TrainerConfig, with_values
+from pipeline.config import ConfigError, LossConfig, TrainerConfig
 from pipeline.config.trainer import LossType
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure
 from tests.trainer.kit import VOCAB, backward, exchange, stir
-from trainer.batches.groups import Example
-from trainer.batches.sequences import TokenSequence, build
-from trainer.distillation.lessons import Teaching
+from trainer.batches.examples import Example
+from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.engine import Engine
 from trainer.engine.loss import LossInputs, importance_weights, policy_loss
 from trainer.engine.loss_inputs import inputs_of
+from trainer.sequences import TokenSequence, build
 from trainer.trl_trainers import trl_imports
 
 with trl_imports():
@@ -82,9 +83,7 @@ def batch(seed: int = 0) -> list[Example]:
         if i % 2:
             tool, last = some(1, 5), some(2, 6)
             exchanges.append(
-                exchange(
-                    name, 1, prompt + reply + tool, last, logprobs=rng.uniform(-4, -2, len(last)).tolist()
-                )
+                exchange(name, 1, prompt + reply + tool, last, logprobs=rng.uniform(-4, -2, len(last)).tolist())
             )
         (sequence,) = build(name, exchanges)
         out.append(Example(sequence, float(rng.normal())))
@@ -125,18 +124,31 @@ def reference_inputs(examples: list[Example]) -> dict[str, torch.Tensor]:
 def trl_arguments(output: Path, **given: Any) -> GRPOConfig:
     """TRL's arguments, none of them taken from our settings."""
     return GRPOConfig(
-        output_dir=str(output), use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=2, num_generations=2, steps_per_generation=1, gradient_accumulation_steps=1,
-        report_to="none", remove_unused_columns=False, disable_tqdm=True, **given,
-    )  # fmt: skip
+        output_dir=str(output),
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        steps_per_generation=1,
+        gradient_accumulation_steps=1,
+        report_to="none",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        **given,
+    )
 
 
 def reference(engine: Engine, args: GRPOConfig, beta: float, examples: list[Example]) -> float:
     """TRL's loss of the batch; its gradient is added to the engine's parameters."""
     trainer = PaddedGRPOTrainer(
-        model=engine.model.peft, reward_funcs=[no_reward], args=args,
-        train_dataset=Dataset.from_dict({"prompt": [""]}), processing_class=no_tokenizer(),
-    )  # fmt: skip
+        model=engine.model.peft,
+        reward_funcs=[no_reward],
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [""]}),
+        processing_class=no_tokenizer(),
+    )
     # Not by the arguments: with them the constructor would make a second adapter, and would start vLLM.
     trainer.beta = beta
     trainer.use_vllm = args.vllm_importance_sampling_correction
@@ -152,9 +164,7 @@ def reference(engine: Engine, args: GRPOConfig, beta: float, examples: list[Exam
         current, _, _ = trainer._get_per_token_logps_and_entropies(engine.model.peft, ids, attention, keep)
         if beta:
             with engine.model.peft.disable_adapter():
-                base, _, _ = trainer._get_per_token_logps_and_entropies(
-                    engine.model.peft, ids, attention, keep
-                )
+                base, _, _ = trainer._get_per_token_logps_and_entropies(engine.model.peft, ids, attention, keep)
             inputs["ref_per_token_logps"] = base
     if not args.vllm_importance_sampling_correction:
         inputs["old_per_token_logps"] = torch.where(mask.bool(), sampled, current)
@@ -182,9 +192,11 @@ def reference(engine: Engine, args: GRPOConfig, beta: float, examples: list[Exam
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 ON: dict[str, Any] = {
-    "loss_type": "dapo", "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
-}  # fmt: skip
+    "loss_type": "dapo",
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 2.0,
+}
 """TRL's arguments for our defaults with `loss.importance_clip` 2."""
 OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction": False}
 
@@ -203,9 +215,10 @@ def test_loss_equals_trl_s_own_computation(
     (`test_formulas.py`)."""
     level = "sequence" if loss_type == "luspo" else "token"
     theirs = (OFF if correction == "none" else ON | {"vllm_importance_sampling_mode": correction}) | {
-        "loss_type": loss_type, "importance_sampling_level": level,
+        "loss_type": loss_type,
+        "importance_sampling_level": level,
         "epsilon_high": 5.0 if loss_type == "cispo" else None,
-    }  # fmt: skip
+    }
     settings = {
         "loss.type": loss_type,
         "loss.importance_sampling": correction,
@@ -252,7 +265,8 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {
-            "loss.type": "sapo", "loss.importance_sampling": "none",
+            "loss.type": "sapo",
+            "loss.importance_sampling": "none",
             "loss.options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
         },
         OFF | {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
@@ -260,19 +274,18 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {
             "loss.type": "vespo",
-            "loss.options": {
-                "vespo_k_pos": 1.5,
-                "vespo_lambda_pos": 2.0,
-                "vespo_k_neg": 2.0,
-                "vespo_lambda_neg": 2.5,
-            },
+            "loss.options": {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 2.5},
         },
-        ON | {
-            "loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0,
+        ON
+        | {
+            "loss_type": "vespo",
+            "vespo_k_pos": 1.5,
+            "vespo_lambda_pos": 2.0,
+            "vespo_k_neg": 2.0,
             "vespo_lambda_neg": 2.5,
         },
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "theirs"), PAIRS, ids=lambda v: str(v)[:60])
@@ -299,9 +312,7 @@ BATCH: dict[str, Any] = {
 
 def test_a_combination_that_trl_refuses_is_refused(configured: Configure) -> None:
     """TRL checks it in its constructor, where it would sample itself; here it does not."""
-    with pytest.raises(
-        ConfigError, match=r"importance_sampling: loss type `vespo` takes .* not 'sequence_truncate'"
-    ):
+    with pytest.raises(ConfigError, match=r"importance_sampling: loss type `vespo` takes .* not 'sequence_truncate'"):
         configured({"loss.type": "vespo", "loss.importance_sampling": "sequence_truncate"})
 
 
@@ -310,9 +321,7 @@ def test_an_option_that_trl_does_not_have_is_an_error(configured: Configure) -> 
         configured({"loss.options": {"sapo_temprature": 1.0}})
 
 
-def assert_parity(
-    engine: Engine, settings: dict[str, Any], theirs: dict[str, Any], tmp_path: Path
-) -> list[float]:
+def assert_parity(engine: Engine, settings: dict[str, Any], theirs: dict[str, Any], tmp_path: Path) -> list[float]:
     """Compare loss and gradients under our `settings` with TRL's under `theirs`; returns the gradients' norms."""
     config = with_values(TrainerConfig(), BATCH | settings)
     engine.configure(config)
@@ -342,9 +351,7 @@ def test_an_unknown_sampler_logprob_counts_as_ratio_one() -> None:
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_unknown_logprobs_do_not_poison_the_gradient(
-    engine: Engine, configured: Configure, correction: str
-) -> None:
+def test_unknown_logprobs_do_not_poison_the_gradient(engine: Engine, configured: Configure, correction: str) -> None:
     configured({"loss.importance_sampling": correction})
     engine.model.peft.zero_grad()
     (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8], logprobs=[float("nan"), -2.0])])
@@ -385,8 +392,7 @@ def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engine: Engine, configur
 
     def gradient(forced_logprob: float) -> tuple[dict[str, float], list[torch.Tensor]]:
         (sequence,) = build(
-            "t",
-            [exchange("t", 0, [5, 6], [7, 8, 9], logprobs=[-2.0, forced_logprob, -2.0], forced=[0, 1, 0])],
+            "t", [exchange("t", 0, [5, 6], [7, 8, 9], logprobs=[-2.0, forced_logprob, -2.0], forced=[0, 1, 0])]
         )
         engine.model.peft.zero_grad()
         metrics = backward(engine, [Example(sequence, 1.0)], [0], 0)
@@ -433,10 +439,10 @@ def test_a_metric_of_sequences_counts_their_tokens_whatever_the_advantages_shape
 def test_a_teacher_that_rules_a_token_out_leaves_the_step_finite() -> None:
     (sequence,) = build("t", [exchange("t", 0, [5], [7, 8], logprobs=[-1.0, -1.0])])
     none = np.zeros((2, 0))
-    teaching = Teaching(np.array([-np.inf, -0.5]), none.astype(np.int64), none)
+    teacher_logprobs = TeacherLogprobs(np.array([-np.inf, -0.5]), none.astype(np.int64), none)
     config = with_values(TrainerConfig(), {"distill.weight": 1.0})
     inputs = inputs_of(
-        [Example(sequence, 0.5, teaching=teaching)],
+        [Example(sequence, 0.5, teacher=teacher_logprobs)],
         torch.full((1, 2), -1.0),
         config=config,
         sequences=1,

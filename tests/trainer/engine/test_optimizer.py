@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.config import TrainerConfig, with_batch_settings, with_values
+from pipeline.config import TrainerConfig, with_batch_settings
 from pipeline.events import STATE_FILE
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure, batch
 from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of
 from trainer.engine.engine import Engine
@@ -19,9 +20,7 @@ from trainer.engine.state import TrainState
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_changed_optimizer_settings_apply_after_a_restart(
-    engine: Engine, configured: Configure, schedule: str
-) -> None:
+def test_changed_optimizer_settings_apply_after_a_restart(engine: Engine, configured: Configure, schedule: str) -> None:
     """Regression: the optimizer's state brought its old settings along."""
     old = {"optimizer.schedule": schedule, "max_steps": 10}
     new = {"optimizer.learning_rate": 1e-4, "optimizer.weight_decay": 0.1, "optimizer.betas": (0.8, 0.9)}
@@ -99,12 +98,9 @@ def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
     tiny_base: str, tmp_path: Path, schedule: str, dtype: str
 ) -> None:
     """The same learning rates and the same bits of every weight, the float32 masters of rounded adapters included."""
-    values = {
-        "lora.rank": 4,
-        "lora.dtype": dtype,
-        "optimizer.learning_rate": 1e-2,
-        "logprob_bound": 1.0,
-    } | SCHEDULES[schedule]
+    values = {"lora.rank": 4, "lora.dtype": dtype, "optimizer.learning_rate": 1e-2, "logprob_bound": 1.0} | SCHEDULES[
+        schedule
+    ]
     engine = Engine(tiny_base, with_values(TrainerConfig(), values))
     start = engine.initial_state()
     batches = [batch(engine, start, seed=20 * i) for i in range(5)]

@@ -25,15 +25,7 @@ from pipeline.log.broker import Broker
 from tests.compose_box import Network
 from tests.conftest import NatsServer
 from tests.trainer.engine.test_pass_memory import Shape
-from tests.trainer.kit import (
-    MODEL,
-    checkpoints,
-    make_model,
-    publish_group,
-    settings,
-    steps_reach,
-    with_many_loras,
-)
+from tests.trainer.kit import MODEL, checkpoints, make_model, publish_group, settings, steps_reach, with_many_loras
 from tests.trainer.parallel_child import FEW, FIRST, SETTINGS, engine_of, limited, step_without_room, steps
 from trainer import service
 from trainer.checkpoints.checkpoint import Checkpoints
@@ -58,9 +50,20 @@ def machines() -> Iterator[Network]:
 def torchruns(machines: Network, *module: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """torchrun on both machines, with a process on each; they are killed at the end if they still run."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-        "--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", f"{machines.addresses['one']}:29400",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "test",
+        "--rdzv-endpoint",
+        f"{machines.addresses['one']}:29400",
+    ]
     with ExitStack() as stack:
         processes = []
         for name, address in machines.addresses.items():
@@ -115,21 +118,21 @@ def bases(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     """A model for each number of processes, with as many heads. The larger one has layers with windows, and key heads
     that several of the processes need."""
     windows = {
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": True,
-        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
-    }  # fmt: skip
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     return {2: tiny_base, 4: make_model(tmp_path_factory.mktemp("windows"), **windows)}
 
 
 @pytest.fixture(scope="module")
-def alone(
-    bases: dict[int, str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, dict[str, dict[str, Any]]]:
+def alone(bases: dict[int, str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, dict[str, Any]]]:
     """What comes out of one process."""
     scratch = tmp_path_factory.mktemp("alone")
-    return {
-        n: steps(engine_of(base, scratch), FEW if n == 4 else tuple(SETTINGS)) for n, base in bases.items()
-    }
+    return {n: steps(engine_of(base, scratch), FEW if n == 4 else tuple(SETTINGS)) for n, base in bases.items()}
 
 
 @pytest.mark.parametrize(
@@ -160,18 +163,8 @@ def test_processes_of_two_machines_take_the_same_steps_as_one(
             one = alone[ranks][name]
             assert_same(several["gradients"], one["gradients"])
             assert_same(several["weights"], one["weights"])
-            for metric in (
-                "loss",
-                "grad_norm",
-                "tokens",
-                "sequences",
-                "ratio_max",
-                "kl_sampler",
-                "staleness_max",
-            ):
-                assert several["metrics"][metric] == pytest.approx(
-                    one["metrics"][metric], rel=1e-6, abs=1e-9
-                ), metric
+            for metric in ("loss", "grad_norm", "tokens", "sequences", "ratio_max", "kl_sampler", "staleness_max"):
+                assert several["metrics"][metric] == pytest.approx(one["metrics"][metric], rel=1e-6, abs=1e-9), metric
     assert found["share"] <= 1 / ranks + 0.02
     if "fails" in phases:
         assert found["fails"][FIRST]["first"]["token_budget"] == 75  # of 150
@@ -205,18 +198,9 @@ async def test_a_sharded_trainer_goes_on_with_its_optimizer_whichever_process_di
     rows are divided too."""
 
     def configure(name: str, url: str, **trainer: object) -> Config:
-        changed: dict[str, object] = {
-            "dtype": "float64",
-            "optimizer.learning_rate": 1e-4,
-            "max_staleness": 100,
-        }
+        changed: dict[str, object] = {"dtype": "float64", "optimizer.learning_rate": 1e-4, "max_staleness": 100}
         config = settings(
-            tiny_base,
-            tmp_path / name,
-            NatsConfig(url=url),
-            max_steps=STEPS,
-            groups_per_step=1,
-            **changed | trainer,
+            tiny_base, tmp_path / name, NatsConfig(url=url), max_steps=STEPS, groups_per_step=1, **changed | trainer
         )
         return with_many_loras(config)
 
@@ -235,7 +219,7 @@ async def test_a_sharded_trainer_goes_on_with_its_optimizer_whichever_process_di
         reading, writing = os.pipe()
         up = subprocess.Popen(
             [sys.executable, "-m", "trainer", "--config", str(file), "--ready-fd", str(writing)], pass_fds=[writing]
-        )  # fmt: skip
+        )
         os.close(writing)
         try:
             assert b"ready" in await anyio.to_thread.run_sync(os.read, reading, 1000)
@@ -256,9 +240,7 @@ async def test_a_sharded_trainer_goes_on_with_its_optimizer_whichever_process_di
         with torchruns(machines, "trainer", *arguments) as processes:
             published = await steps_reach(broker, STEPS)
             for process in ranks_of(processes).values():
-                process.send_signal(
-                    signal.SIGTERM
-                )  # as torchrun does; only rank 0 heeds it, and ends the others
+                process.send_signal(signal.SIGTERM)  # as torchrun does; only rank 0 heeds it, and ends the others
             assert [await anyio.to_thread.run_sync(p.wait, 60) for p in processes] == [0, 0]
     assert [e.step for e in published] == list(range(1, STEPS + 1))
     trained = [seq for e in published for seq in unpack_seqs(e.group_seqs).tolist()]

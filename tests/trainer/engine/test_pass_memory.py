@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config import with_values
+from tests.kits.settings import with_values
 from tests.trainer.kit import settings
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import micro_batches
-from trainer.batches.sequences import TokenSequence
 from trainer.engine import loading
 from trainer.engine.engine import Engine
 from trainer.engine.parallel import ProcessGroup
+from trainer.sequences import TokenSequence
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -55,20 +55,25 @@ class Shape:
     def save(self, folder: Path) -> None:
         torch.manual_seed(0)
         config = Qwen3Config(
-            vocab_size=self.V, hidden_size=self.D, intermediate_size=self.I, num_hidden_layers=self.L,
-            num_attention_heads=self.A // 64, num_key_value_heads=self.K // 64, head_dim=64,
-            max_position_embeddings=32_768, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=self.V,
+            hidden_size=self.D,
+            intermediate_size=self.I,
+            num_hidden_layers=self.L,
+            num_attention_heads=self.A // 64,
+            num_key_value_heads=self.K // 64,
+            head_dim=64,
+            max_position_embeddings=32_768,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
         Qwen3ForCausalLM(config).save_pretrained(folder)
 
     def engine(self, folder: Path, process_group: ProcessGroup | None = None, **trainer: object) -> Engine:
         if process_group is None:
             self.save(folder)
-        fixed: dict[str, object] = {
-            "lora.rank": RANK,
-            "memory.packing": "padded",
-            "memory.tokens_per_batch": self.T,
-        }
+        fixed: dict[str, object] = {"lora.rank": RANK, "memory.packing": "padded", "memory.tokens_per_batch": self.T}
         config = settings(str(folder), folder, **fixed | trainer).trainer
         return Engine(str(folder), config, process_group)
 
@@ -109,9 +114,7 @@ class Allocated(TorchDispatchMode):  # type: ignore[misc]  # torch has no types 
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if not isinstance(tensor, torch.Tensor):
@@ -129,11 +132,14 @@ class Allocated(TorchDispatchMode):  # type: ignore[misc]  # torch has no types 
 
 
 _SHAPES = {
-    "small": Shape(), "deep": Shape(L=4), "wide": Shape(D=512), "large MLP": Shape(I=1536),
+    "small": Shape(),
+    "deep": Shape(L=4),
+    "wide": Shape(D=512),
+    "large MLP": Shape(I=1536),
     "many heads": Shape(A=512, K=256),
     "logits at once": Shape(V=15_000, D=64, I=128, A=64, K=64, T=256, N=255),
     "logits in chunks": Shape(V=20_000, D=64, I=128, A=64, K=64, T=320, N=300),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ _SHAPES = {
         *((shape, "float32") for shape in _SHAPES),
         *((shape, "bfloat16") for shape in _SHAPES if not shape.startswith("logits")),
     ],
-)  # fmt: skip
+)
 def test_a_pass_takes_the_memory_of_the_formula(
     shape: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,9 +35,7 @@ def test_a_quantised_base_trains_as_the_weights_that_it_stands_for(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("kind", "package"), [("4bit", "bitsandbytes"), ("fp8", "torchao")])
-def test_a_package_that_is_missing_is_named(
-    tiny_base: str, kind: Literal["4bit", "fp8"], package: str
-) -> None:
+def test_a_package_that_is_missing_is_named(tiny_base: str, kind: Literal["4bit", "fp8"], package: str) -> None:
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed, as in the GPU lock")
     config = TrainerConfig(memory=MemoryConfig(quantization=kind))

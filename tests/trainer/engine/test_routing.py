@@ -14,31 +14,36 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pipeline.config import ConfigError, TrainerConfig, with_values
+from pipeline.config import ConfigError, TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer.engine.test_families import conversations
 from tests.trainer.families import make
 from tests.trainer.kit import exactly, exchange, stir
 from trainer.batches.packing import Cost, Layout, padded, prefix_shared, sharing_pays, used_ids
-from trainer.batches.sequences import TokenSequence, build
 from trainer.engine.engine import Engine
+from trainer.sequences import TokenSequence, build
 
 FAMILIES = (
-    "qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "granitemoe", "gpt_oss", "minimax_m2", "glm4_moe", "deepseek_v2",
-    "deepseek_v3", "dots1",
-)  # fmt: skip
+    "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "olmoe",
+    "granitemoe",
+    "gpt_oss",
+    "minimax_m2",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 Experts = npt.NDArray[np.int16]
 
 
 def engine_of(family: str, folder: Path, **settings: Any) -> Engine:
-    config = with_values(
-        TrainerConfig(), {"lora.rank": 4, "dtype": "float64", "router_replay": True, **settings}
-    )
+    config = with_values(TrainerConfig(), {"lora.rank": 4, "dtype": "float64", "router_replay": True, **settings})
     engine = exactly(Engine(make(family, folder), config))
     stir(engine)
     return engine
@@ -92,14 +97,12 @@ def with_experts(s: TokenSequence, experts: Experts) -> TokenSequence:
 def others(experts: Experts, count: int, seed: int) -> Experts:
     """Choices of other experts, at random."""
     rng = np.random.default_rng(seed)
-    return rng.permuted(np.tile(np.arange(count), (*experts.shape[:2], 1)), axis=-1)[
-        ..., : experts.shape[2]
-    ].astype(np.int16)
+    return rng.permuted(np.tile(np.arange(count), (*experts.shape[:2], 1)), axis=-1)[..., : experts.shape[2]].astype(
+        np.int16
+    )
 
 
-def logprobs_and_gradients(
-    engine: Engine, layout: Layout, shape: tuple[int, int]
-) -> tuple[torch.Tensor, Any]:
+def logprobs_and_gradients(engine: Engine, layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, Any]:
     engine.model.peft.zero_grad(set_to_none=True)
     out = engine.model.logprobs(layout, shape)[0]
     out.sum().backward()
@@ -225,10 +228,7 @@ def test_choices_of_another_model_are_named(tmp_path: Path) -> None:
     engine = engine_of("qwen3_moe", tmp_path)
     replay = engine.model.forward.replay
     assert replay.why_unfit(np.zeros((3, replay.layers, replay.k), np.int16)) == ""
-    for odd in (
-        np.zeros((3, 9, 2), np.int16),
-        np.full((3, replay.layers, replay.k), replay.experts, np.int16),
-    ):
+    for odd in (np.zeros((3, 9, 2), np.int16), np.full((3, replay.layers, replay.k), replay.experts, np.int16)):
         assert "does the inference server serve another model" in replay.why_unfit(odd)
     with pytest.raises(ConfigError, match=r"trainer\.router_replay: .* has no routers"):
         engine_of("qwen3", tmp_path / "dense")

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.config import LoraConfig, TrainerConfig, with_values
+from pipeline.config import LoraConfig, TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer import kit
-from trainer.batches.groups import examples
-from trainer.batches.sequences import build
+from trainer.batches.examples import examples
 from trainer.engine.engine import Engine
+from trainer.sequences import build
 
 REWARDS = ((1.0,), (1.0, 0.25, -0.5))
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.trainer.kit import backward, exactly, settings, stir, tree_of_conversations
-from trainer.batches.groups import Example
+from trainer.batches.examples import Example
 from trainer.batches.packing import FULL, AttentionSpan, Layout, prefix_shared, segments
-from trainer.batches.sequences import TokenSequence
 from trainer.engine import tree_attention
 from trainer.engine.engine import Engine
 from trainer.engine.tree_attention import planned
+from trainer.sequences import TokenSequence
 
 GQA = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 
@@ -41,10 +41,7 @@ def attended(layout: Layout, mask: torch.Tensor, weights: torch.Tensor) -> list[
     """The output and the gradients of queries, keys and values."""
     torch.manual_seed(0)
     shape = layout.ids_RL.shape
-    parts = [
-        torch.randn(shape[0], heads, shape[1], 8, dtype=torch.float64, requires_grad=True)
-        for heads in (4, 2, 2)
-    ]
+    parts = [torch.randn(shape[0], heads, shape[1], 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     output, none = tree_attention.tree_attention(GQA, *parts, mask, scaling=0.3)
     assert none is None
     (output * weights).sum().backward()
@@ -52,9 +49,7 @@ def attended(layout: Layout, mask: torch.Tensor, weights: torch.Tensor) -> list[
 
 
 @pytest.mark.parametrize("span", [FULL, AttentionSpan(window=5), AttentionSpan(chunk=7)], ids=str)
-def test_segments_give_what_the_dense_mask_gives(
-    span: AttentionSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_give_what_the_dense_mask_gives(span: AttentionSpan, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of((12, 4, 6), (1, 3, 3), (20, 1, 4), (9, 6, 1))
     dense = layout.dense_mask(span)
     assert dense is not None

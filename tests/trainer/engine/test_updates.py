@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig
+from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure, batch
-from tests.trainer.kit import backward, with_values
-from trainer.batches.groups import Example
+from tests.trainer.kit import backward
+from trainer.batches.examples import Example
 from trainer.engine.engine import Engine, updates_of
 from trainer.engine.passes import Passes
 
@@ -68,13 +69,7 @@ def test_the_clip_acts_from_the_second_update_on(engine: Engine, configured: Con
     assert once["clip_ratio/region_mean"] == 0
     assert often["clip_ratio/region_mean"] > 0.1
     # What a step says of the sampler is measured before its first update.
-    for name in (
-        "ratio_max",
-        "kl_sampler",
-        "on_policy_logprob_diff_max",
-        "tokens",
-        "sequences",
-    ):
+    for name in ("ratio_max", "kl_sampler", "on_policy_logprob_diff_max", "tokens", "sequences"):
         assert often[name] == pytest.approx(once[name], abs=1e-6), name
     assert often["tokens_forward"] == 4 * once["tokens_forward"]
 
@@ -102,15 +97,11 @@ def test_a_sequence_that_does_not_fit_is_left_out_of_every_update(
     assert all(bool(torch.isfinite(w).all()) for w in result.state.weights.values())
 
 
-def test_gradients_use_the_rounded_adapter_and_small_updates_accumulate(
-    tiny_base: str, tmp_path: Path
-) -> None:
+def test_gradients_use_the_rounded_adapter_and_small_updates_accumulate(tiny_base: str, tmp_path: Path) -> None:
     """With `lora.dtype` = bfloat16 the trainer's logprobs are those of the published weights, and float32 weights
     take updates that are smaller than a step of bfloat16."""
     config = TrainerConfig(
-        lora=LoraConfig(rank=4, dtype="bfloat16"),
-        optimizer=OptimizerConfig(learning_rate=2e-5),
-        dtype="float32",
+        lora=LoraConfig(rank=4, dtype="bfloat16"), optimizer=OptimizerConfig(learning_rate=2e-5), dtype="float32"
     )
     engine = Engine(tiny_base, config)
     start = state = engine.initial_state()
@@ -130,15 +121,13 @@ def test_gradients_use_the_rounded_adapter_and_small_updates_accumulate(
     assert all(float(k.float().mean()) > 0.5 for k in kept)
 
 
-def test_unrounded_weights_give_other_logprobs_than_the_published_adapter(
-    tiny_base: str, tmp_path: Path
-) -> None:
+def test_unrounded_weights_give_other_logprobs_than_the_published_adapter(tiny_base: str, tmp_path: Path) -> None:
     """What rounding is worth: the same sequences under the float32 weights differ measurably from those under the
     rounded."""
     engine = Engine(
         tiny_base,
         TrainerConfig(lora=LoraConfig(rank=4, dtype="bfloat16"), optimizer=OptimizerConfig(learning_rate=1e-2)),
-    )  # fmt: skip
+    )
     state = engine.initial_state()
     for i in range(3):
         state = engine.step(state, batch(engine, state, seed=10 * i), [0] * 6).state
@@ -148,8 +137,7 @@ def test_unrounded_weights_give_other_logprobs_than_the_published_adapter(
     def apart() -> float:
         scores = engine.passes.scores(examples, [0] * 6)
         return max(
-            float(np.abs(scores[i] - e.sequence.logprobs[e.sequence.loss_mask]).max())
-            for i, e in enumerate(examples)
+            float(np.abs(scores[i] - e.sequence.logprobs[e.sequence.loss_mask]).max()) for i, e in enumerate(examples)
         )
 
     engine.model.load_adapter(state.weights)

@@ -14,27 +14,27 @@ from pipeline.config import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from pipeline.events import ExchangeRecorded
 from tests.conftest import VllmServer
 from tests.trainer import kit
-from trainer.batches.sequences import build
 from trainer.checkpoints import checkpoint
 from trainer.engine.engine import Engine
 from trainer.engine.state import SamplerMismatchError
 from trainer.learner import Learner
+from trainer.sequences import build
 
 pytestmark = pytest.mark.vllm
 
 
 def post(server: VllmServer, path: str, body: dict[str, Any]) -> bytes:
-    request = urllib.request.Request(
-        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return bytes(answer.read())
 
 
 SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 1.0}, {"temperature": 0.7, "top_k": 12}, {"temperature": 1.1, "top_p": 0.9},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 12},
+    {"temperature": 1.1, "top_p": 0.9},
     {"temperature": 1.0, "top_k": 30, "top_p": 0.95, "min_p": 0.01},
-]  # fmt: skip
+]
 """How the members of a group are sampled."""
 
 
@@ -45,26 +45,34 @@ def play(server: VllmServer, version: str, step: int, name: str, **sampling: flo
     for turn in range(2):
         messages.append({"role": "user", "content": f"a{turn + 1}=x b2=o move {turn}?"})
         body = {
-            "model": version, "messages": messages, "max_tokens": 8, "logprobs": True,
-            "return_token_ids": True, "top_logprobs": 0, **sampling,
-        }  # fmt: skip
+            "model": version,
+            "messages": messages,
+            "max_tokens": 8,
+            "logprobs": True,
+            "return_token_ids": True,
+            "top_logprobs": 0,
+            **sampling,
+        }
         answer = json.loads(post(server, "/v1/chat/completions", body))
         choice = answer["choices"][0]
         messages.append({"role": "assistant", "content": choice["message"]["content"] or ""})
         out.append(
             kit.exchange(
-                name, turn, answer["prompt_token_ids"], choice["token_ids"],
-                logprobs=[t["logprob"] for t in choice["logprobs"]["content"]], step=step,
-                request=json.dumps(body).encode(), finish_reason=choice["finish_reason"],
+                name,
+                turn,
+                answer["prompt_token_ids"],
+                choice["token_ids"],
+                logprobs=[t["logprob"] for t in choice["logprobs"]["content"]],
+                step=step,
+                request=json.dumps(body).encode(),
+                finish_reason=choice["finish_reason"],
             )
-        )  # fmt: skip
+        )
     return out
 
 
 def test_logprobs_agree_with_vllm_before_and_after_a_step(vllm_server: VllmServer, tmp_path: Path) -> None:
-    settings = TrainerConfig(
-        groups_per_step=1, check_share=1.0, optimizer=OptimizerConfig(learning_rate=1e-2)
-    )
+    settings = TrainerConfig(groups_per_step=1, check_share=1.0, optimizer=OptimizerConfig(learning_rate=1e-2))
     model = ModelConfig(name=kit.MODEL, base=str(vllm_server.base))
     config = Config(project="p", run_dir=str(tmp_path), models=(model,), trainer=settings)
     learner = Learner(config, model, Engine(model.base, settings))

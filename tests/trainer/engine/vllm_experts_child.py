@@ -23,23 +23,34 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.models import gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 MODELS: dict[str, Any] = {
-    "gpt_oss": gpt_oss.GptOssForCausalLM, "mixtral": mixtral.MixtralForCausalLM, "olmoe": olmoe.OlmoeForCausalLM,
-    "qwen2_moe": qwen2_moe.Qwen2MoeForCausalLM, "qwen3_moe": qwen3_moe.Qwen3MoeForCausalLM,
-}  # fmt: skip
+    "gpt_oss": gpt_oss.GptOssForCausalLM,
+    "mixtral": mixtral.MixtralForCausalLM,
+    "olmoe": olmoe.OlmoeForCausalLM,
+    "qwen2_moe": qwen2_moe.Qwen2MoeForCausalLM,
+    "qwen3_moe": qwen3_moe.Qwen3MoeForCausalLM,
+}
 CONFIG = SimpleNamespace(
-    lora_dtype=torch.float32, max_lora_rank=8, max_loras=1, max_cpu_loras=1, fully_sharded_loras=False,
-    enable_moe_shared_loras=False, target_modules=None,
-)  # fmt: skip
+    lora_dtype=torch.float32,
+    max_lora_rank=8,
+    max_loras=1,
+    max_cpu_loras=1,
+    fully_sharded_loras=False,
+    enable_moe_shared_loras=False,
+    target_modules=None,
+)
 
 
 class Layer(FusedMoEWithLoRA):  # type: ignore[misc]
     def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
         torch.nn.Module.__init__(self)
         self.moe_config = SimpleNamespace(
-            hidden_dim=hidden, num_local_experts=experts, num_experts=experts, is_act_and_mul=True,
+            hidden_dim=hidden,
+            num_local_experts=experts,
+            num_experts=experts,
+            is_act_and_mul=True,
             intermediate_size_per_partition=intermediate,
             moe_parallel_config=SimpleNamespace(ep_rank=0, use_ep=False),
-        )  # fmt: skip
+        )
         self.tp_size, self.tp_rank, self.device, self._w13_slices = 1, 0, torch.device("cpu"), 2
         self.create_lora_weights(1, CONFIG)
 

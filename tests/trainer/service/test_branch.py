@@ -23,22 +23,16 @@ BRANCH = "other"
 
 
 def on_branch(config: Config, **trainer: object) -> Config:
-    return msgspec.structs.replace(
-        config, trainer=msgspec.structs.replace(config.trainer, branch=BRANCH, **trainer)
-    )
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, branch=BRANCH, **trainer))
 
 
 async def replayed(broker: Broker, name: str, tiny_base: str, sampled: list[int], step: int) -> None:
     """A replayed group. What version 0 sampled has the logprobs of the base model, the rest made-up ones: those of
     versions that the branch does not have."""
     logprobs = kit.logprobs_of(tiny_base, [5, 6], sampled) if step == 0 else [-2.0] * len(sampled)
-    scored = kit.group(
-        name, [0.0, 1.0], step=step, exchanges=1, branch=BRANCH, offline=True, origin=f"main/{step + 1}"
-    )
+    scored = kit.group(name, [0.0, 1.0], step=step, exchanges=1, branch=BRANCH, offline=True, origin=f"main/{step + 1}")
     for member in scored.members:
-        await broker.publish(
-            kit.exchange(member.trajectory, 0, [5, 6], sampled, logprobs=logprobs, step=step)
-        )
+        await broker.publish(kit.exchange(member.trajectory, 0, [5, 6], sampled, logprobs=logprobs, step=step))
     await broker.publish(scored)
 
 
@@ -86,8 +80,10 @@ async def test_main_goes_on_from_the_version_that_it_adopts(
     assert versions == [f"{kit.MODEL}@2"]
     main = await of_branch(broker, "main")
     assert [(e.step, e.parent, e.source) for e in main] == [
-        (1, f"{kit.MODEL}@0", ""), (2, f"{kit.MODEL}@1", source), (3, f"{kit.MODEL}@2", ""),
-    ]  # fmt: skip
+        (1, f"{kit.MODEL}@0", ""),
+        (2, f"{kit.MODEL}@1", source),
+        (3, f"{kit.MODEL}@2", ""),
+    ]
     assert main[1].adapter_sha256 == last.adapter_sha256
     mine, theirs = (Checkpoints.of(c, kit.MODEL).read(s)[1] for c, s in ((config, 2), (on_branch(config), 3)))
     assert mine["state.pt"] == theirs["state.pt"]  # the optimizer goes on, too

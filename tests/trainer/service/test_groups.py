@@ -14,19 +14,10 @@ from pipeline.config import ModelConfig, NatsConfig
 from pipeline.events import DeadLettered, GroupDiscarded, TrainingBatch
 from pipeline.log.broker import Broker
 from tests.trainer import kit
-from tests.trainer.kit import (
-    all_acked,
-    checkpoints,
-    dead_letters,
-    discards,
-    running,
-    steps_reach,
-    unacked,
-    until,
-)
+from tests.trainer.kit import all_acked, checkpoints, dead_letters, discards, running, steps_reach, unacked, until
 from trainer import service
-from trainer.batches.sequences import build
 from trainer.checkpoints import checkpoint
+from trainer.sequences import build
 
 pytestmark = pytest.mark.anyio
 
@@ -81,9 +72,14 @@ async def test_validation_groups_are_scored_and_never_trained(
 
     monkeypatch.setattr(checkpoint.Checkpoints, "set_best", noting)
     config = kit.settings(
-        tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=1, max_staleness=9,
+        tiny_base,
+        tmp_path,
+        nats_config,
+        groups_per_step=1,
+        keep_checkpoints=1,
+        max_staleness=9,
         best_min_trajectories=2,
-    )  # fmt: skip
+    )
     async with Broker.connect(nats_config) as broker, running(config):
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
         await steps_reach(broker, 1)
@@ -96,18 +92,14 @@ async def test_validation_groups_are_scored_and_never_trained(
         events = await steps_reach(broker, 2)
         assert [e.groups for e in events] == [("g0",), ("g1",)]
         assert {(d.group, d.reason, d.split) for d in await discards(broker)} == {
-            ("val0", "validation", "val"), ("val1", "validation", "val"), ("flat", "no_variance", "train"),
-        }  # fmt: skip
+            ("val0", "validation", "val"),
+            ("val1", "validation", "val"),
+            ("flat", "no_variance", "train"),
+        }
         assert [e.metrics["run/turns"] for e in events] == [0.5, 0.5]
         # A group that was won as a whole teaches nothing, and is part of how well the policy does.
-        assert [(e.metrics["reward_mean"], e.metrics["reward_mean_all"]) for e in events] == [
-            (0.5, 0.5),
-            (0.5, 0.75),
-        ]
-        assert (events[1].metrics["val_step"], events[1].metrics["val_reward_mean"]) == (
-            1,
-            pytest.approx(0.8),
-        )
+        assert [(e.metrics["reward_mean"], e.metrics["reward_mean_all"]) for e in events] == [(0.5, 0.5), (0.5, 0.75)]
+        assert (events[1].metrics["val_step"], events[1].metrics["val_reward_mean"]) == (1, pytest.approx(0.8))
         best = checkpoint.Checkpoints.of(config, kit.MODEL).best()
         assert best is not None
         assert (best.step, best.reward, best.trajectories) == (1, pytest.approx(0.8), 2)
@@ -143,18 +135,18 @@ async def test_two_models_share_a_process_and_take_turns(
         (partial(kit.publish_calls, name="bad", sampled=[7, kit.VOCAB]), "vocabulary"),
         (
             partial(
-                kit.publish_group, name="bad", rewards=[0.0, 1.0],
+                kit.publish_group,
+                name="bad",
+                rewards=[0.0, 1.0],
                 batch=TrainingBatch(id="b", groups=("bad",), settings=b'{"optimizer.learning_rate": 1e9}'),
             ),
             "trainer.optimizer.learning_rate",
         ),
     ],
     ids=["rewards beyond float32", "tokens of another model", "a learning rate out of bounds"],
-)  # fmt: skip
+)
 async def test_only_the_group_that_can_not_be_trained_goes_to_the_dead_letters(
-    training: kit.Training,
-    publish_bad: Callable[[Broker], Awaitable[object]],
-    said: str,
+    training: kit.Training, publish_bad: Callable[[Broker], Awaitable[object]], said: str
 ) -> None:
     async with training(groups_per_step=1, **{"loss.advantage_scaling": "none"}) as broker:
         await publish_bad(broker)
@@ -175,9 +167,7 @@ async def test_a_group_sampled_under_a_penalty_is_discarded_and_says_so(training
         assert event.detail == "no member has a token to train: 6 tokens were sampled under frequency_penalty"
 
 
-async def test_a_model_may_have_settings_of_its_own(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_model_may_have_settings_of_its_own(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
     own = {"groups_per_step": 1, "loss": {"type": "grpo"}, "max_steps": 1}
     config = msgspec.structs.replace(config, models=(ModelConfig(name="tiny", base=tiny_base, trainer=own),))
@@ -212,9 +202,7 @@ async def test_groups_with_foreign_logprobs_take_no_healthy_ones_along(
     names = ["foreign0", "good0", "good1", "foreign1", "good2", "foreign2", "good3", "good4"]
     async with training(groups_per_step=8, logprob_bound=1e-3) as broker:
         for seed, name in enumerate(names):
-            logprobs = (
-                None if name.startswith("foreign") else kit.logprobs_of(tiny_base, [5, 6], [7, 8 + seed])
-            )
+            logprobs = None if name.startswith("foreign") else kit.logprobs_of(tiny_base, [5, 6], [7, 8 + seed])
             await kit.publish_calls(broker, name, [7, 8 + seed], logprobs=logprobs)
 
         async def buried() -> list[DeadLettered]:
@@ -224,22 +212,16 @@ async def test_groups_with_foreign_logprobs_take_no_healthy_ones_along(
         letters = await until(buried)
         assert {d.reason for d in letters} == {"sampler_mismatch"}
         assert "step 1 is not taken: the sampler's logprobs and the trainer's differ" in letters[0].detail
-        assert {r.getMessage() for r in caplog.records if r.levelname == "ERROR"} == {
-            "group moved to the dead letters"
-        }
+        assert {r.getMessage() for r in caplog.records if r.levelname == "ERROR"} == {"group moved to the dead letters"}
         assert [d.original_subject.split(".")[4] for d in letters] == ["foreign0", "foreign1", "foreign2"]
         for i in range(3):  # the five healthy ones still wait
             sampled = [7, 20 + i]
-            await kit.publish_calls(
-                broker, f"more{i}", sampled, logprobs=kit.logprobs_of(tiny_base, [5, 6], sampled)
-            )
+            await kit.publish_calls(broker, f"more{i}", sampled, logprobs=kit.logprobs_of(tiny_base, [5, 6], sampled))
         (event,) = await steps_reach(broker, 1)
         assert event.groups == ("good0", "good1", "good2", "good3", "good4", "more0", "more1", "more2")
 
 
-async def test_rewards_of_groups_discarded_during_a_step_count_in_the_next_one(
-    tiny_base: str, tmp_path: Path
-) -> None:
+async def test_rewards_of_groups_discarded_during_a_step_count_in_the_next_one(tiny_base: str, tmp_path: Path) -> None:
     config = kit.settings(tiny_base, tmp_path)
     learner = service.make_learners(config)["tiny"]
     batch = [kit.training_group(kit.group("g", [0.0, 1.0]), build("g-1", kit.turns("g-1", 1)))]

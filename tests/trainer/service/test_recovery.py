@@ -19,14 +19,7 @@ from pipeline.log.broker import Broker, Consumption, Delivery
 from tests.conftest import NatsServer
 from tests.kits.log import take
 from tests.trainer import kit
-from tests.trainer.kit import (
-    all_acked,
-    checkpoints,
-    discards,
-    running,
-    steps_reach,
-    until,
-)
+from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach, until
 from trainer import recovery, service
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.commits import Commits, TrainerError
@@ -47,10 +40,15 @@ async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
             scored = await kit.publish_group(broker, name, [0.0, 1.0], seed=1)
             await broker.publish(
                 GroupDiscarded(
-                    project="p", group=name, model=kit.MODEL, trajectories=(f"{name}-0",), reason=reason, by="trainer",
+                    project="p",
+                    group=name,
+                    model=kit.MODEL,
+                    trajectories=(f"{name}-0",),
+                    reason=reason,
+                    by="trainer",
                     judge=scored.judge,
                 )
-            )  # fmt: skip
+            )
         async with broker.consume(spec) as consumption:
             await take(consumption, 2)
         async with running(config):
@@ -134,9 +132,7 @@ async def test_a_damaged_adapter_of_an_earlier_step_stops_no_start(
             assert event.groups == ("late",)
         await broker.put_object(streams.ADAPTERS_BUCKET, event.adapter, b"damaged")
         shutil.rmtree(tmp_path / "run")
-        with pytest.raises(
-            checkpoint.CheckpointError, match=r"the adapter of tiny@4 .* restore the object store"
-        ):
+        with pytest.raises(checkpoint.CheckpointError, match=r"the adapter of tiny@4 .* restore the object store"):
             await service.serve(config, lambda **_: None)
 
 
@@ -159,9 +155,7 @@ async def test_another_logs_checkpoints_are_refused_also_if_none_is_newer(
                 await other.publish(of_log if of_log is event else kit.checkpoint_event(of_log))
             commits = Commits(other, config)
             if refused:
-                with pytest.raises(
-                    TrainerError, match=r"none of the steps on disk.*checkpoints of another log"
-                ):
+                with pytest.raises(TrainerError, match=r"none of the steps on disk.*checkpoints of another log"):
                     await catch_up(commits, learner)
                 assert learner.checkpoints.log_id() == identity
             else:
@@ -252,16 +246,15 @@ async def test_checkpoints_of_another_base_model_scale_rank_or_targets_are_refus
     shutil.copytree(tiny_base, tmp_path / "moved")
     other = kit.make_model(tmp_path / "other", seed=1)
     refused: list[tuple[str, str, dict[str, object]]] = [
-        ("models.base", other, {}), ("trainer.lora.alpha", tiny_base, {"lora.alpha": 4.0}),
+        ("models.base", other, {}),
+        ("trainer.lora.alpha", tiny_base, {"lora.alpha": 4.0}),
         ("trainer.lora.rank", tiny_base, {"lora.rank": 2}),
         ("trainer.lora.targets", tiny_base, {"lora.targets": ("q_proj",)}),
-    ]  # fmt: skip
+    ]
     for _ in ("disk", "object store"):
         for setting, base, changed in refused:
             with pytest.raises(ConfigError, match=setting):
-                await service.serve(
-                    kit.settings(base, tmp_path / "run", nats_config, **changed), lambda **_: None
-                )
+                await service.serve(kit.settings(base, tmp_path / "run", nats_config, **changed), lambda **_: None)
         async with running(kit.settings(str(tmp_path / "moved"), tmp_path / "run", nats_config)) as facts:
             assert facts == {"step": 1}
         shutil.rmtree(tmp_path / "run")

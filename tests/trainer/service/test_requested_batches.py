@@ -19,14 +19,7 @@ from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.kits.log import take
 from tests.trainer import kit
-from tests.trainer.kit import (
-    all_acked,
-    checkpoints,
-    discards,
-    running,
-    steps_reach,
-    until,
-)
+from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach, until
 
 pytestmark = pytest.mark.anyio
 
@@ -88,10 +81,7 @@ _TASK: dict[str, object] = {"loss.baseline": "task", "loss.advantage_scaling": "
             id="types of loss",
         ),
         pytest.param(
-            {
-                "alice": {**_TASK, "loss.turn_discount": 0.5},
-                "bob": {**_TASK, "loss.turn_discount": 0.25},
-            },
+            {"alice": {**_TASK, "loss.turn_discount": 0.5}, "bob": {**_TASK, "loss.turn_discount": 0.25}},
             id="discounts of earlier runs",
         ),
     ],
@@ -108,9 +98,7 @@ async def test_two_callers_with_different_losses_each_get_their_own(
             for i, (owner, loss) in enumerate(losses.items()):
                 batch, settings = None, config
                 if way == "asked":
-                    batch = TrainingBatch(
-                        id="b", groups=(owner,), settings=json.dumps(loss).encode(), owner=owner
-                    )
+                    batch = TrainingBatch(id="b", groups=(owner,), settings=json.dumps(loss).encode(), owner=owner)
                 else:
                     trainer = with_batch_settings(config.trainer, loss)
                     settings = msgspec.structs.replace(config, trainer=trainer)
@@ -126,9 +114,7 @@ async def test_two_callers_with_different_losses_each_get_their_own(
         assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-10
 
 
-async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(
-    training: kit.Training,
-) -> None:
+async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(training: kit.Training) -> None:
     async with training(groups_per_step=1, max_staleness=0) as broker:
         await kit.publish_group(broker, "equal", [0.5, 0.5], seed=1, batch=batch_request("equal"))
         await kit.publish_group(
@@ -156,10 +142,15 @@ async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
             (held,) = await take(consumption, 1)
             await broker.publish(
                 DeadLettered(
-                    project="", stream="GROUPS", stream_seq=held.seq, stream_at=held.place.at,
-                    original_subject=held.event.subject(), consumer="trainer", reason="sampler_mismatch",
+                    project="",
+                    stream="GROUPS",
+                    stream_seq=held.seq,
+                    stream_at=held.place.at,
+                    original_subject=held.event.subject(),
+                    consumer="trainer",
+                    reason="sampler_mismatch",
                 )
-            )  # fmt: skip
+            )
         async with running(config):
             await kit.publish_group(broker, "good", [0.0, 1.0], seed=2, batch=request)
             (event,) = await steps_reach(broker, 1)
@@ -167,9 +158,7 @@ async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
     assert event.groups == ("good",)
 
 
-async def test_a_batch_that_names_what_no_group_can_be_called_does_not_end_the_trainer(
-    training: kit.Training,
-) -> None:
+async def test_a_batch_that_names_what_no_group_can_be_called_does_not_end_the_trainer(training: kit.Training) -> None:
     async with training(groups_per_step=1) as broker:
         await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", "", "x" * 600))
         (event,) = await steps_reach(broker, 1)
@@ -182,10 +171,15 @@ async def test_a_discarded_validation_group_does_not_settle_the_training_group_o
     async with training(groups_per_step=1) as broker:
         await broker.publish(
             GroupDiscarded(
-                project="p", group="b1", model=kit.MODEL, trajectories=(), reason="validation", by="trainer",
+                project="p",
+                group="b1",
+                model=kit.MODEL,
+                trajectories=(),
+                reason="validation",
+                by="trainer",
                 split="val",
             )
-        )  # fmt: skip
+        )
         await kit.publish_group(broker, "b0", [0.0, 1.0], seed=1, batch=batch_request("b0", "b1"))
         await kit.publish_group(broker, "plain", [0.0, 1.0], seed=2)
         await steps_reach(broker, 1)

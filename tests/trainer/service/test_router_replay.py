@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import NatsConfig, TrainerConfig, with_values
+from pipeline.config import NatsConfig, TrainerConfig
 from pipeline.log.broker import Broker
-from pipeline.log.messages import Place
+from tests.kits.settings import with_values
 from tests.trainer import kit
 from tests.trainer.families import make
 from tests.trainer.kit import dead_letters, running, steps_reach, until
-from trainer.batches.groups import TrainingGroup
 from trainer.batches.metrics import replay_metrics
 from trainer.batches.packing import padded
-from trainer.batches.sequences import build
 from trainer.engine.engine import Engine
+from trainer.sequences import build
 
 pytestmark = pytest.mark.anyio
 
@@ -74,12 +73,9 @@ def test_tokens_without_choices_are_counted_and_told(caplog: pytest.LogCaptureFi
 
     def told(*recorded: bytes) -> tuple[float, list[dict[str, int]]]:
         caplog.clear()
-        group = TrainingGroup(kit.group("g", [0.0, 1.0]), Place(1, 0))
-        calls = [
-            kit.exchange(f"t{n}", 0, PROMPT, REPLY, experts=experts) for n, experts in enumerate(recorded)
-        ]
-        group.sequences = [s for call in calls for s in build(call.trajectory, [call], replay=True)]
-        metrics = replay_metrics([group])
+        calls = [kit.exchange(f"t{n}", 0, PROMPT, REPLY, experts=experts) for n, experts in enumerate(recorded)]
+        sequences = [s for call in calls for s in build(call.trajectory, [call], replay=True)]
+        metrics = replay_metrics([kit.training_group(kit.group("g", [0.0, 1.0]), sequences)])
         warnings = [vars(r)["fields"] for r in caplog.records if "streamed" in r.getMessage()]
         return metrics["tokens_replayed"], warnings
 

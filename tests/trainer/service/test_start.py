@@ -18,9 +18,9 @@ from journeywork.forking import settings_of as fork_settings
 from pipeline import streams
 from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import STATE_FILE, CheckpointPublished
-from pipeline.lake_files import checkpoint_folder
 from pipeline.log import objects
 from pipeline.log.broker import Broker
+from pipeline.versions.lake_files import checkpoint_folder
 from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.versions import Versions
 from tests.conftest import NatsServer
@@ -96,11 +96,7 @@ async def test_another_machine_resumes_with_the_optimizer(
 
 @pytest.mark.timeout(300)
 async def test_forks_of_step_40_from_the_lake_alone_go_on_as_the_original(
-    start_nats: StartNats,
-    tiny_base: str,
-    tmp_path: Path,
-    object_store: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    start_nats: StartNats, tiny_base: str, tmp_path: Path, object_store: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a folder, and from object storage; without the optimizer the next step is another one."""
     nats = NatsConfig(url=start_nats().url)
@@ -137,9 +133,7 @@ async def test_a_fork_that_died_before_its_first_version_was_on_the_log_publishe
 ) -> None:
     nats = NatsConfig(url=start_nats().url)
     await train(kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1), 2)
-    await copy_to_lake(
-        kit.settings(tiny_base, tmp_path / "original", nats), lake_in(tmp_path / "lake"), step=2
-    )
+    await copy_to_lake(kit.settings(tiny_base, tmp_path / "original", nats), lake_in(tmp_path / "lake"), step=2)
     nats = NatsConfig(url=start_nats().url)
     fork = with_start(kit.settings(tiny_base, tmp_path / "fork", nats), f"{tmp_path}/lake#{kit.MODEL}@2")
 
@@ -158,18 +152,14 @@ async def test_a_fork_that_died_before_its_first_version_was_on_the_log_publishe
         assert [e.step for e in await checkpoints(broker)] == [2]
 
 
-async def test_training_begins_with_a_peft_adapter(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_training_begins_with_a_peft_adapter(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
     """PEFT's own folder: its targets are in any order, and it has no training state."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     config = kit.settings(tiny_base, tmp_path / "run", nats_config, groups_per_step=1)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"]
-    lora = LoraConfig(
-        r=4, lora_alpha=int(config.trainer.lora.alpha), target_modules=targets, task_type="CAUSAL_LM"
-    )
+    lora = LoraConfig(r=4, lora_alpha=int(config.trainer.lora.alpha), target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_base), lora)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -193,9 +183,12 @@ async def test_an_adapter_of_mixtrals_experts_begins_under_pefts_names_and_no_ot
     learner = service.make_learners(config)[kit.MODEL]
     learner.open_folder()
     lora = LoraConfig(
-        r=4, lora_alpha=int(config.trainer.lora.alpha), target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=list(PARAMETERS), task_type="CAUSAL_LM",
-    )  # fmt: skip
+        r=4,
+        lora_alpha=int(config.trainer.lora.alpha),
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=list(PARAMETERS),
+        task_type="CAUSAL_LM",
+    )
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(tmp_path / "peft")
     adapter = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert any(".mlp.experts." in name for name in adapter)
@@ -240,10 +233,7 @@ async def test_an_adapter_that_the_trainer_does_not_train_is_refused(
         ("{lake}#tiny@7", "holds no checkpoints/p/main/tiny/step-00000007"),
         ("{lake}#other/main/tiny@1", "holds no checkpoints/other/main/tiny"),
         ("{lake}#org%2Fm@3", "holds no checkpoints/p/main/org%2Fm/step-00000003"),
-        (
-            "{lake}#org/m@3",
-            "holds no checkpoints/p/org/m/step-00000003: .* a slash within a name is written as %2F",
-        ),
+        ("{lake}#org/m@3", "holds no checkpoints/p/org/m/step-00000003: .* a slash within a name is written as %2F"),
         ("{dora}", "use_dora"),
     ],
 )
@@ -266,9 +256,7 @@ async def test_a_damaged_version_and_another_base_are_refused(
     start = f"{tmp_path}/lake#{kit.MODEL}@1"
     other = kit.make_model(tmp_path / "other", seed=9)
     empty = NatsConfig(url=start_nats().url)
-    with pytest.RaisesGroup(
-        pytest.RaisesExc(ConfigError, match="another base model"), flatten_subgroups=True
-    ):
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="another base model"), flatten_subgroups=True):
         async with running(with_start(kit.settings(other, tmp_path / "fork", empty), start)):
             pass
     folder = tmp_path / "lake" / checkpoint_folder("p", "main", kit.MODEL, 1)

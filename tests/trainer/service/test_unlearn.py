@@ -51,9 +51,7 @@ async def publish_step(broker: Broker, step: int) -> list[GroupScored]:
     rewards = {f"g{POISONED}": [1.0, 0.0], f"p{POISONED}": [1.0, 0.0]}
     return [
         await publish(
-            broker,
-            kit.group(n, rewards.get(n, [0.0, 1.0]), step=step - 1, exchanges=1, batch=batch),
-            step - 1,
+            broker, kit.group(n, rewards.get(n, [0.0, 1.0]), step=step - 1, exchanges=1, batch=batch), step - 1
         )
         for n in names
     ]
@@ -102,14 +100,13 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
     learned = next(event for event in main if event.step == POISONED)
     for step, group in [(n, group) for n in range(POISONED, STEPS + 1) for group in groups[n]]:
         if group.group not in learned.groups:
-            await broker.publish(
-                msgspec.structs.replace(group, branch="without", offline=True, origin=f"main/{step}")
-            )
+            await broker.publish(msgspec.structs.replace(group, branch="without", offline=True, origin=f"main/{step}"))
     start = f"{tmp_path}#main/{kit.MODEL}@{POISONED - 1}"
     without = msgspec.structs.replace(
-        config, models=(msgspec.structs.replace(config.models[0], start=start),),
+        config,
+        models=(msgspec.structs.replace(config.models[0], start=start),),
         trainer=msgspec.structs.replace(config.trainer, branch="without"),
-    )  # fmt: skip
+    )
     with anyio.fail_after(100):
         await train(without, lambda **_: None, until_empty=True)
     last = (await versions(broker, "without"))[-1].step

@@ -73,9 +73,7 @@ async def test_one_key_does_not_fill_the_trainer_with_batches_that_stay_incomple
         await kit.publish_group(broker, "plain", [0.0, 1.0], seed=1)
         (event,) = await steps_reach(broker, 1)
         assert event.groups == ("plain",)
-        assert [(d.group, d.reason) for d in await discards(broker)] == [
-            (f"a{i}", "incomplete") for i in range(5)
-        ]
+        assert [(d.group, d.reason) for d in await discards(broker)] == [(f"a{i}", "incomplete") for i in range(5)]
 
 
 @pytest.mark.usefixtures("quick_redelivery")

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from pipeline.backoff import Backoff
+from pipeline.concurrency.backoff import Backoff
 from pipeline.config import Config, CurvesConfig, NatsConfig
 from pipeline.log.broker import Broker
 from store.showing.curves.rows import Row
@@ -108,13 +108,8 @@ async def test_the_store_sends_what_it_writes(
 ) -> None:
     fake = Fake()
     monkeypatch.setitem(TRACKERS, "wandb", lambda runs: fake.open())
-    config = Config(
-        project="p", run_dir=str(tmp_path), nats=nats_config, curves=CurvesConfig(trackers=("wandb",))
-    )
-    for steps in (
-        [1, 2],
-        [1, 2, 1, 2, 3],
-    ):  # the second start sends all again; a real tracker leaves out what it holds
+    config = Config(project="p", run_dir=str(tmp_path), nats=nats_config, curves=CurvesConfig(trackers=("wandb",)))
+    for steps in ([1, 2], [1, 2, 1, 2, 3]):  # the second start sends all again; a real tracker leaves out what it holds
         async with Broker.connect(nats_config) as broker, anyio.create_task_group() as tg:
             await broker.publish(checkpoint(steps[-1] - 1))
             await broker.publish(checkpoint(steps[-1]))

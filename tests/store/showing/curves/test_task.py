@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.config import Config, NatsConfig
 from pipeline.log.broker import Broker
-from pipeline.log.messages import Recorded
-from pipeline.metric_names import ALIASES, named
+from pipeline.log.messages import LogEntry
+from pipeline.statistics.metric_names import ALIASES, named
 from store.showing.curves.metrics_file import NAME, MetricsFile
 from store.showing.curves.rows import Row, make_row
 from store.showing.curves.task import Curves
@@ -45,9 +45,12 @@ async def test_each_step_is_one_point_through_restarts(nats_config: NatsConfig, 
         await run_until(config, lambda wanted=last: len(lines(tmp_path)) >= wanted)
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 4, 5]
     assert lines(tmp_path)[0]["metrics"] == {
-        "trainer/loss": 0.5, "loss/train": 0.5, "trainer/reward_mean_all": 0.1, "train/reward": 0.1,
+        "trainer/loss": 0.5,
+        "loss/train": 0.5,
+        "trainer/reward_mean_all": 0.1,
+        "train/reward": 0.1,
         "trainer/kl_sampler": 0.001,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("cut", [1, 40, 200])
@@ -80,28 +83,19 @@ async def test_evaluations_of_versions_are_points_at_their_step(
         await broker.publish(event)
     await run_until(config, lambda: len(lines(tmp_path)) >= 4)
     found = lines(tmp_path)
-    assert [(row["step"], row.get("evaluation")) for row in found] == [
-        (1, None), (1, "e/0"), (2, None), (1, "again/0"),
-    ]  # fmt: skip
+    assert [(row["step"], row.get("evaluation")) for row in found] == [(1, None), (1, "e/0"), (2, None), (1, "again/0")]
     assert found[1]["metrics"] == {
-        "eval/games.agent.held_out/reward": 0.75, "eval/games.agent.held_out/reward_low": 0.5,
-        "eval/games.agent.held_out/reward_high": None, "eval/games.agent.held_out/failed_runs": 0.0,
+        "eval/games.agent.held_out/reward": 0.75,
+        "eval/games.agent.held_out/reward_low": 0.5,
+        "eval/games.agent.held_out/reward_high": None,
+        "eval/games.agent.held_out/failed_runs": 0.0,
         "eval/games.agent.held_out/run_p50_s": None,
-    }  # fmt: skip
+    }
 
 
 def test_a_step_that_was_trained_again_replaces_the_lost_one(tmp_path: Path) -> None:
     rows = [
-        Row(
-            model="m",
-            branch="main",
-            step=step,
-            version=f"m@{step}",
-            at=1.0,
-            log_seq=step,
-            log_at=at,
-            metrics={},
-        )
+        Row(model="m", branch="main", step=step, version=f"m@{step}", at=1.0, log_seq=step, log_at=at, metrics={})
         for step, at in ((1, 10), (2, 20), (2, 30))
     ]
     history = MetricsFile(tmp_path)
@@ -111,9 +105,7 @@ def test_a_step_that_was_trained_again_replaces_the_lost_one(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("version", ["x", "m@" + "9" * 26, "m@01"])
 def test_an_evaluation_of_no_version_has_no_curve_and_ends_nothing(version: str) -> None:
-    recorded = Recorded(
-        evaluation(version, 0.5), "POLICY", 1, "s", {"Nats-Time-Stamp": "2026-11-23T00:00:00Z"}
-    )
+    recorded = LogEntry(evaluation(version, 0.5), "POLICY", 1, "s", {"Nats-Time-Stamp": "2026-11-23T00:00:00Z"})
     assert make_row(recorded) is None
 
 

@@ -36,9 +36,7 @@ def test_a_missing_library_is_named(name: Any, monkeypatch: pytest.MonkeyPatch, 
     check_trackers(Config(curves=CurvesConfig(trackers=(name,), enabled=False)))
 
 
-def test_points_that_a_resumed_run_of_wandb_holds_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_points_that_a_resumed_run_of_wandb_holds_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     logged: list[int] = []
     run = SimpleNamespace(step=2, log=lambda _, step, commit: logged.append(step))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run, Settings=dict))

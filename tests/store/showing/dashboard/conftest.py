@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from pipeline.config import with_values
-from pipeline.running.runs import SETTINGS, run_settings
+from pipeline.running.installations import SETTINGS, installation_settings
 from store.showing.dashboard.server import make_app
+from tests.kits.settings import with_values
 
 URL = "http://127.0.0.1:8701"
 Open = Callable[..., TestClient]
@@ -34,7 +34,7 @@ def copy_run(history: Path, folder: Path) -> Path:
 
 def client_of(run_dir: Path, host: str = "127.0.0.1", url: str = URL) -> TestClient:
     """A client of the run's dashboard, at `host`."""
-    app = make_app(with_values(run_settings(run_dir), {"ui.host": host}))
+    app = make_app(with_values(installation_settings(run_dir), {"ui.host": host}))
     return TestClient(app, base_url=url, follow_redirects=False)
 
 

@@ -85,12 +85,8 @@ def living(folder: Path) -> Iterator[Living]:
         anyio.run(_play, gateway, config.nats)
         found.until("checkpoints.json", lambda data: len(data["rows"]) == len(GROUPS))
         found.until("whatif.json", lambda data: data["rows"] and data["rows"][0]["variants"][0]["measures"])
-        found.until(
-            "overview.json", lambda data: data["evaluations"] and data["counts"]["groups"] == len(GROUPS)
-        )
-        found.until(
-            f"checkpoint/{MODEL}@2.json", lambda data: any(row["replica"] for row in data["adapters"])
-        )
+        found.until("overview.json", lambda data: data["evaluations"] and data["counts"]["groups"] == len(GROUPS))
+        found.until(f"checkpoint/{MODEL}@2.json", lambda data: any(row["replica"] for row in data["adapters"]))
         yield found
 
 
@@ -103,55 +99,64 @@ async def _play(gateway: GatewayProcess, nats: NatsConfig) -> None:
             await publish_adapter(broker, step, groups=(group,))
         await broker.publish(
             PolicyEvaluated(
-                project=PROJECT, evaluation="e1", entrant="newest", model=MODEL, version=f"{MODEL}@2", runs=2,
+                project=PROJECT,
+                evaluation="e1",
+                entrant="newest",
+                model=MODEL,
+                version=f"{MODEL}@2",
+                runs=2,
                 measures=(Measure(name="reward", mean=0.75, low=0.5, high=1.0, count=2),),
                 tasks=(TaskResult(task="corner", reward=0.5), TaskResult(task="middle", reward=1.0)),
             )
-        )  # fmt: skip
+        )
         branch = f"{MODEL}+stricter"
         changed = Measure(
-            name="reward",
-            mean=0.5,
-            count=2,
-            difference=-0.25,
-            difference_low=-0.5,
-            difference_high=0.0,
-            pairs=2,
+            name="reward", mean=0.5, count=2, difference=-0.25, difference_low=-0.5, difference_high=0.0, pairs=2
         )
         await broker.publish(
             PolicyEvaluated(
-                project=PROJECT, evaluation="e2", entrant=f"{branch}@1", position=1, model=branch,
-                version=f"{branch}@1", measures=(changed,), runs=2,
+                project=PROJECT,
+                evaluation="e2",
+                entrant=f"{branch}@1",
+                position=1,
+                model=branch,
+                version=f"{branch}@1",
+                measures=(changed,),
+                runs=2,
             )
-        )  # fmt: skip
+        )
         await broker.publish(
             WhatIfAnswered(
-                project=PROJECT, model=MODEL, question="q", groups=2, baseline=f"{MODEL}@2", evaluation="e2",
+                project=PROJECT,
+                model=MODEL,
+                question="q",
+                groups=2,
+                baseline=f"{MODEL}@2",
+                evaluation="e2",
                 variants=(
                     Variant(
                         branch="stricter", version=f"{branch}@1", settings='{"judge.rubric":"stricter.md"}', groups=2
                     ),
                 ),
             )
-        )  # fmt: skip
+        )
 
 
 def _trajectory(gateway: GatewayProcess, group: str, number: int) -> str:
-    opened = gateway.open(
-        id=f"{group.replace('/', '-')} run {number}", group=group, task="win", attempt=number
-    )
+    opened = gateway.open(id=f"{group.replace('/', '-')} run {number}", group=group, task="win", attempt=number)
     messages: list[Any] = [{"role": "system", "content": "Play."}, {"role": "user", "content": "a1=x b2=o"}]
     with gateway.agent(opened) as agent:
         for turn in range(2):
             answer = agent.chat.completions.create(
-                model=MODEL, messages=messages, max_tokens=8, seed=10 * number + turn, tool_choice="none",
+                model=MODEL,
+                messages=messages,
+                max_tokens=8,
+                seed=10 * number + turn,
+                tool_choice="none",
                 tools=[_TOOL],  # type: ignore[list-item]
-            )  # fmt: skip
+            )
             said = answer.choices[0].message.content or ""
-            messages += [
-                {"role": "assistant", "content": said},
-                {"role": "user", "content": f"<b>c{turn}=o</b>"},
-            ]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"<b>c{turn}=o</b>"}]
     assert gateway.complete(opened["id"], reward=number / 2).status_code == 200
     return str(opened["id"])
 
@@ -163,17 +168,17 @@ def _scored(group: str, members: list[str]) -> GroupScored:
         for name, reward in zip(members, rewards, strict=True)
     )
     verdict = Verdict(
-        judge_model="judge/1",
-        rubric="general",
-        rubric_hash="h",
-        order=tuple(members),
-        scores=scores,
-        cost_usd=0.01,
+        judge_model="judge/1", rubric="general", rubric_hash="h", order=tuple(members), scores=scores, cost_usd=0.01
     )
     return GroupScored(
-        project=PROJECT, group=group, model=MODEL, task="win", judge="j", verdicts=(verdict,),
+        project=PROJECT,
+        group=group,
+        model=MODEL,
+        task="win",
+        judge="j",
+        verdicts=(verdict,),
         members=tuple(
             Member(trajectory=name, reward=reward, exchanges=2, components={"win": reward})
             for name, reward in zip(members, rewards, strict=True)
         ),
-    )  # fmt: skip
+    )

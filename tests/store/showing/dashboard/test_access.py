@@ -112,9 +112,7 @@ def test_no_key_opens_the_pages_while_their_file_cannot_be_read(
         assert (refused.status_code, "keys.toml" in refused.text) == (503, True)
 
 
-def test_a_first_file_of_keys_that_cannot_be_read_closes_the_pages(
-    own_client: TestClient, run_dir: Path
-) -> None:
+def test_a_first_file_of_keys_that_cannot_be_read_closes_the_pages(own_client: TestClient, run_dir: Path) -> None:
     assert own_client.get("/overview").status_code == 200
     broken(run_dir / "keys.toml")
     assert own_client.get("/overview.json").status_code == 401
@@ -140,9 +138,7 @@ def test_another_host_name_is_refused(client: TestClient, host: str) -> None:
     assert client.get("/overview", headers={"host": host}).status_code == 421
 
 
-@pytest.mark.parametrize(
-    "host", ["x@127.0.0.1", "127.0.0.1:18702:1", "127.0.0.1:", "localhost:0", "a b", "[::1]x", ""]
-)
+@pytest.mark.parametrize("host", ["x@127.0.0.1", "127.0.0.1:18702:1", "127.0.0.1:", "localhost:0", "a b", "[::1]x", ""])
 def test_a_host_that_two_programs_could_read_in_two_ways_is_refused(client: TestClient, host: str) -> None:
     assert client.get("/overview", headers={"host": host}).status_code == 400
 
@@ -156,9 +152,7 @@ def test_two_hosts_are_refused(client: TestClient) -> None:
     "headers", [{"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {}]
 )
 @pytest.mark.parametrize("path", ["/policies/m", "/label/g0", "/sign-out", "/sign-in"])
-def test_a_change_that_another_page_asks_for_is_refused(
-    client: TestClient, headers: dict[str, str], path: str
-) -> None:
+def test_a_change_that_another_page_asks_for_is_refused(client: TestClient, headers: dict[str, str], path: str) -> None:
     assert client.post(path, data={"action": "pin"}, headers=headers).status_code == 403
 
 
@@ -170,10 +164,7 @@ def test_a_program_that_names_no_origin_is_told_what_to_send(client: TestClient)
 
 
 def test_a_decision_without_a_gateway_says_so(client: TestClient) -> None:
-    for path, form in (
-        ("/policies/m", {"action": "pin", "version": "m@1"}),
-        ("/label/g0", {"score:t0": "1"}),
-    ):
+    for path, form in (("/policies/m", {"action": "pin", "version": "m@1"}), ("/label/g0", {"score:t0": "1"})):
         answer = client.post(path, data=form, headers={"origin": URL})
         assert (answer.status_code, "journeywork up" in answer.text) == (503, True)
     assert client.post("/policies/m", data={"action": "x"}, headers={"origin": URL}).status_code == 400

@@ -25,10 +25,22 @@ pytestmark = [
 AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text("utf-8")
 TRAJECTORY = f"{GROUPS[0].replace('/', '-')} run 2"
 PAGES = (
-    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "whatif", "decisions",
-    f"group/{quote(GROUPS[0], safe='')}", f"trajectory/{quote(TRAJECTORY)}", f"checkpoint/{MODEL}@1",
-    f"checkpoint/{MODEL}@0", "event/group.scored/1", "sign-in", "nothing",
-)  # fmt: skip
+    "overview",
+    "groups",
+    "trajectories",
+    "checkpoints",
+    "judge",
+    "compare",
+    "whatif",
+    "decisions",
+    f"group/{quote(GROUPS[0], safe='')}",
+    f"trajectory/{quote(TRAJECTORY)}",
+    f"checkpoint/{MODEL}@1",
+    f"checkpoint/{MODEL}@0",
+    "event/group.scored/1",
+    "sign-in",
+    "nothing",
+)
 
 
 @pytest.fixture(scope="module")

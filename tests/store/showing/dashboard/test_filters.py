@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 
 from pipeline.config import Config, FeedbackConfig, save
 from pipeline.events import TrajectoryCompleted, TrajectoryOpened, now_us
-from pipeline.running.runs import SETTINGS
-from store.reading import chat
+from pipeline.running.installations import SETTINGS
+from store.showing.pages import chat
 from tests.store.kit import discarded, exchange, fill, scored
 from tests.store.showing.dashboard.conftest import Open, client_of
 
@@ -24,9 +24,7 @@ def run_of(name: str, reply: str = "x", **more: Any) -> list[Any]:
     """A run of a group of its own, with one call."""
     of: dict[str, Any] = {"project": "p", "trajectory": name, "model": "m", "group": f"g-{name}"}
     day = more.pop("day", 20_000)
-    opening = TrajectoryOpened(
-        **of, at=day * DAY_US, metadata=msgspec.json.encode({"subject": f"user-{name}"})
-    )
+    opening = TrajectoryOpened(**of, at=day * DAY_US, metadata=msgspec.json.encode({"subject": f"user-{name}"}))
     response = msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": reply}}]})
     call = exchange(name, group=of["group"], response=response)
     return [opening, call, TrajectoryCompleted(**of, exchanges=1, **({"at": now_us()} | more))]
@@ -36,12 +34,19 @@ def run_of(name: str, reply: str = "x", **more: Any) -> list[Any]:
 def filtered(tmp_path: Path) -> Any:
     folder = tmp_path / "runs" / "here"
     folder.mkdir(parents=True)
-    fill(folder, [
-        *run_of("low", 'He said "Grüße"', reward=0.25, day=20_001), *run_of("high", reward=0.75),
-        *run_of("judged"), scored("g-judged", {"judged": 0.5}),
-        *run_of("dropped"), discarded("g-dropped", "unscored", "dropped"),
-        *run_of("fresh"), *run_of("old", at=1_000_000),
-    ])  # fmt: skip
+    fill(
+        folder,
+        [
+            *run_of("low", 'He said "Grüße"', reward=0.25, day=20_001),
+            *run_of("high", reward=0.75),
+            *run_of("judged"),
+            scored("g-judged", {"judged": 0.5}),
+            *run_of("dropped"),
+            discarded("g-dropped", "unscored", "dropped"),
+            *run_of("fresh"),
+            *run_of("old", at=1_000_000),
+        ],
+    )
     save(Config(project="p", run_dir=str(folder), feedback=FeedbackConfig(wait_s=3600)), folder / SETTINGS)
     with client_of(folder) as client:
         yield client
@@ -50,14 +55,21 @@ def filtered(tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("query", "names"),
     [
-        ({"text": 'SAID "GRÜßE'}, {"low"}), ({"text": "high"}, {"high"}), ({"text": "%"}, set()),
-        ({"least": "0.5"}, {"high", "judged"}), ({"least": "0.1", "most": "0.5"}, {"low", "judged"}),
-        ({"since": "2024-10-05"}, {"low"}), ({"since": "2024-W40-6"}, {"low"}),
-        ({"least": "１"}, set()), ({"until": "2024-10-04"}, {"high", "judged", "dropped", "fresh", "old"}),
-        ({"user": "user-low"}, {"low"}), ({"user": "user"}, set()),
-        ({"outcome": "waits"}, {"fresh", "old"}), ({"outcome": "scored"}, {"low", "high", "judged", "dropped"}),
+        ({"text": 'SAID "GRÜßE'}, {"low"}),
+        ({"text": "high"}, {"high"}),
+        ({"text": "%"}, set()),
+        ({"least": "0.5"}, {"high", "judged"}),
+        ({"least": "0.1", "most": "0.5"}, {"low", "judged"}),
+        ({"since": "2024-10-05"}, {"low"}),
+        ({"since": "2024-W40-6"}, {"low"}),
+        ({"least": "１"}, set()),
+        ({"until": "2024-10-04"}, {"high", "judged", "dropped", "fresh", "old"}),
+        ({"user": "user-low"}, {"low"}),
+        ({"user": "user"}, set()),
+        ({"outcome": "waits"}, {"fresh", "old"}),
+        ({"outcome": "scored"}, {"low", "high", "judged", "dropped"}),
     ],
-)  # fmt: skip
+)
 def test_runs_are_found_by_text_reward_day_user_and_state(
     filtered: TestClient, query: dict[str, str], names: set[str]
 ) -> None:
@@ -74,8 +86,13 @@ def test_a_filter_without_its_form_is_refused(filtered: TestClient, query: str) 
 def test_a_run_waits_until_its_group_is_decided(filtered: TestClient) -> None:
     rows = {row["trajectory"]: row for row in filtered.get("/trajectories.json?sort=-reward").json()["rows"]}
     assert {name: row["outcome"] for name, row in rows.items()} == {
-        "low": "scored", "high": "scored", "judged": "scored", "dropped": "scored", "fresh": "waits", "old": "waits"
-    }  # fmt: skip
+        "low": "scored",
+        "high": "scored",
+        "judged": "scored",
+        "dropped": "scored",
+        "fresh": "waits",
+        "old": "waits",
+    }
     assert rows["judged"]["reward"] == 0.5  # the reward for training
     until = datetime.fromisoformat(rows["fresh"]["waits_until"]).replace(tzinfo=UTC)
     assert 0 < (until - datetime.now(UTC)).total_seconds() <= 3600
@@ -113,9 +130,7 @@ def test_reasoning_and_refusals_are_shown_as_text(open_dashboard: Open, run_dir:
 
 
 @pytest.mark.parametrize(("reasoning", "same"), [("", True), ("sampled", True), ("another", False)])
-def test_a_reply_that_is_sent_again_is_known_with_and_without_its_reasoning(
-    reasoning: str, same: bool
-) -> None:
+def test_a_reply_that_is_sent_again_is_known_with_and_without_its_reasoning(reasoning: str, same: bool) -> None:
     reply = chat.message({"role": "assistant", "content": "x", "reasoning": "sampled"})
     sent = chat.message({"role": "assistant", "content": "x", "reasoning_content": reasoning})
     assert chat.repeats(sent, reply) == same

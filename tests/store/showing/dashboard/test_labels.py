@@ -11,10 +11,7 @@ from store.showing.dashboard.labels import bodies
 def test_scores_with_comments() -> None:
     common = {"name": "label", "source": "dashboard"}
     made = bodies({"score:a": "1", "score:b:c": " 0.25", "score:d": "", "comment:a": "right"})
-    assert made == {
-        "a": {**common, "value": 1.0, "text": "right"},
-        "b:c": {**common, "value": 0.25, "text": ""},
-    }
+    assert made == {"a": {**common, "value": 1.0, "text": "right"}, "b:c": {**common, "value": 0.25, "text": ""}}
 
 
 @pytest.mark.parametrize(

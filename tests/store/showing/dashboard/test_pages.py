@@ -12,18 +12,30 @@ from starlette.testclient import TestClient
 
 from pipeline.config import Config
 from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened, pack_mask, pack_seqs
-from store.reading import groups as reading_groups
-from store.reading import trajectories as reading
-from store.reading.history import History
 from store.showing.dashboard.server import _LISTS, _SINGLE
+from store.showing.pages import groups as reading_groups
+from store.showing.pages import trajectories as reading
+from store.showing.pages.history import History
 from tests.store.kit import checkpoint, exchange, fill, run_of_one_step, scored
 from tests.store.showing.dashboard import test_browser
 from tests.store.showing.dashboard.conftest import URL, Open
 
 PAGES = (
-    "overview", "groups", "trajectories", "checkpoints", "judge", "compare", "whatif", "decisions", "group/g0",
-    "group/g9", "trajectory/t0", "checkpoint/m@1", "sign-in", "event/group.scored/1",
-)  # fmt: skip
+    "overview",
+    "groups",
+    "trajectories",
+    "checkpoints",
+    "judge",
+    "compare",
+    "whatif",
+    "decisions",
+    "group/g0",
+    "group/g9",
+    "trajectory/t0",
+    "checkpoint/m@1",
+    "sign-in",
+    "event/group.scored/1",
+)
 
 
 def test_the_pages_that_are_tested_are_those_of_the_navigation(client: TestClient) -> None:
@@ -54,16 +66,14 @@ def test_the_overview_counts_and_draws(client: TestClient) -> None:
     assert "<code>journeywork dead list</code>" in text
     assert "`" not in text
     page = client.get("/overview.json").json()
-    assert (
-        page["model"],
-        page["counts"]["opened"],
-        page["counts"]["completed"],
-        page["counts"]["calls"],
-    ) == ("m", 2, 2, 4)
+    assert (page["model"], page["counts"]["opened"], page["counts"]["completed"], page["counts"]["calls"]) == (
+        "m",
+        2,
+        2,
+        4,
+    )
     # Two runs of one group share their task: they are one value, which has no interval.
-    assert [(row["step"], row["trajectories"], row["mean"], row["low"]) for row in page["curve"]] == [
-        (0, 2, 0.5, None)
-    ]
+    assert [(row["step"], row["trajectories"], row["mean"], row["low"]) for row in page["curve"]] == [(0, 2, 0.5, None)]
     assert page["steps"][0]["metrics"] == {"loss": 0.5}
 
 
@@ -71,15 +81,13 @@ def test_a_group_shows_members_side_by_side_with_the_judges_words(client: TestCl
     page = client.get("/group/g0.json").json()
     assert [(m["trajectory"], m["reward"]) for m in page["members"]] == [("t0", 1.0), ("t1", 0.0)]
     assert page["members"][0]["verdicts"][0]["explanation"] == "wins"
-    assert [(s["name"], s["text"]) for s in page["members"][0]["signals"]] == [
-        ("feedback", ""),
-        ("label", "wins"),
-    ]
+    assert [(s["name"], s["text"]) for s in page["members"][0]["signals"]] == [("feedback", ""), ("label", "wins")]
     assert page["members"][0]["reply"]["content"] == "x"
     assert [m["content"] for m in page["prompt"]] == ["play", "go 0"]
     assert [(end["trajectory"], end["messages"][-1]["content"]) for end in (page["best"], page["worst"])] == [
-        ("t0", "x"), ("t1", "x")
-    ]  # fmt: skip
+        ("t0", "x"),
+        ("t1", "x"),
+    ]
     assert page["members"][0]["run"]["metrics"] == {"turns": 2.0}
     assert page["trained_in"] == [{"version": "m@1", "step": 1, "branch": "main"}]
 
@@ -108,9 +116,7 @@ def test_a_checkpoint_shows_both_ways_of_its_lineage(client: TestClient) -> None
 
 def test_the_judges_page_compares_it_with_people(client: TestClient) -> None:
     page = client.get("/judge.json").json()
-    assert [(row["judge_model"], row["pairs"], row["share"]) for row in page["agreement"]] == [
-        ("judge/1", 1, 1.0)
-    ]
+    assert [(row["judge_model"], row["pairs"], row["share"]) for row in page["agreement"]] == [("judge/1", 1, 1.0)]
     assert page["measured"][0]["position_bias"] == 0.1
 
 
@@ -130,18 +136,36 @@ def test_two_runs_are_compared(open_dashboard: Open, run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        ("group/none", 404), ("trajectory/none", 404), ("checkpoint/m@7", 404), ("checkpoint/none", 404), ("none", 404),
-        ("groups?sort=none", 400), ("groups?page=-1", 400), ("groups?page=²", 400), ("groups?step=x", 400),
-        ("trajectories?step=x", 400), ("trajectory/t0?from=x", 400), ("event/group.scored/99", 404),
-        ("event/groups/1", 404), ("event/sqlite_master/1", 404),
-        ("overview?model=nope", 404), ("overview.json?branch=nope", 404), ("numbers?model=nope", 404),
-        ("compare?side=here/nope", 404), ("trajectories?page=99999999999", 400), ("trajectories?outcome=lost", 400),
+        ("group/none", 404),
+        ("trajectory/none", 404),
+        ("checkpoint/m@7", 404),
+        ("checkpoint/none", 404),
+        ("none", 404),
+        ("groups?sort=none", 400),
+        ("groups?page=-1", 400),
+        ("groups?page=²", 400),
+        ("groups?step=x", 400),
+        ("trajectories?step=x", 400),
+        ("trajectory/t0?from=x", 400),
+        ("event/group.scored/99", 404),
+        ("event/groups/1", 404),
+        ("event/sqlite_master/1", 404),
+        ("overview?model=nope", 404),
+        ("overview.json?branch=nope", 404),
+        ("numbers?model=nope", 404),
+        ("compare?side=here/nope", 404),
+        ("trajectories?page=99999999999", 400),
+        ("trajectories?outcome=lost", 400),
         ("groups?split=test", 400),
-        ("groups?signal=maybe", 400), ("groups?reason=boring", 400), ("groups?reason=no_variance", 200),
-        ("compare?side=../here", 404), ("compare?side=none", 404), ("static/../server.py", 404),
+        ("groups?signal=maybe", 400),
+        ("groups?reason=boring", 400),
+        ("groups?reason=no_variance", 200),
+        ("compare?side=../here", 404),
+        ("compare?side=none", 404),
+        ("static/../server.py", 404),
         ("compare?" + "&".join(f"side=here/{i}" for i in range(7)), 400),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -> None:
     assert client.get(f"/{path}").status_code == status
 
@@ -169,14 +193,16 @@ def test_filters_and_texts_are_data(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("path", "order"),
     [
-        ("groups?sort=group", ["g0", "g9"]), ("groups?sort=-group", ["g9", "g0"]), ("groups?step=0", ["g0"]),
-        ("groups?step=1", []), ("trajectories?sort=reward", ["t1", "t0"]), ("trajectories?sort=-reward", ["t0", "t1"]),
+        ("groups?sort=group", ["g0", "g9"]),
+        ("groups?sort=-group", ["g9", "g0"]),
+        ("groups?step=0", ["g0"]),
+        ("groups?step=1", []),
+        ("trajectories?sort=reward", ["t1", "t0"]),
+        ("trajectories?sort=-reward", ["t0", "t1"]),
         ("checkpoints?sort=-loss", ["m@1"]),
     ],
-)  # fmt: skip
-def test_lists_are_ordered_by_a_column_and_filtered_by_step(
-    client: TestClient, path: str, order: list[str]
-) -> None:
+)
+def test_lists_are_ordered_by_a_column_and_filtered_by_step(client: TestClient, path: str, order: list[str]) -> None:
     page, _, query = path.partition("?")
     rows = client.get(f"/{page}.json?{query}").json()["rows"]
     names = {"groups": "group_id", "trajectories": "trajectory", "checkpoints": "version"}
@@ -217,16 +243,15 @@ def test_an_event_is_shown_as_it_is_stored(client: TestClient) -> None:
 
 def test_a_run_shows_the_metadata_of_its_opening_and_of_its_end(open_dashboard: Open, run_dir: Path) -> None:
     named: dict[str, Any] = {"project": "p", "trajectory": "both", "model": "m", "group": "g"}
-    fill(run_dir, [
-        TrajectoryOpened(**named, metadata=b'{"subject": "user-17", "try": 1}'),
-        TrajectoryCompleted(**named, metadata=b'{"try": 2, "won": true}'),
-    ])  # fmt: skip
+    fill(
+        run_dir,
+        [
+            TrajectoryOpened(**named, metadata=b'{"subject": "user-17", "try": 1}'),
+            TrajectoryCompleted(**named, metadata=b'{"try": 2, "won": true}'),
+        ],
+    )
     client = open_dashboard()
-    assert client.get("/trajectory/both.json").json()["metadata"] == {
-        "subject": "user-17",
-        "try": 2,
-        "won": True,
-    }
+    assert client.get("/trajectory/both.json").json()["metadata"] == {"subject": "user-17", "try": 2, "won": True}
     assert "user-17" in client.get("/trajectory/both").text
 
 

@@ -15,15 +15,16 @@ import httpx
 import msgspec
 import pytest
 
-from pipeline.cli import main
-from pipeline.config import Config, UiConfig, load, with_values
-from pipeline.running import plan
+from pipeline.commands.main import main
+from pipeline.config import Config, UiConfig, load
+from pipeline.running import resolved
+from pipeline.running.installations import SETTINGS
 from pipeline.running.plan import SERVICES, make_plan
-from pipeline.running.runs import SETTINGS
 from pipeline.running.supervisor import STOP_ORDER, Supervisor
 from store.showing.dashboard import command
 from tests.conftest import free_port
 from tests.kits.services import service
+from tests.kits.settings import with_values
 
 
 @contextmanager
@@ -65,9 +66,7 @@ def test_the_command_says_that_an_address_is_taken(run_dir: Path, capsys: pytest
         port = other.getsockname()[1]
         assert command.main(["--run-dir", str(run_dir), "--port", str(port)]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"journeywork ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. "
-    )
+    assert said.startswith(f"journeywork ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. ")
     assert "--port; 0: any free one" in said
 
 
@@ -76,10 +75,8 @@ def test_its_port_is_the_same_at_each_start_unless_another_has_it(
 ) -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        monkeypatch.setattr(plan, "UiConfig", lambda: UiConfig(port=port), raising=False)
-        config = with_values(
-            Config(run_dir=str(tmp_path)), {"ui.port": port, "nats.url": "nats://127.0.0.1:1"}
-        )
+        monkeypatch.setattr(resolved, "UiConfig", lambda: UiConfig(port=port), raising=False)
+        config = with_values(Config(run_dir=str(tmp_path)), {"ui.port": port, "nats.url": "nats://127.0.0.1:1"})
         assert make_plan(config, ("ui",))[0].ui.port not in (0, port)
     assert make_plan(config, ("ui",))[0].ui.port == port
     assert Config().ui.port > 0
@@ -101,9 +98,7 @@ def test_up_starts_it_unless_it_is_off(tmp_path: Path) -> None:
     assert "ui" not in msgspec.json.decode((tmp_path / "state.json").read_bytes())["urls"]
 
 
-def test_a_dry_run_refuses_an_address_that_needs_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_refuses_an_address_that_needs_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [f"run_dir={tmp_path}", "ui.host=0.0.0.0", "models.0.base=hub/base"]
     with pytest.raises(SystemExit):
         main(["up", "--dry-run", "--services", "ui", *(a for s in settings for a in ("--set", s))])

@@ -1,0 +1,172 @@
+"""`journeywork dead`: messages that a consumer or reader could not use, and what to do with them.
+
+    journeywork dead list [--json]          list the letters with their reasons
+    journeywork dead show 12                show one letter, its payload decoded if possible
+    journeywork dead retry 12 13 | --all    deliver letters again to the consumer that gave them up
+    journeywork dead drop 12 | --all        delete letters from the list; the store keeps them
+
+A retry publishes the payload under a subject of its own, marked for the one consumer that failed: no other consumer
+gets it twice, and a repeated retry is one message. If it fails again, that is a new letter. A letter of consumer
+`reader` names a message that a read without a consumer skipped. Readers meet that message again at each start, so
+`retry` and `drop` only delete the letter; it comes back for as long as the stream holds the message and it cannot be
+decoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pipeline.config import ConfigError, NatsConfig
+from pipeline.events import DeadLettered, decode
+from pipeline.log.broker import READER, Broker, BrokerError, LogEntry
+from pipeline.running.installations import installation_settings, log_of
+from pipeline.streams import RETRY_HEADER
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import command_parser, exit_on_error
+from pipeline.terminal.printing import visible
+
+_PREVIEW = 2_000
+
+
+class DeadLetterError(BrokerError):
+    """A dead letter that does not exist; the message names it."""
+
+
+Letter = LogEntry[DeadLettered]
+
+
+async def find(broker: Broker, seqs: Sequence[int]) -> list[Letter]:
+    """Return the letters with these sequences. Raises `DeadLetterError` naming the first that does not exist."""
+    letters = {letter.seq: letter for letter in await broker.read(DeadLettered)}
+    for seq in seqs:
+        if seq not in letters:
+            raise DeadLetterError(f"there is no dead letter {seq}; see `journeywork dead list`")
+    return [letters[seq] for seq in seqs]
+
+
+async def retry(broker: Broker, letter: Letter) -> None:
+    """Give a letter back to the consumer that could not use it, then drop it; safe to repeat."""
+    event = letter.event
+    if event.consumer != READER:
+        headers = {k: v for k, v in event.headers.items() if not k.startswith("Nats-") and k != RETRY_HEADER}
+        seq, at = letter.place
+        await broker.publish_raw(
+            f"{event.original_subject}.retry-{seq}-{at}", event.payload, headers | {RETRY_HEADER: event.consumer}
+        )
+    await drop(broker, letter)
+
+
+async def drop(broker: Broker, letter: Letter) -> None:
+    """Delete a letter from the list; the store keeps what it wrote of it. Safe to repeat."""
+    await broker.delete(letter.stream, letter.seq)
+
+
+def describe(letter: Letter) -> dict[str, Any]:
+    """Return a letter as plain values, its payload decoded if it can be."""
+    event = letter.event
+    fields: dict[str, Any] = {
+        "seq": letter.seq,
+        "at_us": event.at,
+        "stream": event.stream,
+        "stream_seq": event.stream_seq,
+        "subject": event.original_subject,
+        "consumer": event.consumer,
+        "reason": event.reason,
+        "detail": event.detail,
+        "deliveries": event.deliveries,
+        "headers": event.headers,
+        "bytes": len(event.payload),
+    }
+    try:
+        fields["event"] = msgspec.to_builtins(decode(event.payload))
+    except msgspec.DecodeError as error:
+        fields["undecodable"] = str(error)
+        fields["payload"] = event.payload[:_PREVIEW].decode("utf-8", "backslashreplace")
+    return fields
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument(
+        "--run-dir",
+        help="the run directory of a running installation; default: the running one under runs/, else the newest",
+    )
+    where.add_argument("--config", help="a settings file with nats.url")
+    where.add_argument("--nats-url", help="address of the NATS server")
+    parser = command_parser("dead", "Messages that a consumer could not use, and why.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("list", parents=[where], help="list all letters").add_argument("--json", action="store_true")
+    commands.add_parser("show", parents=[where], help="show one letter").add_argument("seqs", nargs=1, type=int)
+    for name, text in (("retry", "deliver again to the consumer that failed"), ("drop", "delete from the list")):
+        command = commands.add_parser(name, parents=[where], help=text)
+        command.add_argument("seqs", nargs="*", type=int, metavar="SEQ")
+        command.add_argument("--all", action="store_true")
+    return parser
+
+
+def nats_of(args: argparse.Namespace) -> NatsConfig:
+    """Return the settings of the server that the options name. Raises `ConfigError` if they name none."""
+    if args.nats_url and not (args.run_dir or args.config):
+        return NatsConfig(url=args.nats_url)
+    return log_of(installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats",)))
+
+
+async def _run(args: argparse.Namespace) -> None:
+    out = Console(highlight=False)
+    async with Broker.connect(nats_of(args), name="dead", provision=False) as broker:
+        if args.command == "list":
+            rows = [describe(r) for r in await broker.read(DeadLettered)]
+            if args.json:
+                out.print_json(msgspec.json.encode(rows).decode(), ensure_ascii=True)
+                return
+            if not rows:
+                out.print("no dead letters")
+                return
+            table = Table("seq", "from", "consumer", "reason", "deliveries", "detail", box=None)
+            for row in rows:
+                cells = (
+                    row["seq"],
+                    f"{row['stream']} {row['stream_seq']}",
+                    row["consumer"],
+                    row["reason"],
+                    row["deliveries"],
+                    visible(row["detail"][:80]),
+                )
+                table.add_row(*(escape(str(cell)) for cell in cells))
+            out.print(table)
+        elif args.command == "show":
+            (letter,) = await find(broker, args.seqs)
+            out.print_json(msgspec.json.encode(describe(letter)).decode(), ensure_ascii=True)
+        else:
+            if bool(args.seqs) == args.all:
+                raise DeadLetterError(
+                    f"name the letters (journeywork dead {args.command} SEQ ...) or give --all, not both"
+                )
+            act = retry if args.command == "retry" else drop
+            letters = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
+            for letter in letters:
+                await act(broker, letter)
+            out.print(f"{len(letters)} {'retried' if act is retry else 'dropped'}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exits 0, 1 if the log or a letter is not there, 2 for unusable settings."""
+    args = _parser().parse_args(argv)
+    logs.configure("dead", "CRITICAL")  # an error is printed as one line
+    with exit_on_error("dead", (ConfigError,), (BrokerError,)):
+        anyio.run(_run, args)
+
+
+if __name__ == "__main__":
+    main()

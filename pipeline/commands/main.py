@@ -1,0 +1,314 @@
+"""The `journeywork` command.
+
+    journeywork up [--config FILE] [--set section.key=value]…   run the whole installation
+    journeywork status                                          processes, stream lag, policy versions
+    journeywork sql "SELECT …"                                  query the history
+
+`up` lives here; every other command is a module of the folder that owns it, run by name, so that the
+backbone imports no service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TextIO
+
+import anyio
+import anyio.abc
+import msgspec
+from rich.markup import escape
+
+from pipeline import streams
+from pipeline.commands import status
+from pipeline.commands.modules import SDK, run_module
+from pipeline.config import Config, ConfigError, load, save
+from pipeline.config.checks import check
+from pipeline.log import memory
+from pipeline.log.broker import Broker, BrokerError
+from pipeline.running import environment, folder_lock
+from pipeline.running.installations import find_installation, require_same_bases
+from pipeline.running.plan import SERVICES, ProcessSpec, make_plan, nats_command, require_base_files, vllm_command
+from pipeline.running.ports import check_ports, http_url
+from pipeline.running.supervisor import Supervisor, SupervisorError, Watched
+from pipeline.security import signing
+from pipeline.telemetry import logs
+from pipeline.terminal.parsers import add_overrides
+from pipeline.terminal.printing import Output, visible
+
+SUBCOMMANDS = {
+    **SDK,
+    "sql": ("store.reading.sql", "query the history with SQL"),
+    "ui": ("store.showing.dashboard.command", "show the history and the decisions as web pages"),
+    "replay": ("store.commands.replay", "rebuild groups from history onto a branch"),
+    "what-if": ("store.commands.what_if", "train and evaluate history under other settings, beside main"),
+    "decide": ("store.evidence.decide", "compare two versions in use, and promote the better one"),
+    "diff": ("store.commands.diff", "compare two verdict sets"),
+    "erase": ("store.erasure.command", "delete a person's runs from log, lake and data sets"),
+    "dataset": ("store.datasets.command", "write runs of the history as files for supervised trainers"),
+    "prepare": ("pipeline.commands.prepare", "make keys and settings of a run, for containers"),
+    "backup": ("pipeline.commands.backup", "copy a stopped installation: log, lake, checkpoints and keys"),
+    "restore": ("pipeline.commands.restore", "make a run directory of a backup"),
+    "dead": ("pipeline.commands.dead_letters", "list, show, retry or drop dead letters"),
+    "judge": ("judge.commands.main", "measure a judge (judge eval) or score one group (judge score)"),
+    "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
+    "train": ("trainer.commands.train", "run the trainer alone"),
+    "check-model": ("trainer.commands.check_model", "check whether a base model trains correctly on this machine"),
+    "policy": ("rollout_gateway.serving.command", "decide which version a model's name stands for, or list it"),
+    "sampler": ("rollout_gateway.sampler", "load adapters into the inference servers beside it"),
+    "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
+    "export": ("trainer.commands.export", "write an adapter or merged weights"),
+    "docs": ("store.docs", "write the reference: settings, events, streams, views, alarms"),
+}
+"""Commands that live in a service's folder: module, and what `--help` says."""
+
+OWN = ("up", "status", "provision", "exec")
+"""Commands of this module."""
+
+console = Output(highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; exits 0, 1 on a failure, 2 on bad usage or settings."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0] in SUBCOMMANDS:
+        module, _ = SUBCOMMANDS[args[0]]
+        run_module(module, args[1:])
+    parser = _parser()
+    if not args:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if not args[0].startswith("-") and args[0] not in (*OWN, *SUBCOMMANDS):
+        near = difflib.get_close_matches(args[0], (*OWN, *SUBCOMMANDS), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        parser.exit(2, f"journeywork: there is no command {args[0]!r}{hint} `journeywork --help` lists all commands\n")
+    parsed = parser.parse_args(args)
+    try:
+        parsed.run(parsed)
+    except (ConfigError, BrokerError, SupervisorError) as error:
+        sys.stderr.write(f"journeywork: {error}\n")
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="journeywork", description="On-the-job training for LLM agents.")
+    parser.add_argument("--version", action="version", version=f"journeywork {version('journeywork')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    settings = argparse.ArgumentParser(add_help=False)
+    settings.add_argument("--config", help="settings, TOML")
+    add_overrides(settings)
+
+    up = commands.add_parser(
+        "up", parents=[settings], help="start everything and keep it running; Ctrl-C stops it in order"
+    )
+    up.add_argument("--run-dir", help="where logs, state, checkpoints and history go")
+    up.add_argument("--nats-url", help="a NATS server that runs already")
+    up.add_argument("--vllm-url", action="append", default=[], help="a vLLM server that runs already; may be repeated")
+    up.add_argument("--services", default=",".join(SERVICES), help="comma-separated; default: all")
+    up.add_argument("--dry-run", action="store_true", help="print the resolved settings and commands, start nothing")
+    up.set_defaults(run=_up)
+
+    asked = commands.add_parser("status", help="processes, stream lag, policy versions, alarms")
+    asked.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
+    asked.add_argument("--json", action="store_true")
+    asked.set_defaults(run=_status)
+
+    provision = commands.add_parser(
+        "provision", parents=[settings], help="create streams, consumers and buckets on your own NATS server"
+    )
+    provision.set_defaults(run=_provision)
+
+    become = commands.add_parser("exec", help="run the NATS or vLLM server that `up` would start, for containers")
+    become.add_argument("server", choices=("nats", "vllm"))
+    become.add_argument("--config", required=True)
+    become.add_argument("--host", default="0.0.0.0")  # noqa: S104 - inside a container's own network
+    become.add_argument("--port", type=int, required=True)
+    become.set_defaults(run=_exec)
+
+    for name, (_, text) in SUBCOMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+# -- up ------------------------------------------------------------------------------------------------------------
+
+
+def _up(args: argparse.Namespace) -> None:
+    config = load(args.config, args.overrides)
+    nats, vllm = config.nats, config.vllm
+    config = config.replace(
+        run_dir=args.run_dir or config.run_dir,
+        nats=nats.replace(url=args.nats_url) if args.nats_url else nats,
+        vllm=vllm.replace(urls=args.vllm_url) if args.vllm_url else vllm,
+    )
+    check(config)
+    services = tuple(s for s in args.services.split(",") if s)
+    if unknown := set(services) - set(SERVICES):
+        raise ConfigError(f"no service {', '.join(sorted(unknown))}; there are: {', '.join(SERVICES)}")
+    planned, specs = make_plan(config, services)
+    if args.dry_run:
+        console.print_json(msgspec.json.encode(planned).decode())
+        for spec in specs:
+            console.print(f"[bold]{spec.name}[/] {escape(' '.join(spec.argv))}", soft_wrap=True)
+        _check(config, planned, specs)
+        return
+    environment.require(config, services, os.environ)
+    require_base_files(config, services)
+    os.umask(0o077)  # only the owner may read a run's files
+    folder_lock.make_private(Path(config.run_dir))
+    path = config.path("logs", "supervisor.log")
+    with folder_lock.hold(Path(config.run_dir)) as lock:
+        require_same_bases(config)
+        _check(config, planned, specs)
+        check_ports(planned, [spec.name for spec in specs])
+        planned = planned.replace(signing=signing.trusting_own_key(planned.signing))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sink = path.open("a", encoding="utf-8")
+        try:
+            supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
+            _hold_up(planned, services, supervisor, sink)
+        finally:
+            with suppress(OSError):  # the disk may be full: the last lines are lost, the order of the stop is not
+                sink.close()
+
+
+def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> None:
+    """Let every service check its settings. Raises `ConfigError` with what they say."""
+    # What a start makes does not exist yet: the key of the inference server, and the public key of the trainer.
+    check = planned.signing.check
+    before = planned.replace(
+        vllm=planned.vllm.replace(api_key_file=config.vllm.api_key_file),
+        signing=planned.signing.replace(check="auto" if check == "require" and planned.signing.seed else check),
+    )
+    with TemporaryDirectory() as folder, ExitStack() as running:
+        file = Path(folder, "config.toml")
+        save(before, file)
+        checks = {}
+        for spec in specs:
+            module = SERVICES.get(spec.name, "trainer")
+            if module == "trainer":
+                continue  # `load` checked all that can be checked without loading a model
+            argv = [sys.executable, "-m", module, "--config", str(file), "--check"]
+            env = environment.environment_of(config, spec.name, os.environ)
+            process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            checks[spec.name] = running.enter_context(process)
+        told = {name: process.communicate()[1].strip() for name, process in checks.items()}
+    refused = [f"{name}: {told[name]}" for name, process in checks.items() if process.returncode]
+    if refused:
+        raise ConfigError("\n".join(refused))
+
+
+def _hold_up(config: Config, services: Sequence[str], supervisor: Supervisor, sink: TextIO) -> None:
+    logs.configure("supervisor", config.log_level, sink)
+    try:
+        anyio.run(_supervise, config, services, supervisor)
+    except* (ConfigError, SupervisorError, BrokerError) as group:
+        raise SupervisorError("\n".join(_messages(group))) from None
+    finally:
+        logs.configure("supervisor", config.log_level)
+
+
+def _messages(error: BaseException) -> list[str]:
+    """Return the messages of all errors in nested exception groups."""
+    if isinstance(error, BaseExceptionGroup):
+        return [message for inner in error.exceptions for message in _messages(inner)]
+    return [str(error)]
+
+
+def _exec(args: argparse.Namespace) -> None:
+    make = nats_command if args.server == "nats" else vllm_command
+    config = load(args.config)
+    if args.server == "vllm":
+        require_base_files(config, ("trainer",))
+    spec = make(config, args.port, args.host)
+    os.umask(0o077)
+    folder_lock.make_private(Path(config.run_dir))
+    folder_lock.for_server(Path(config.run_dir), args.server)
+    if spec.prepare is not None:
+        spec.prepare()
+    secret = {name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()}
+    env = {**environment.environment_of(config, spec.name, os.environ), **spec.env, **secret}
+    os.execve(spec.argv[0], list(spec.argv), env)  # noqa: S606 - no shell on purpose
+
+
+def _provision(args: argparse.Namespace) -> None:
+    config = load(args.config, args.overrides)
+    if not config.nats.url:
+        raise ConfigError("nats.url is not set: name the server. `journeywork up` provisions the server that it starts")
+    logs.configure("provision", "ERROR")  # an error is printed as one line
+    nats = config.nats.replace(provision=True)
+
+    async def connect_and_provision() -> None:
+        # With `provision`, connecting makes streams, consumers and buckets. The trainer's consumer is extra: on a
+        # branch other than `main` its name is made of the branch.
+        async with Broker.connect(nats, name="provision") as broker:
+            await broker.provision_consumer(streams.trainer_consumer(config.trainer.branch))
+
+    anyio.run(connect_and_provision)
+    console.print(f"provisioned {config.nats.address}", markup=False)
+
+
+async def _supervise(config: Config, services: Sequence[str], supervisor: Supervisor) -> None:
+    """Run the supervisor until it ends, and show what it does. The first SIGTERM or SIGINT stops the processes in
+    order, the second one at once."""
+    async with anyio.create_task_group() as tg:
+
+        async def stop_on_signal() -> None:
+            asked = False
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async for _ in signals:
+                    if asked:
+                        console.print("stopping at once")
+                        tg.cancel_scope.cancel()
+                        return
+                    asked = True
+                    console.print("stopping in order; once more stops at once")
+                    supervisor.stop()
+
+        tg.start_soon(stop_on_signal)
+
+        async def run(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+            await supervisor.run(task_status=task_status)
+            tg.cancel_scope.cancel()
+
+        await tg.start(run)
+        ready = f"[bold green]ready[/] {_ready(config, services)} (run directory {escape(config.run_dir)})"
+        console.print(ready, soft_wrap=True)
+        if "ui" in supervisor.watched:
+            console.print(f"the dashboard is at [bold]{escape(http_url(config.ui.host, config.ui.port))}[/]")
+            console.print("`journeywork status` tells the state of the run")
+        console.print(memory.retention(config.nats), soft_wrap=True)
+        for alarm in supervisor.alarms:
+            console.print(f"[bold red]alarm[/] {escape(alarm)}")
+
+
+def _ready(config: Config, services: Sequence[str]) -> str:
+    """Return what a user can do now that `services` run."""
+    if "gateway" in services:
+        url = escape(http_url(config.gateway.host, config.gateway.port))
+        return f"point your agents at [bold]{url}/v1[/]"
+    address = escape(config.nats.address)
+    return f"{', '.join(services) or 'nats'}, on the log at [bold]{address}[/]; no gateway was started"
+
+
+def _report(watched: Watched) -> None:
+    console.print(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
+    for error in watched.errors:
+        console.print(f"[bold red]{watched.spec.name}[/] {escape(visible(error))}")
+
+
+def _status(args: argparse.Namespace) -> None:
+    status.show(find_installation(args.run_dir), console, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

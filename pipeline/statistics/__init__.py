@@ -1,0 +1,8 @@
+"""Figures that several services show.
+
+| module | what lives there |
+| --- | --- |
+| `intervals` | 95 % intervals of means, and of their differences |
+| `progress` | whether the training reward moved, in a sentence |
+| `metric_names` | the names of the trainer's metrics in curves and answers |
+"""

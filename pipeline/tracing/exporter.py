@@ -1,0 +1,121 @@
+"""The service that turns the log into traces: reads events, makes spans (`pipeline.tracing.spans`) and Langfuse
+scores, and exports them over HTTP.
+
+It has its own durable consumers: no service waits for the trace backend, and events stay on the log until the
+backend has their spans (`pipeline.tracing.backend`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+import anyio
+from opentelemetry.sdk.trace import ReadableSpan
+
+from pipeline.config import Config
+from pipeline.events import AnyEvent, ExchangeRecorded, GroupScored, TrajectoryCompleted, TrajectoryOpened
+from pipeline.log.broker import Broker, Consumption, LogEntry
+from pipeline.running.service import Ready, main
+from pipeline.tracing import langfuse, spans
+from pipeline.tracing.backend import TraceBackend, requests_of, send
+from pipeline.tracing.content import Content
+from pipeline.tracing.trace import Run, caller, make_run
+
+BATCH = 512
+_REMEMBERED = 10_000
+
+
+class SpanMaker:
+    """Makes the spans and the scores of an event, with what the log says about its trajectory."""
+
+    def __init__(self, broker: Broker, content: Content) -> None:
+        self._broker, self._content = broker, content
+        self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
+
+    async def make(self, recorded: LogEntry[AnyEvent]) -> tuple[list[ReadableSpan], list[langfuse.Score]]:
+        event, content = recorded.event, self._content
+        match event:
+            case ExchangeRecorded():
+                run = await self._run(event.project, event.trajectory, event.group, event.model, recorded)
+                called_by = caller(event.project, event.trajectory, recorded.headers)
+                return [spans.call_span(event, run, content, called_by)], []
+            case TrajectoryCompleted():
+                keys = {"project": event.project, "trajectory": event.trajectory}
+                run = await self._run(event.project, event.trajectory, event.group, event.model)
+                last = await self._broker.read_last(ExchangeRecorded, **keys) if content.shown else None
+                return [spans.run_span(event, run, last.event if last else None, content)], []
+            case GroupScored():
+                made: list[ReadableSpan] = []
+                scores: list[langfuse.Score] = []
+                for member in event.members:
+                    run = await self._run(event.project, member.trajectory, event.group, event.model)
+                    made.append(spans.verdict_span(event, member, run, content))
+                    scores += langfuse.scores(event, member, run, content)
+                return made, scores
+            case _:
+                return [], []
+
+    async def _run(
+        self, project: str, trajectory: str, group: str, model: str, call: LogEntry[AnyEvent] | None = None
+    ) -> Run:
+        """Return a trajectory as its spans show it. `call` is one of its calls."""
+        key = (project, trajectory)
+        if key not in self._runs:
+            opened = await self._broker.read_last(TrajectoryOpened, project=project, trajectory=trajectory)
+            context = caller(project, trajectory, opened.headers) if opened else None
+            context = context or caller(project, trajectory, await self._first_headers(project, trajectory, call))
+            event = opened.event if opened else None
+            self._runs[key] = make_run(project, trajectory, group, model, event, context, self._content)
+            if len(self._runs) > _REMEMBERED:
+                self._runs.popitem(last=False)
+        return self._runs[key]
+
+    async def _first_headers(self, project: str, trajectory: str, call: LogEntry[AnyEvent] | None) -> Mapping[str, str]:
+        """Return the headers of a trajectory's first call: all its spans are in the trace that this call brought."""
+        if call is not None and isinstance(call.event, ExchangeRecorded) and not call.event.seq:
+            return call.headers
+        page = await self._broker.read_page(ExchangeRecorded, project=project, trajectory=trajectory)
+        return page.events[0].headers if page.events else {}
+
+
+async def export(
+    messages: Consumption, maker: SpanMaker, backend: TraceBackend, to: langfuse.Destination | None
+) -> None:
+    """Export the spans and scores of one consumer's events, and acknowledge the events when the backend has them.
+
+    `to`: where scores are written; None: nowhere."""
+    while True:
+        batch = await messages.batch(BATCH)
+        made = [await maker.make(delivery) for delivery in batch]
+        for request in requests_of([span for some, _ in made for span in some]):
+            await send(backend, request)
+        if to is not None and (scores := [score for _, some in made for score in some]):
+            await langfuse.put(to, scores)
+        for delivery in batch:
+            await delivery.ack()
+
+
+async def serve(config: Config, ready: Ready) -> None:
+    backend, content = TraceBackend.from_environment(), Content(config.telemetry)
+    async with AsyncExitStack() as stack:
+        broker = await stack.enter_async_context(Broker.connect(config.nats, name="telemetry"))
+        maker = SpanMaker(broker, content)
+        consumed = [
+            await stack.enter_async_context(broker.consume(f"telemetry-{name}")) for name in ("rollouts", "groups")
+        ]
+        async with anyio.create_task_group() as tg:
+            for messages in consumed:
+                tg.start_soon(export, messages, maker, backend, langfuse.destination())
+            ready()
+
+
+def check(config: Config) -> None:
+    """Raise `ConfigError` if the service could not start with these settings."""
+    Content(config.telemetry)
+    TraceBackend.from_environment().close()
+
+
+if __name__ == "__main__":
+    main("pipeline.tracing.exporter", serve, check)

@@ -1,0 +1,136 @@
+"""Langfuse: the project that the environment names, and its scores: the reward of a trajectory, the components of that
+reward, and what each judge said.
+
+The path and the fields are those of Langfuse's published OpenAPI file; `tests/kits/langfuse_api.json` holds the
+part that is used. The id of a score is a hash of its event, so a score that is sent twice is one score.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import msgspec
+
+from pipeline.concurrency.backoff import Backoff
+from pipeline.config import ConfigError
+from pipeline.events import GroupScored, Member
+from pipeline.telemetry.logs import get_logger
+from pipeline.tracing.content import Content
+from pipeline.tracing.spans import verdict_span_id
+from pipeline.tracing.trace import Run, hashed
+
+logger = get_logger("pipeline.tracing.langfuse")
+
+_AT_ONCE = 100
+"""Scores in one request."""
+_TIMEOUT_S = 30.0
+_RETRY_S, _RETRY_LONGEST_S = 1.0, 30.0
+_LATER = frozenset({401, 403, 408, 425, 429})
+"""Statuses after which the same request may succeed: a key can be corrected, a limit passes."""
+_SOME_REFUSED = 207
+
+
+class Destination(msgspec.Struct, frozen=True):
+    """A project of a Langfuse server."""
+
+    url: str
+    authorization: str
+
+
+def destination() -> Destination | None:
+    """Return the project that LANGFUSE_* name; None if they name none. Raises `ConfigError` if one is missing."""
+    secret, public = os.environ.get("LANGFUSE_SECRET_KEY"), os.environ.get("LANGFUSE_PUBLIC_KEY")
+    if not secret:
+        return None
+    url = os.environ.get("LANGFUSE_BASE_URL") or os.environ.get("LANGFUSE_HOST")
+    if not public or not url:
+        raise ConfigError("LANGFUSE_SECRET_KEY is set: set LANGFUSE_PUBLIC_KEY and LANGFUSE_BASE_URL too")
+    token = base64.b64encode(f"{public}:{secret}".encode()).decode()
+    return Destination(url.rstrip("/"), f"Basic {token}")
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """A score of `POST /api/public/scores`. One with a known `id` and `timestamp` is replaced, not doubled."""
+
+    id: str
+    trace_id: str
+    name: str
+    value: float
+    data_type: str
+    timestamp: str
+    observation_id: str = ""
+    comment: str = ""
+    metadata: dict[str, Any] = {}
+    environment: str = ""
+
+
+def scores(event: GroupScored, member: Member, run: Run, content: Content) -> list[Score]:
+    """Return the reward of a member of a group, its components, and the score of each verdict on it."""
+    branch = "" if event.branch == "main" else f"{event.branch}/"
+    at = datetime.fromtimestamp(event.at / 1e6, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def score(name: str, value: float, about: int, number: str = "", comment: str = "", **more: Any) -> Score:
+        identity = hashed("score", event.message_id(), number, run.trajectory, name, size=16)
+        return Score(
+            id=f"{identity:032x}",
+            trace_id=f"{run.trace:032x}",
+            name=f"{branch}{name}",
+            value=value,
+            data_type="NUMERIC",
+            timestamp=at,
+            observation_id=f"{about:016x}",
+            comment=comment,
+            metadata={"judge": event.judge, "group": event.group, "branch": event.branch, **more},
+            environment=os.environ.get("LANGFUSE_TRACING_ENVIRONMENT", ""),
+        )
+
+    out = [score("reward", member.reward, run.root)]
+    out += [score(f"reward.{name}", value, run.root) for name, value in member.components.items()]
+    for number, verdict in enumerate(event.verdicts):
+        about = {"judge_model": verdict.judge_model, "rubric_hash": verdict.rubric_hash, "pass": number}
+        out += [
+            score(
+                f"judge.{verdict.rubric or 'default'}",
+                said.score,
+                verdict_span_id(event, member.trajectory),
+                f"{number}/{said.call}" if said.call >= 0 else str(number),
+                content.text(said.explanation),
+                **about,
+                **({"call": said.call} if said.call >= 0 else {}),
+            )
+            for said in verdict.scores
+            if said.trajectory == member.trajectory and verdict.judge_model != "agent"
+        ]
+    return out
+
+
+async def put(to: Destination, scores: Sequence[Score]) -> None:
+    """Write scores. Repeat a request for as long as that may help. Scores that Langfuse refuses are logged and left
+    out."""
+    headers = {"Authorization": to.authorization, "Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=to.url, headers=headers, timeout=_TIMEOUT_S) as client:
+        for first in range(0, len(scores), _AT_ONCE):
+            backoff = Backoff(_RETRY_S, _RETRY_LONGEST_S)
+            while not await _post(client, scores[first : first + _AT_ONCE]):
+                await backoff.wait()
+
+
+async def _post(client: httpx.AsyncClient, scores: Sequence[Score]) -> bool:
+    """Send scores. Return whether the request is done with; false: it may succeed later."""
+    try:
+        answer = await client.post("/api/public/scores", content=msgspec.json.encode(scores))
+    except httpx.HTTPError as error:
+        logger.warning("Langfuse does not answer; trying again", error=str(error) or type(error).__name__)
+        return False
+    facts: dict[str, Any] = {"status": answer.status_code, "answer": answer.text[:200]}
+    if answer.status_code in _LATER or answer.status_code >= 500:
+        logger.warning("Langfuse took no scores; trying again", **facts)
+        return False
+    if not answer.is_success or answer.status_code == _SOME_REFUSED:
+        logger.error("Langfuse refused scores", scores=len(scores), **facts)
+    return True

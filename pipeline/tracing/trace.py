@@ -1,0 +1,193 @@
+"""Traces: their ids, and what every span of a trajectory carries.
+
+Every id is a hash, so exporting history again gives the same spans. All spans of a trajectory are in one trace. If
+the agent sent a W3C `traceparent` when the trajectory began, that is the agent's own trace, and the trajectory is
+below the agent's span.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import Event as SpanEvent
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace.status import Status, StatusCode
+
+from pipeline.events import TrajectoryOpened
+from pipeline.tracing.content import Content, document
+
+_TRACEPARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_SCOPE = InstrumentationScope("journeywork")
+_NAME_CHARS = 200
+"""Langfuse cuts the values that it propagates at this length."""
+
+Attributes = dict[str, Any]
+
+
+def hashed(*parts: str, size: int) -> int:
+    digest = hashlib.sha256("\x00".join(parts).encode()).digest()
+    return int.from_bytes(digest[:size], "big") or 1
+
+
+def trace_id(project: str, trajectory: str) -> int:
+    """Return the trace id (128 bits) of a trajectory whose caller sent no `traceparent`."""
+    return hashed("trace", project, trajectory, size=16)
+
+
+def root_span_id(project: str, trajectory: str) -> int:
+    """Return the id (64 bits) of the span of the whole run."""
+    return hashed("run", project, trajectory, size=8)
+
+
+def traceparent(project: str, trajectory: str) -> str:
+    """Return the W3C header of a trajectory's events if the caller sent none."""
+    return f"00-{trace_id(project, trajectory):032x}-{root_span_id(project, trajectory):016x}-01"
+
+
+def caller(project: str, trajectory: str, headers: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return trace and span of the caller, by the `traceparent` of one of the trajectory's events; None if the caller
+    sent none."""
+    match = _TRACEPARENT.match(headers.get("traceparent", ""))
+    if match is None or not int(match[1], 16) or not int(match[2], 16):
+        return None
+    context = int(match[1], 16), int(match[2], 16)
+    return None if context[1] == root_span_id(project, trajectory) else context
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory as its spans show it."""
+
+    project: str
+    trajectory: str
+    group: str
+    trace: int
+    above: int
+    """Id of the caller's span above the run. 0: none."""
+    name: str
+    session: str
+    user: str = ""
+    tags: tuple[str, ...] = ()
+    metadata: dict[str, str] = {}
+
+    @property
+    def root(self) -> int:
+        """Id (64 bits) of the span of the whole run, which is below the span `above`."""
+        return root_span_id(self.project, self.trajectory)
+
+    def attributes(self, kind: str, version: str) -> Attributes:
+        """What every span carries: Langfuse filters by the attributes of each span, not of the trace."""
+        attributes: Attributes = {f"langfuse.trace.metadata.{key}": value for key, value in self.metadata.items()}
+        attributes |= {
+            "session.id": self.session,
+            "gen_ai.conversation.id": self.trajectory,
+            "langfuse.observation.type": kind,
+            "langfuse.trace.name": self.name,
+            "langfuse.trace.tags": self.tags,
+            "langfuse.trace.metadata.project": self.project,
+            "langfuse.trace.metadata.trajectory": self.trajectory,
+            "langfuse.trace.metadata.group": self.group,
+        }
+        if self.user:
+            attributes["user.id"] = self.user
+        if version:
+            attributes["langfuse.version"] = version
+        return attributes | deployment()
+
+
+def deployment() -> Attributes:
+    """Return the attributes of the deployment, by the variables that Langfuse's own SDKs read."""
+    names = {"LANGFUSE_RELEASE": "langfuse.release", "LANGFUSE_TRACING_ENVIRONMENT": "langfuse.environment"}
+    return {attribute: os.environ[name] for name, attribute in names.items() if os.environ.get(name)}
+
+
+def make_run(
+    project: str,
+    trajectory: str,
+    group: str,
+    model: str,
+    opened: TrajectoryOpened | None,
+    context: tuple[int, int] | None,
+    content: Content,
+) -> Run:
+    """Return the trajectory as its spans show it. `context` is the caller's trace and span."""
+    metadata = document(bytes(opened.metadata)) if opened else {}
+    trace, above = context or (trace_id(project, trajectory), 0)
+    shown = content.value(metadata) if content.shown else {}
+    task = content.text(opened.task)[:_NAME_CHARS] if opened else ""
+    tags = metadata.get("tags", metadata.get("langfuse_tags", []))
+    group = opened.group if opened else group
+    return Run(
+        project=project,
+        trajectory=trajectory,
+        group=group,
+        trace=trace,
+        above=above,
+        name=task or model,
+        session=_text(metadata, "session_id", "langfuse_session_id") or group or trajectory,
+        user=_text(metadata, "user_id", "langfuse_user_id"),
+        tags=(model, opened.split if opened else "train", *(str(t)[:_NAME_CHARS] for t in _list(tags))),
+        metadata={
+            key: str(value)[:_NAME_CHARS] for key, value in shown.items() if isinstance(value, str | int | float)
+        },
+    )
+
+
+def _text(metadata: dict[str, Any], *names: str) -> str:
+    return next((str(metadata[name])[:_NAME_CHARS] for name in names if metadata.get(name)), "")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+@cache
+def resource() -> Resource:
+    """Return the resource of every span; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have precedence."""
+    return Resource({"service.name": "journeywork"}).merge(OTELResourceDetector().detect())
+
+
+def link(trace: int, span: int) -> Link:
+    return Link(SpanContext(trace, span, is_remote=True, trace_flags=_SAMPLED))
+
+
+def span(
+    name: str,
+    trace: int,
+    above: int,
+    own: int,
+    start_us: int,
+    end_us: int,
+    attributes: Attributes,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+    events: Sequence[SpanEvent] = (),
+    links: Sequence[Link] = (),
+    failed: str = "",
+) -> ReadableSpan:
+    """Return a finished span. `above` is the id of its parent, 0 for none; times are in microseconds."""
+    if failed:
+        attributes = attributes | {"error.type": failed}
+    return ReadableSpan(
+        name=name,
+        context=SpanContext(trace, own, is_remote=False, trace_flags=_SAMPLED),
+        parent=SpanContext(trace, above, is_remote=True, trace_flags=_SAMPLED) if above else None,
+        resource=resource(),
+        attributes=attributes,
+        events=events,
+        links=links,
+        kind=kind,
+        status=Status(StatusCode.ERROR, failed) if failed else Status(StatusCode.UNSET),
+        start_time=(start_us or end_us) * 1000,
+        end_time=end_us * 1000,
+        instrumentation_scope=_SCOPE,
+    )

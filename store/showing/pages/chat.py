@@ -1,0 +1,73 @@
+"""Requests and replies of calls, as they are recorded, for the pages."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+
+from pipeline.chat.conversations import text_of
+from store.showing.pages.history import Row
+from store.showing.pages.texts import pretty
+
+
+def parsed(text: str | None) -> Any:
+    """Recorded JSON; `None` where it is none."""
+    try:
+        return msgspec.json.decode(text or "null")
+    except msgspec.DecodeError:
+        return None
+
+
+def part(value: Any, *path: str | int) -> Any:
+    """The part of parsed JSON at `path`; `None` where there is none."""
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def sent(request: str | None) -> list[Any]:
+    """The messages of a recorded request."""
+    messages = part(parsed(request), "messages")
+    return messages if isinstance(messages, list) else []
+
+
+def after(before: list[Any], later: list[Any]) -> list[Any]:
+    """The messages of `later` that follow those which it has in common with `before` from the beginning on."""
+    pairs = zip(before, later, strict=False)
+    return later[sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+
+
+def message(sent: Any) -> Row:
+    """A message of a request for the page: its role, its text, with the names of its images, its reasoning and refusal
+    (empty where there is none), and its tool calls."""
+    if not isinstance(sent, dict):
+        sent = {"content": str(sent)}
+    content, calls = sent.get("content"), sent.get("tool_calls")
+    return {
+        "role": str(sent.get("role", "")),
+        "content": text_of(content),
+        "reasoning": text_of(sent.get("reasoning") or sent.get("reasoning_content")),
+        "refusal": text_of(sent.get("refusal")),
+        "tool_calls": pretty(calls) if calls else None,
+    }
+
+
+def repeats(message: Row, reply: Row) -> bool:
+    """Whether a message of a request is the reply of the call before. Agents may leave its reasoning out."""
+    return {**reply, "reasoning": message["reasoning"] and reply["reasoning"]} == message
+
+
+def task(request: str | None) -> str:
+    """The first message of a user in a recorded request, else its first message."""
+    messages = [message(one) for one in sent(request)]
+    return next((m["content"] for m in messages if m["role"] == "user"), messages[0]["content"] if messages else "")
+
+
+def reply(response: str | None, choice: int) -> Row:
+    """The message of a choice of a recorded response."""
+    return message(part(parsed(response), "choices", choice, "message") or {})

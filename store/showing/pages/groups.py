@@ -1,0 +1,174 @@
+"""Groups, and one group: its members side by side."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+from pipeline.events import GroupDiscarded
+from store.showing.pages import chat
+from store.showing.pages.errors import NotFoundError
+from store.showing.pages.history import History, Row
+from store.showing.pages.lists import TASK_OR_GROUP, Query, branch_of, listed, numbered, one_of
+from store.showing.pages.overview import branches
+from store.showing.pages.trajectories import add_decisions
+
+_COLUMNS = {
+    "when": "decided_at",
+    "group": "group_id",
+    "task": "task",
+    "status": "coalesce(reason, status)",
+    "size": "size",
+    "mean": "reward_mean",
+    "lowest": "reward_min",
+    "highest": "reward_max",
+    "spread": "reward_max - reward_min",
+}
+_CHOICES = {
+    "status": ("scored", "discarded"),
+    "split": ("train", "val"),
+    "signal": ("yes", "no"),
+    "reason": get_args(get_type_hints(GroupDiscarded)["reason"]),
+}
+_OF = "project = $project AND model = $model AND group_id = $group AND branch = $branch"
+_AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE last_step = $step)"
+
+
+def groups(history: History, query: Query) -> dict[str, Any]:
+    """Groups, those of training first. `query` may filter them by model, branch, split, status, reason, task, policy
+    step, and whether their rewards differ."""
+    rows = listed(
+        history,
+        query,
+        "groups",
+        _COLUMNS,
+        first="split = 'train'",
+        choices=_CHOICES,
+        model="model = $model",
+        branch="branch = $branch",
+        split="split = $split",
+        status="status = $status",
+        reason="reason = $reason",
+        signal="has_signal = ($signal = 'yes')",
+        task=TASK_OR_GROUP,
+        step=_AT_STEP,
+    )
+    add_tasks(history, rows["rows"])
+    return {**rows, "branches": branches(history)}
+
+
+def add_tasks(history: History, rows: list[Row]) -> None:
+    """Give each group that has no task the first message of its first call as `task`."""
+    without = {row["group_id"] for row in rows if not row["task"]}
+    if not without:
+        return
+    first = """SELECT coalesce(nullif("group", ''), trajectory) AS group_id, trajectory, request FROM rollout_exchange
+        WHERE seq = 0 AND """
+    calls = history.rows(
+        f"""SELECT group_id, arg_min(request, trajectory) AS request FROM (
+              {first} {one_of('"group"', without)} UNION ALL {first} {one_of("trajectory", without)}
+            ) GROUP BY 1""",  # noqa: S608
+        numbered(without),
+    )
+    tasks = {row["group_id"]: chat.task(row["request"]) for row in calls}
+    for row in rows:
+        row["task"] = row["task"] or tasks.get(row["group_id"], "")
+
+
+def group(history: History, name: str, query: Query) -> dict[str, Any]:
+    """The members of a group: reward, components, the judge's words, the last reply, signals. If several models have a
+    group of this name, `query` may name the model and its project; `others` are those that are not shown."""
+    named = {"group": name, "branch": branch_of(query)}
+    scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", named)
+    played = history.rows(
+        """SELECT * FROM trajectories WHERE group_id = $group OR (group_id = '' AND trajectory = $group)
+           ORDER BY attempt""",
+        named,
+    )
+    models = [{key: row[key] for key in ("project", "model")} for row in (*scored, *played)]
+    of = next((m for m in models if all(query.get(key) in (None, "", m[key]) for key in m)), None)
+    if of is None:
+        raise NotFoundError(f"There is no group {name!r} in this history, or none of this model.")
+    selection = {**named, **of}
+    runs = {row["trajectory"]: row for row in played if of.items() <= row.items()}
+    scored = [row for row in scored if of.items() <= row.items()]
+    waiting = [] if scored else list(runs.values())
+    add_decisions(history, waiting)
+    members = history.rows(
+        f"SELECT * FROM rewards WHERE {_OF} ORDER BY reward DESC NULLS LAST, trajectory",  # noqa: S608
+        selection,
+    )
+    known = {row["trajectory"] for row in members}
+    members += [
+        {"trajectory": run_id, "reward": run["reward"], "outcome": run["outcome"], "components": run["rewards"] or {}}
+        for run_id, run in runs.items()
+        if run_id not in known
+    ]
+    verdicts = history.rows(
+        f'SELECT * FROM verdicts WHERE {_OF} ORDER BY verdict, trajectory, "call"',  # noqa: S608
+        selection,
+    )
+    signals = history.rows("SELECT * FROM signals WHERE group_id = $group ORDER BY given_at", selection)
+    calls = _calls(history, [row["trajectory"] for row in members])
+    for member in members:
+        run_id = member["trajectory"]
+        member["run"] = runs.get(run_id)
+        member["reply"] = chat.reply(calls[run_id]["response"], 0) if run_id in calls else None
+        member["verdicts"] = [v for v in verdicts if v["trajectory"] == run_id]
+        member["signals"] = [signal for signal in signals if signal["trajectory"] == run_id]
+    best, worst = _ends(members)
+    tasks = (row["task"] for row in (*scored, *runs.values()))
+    named_task: Row = {"group_id": name, "task": next(filter(None, tasks), "")}
+    add_tasks(history, [named_task])
+    return {
+        **selection,
+        "others": [{"group_id": name, **m} for n, m in enumerate(models) if m not in (of, *models[:n])],
+        "scored": scored,
+        "task": named_task["task"],
+        "waits_until": max((run["waits_until"] for run in waiting if run["waits_until"]), default=None),
+        "members": members,
+        **_conversations(calls, best, worst),
+        "trained_in": history.rows(
+            """SELECT version, step, branch FROM checkpoints
+               WHERE project = $project AND model = $model AND list_contains(groups, $group) ORDER BY step""",
+            selection,
+        ),
+    }
+
+
+def _calls(history: History, members: list[str]) -> dict[str, Row]:
+    """The first and the last request of each member, and its last response."""
+    if not members:
+        return {}
+    rows = history.rows(
+        f"""SELECT trajectory, arg_min(request, (seq, choice)) AS first, arg_max(request, (seq, -choice)) AS last,
+              arg_max(response, (seq, -choice)) AS response
+            FROM exchanges WHERE {one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
+        numbered(members),
+    )
+    return {row["trajectory"]: row for row in rows}
+
+
+def _ends(members: list[Row]) -> tuple[str, str]:
+    """The ids of the runs with the highest and the lowest reward; the second is empty where it is no lower. If no
+    member was scored, the first is that of any member."""
+    scored = [row for row in members if row["outcome"] == "scored" and row["reward"] is not None]
+    if not scored:
+        return (members[0]["trajectory"] if members else ""), ""
+    best, worst = scored[0], min(scored, key=lambda row: row["reward"])
+    return best["trajectory"], worst["trajectory"] if worst["reward"] < best["reward"] else ""
+
+
+def _conversations(calls: dict[str, Row], best: str, worst: str) -> Row:
+    """`prompt`: the messages with which the group began; `best` and `worst`: what was said after them, or `None`."""
+    compared = [run_id for run_id in (best, worst) if run_id in calls]
+    opening = chat.sent(calls[compared[0]]["first"]) if compared else []
+
+    def conversation(run_id: str) -> Row | None:
+        if run_id not in compared:
+            return None
+        later = chat.after(opening, chat.sent(calls[run_id]["last"]))
+        messages = [*map(chat.message, later), chat.reply(calls[run_id]["response"], 0)]
+        return {"trajectory": run_id, "messages": messages}
+
+    prompt = [chat.message(sent) for sent in opening]
+    return {"prompt": prompt, "best": conversation(best), "worst": conversation(worst)}

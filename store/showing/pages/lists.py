@@ -1,0 +1,126 @@
+"""Lists of rows: filters, order and paging, all of which are in the page's address."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from datetime import date
+from typing import Any
+
+from store.showing.pages.errors import InvalidQueryError
+from store.showing.pages.history import History, Row
+
+Query = Mapping[str, str]
+"""The parameters of a page's address."""
+
+PAGE = 50
+"""Rows of one page of a list."""
+TASK_OR_GROUP = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
+"""A condition for `listed`: the text `task` is in the task or in the group's id."""
+_LAST_PAGE = 199
+"""A list goes so far: the database keeps all rows up to those that are shown."""
+
+
+def listed(
+    history: History,
+    query: Query,
+    source: str,
+    columns: Mapping[str, str],
+    key: str = "",
+    first: str = "true",
+    choices: Mapping[str, Collection[str]] | None = None,
+    **conditions: str,
+) -> Row:
+    """Rows of `source`, SQL text of this program that can follow FROM.
+
+    `columns`: what the list can be ordered by, to its expression; the first is the order that is used if the address
+    names none; there, rows for which `first` holds come before others. `key`: a column that tells rows apart; then only
+    it is sorted, and the rest read afterwards. `choices`: the values that a filter can have, for filters that have few.
+    `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
+    `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`.
+    Raises `InvalidQueryError` for a parameter with another value."""
+    sort = query.get("sort") or "-" + next(iter(columns))
+    column, down = sort.removeprefix("-"), sort.startswith("-")
+    if column not in columns:
+        raise InvalidQueryError(f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{column[:40]} and so on.")
+    used = {name: value for name in conditions if (value := query.get(name, "").strip())}
+    for name, allowed in (choices or {}).items():
+        if name in used and used[name] not in allowed:
+            raise InvalidQueryError(f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
+    for name in _FORMS.keys() & used.keys():
+        parse, what = _FORMS[name]
+        if (value := parse(used[name])) is None:
+            raise InvalidQueryError(f"{name}={used[name][:40]!r}: write {what}.")
+        used[name] = str(value)  # the database reads fewer forms
+    where = " AND ".join(conditions[name] for name in used) or "true"
+    page = _page(query)
+    direction = "DESC" if down else "ASC"
+    order_by = "" if query.get("sort") or first == "true" else f"({first}) DESC, "
+    order_by += f"{columns[column]} {direction} NULLS LAST, stream_seq {direction}"
+    rows = history.rows(
+        f"SELECT {key or '*'} FROM {source} WHERE {where} ORDER BY {order_by} "  # noqa: S608
+        f"LIMIT {PAGE + 1} OFFSET {page * PAGE}",
+        used,
+    )
+    if key and rows:
+        order = {row[key]: i for i, row in enumerate(rows)}
+        whole = history.rows(f"SELECT * FROM {source} WHERE {one_of(key, order)}", numbered(order))  # noqa: S608
+        rows = sorted(whole, key=lambda row: order[row[key]])
+    return {
+        "rows": rows[:PAGE],
+        "page": page,
+        "more": len(rows) > PAGE and page < _LAST_PAGE,
+        "sort": sort,
+        "query": {name: value for name, value in query.items() if name != "page" and value},
+    }
+
+
+def one_of(column: str, values: Collection[str]) -> str:
+    """The condition that `column` is one of `values`, for the parameters `numbered(values)`. Written out like this, it
+    reaches the files, and only the parts of them that may hold the values are read."""
+    return f"{column} IN ({', '.join(f'${name}' for name in numbered(values))})"
+
+
+def numbered(values: Iterable[str]) -> dict[str, str]:
+    """The parameters of `one_of`."""
+    return {f"value{i}": value for i, value in enumerate(values)}
+
+
+def _page(query: Query) -> int:
+    text = query.get("page") or "0"
+    if not (text.isascii() and text.isdigit() and len(text) < 5 and int(text) <= _LAST_PAGE):
+        raise InvalidQueryError(f"page={text[:40]!r}: write a number from 0 to {_LAST_PAGE}. Filters shorten a list.")
+    return int(text)
+
+
+def as_step(text: str) -> int | None:
+    """A number of a step; `None` where `text` is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def _as_number(text: str) -> float | None:
+    with contextlib.suppress(ValueError):
+        return value if math.isfinite(value := float(text)) else None
+    return None
+
+
+def _as_day(text: str) -> date | None:
+    with contextlib.suppress(ValueError):
+        return date.fromisoformat(text)
+    return None
+
+
+_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "step": (as_step, "the number of a policy step"),
+    "least": (_as_number, "a number"),
+    "most": (_as_number, "a number"),
+    "since": (_as_day, "a day such as 2026-01-31"),
+    "until": (_as_day, "a day such as 2026-01-31"),
+}
+"""Filters whose values have a form, with the function that returns `None` for another one."""
+
+
+def branch_of(query: Query) -> str:
+    """The branch that the address names, `main` if it names none."""
+    return query.get("branch") or "main"

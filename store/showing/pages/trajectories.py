@@ -1,0 +1,249 @@
+"""Trajectories, and one trajectory: its messages, tools and tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
+from store.showing.pages import chat
+from store.showing.pages.errors import InvalidQueryError, NotFoundError
+from store.showing.pages.history import History, Row
+from store.showing.pages.lists import TASK_OR_GROUP, Query, as_step, listed, numbered, one_of
+
+_COLUMNS = {
+    "began": "opened_at",
+    "trajectory": "trajectory",
+    "group": "group_id",
+    "outcome": "outcome",
+    "reward": "reward",
+    "calls": "exchanges",
+    "tokens": "sampled_tokens",
+    "step": "last_step",
+    "seconds": "duration_s",
+}
+_CHOICES = {"outcome": ("waits", "scored", "no_result", "masked", "open"), "split": ("train", "val")}
+_UNDECIDED = """outcome = 'scored' AND reward IS NULL
+    AND (project, trajectory) IN (SELECT (project, trajectory) FROM waiting)"""
+"""A run that ended without a reward, and whose group was neither scored nor discarded."""
+_REWARDED = """(
+    SELECT t.* REPLACE (coalesce(t.reward, r.reward) AS reward) FROM trajectories t LEFT JOIN (
+      SELECT project, trajectory, any_value(reward) AS reward FROM rewards WHERE branch = 'main' GROUP BY ALL
+    ) r ON r.project = t.project AND r.trajectory = t.trajectory)
+"""
+"""Runs with the reward for training where the agent reported none."""
+_TEXT = "substr(to_json(lower($text))::VARCHAR, 2, length(to_json(lower($text))::VARCHAR) - 2)"
+_SAYS = f"""(contains(lower(trajectory || ' ' || coalesce(task, '')), lower($text)) OR trajectory IN (
+    SELECT trajectory FROM rollout_exchange
+    WHERE contains(lower(request), {_TEXT}) OR contains(lower(response), {_TEXT})))
+"""  # noqa: S608
+"""The text is in the run's id or task, or in the JSON of one of its calls."""
+_SIBLINGS = """
+    SELECT trajectory FROM (
+      SELECT project, model, "group", trajectory, attempt FROM rollout_opened
+      UNION ALL SELECT project, model, "group", trajectory, attempt FROM rollout_completed
+    ) WHERE project = $project AND model = $model AND "group" = $group
+    GROUP BY trajectory ORDER BY min(attempt), trajectory
+"""
+CALLS = 20
+"""Calls of a trajectory that one page shows."""
+
+Decode = Callable[[int], str]
+
+
+def trajectories(history: History, query: Query) -> dict[str, Any]:
+    """Trajectories by task or group, outcome, split, policy step, text, reward, day of opening (UTC) and the person
+    whom their metadata names. `waits_until`: the time (UTC) until which the group of a run with the outcome `waits`
+    waits for feedback; `None` where no such time is known."""
+    by_reward = (query.get("sort") or "").endswith("reward") or query.get("least") or query.get("most")
+    outcomes = {"waits": _UNDECIDED, "scored": f"outcome = 'scored' AND NOT ({_UNDECIDED})"}
+    page = listed(
+        history,
+        query,
+        _REWARDED if by_reward else "trajectories",
+        _COLUMNS,
+        key="trajectory",
+        choices=_CHOICES,
+        model="model = $model",
+        split="split = $split",
+        group="group_id = $group",
+        task=TASK_OR_GROUP,
+        outcome=outcomes.get(query.get("outcome", ""), "outcome = $outcome"),
+        step="last_step = try_cast($step AS BIGINT)",
+        text=_SAYS,
+        least="reward >= $least::DOUBLE",
+        most="reward <= $most::DOUBLE",
+        since="opened_at >= $since::DATE",
+        until="opened_at < $until::DATE + 1",
+        user="json_extract_string(metadata, '$.subject') = $user",
+    )
+    add_decisions(history, page["rows"])
+    return page
+
+
+def add_decisions(history: History, runs: list[Row]) -> None:
+    """Add to runs what was decided about their groups: the reward for training where the agent reported none. The
+    outcome of a run whose group is not decided is `waits`."""
+    groups = {run["group_id"] or run["trajectory"] for run in runs if run["reward"] is None}
+    rows = (
+        history.rows(
+            f"""SELECT project, model, group_id, trajectory, reward FROM rewards
+            WHERE branch = 'main' AND {one_of("group_id", groups)}
+            UNION ALL
+            SELECT project, model, "group", '', NULL FROM group_discarded
+            WHERE branch = 'main' AND {one_of('"group"', groups)}""",  # noqa: S608
+            numbered(groups),
+        )
+        if groups
+        else []
+    )
+    rewards = {(row["project"], row["trajectory"]): row["reward"] for row in rows}
+    decided = {(row["project"], row["model"], row["group_id"]) for row in rows}
+    now, wait = datetime.now(UTC).replace(tzinfo=None), timedelta(seconds=history.config.feedback.wait_s)
+    for run in runs:
+        run["waits_until"] = None
+        if run["reward"] is not None:
+            continue
+        run["reward"] = rewards.get((run["project"], run["trajectory"]))
+        group = run["project"], run["model"], run["group_id"] or run["trajectory"]
+        if run["outcome"] == "scored" and group not in decided:
+            run["outcome"] = "waits"
+            run["waits_until"] = until if (until := run["completed_at"] + wait) > now else None
+
+
+def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
+    """One trajectory: its messages, and for every call the sampled tokens with logprob, loss mask and version."""
+    first = as_step(query.get("from") or "0")
+    if first is None:
+        raise InvalidQueryError(f"from={query['from'][:40]!r}: write the number of a call.")
+    selection = {"trajectory": name, "first": first, "after": first + CALLS}
+    run = history.row("SELECT * FROM trajectories WHERE trajectory = $trajectory", selection)
+    if run is None:
+        raise NotFoundError(f"There is no trajectory {name!r} in this history. It shows some seconds after it began.")
+    add_decisions(history, [run])
+    calls = history.rows(
+        """SELECT * EXCLUDE (prompt_ids) FROM exchanges
+           WHERE trajectory = $trajectory AND seq >= $first AND seq < $after ORDER BY seq, choice""",
+        selection,
+    )
+    decode = _decoder(history, run["model"])
+    _show_calls(history, run, calls, decode)
+    more = history.row(
+        "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", selection
+    )
+    group = run["group_id"] or name  # a run without a group is one of its own
+    of_group = {"project": run["project"], "model": run["model"], "group": group}
+    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, of_group)]
+    place = siblings.index(name) if name in siblings else 0
+    return {
+        "trajectory": name,
+        "run": run,
+        "metadata": chat.parsed(run["metadata"]),
+        "previous": siblings[place - 1] if place else None,
+        "next": siblings[place + 1] if place + 1 < len(siblings) else None,
+        "calls": calls,
+        "from": first,
+        "last": (more or {}).get("last"),
+        "count": (more or {}).get("calls"),
+        "step_of": CALLS,
+        "verdicts": history.rows(
+            """SELECT * FROM verdicts WHERE group_id = $group AND trajectory = $trajectory
+               ORDER BY scored_at, "call", verdict""",
+            {**selection, "group": group},
+        ),
+        "signals": history.rows("SELECT * FROM signals WHERE trajectory = $trajectory ORDER BY given_at", selection),
+        "rewards": history.rows(
+            "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at",
+            {**selection, "group": group},
+        ),
+        "trained_in": history.rows(
+            """SELECT version, branch FROM checkpoints
+               WHERE project = $project AND model = $model AND list_contains(groups, $group) ORDER BY step""",
+            of_group,
+        ),
+        "decoded": decode is not str,
+    }
+
+
+def _show_calls(history: History, run: Row, calls: list[Row], decode: Decode) -> None:
+    """Replace what is recorded of the calls of a run by what a page shows: new messages, tools, the reply, tokens."""
+    before: list[Any] = []
+    replied: Row | None = None
+    for call in calls:
+        sent = chat.sent(call["request"])
+        call["messages"] = [chat.message(message) for message in chat.after(before, sent)]
+        if call["messages"] and replied and chat.repeats(call["messages"][0], replied):
+            del call["messages"][0]  # it stands as the reply of the call before
+        call["earlier"] = len(sent) - len(call["messages"])
+        call["tools"] = chat.part(chat.parsed(call["request"]), "tools") or []
+        began, opened = call["started_at"], run["opened_at"]
+        call["after_s"] = (began - opened).total_seconds() if began and opened else None
+        call["reply"] = chat.reply(call["response"], call["choice"])
+        call["untrained"] = _untrained(history, call)
+        call["tokens"] = _tokens(call, decode)
+        before, replied = sent, call["reply"]
+        del call["request"], call["response"], call["sampled_ids"], call["logprobs"], call["forced"]
+
+
+def _untrained(history: History, call: Row) -> Untrained:
+    """Why no token of a call is trained; empty if its unforced tokens are."""
+    return untrained_reason(
+        status=call["status"],
+        side_call=call["side_call"],
+        finish_reason=call["finish_reason"],
+        sampling=sampling_of((call["request"] or "").encode(), _sampling_defaults(history, call["model"])),
+        mask_truncated=history.config.trainer.loss.mask_truncated,
+    )
+
+
+def _sampling_defaults(history: History, model: str) -> Defaults:
+    """What vLLM takes for settings that a request does not name, where the base model is a folder of this machine."""
+    file = _file_of_base(history, model, "generation_config.json")
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Defaults, strict=False) if file else NO_DEFAULTS
+    except msgspec.MsgspecError:
+        return NO_DEFAULTS
+
+
+def _file_of_base(history: History, model: str, name: str) -> Path | None:
+    """The path of a file of a model's base, if the base is a folder of this machine that has it."""
+    paths = (Path(settings.base) / name for settings in history.config.models if settings.name == model)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _tokens(call: Row, decode: Decode) -> list[Row]:
+    """Every sampled token of a call, with what the trainer's loss mask says of it."""
+    ids, logprobs, forced = (call[name] or [] for name in ("sampled_ids", "logprobs", "forced"))
+    trained = loss_mask(call["untrained"], np.array(forced, np.int8), len(ids))
+    return [
+        {
+            "id": token,
+            "text": decode(token),
+            "logprob": logprobs[i] if i < len(logprobs) else None,
+            "forced": bool(forced[i]) if i < len(forced) else False,
+            "trained": bool(trained[i]),
+        }
+        for i, token in enumerate(ids)
+    ]
+
+
+def _decoder(history: History, model: str) -> Decode:
+    """A function from a token id to its text; `str` where the base model's tokenizer is not on this machine."""
+    path = _file_of_base(history, model, "tokenizer.json")
+    return _load_decoder(path, path.stat().st_mtime) if path else str
+
+
+@functools.lru_cache(maxsize=4)
+def _load_decoder(path: Path, changed: float) -> Decode:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        return str
+    tokenizer = Tokenizer.from_file(str(path))
+    return functools.lru_cache(maxsize=65_536)(lambda token: tokenizer.decode([token], skip_special_tokens=False))

@@ -1,0 +1,310 @@
+"""The `journeywork` command."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from rich.console import Console
+
+from pipeline.commands import main as cli
+from pipeline.commands import status
+from pipeline.commands.main import OWN, SUBCOMMANDS, main
+from pipeline.config import NatsConfig
+from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, Member, PolicyPromoted
+from pipeline.log.broker import Broker, BrokerError
+from pipeline.running.state import ProcessState, RunState, process_start, write_state
+from tests.conftest import free_port
+from tests.kits.events import checkpoint
+
+
+def test_every_command_that_lives_elsewhere_has_its_module() -> None:
+    missing = [module for module, _ in SUBCOMMANDS.values() if importlib.util.find_spec(module) is None]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("up --set nonsense", "section.key=value"),
+        ("up --services gatway", "gatway"),
+        ("up --config nothing.toml", "no settings file"),
+        ("up --services judge --run-dir nowhere --set judge.api_key_env=NO_KEY", "the environment has no NO_KEY"),
+        ("status --run-dir nowhere", "nothing was started there"),
+        ("up --vllm-url localhost:8000", "vllm.urls: 'localhost:8000' is no HTTP address: write http://"),
+        ("polic list", "there is no command 'polic'; did you mean policy? `journeywork --help` lists"),
+        ("nonsense", "there is no command 'nonsense'. `journeywork --help` lists all commands"),
+        ("", "query the history with SQL"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(command.split())
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())  # nothing was started
+
+
+@pytest.mark.parametrize(
+    "command", ["pipeline.commands.main provision", "judge.commands.rejudge --limit 1"], ids=["provision", "rejudge"]
+)
+def test_what_a_command_logs_without_a_log_says_why(command: str, tmp_path: Path) -> None:
+    """A logger that nobody has configured would print the events without their fields."""
+    nowhere = f"nats://127.0.0.1:{free_port()}"
+    settings = tmp_path / "config.toml"
+    settings.write_text(
+        f'run_dir = "{tmp_path}/run"\n[nats]\nurl = "{nowhere}"\nconnect_timeout_s = 1\n[judge]\nmodel = "a/b"\n'
+    )
+    argv = [sys.executable, "-m", *command.split(), "--config", str(settings)]
+    ended = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    *logged, said = ended.stderr.splitlines()
+    assert (ended.returncode, said.startswith("journeywork: no NATS server answers at")) == (1, True)
+    assert all(json.loads(line)["error"] for line in logged)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("journeywork ")
+
+
+def test_the_commands_that_are_known_are_those_of_the_parser() -> None:
+    named = " ".join(cli._parser().format_help().split())
+    assert all(f" {name} " in named for name in (*OWN, *SUBCOMMANDS))
+
+
+def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(f"up --dry-run --services sampler --run-dir {tmp_path} --set models.0.base=somewhere".split())
+    out = capsys.readouterr().out
+    assert "--logprobs-mode processed_logprobs" in out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("services", "refused"),
+    [
+        # What each service checks is told of all of them at once.
+        (
+            "gateway,sampler,judge,store",
+            {
+                "gateway.public_url=nowhere": "gateway.public_url",
+                'signing.keys=["SUAWRONG"]': "signing.keys",
+                'judge.rewards=[{name="r", kind="python", entry="no_such_module:f"}]': "no_such_module",
+                "store.dir=s3://": "store.dir",
+            },
+        ),
+        ("judge", {"judge.anchors.file=nothing.jsonl": "nothing.jsonl"}),
+        ("judge", {"judge.model=5": "judge.model: litellm knows no provider for one of '5'"}),
+        ("trainer", {"trainer.loss.options.no_such=1.0": "trainer.loss.options"}),
+        ("store", {"nats.max_bytes=10": "nats.max_bytes: 10 is too small"}),
+    ],
+)
+def test_a_dry_run_refuses_what_a_service_would_refuse(
+    services: str, refused: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [part for setting in ("models.0.base=somewhere", *refused) for part in ("--set", setting)]
+    # A start asks the same before it starts anything, if the base is there for a sampler.
+    for how in (["--dry-run"],) if "sampler" in services else (["--dry-run"], []):
+        with pytest.raises(SystemExit) as caught:
+            main(["up", *how, "--services", services, "--run-dir", str(tmp_path), *settings])
+        assert caught.value.code == 2
+        told = capsys.readouterr().err
+        assert [said for said in refused.values() if said not in told] == []
+        assert {path.name for path in tmp_path.iterdir()} <= {"up.lock"}
+
+
+GONE = 2**22 + 1
+"""The id of no process."""
+
+
+async def provision(config: NatsConfig) -> None:
+    async with Broker.connect(config) as broker:
+        await broker.publish(checkpoint(3))
+        await broker.publish(checkpoint(1, branch="stricter"))
+        await broker.publish(checkpoint(8, project="other"))
+        async with broker.consume("store-policy") as taken:
+            (delivery,) = await taken.batch(1, 60)
+            await delivery.give_back(600)  # it stays delivered
+        for model, state in (("m", "raised"), ("n", "raised"), ("n", "cleared")):
+            told: Any = {"state": state, "detail": "it is far", "action": "Lower `it`."}
+            await broker.publish(AlarmChanged(project="p", alarm="kl_rise", model=model, **told))
+        for number in range(5):
+            # Four versions of the five gave half of the reward that the last one gives.
+            member = Member(trajectory=f"t{number}", reward=1.0 if number == 4 else 0.5, last_step=number)
+            scored = GroupScored(project="p", group=f"g{number}", model="m", judge="j", members=(member,))
+            await broker.publish(scored)
+        for group, reason, more in (
+            ("g0", "no_variance", {}),
+            ("g1", "no_variance", {}),
+            ("g2", "late", {}),
+            ("g5", "too_small", {}),
+            ("g6", "no_variance", {}),
+            ("g7", "stale", {"branch": "stricter"}),
+            ("g8", "validation", {"split": "val"}),
+            ("g9", "stale", {"project": "other"}),
+        ):
+            ended: Any = {"project": "p", "trajectories": ("t",), "reason": reason, "by": "trainer", **more}
+            await broker.publish(GroupDiscarded(group=group, model="m", **ended))
+        split: Any = {"action": "split", "version": "m@2", "other": "m@0", "percent": 20.0}
+        await broker.publish(PolicyPromoted(project="p", model="m", request="d", **split))
+
+
+def started(
+    run_dir: Path, services: Mapping[str, tuple[int, str]], nats: str = "nats://127.0.0.1:1", pid: int = 1
+) -> None:
+    """Write the state of a run. `services`: process id and state of each."""
+    processes = {
+        name: ProcessState(pid=number, since=process_start(number), state=state)
+        for name, (number, state) in services.items()
+    }
+    urls: dict[str, str | tuple[str, ...]] = {"nats": nats, "gateway": "http://127.0.0.1:1", "vllm": ()}
+    write_state(run_dir, RunState(pid=pid, since=process_start(pid), ready=True, urls=urls, services=processes))
+
+
+def test_status_says_what_runs_what_waits_and_what_serves(
+    tmp_path: Path, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anyio.run(provision, nats_config)
+    url = str(nats_config.url)
+    (tmp_path / "config.toml").write_text('project = "p"\n')
+    started(tmp_path, {"judge": (GONE, "ready"), "store": (GONE, "stopped")}, url)
+    with pytest.raises(SystemExit) as caught:  # a service is gone
+        main(["status", "--run-dir", str(tmp_path), "--json"])
+    assert caught.value.code == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["policies"] == {"m": "m@3", "m+stricter": "m+stricter@1"}
+    lag = {row["consumer"]: (row["behind"], row["held"]) for row in said["lag"]}
+    split = {"action": "split", "version": "m@2", "other": "m@0", "percent": 20.0}
+    assert said["decided"] == {"m": split}
+    assert lag["store-policy"] == (6, 1)
+    assert not [row for row in said["lag"] if row["consumer"].startswith("telemetry")], "it is off"
+    assert [(a["alarm"], a["model"], a["detail"]) for a in said["raised"]] == [("kl_rise", "m", "it is far")]
+    counts = {"no_variance": 3, "late": 1, "too_small": 1}
+    reward = "Training reward 0.500 to 1.000 over 4 steps (too few groups for an interval)."
+    assert said["groups"] == {"m": {"newest": 7, "discarded": counts, "reward": reward}}
+    assert said["services"]["judge"]["state"] == "gone"
+    started(tmp_path, {"judge": (os.getpid(), "ready"), "store": (GONE, "stopped")}, url)
+    main(["status", "--run-dir", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert f"m: {reward}" in lines
+    assert "policy m: m@3 is the newest, m@2 is served (split, 20 % of runs; m@0 the others)" in lines
+    assert "alarm kl_rise of m: it is far. Lower it." in lines
+    assert (
+        "groups of m: of the newest 7 were discarded, whole or in part, 3 as no_variance (equal rewards), 1 as late, "
+        "1 as too_small; docs/troubleshooting.md#nothing-trains says what to do"
+    ) in lines
+    assert [line.split()[1:] for line in lines if line.strip().startswith(("judge ", "store-policy"))] == [
+        ["ready", str(os.getpid()), "0"],
+        ["0", "0"],
+        ["6", "(off)", "1"],
+    ]
+
+
+@pytest.mark.parametrize("text", ["[abc]", "[/v1]", "[nats]"])
+def test_status_prints_brackets_as_they_are(text: str, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    state: dict[str, Any] = {
+        "running": True,
+        "urls": {"gateway": "http://g", "ui": f"http://u/{text}"},
+        "alarms": [f"alarm {text}"],
+        "services": {"store": {"state": "gone", "pid": 1, "restarts": 0}},
+        "log": f"error {text}",
+    }
+    status._print(Path(f"/runs/x{text}"), state, console)
+    status._print(Path(f"/runs/x{text}"), state | {"lag": [], "waiting": {}, "policies": {f"m{text}": "m@1"}}, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in (
+        f"run directory /runs/x{text}, gateway",
+        f"http://u/{text}",
+        f"alarm {text}",
+        f"error {text}",
+        f"policy m{text}",
+    ):
+        assert part in said
+
+
+def test_status_of_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started(tmp_path, pid=GONE, services={"nats": (GONE, "stopped"), "gateway": (GONE, "stopped")})
+    with pytest.raises(SystemExit) as caught:
+        main(["status", "--run-dir", str(tmp_path)])
+    assert caught.value.code == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "stopped. `journeywork up` with the same settings goes on with it" in said
+    assert "http://127.0.0.1:1" not in said
+    assert "log: it was stopped with the run" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["pipeline.commands.main", "status", "--run-dir", "{run}"], 1),
+        (["pipeline.commands.dead_letters", "list", "--run-dir", "{run}"], 1),
+        (["pipeline.commands.main", "up", "--services", "store", "--config", "{run}"], 2),
+        (["pipeline.commands.main", "up", "--services", "store", "--run-dir", "/proc/x"], 2),
+    ],
+)
+def test_what_is_not_there_is_told_without_log_lines_and_tracebacks(
+    command: list[str], code: int, tmp_path: Path
+) -> None:
+    started(tmp_path, {})
+    (tmp_path / "config.toml").write_text("[nats]\nconnect_timeout_s = 0.2\n")
+    args = [part.format(run=tmp_path) for part in command]
+    done = subprocess.run([sys.executable, "-m", *args], capture_output=True, text=True)
+    assert done.returncode == code
+    said = (done.stdout + done.stderr).splitlines()
+    assert not [line for line in said if line.startswith(("{", "Traceback"))]
+    assert len(said) == 1 or "no NATS server answers" in said[-1]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_a_service_that_can_not_start_ends_up_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--run-dir", str(tmp_path), "--services", "gateway", "--set", "nats.connect_timeout_s=0.2"]
+    with pytest.raises(SystemExit) as caught:
+        main(["up", *flags, "--nats-url", "nats://127.0.0.1:1"])
+    assert caught.value.code == 1
+    assert "no NATS server answers at nats://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_log_that_refuses_its_streams_ends_up_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def supervise(*_: object) -> None:
+        raise ExceptionGroup("", [ExceptionGroup("", [BrokerError("the NATS server refused it")])])
+
+    monkeypatch.setattr(cli, "_supervise", supervise)
+    with pytest.raises(SystemExit) as caught:
+        main(["up", "--services", "store", "--run-dir", str(tmp_path)])
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.strip().endswith("journeywork: the NATS server refused it")
+
+
+@pytest.mark.anyio
+async def test_an_evaluation_hides_no_training_group_from_the_status(broker: Broker) -> None:
+    """Regression: the groups of an evaluation were the newest 256 messages."""
+
+    def scored(name: str, split: str) -> GroupScored:
+        member = Member(trajectory=name, reward=0.5, split=split)  # type: ignore[arg-type]
+        return GroupScored(project="p", group=name, model="m", judge="j", members=(member,), split=split)
+
+    await broker.publish(scored("trained", "train"))
+    for number in range(300):
+        await broker.publish(scored(f"v{number}", "val"))
+    assert (await status._newest_groups(broker, "p"))["m"]["newest"] == 1

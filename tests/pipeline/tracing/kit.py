@@ -1,0 +1,137 @@
+"""The life of two trajectories on the log, from first call to verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from pipeline.config import Config, NatsConfig, TelemetryConfig
+from pipeline.events import (
+    ExchangeRecorded,
+    GroupScored,
+    Member,
+    Score,
+    TrajectoryCompleted,
+    TrajectoryOpened,
+    Verdict,
+    pack_ids,
+    pack_logprobs,
+)
+from pipeline.log.broker import Broker
+from pipeline.tracing import exporter, trace
+from tests.kits.langfuse import PUBLIC, SECRET, LangfuseReceiver
+
+START = 1_700_000_000_000_000
+AGENTS_TRACE, AGENTS_SPAN = "ab" * 16, "cd" * 8
+OWN = {"traceparent": f"00-{AGENTS_TRACE}-{AGENTS_SPAN}-01"}
+METADATA = {"user_id": "u-7", "session_id": "ticket-12", "tags": ["vip"], "contact": "ann@example.com"}
+
+
+def point_at(monkeypatch: pytest.MonkeyPatch, receiver: LangfuseReceiver) -> None:
+    monkeypatch.setenv("LANGFUSE_BASE_URL", receiver.url)
+    monkeypatch.setenv("LANGFUSE_PUBLIC_KEY", PUBLIC)
+    monkeypatch.setenv("LANGFUSE_SECRET_KEY", SECRET)
+    monkeypatch.delenv("LANGFUSE_HOST", raising=False)
+
+
+def exchange(trajectory: str, seq: int, asked: str) -> ExchangeRecorded:
+    tools = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
+    request = {"model": "m", "temperature": 0.5, "tools": tools, "messages": [{"role": "user", "content": asked}]}
+    choice = {"index": 0, "message": {"role": "assistant", "content": "Ann."}}
+    return ExchangeRecorded(
+        project="p",
+        trajectory=trajectory,
+        seq=seq,
+        model="m",
+        policy_version="m@0",
+        step=0,
+        group="g",
+        request=json.dumps(request).encode(),
+        response=json.dumps({"id": f"cmpl-{seq}", "choices": [choice]}).encode(),
+        prompt_ids=pack_ids([1, 2]),
+        sampled_ids=pack_ids([3]),
+        logprobs=pack_logprobs([-0.5]),
+        finish_reason="stop",
+        started_at=START + 10_000_000 * seq,
+        first_token_at=START + 10_000_000 * seq + 5,
+        at=START + 10_000_000 * seq + 2_000_000,
+    )
+
+
+def calls(trajectory: str) -> list[ExchangeRecorded]:
+    """Two turns."""
+    return [exchange(trajectory, seq, "Who is ann@example.com?") for seq in (0, 1)]
+
+
+async def publish_lives(broker: Broker) -> None:
+    """`t1` has no trace of its own; `t2` was opened below a span of its agent."""
+    for trajectory, headers in (("t1", {"traceparent": trace.traceparent("p", "t1")}), ("t2", OWN)):
+        await broker.publish(
+            TrajectoryOpened(
+                project="p",
+                trajectory=trajectory,
+                model="m",
+                group="g",
+                task="find ann@example.com",
+                metadata=json.dumps(METADATA).encode(),
+                at=START,
+            ),
+            headers,
+        )
+        for call in calls(trajectory):
+            # Each call of an instrumented agent has a span of its own.
+            own = f"00-{AGENTS_TRACE}-{call.seq + 1:016x}-01" if trajectory == "t2" else headers["traceparent"]
+            await broker.publish(call, {"traceparent": own})
+        await broker.publish(
+            TrajectoryCompleted(
+                project="p",
+                trajectory=trajectory,
+                model="m",
+                group="g",
+                task="find ann@example.com",
+                exchanges=2,
+                reward=1.0,
+                opened_at=START,
+                at=START + 30_000_000,
+                prompt_tokens=4,
+                sampled_tokens=2,
+            ),
+            headers,
+        )
+    members = tuple(Member(trajectory=t, reward=r, components={"style": r / 2}) for t, r in (("t1", 1.0), ("t2", 0.0)))
+    verdict = Verdict(
+        judge_model="openai/gpt-5-mini",
+        rubric="default",
+        rubric_hash="rh",
+        prompt_tokens=101,
+        completion_tokens=20,
+        cost_usd=0.5,
+        latency_s=1.0,
+        scores=tuple(
+            Score(trajectory=m.trajectory, score=m.reward, explanation="it wrote to ann@example.com") for m in members
+        ),
+    )
+    await broker.publish(
+        GroupScored(
+            project="p", group="g", model="m", judge="h", members=members, verdicts=(verdict,), at=START + 40_000_000
+        )
+    )
+
+
+SPANS = 2 * (1 + 2 + 1)
+"""Spans of the two lives: run, calls and verdict of each."""
+
+
+async def run_until(config: NatsConfig, done: Callable[[], bool], **settings: Any) -> None:
+    """Run the telemetry service until `done`."""
+    telemetry = TelemetryConfig(**settings)
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(exporter.serve, Config(project="p", nats=config, telemetry=telemetry), lambda **_: None)
+        with anyio.fail_after(60):
+            while not done():
+                await anyio.sleep(0.02)
+        tg.cancel_scope.cancel()

@@ -1,0 +1,113 @@
+"""Pinned semantics: which tokens train. A change here needs a decision record."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from pipeline.chat.sampling import Defaults
+from pipeline.events import ExchangeRecorded, pack_logprobs
+from tests.trainer.kit import exchange
+from trainer.sequences import TokenSequence, build
+
+
+def trained(sequence: TokenSequence) -> list[int]:
+    return sequence.ids[sequence.loss_mask].tolist()
+
+
+call = partial(exchange, "t")
+CASES: dict[str, tuple[list[ExchangeRecorded], list[tuple[list[int], list[int]]]]] = {
+    "a prompt that extends the conversation continues its sequence": (
+        [call(0, [5, 6], [7, 1]), call(1, [5, 6, 7, 1, 8, 9], [3, 1])],
+        [([5, 6, 7, 1, 8, 9, 3, 1], [7, 1, 3, 1])],
+    ),
+    # An agent that drops its own reasoning from the history: nothing is trained twice, nothing is lost.
+    "a rewritten history begins a sequence of its own": (
+        [call(0, [5, 6], [7, 8]), call(1, [5, 6, 8, 9], [3])],
+        [([5, 6, 7, 8], [7, 8]), ([5, 6, 8, 9, 3], [3])],
+    ),
+    "two conversations, turn about": (
+        [call(0, [5], [7]), call(1, [6], [8]), call(2, [5, 7, 10], [11]), call(3, [6, 8, 12], [13])],
+        [([5, 7, 10, 11], [7, 11]), ([6, 8, 12, 13], [8, 13])],
+    ),
+    "choices of one call are sequences, and the chosen one continues": (
+        [call(0, [5], [7], choice=0), call(0, [5], [8], choice=1), call(1, [5, 8, 9], [3])],
+        [([5, 7], [7]), ([5, 8, 9, 3], [8, 3])],
+    ),
+    "tokens forced by a grammar are context": ([call(0, [5], [7, 8, 9], forced=[1, 0, 1])], [([5, 7, 8, 9], [8])]),
+    "a side call": ([call(0, [5], [7], side_call=True)], []),
+    "a cancelled call": ([call(0, [5], [7], status="cancelled")], []),
+    "a failed call": ([call(0, [5], [7], status="failed")], []),
+    "a call without a reply": ([call(0, [5], [])], []),
+    # At temperature 0 nothing was sampled, so there is no probability to push.
+    "greedy replies are context": (
+        [call(0, [5], [7], request=b'{"temperature":0}'), call(1, [5, 7, 6], [8])],
+        [([5, 7, 6, 8], [8])],
+    ),
+    "an exchange delivered twice counts once": ([call(0, [5], [7]), call(0, [5], [7])], [([5, 7], [7])]),
+    "the order on the log does not matter": ([call(1, [5, 7, 6], [8]), call(0, [5], [7])], [([5, 7, 6, 8], [7, 8])]),
+    "a token without anything before it": ([call(0, [], [7, 8])], [([7, 8], [8])]),
+}
+"""Exchanges of a run, and for each of its sequences the tokens and those of them that train."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_run_trains(case: str) -> None:
+    exchanges, expected = CASES[case]
+    assert [(s.ids.tolist(), trained(s)) for s in build("t", exchanges)] == expected
+
+
+def test_tool_and_user_turns_are_context() -> None:
+    tool_result = [20, 21, 22]
+    (sequence,) = build(
+        "t",
+        [
+            exchange("t", 0, [5], [7]),
+            exchange("t", 1, [5, 7, *tool_result], [8]),
+            exchange("t", 2, [5, 7, *tool_result, 8, 30], [9]),
+        ],
+    )
+    assert trained(sequence) == [7, 8, 9]
+    assert not np.isin(sequence.ids[sequence.loss_mask], [*tool_result, 30, 5]).any()
+    assert (sequence.steps[~sequence.loss_mask] == -1).all()
+    assert sequence.calls is not None
+    assert sequence.calls.tolist() == [-1, 0, -1, -1, -1, 1, -1, 2]
+
+
+def test_temperature_is_the_requests_or_the_servers() -> None:
+    asked, default = exchange("t", 0, [5], [7], request=b'{"temperature":0.5}'), exchange("t", 1, [6], [8])
+    one, two = build("t", [asked, default], defaults=Defaults(temperature=0.7))
+    assert one.temperatures.tolist() == [1.0, 0.5]
+    assert two.temperatures[1] == np.float32(0.7)
+
+
+def test_truncated_replies_train_unless_told_otherwise() -> None:
+    cut = exchange("t", 0, [5], [7, 8], finish_reason="length")
+    assert trained(build("t", [cut])[0]) == [7, 8]
+    assert build("t", [cut], mask_truncated=True) == []
+
+
+def test_a_truncated_reply_stays_context_of_what_follows() -> None:
+    cut = exchange("t", 0, [5], [7, 8], finish_reason="length")
+    (sequence,) = build("t", [cut, exchange("t", 1, [5, 7, 8, 1, 6], [9])], mask_truncated=True)
+    assert trained(sequence) == [9]
+
+
+def test_every_token_keeps_the_version_that_sampled_it() -> None:
+    (sequence,) = build("t", [exchange("t", 0, [5], [7], step=3), exchange("t", 1, [5, 7, 6], [8, 9], step=4)])
+    assert sequence.steps.tolist() == [-1, 3, -1, 4, 4]
+
+
+def test_logprobs_that_do_not_match_the_tokens_are_unknown() -> None:
+    (sequence,) = build("t", [exchange("t", 0, [5], [7, 8], logprobs=[-1.0])])
+    assert np.isnan(sequence.logprobs).all()
+    assert trained(sequence) == [7, 8]
+
+
+def test_logprobs_are_those_recorded() -> None:
+    recorded = exchange("t", 0, [5], [7, 8], logprobs=[-0.25, float("nan")])
+    assert recorded.logprobs == pack_logprobs([-0.25, float("nan")])
+    (sequence,) = build("t", [recorded])
+    np.testing.assert_array_equal(sequence.logprobs, np.array([np.nan, -0.25, np.nan], np.float32))

@@ -1,0 +1,202 @@
+"""From the groups of a batch to sequences with advantages.
+
+Baseline and spread come from the scored members of the training split only (`trainer.batches.groups`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config import LossConfig, TrainerConfig
+from pipeline.events import Member
+from trainer.batches.groups import GroupWithHistory
+from trainer.batches.returns import (
+    NO_ROLES,
+    Floats,
+    Roles,
+    baseline,
+    by_token,
+    calls_with_credit,
+    group_returns,
+    has_call_returns,
+    positions,
+    role_baselines,
+)
+from trainer.batches.tasks import task_baselines
+from trainer.distillation.teacher import HintedCall, TeacherLogprobs
+from trainer.sequences import TokenSequence
+
+_STD_FLOOR = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One sequence with the advantage of its trajectory, or of the calls in it."""
+
+    sequence: TokenSequence
+    advantage: float
+    call_advantages: npt.NDArray[np.float64] | None = None
+    """In place of `advantage`, that of the call that sampled each trained token, [k]. `None`: all have the same."""
+    weight: float = 1.0
+    """Factor on the advantage that evens out long and short trajectories (`trainer.loss.weighting`)."""
+    old_logprobs: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
+    """Logprobs of the trained tokens, [k] in nats, by the policy before the first of several updates of a step.
+    `None` where a step takes one update."""
+    kl_penalty: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
+    """What `trainer.loss.kl_penalty` adds to the advantage of each trained token, [k]."""
+    hinted_calls: tuple[HintedCall, ...] = ()
+    """What the teacher is to be asked in the step."""
+    teacher: TeacherLogprobs | None = None
+    """What a teacher said of the trained tokens."""
+    late: bool = False
+    """Whether it is older than `trainer.max_staleness`, and corrected as `trainer.late` says."""
+
+
+def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[Example]:
+    """Every sequence of the batch with its scaled advantage, in the order of the groups.
+
+    The advantage is the reward minus the mean reward of the group, of the task's earlier runs or of the batch
+    (`trainer.loss.baseline`), divided as `trainer.loss.advantage_scaling` says, then balanced and normalised by the
+    settings after it. Where rewards belong to calls, it is their returns that are compared (`trainer.batches.returns`).
+    With loss type `sft` it is the reward."""
+    weights = trajectory_weights(groups, config)
+    if config.loss.type == "sft":
+        return [
+            Example(s, reward_of[s.trajectory], weight=weights.get(s.trajectory, 1.0))
+            for g in groups
+            # Another verdict set may say otherwise.
+            for reward_of in ({m.trajectory: m.reward for m in g.members},)
+            for s in g.sequences
+        ]
+    loss = config.loss
+    differing = {g: has_call_returns(g.members, loss.turn_discount) for g in groups}
+    if "batch" in (loss.baseline, loss.advantage_scaling):  # so all are compared at the same position
+        differing = dict.fromkeys(groups, any(differing.values()))
+    by_role = loss.baseline != "task" and any(g.history.roles and differing[g] for g in groups)
+    returns = {
+        g: group_returns(
+            g.members, g.sequences, loss.turn_discount, by_call=differing[g], roles=g.history.roles if by_role else None
+        )
+        for g in groups
+    }
+    batch_std = _std([r for of_group in returns.values() for r in of_group])
+    baselines = _baselines(groups, loss.baseline, returns, by_role=by_role)
+    out = []
+    for group in groups:
+        match loss.advantage_scaling:
+            case "group":
+                divisor = _std(returns[group]) + _STD_FLOOR
+            case "batch":
+                divisor = batch_std + _STD_FLOOR
+            case "none":
+                divisor = 1.0
+        advantage_of = {
+            member.trajectory: _advantages(
+                member,
+                (of_calls - mean[: len(of_calls)]) / divisor,
+                loss,
+                group.history.roles.get(member.trajectory, NO_ROLES),
+            )
+            for member, of_calls, mean in zip(group.members, returns[group], baselines[group], strict=True)
+        }
+        out += [
+            Example(
+                s,
+                float(advantage_of[s.trajectory][0]),
+                by_token(advantage_of[s.trajectory], s),
+                weight=weights.get(s.trajectory, 1.0),
+                hinted_calls=group.history.hinted_calls(s),
+                teacher=group.history.teacher_logprobs(s),
+            )
+            for s in group.sequences
+        ]
+    return out if loss.advantage_normalization == "none" else _normalized(out, config)
+
+
+def _baselines(
+    groups: Sequence[GroupWithHistory],
+    kind: Literal["group", "task", "batch"],
+    returns: Mapping[GroupWithHistory, list[Floats]],
+    *,
+    by_role: bool,
+) -> dict[GroupWithHistory, list[Floats]]:
+    """What is subtracted from the returns of each run's calls, by group and in the order of its members."""
+    batch = [r for of_group in returns.values() for r in of_group]
+    batch_means = baseline(batch, max(map(len, batch), default=0))
+    if kind == "task":
+        return {g: task_baselines(returns[g], g.admitted.earlier, batch_means) for g in groups}
+    if not by_role and kind == "batch":
+        return {g: [batch_means] * len(returns[g]) for g in groups}
+    if not by_role:
+        longest = {g: max(map(len, returns[g]), default=0) for g in groups}
+        return {g: [baseline(returns[g], longest[g])] * len(returns[g]) for g in groups}
+    runs = {
+        g: [
+            (r, positions(len(r), g.history.roles.get(m.trajectory, NO_ROLES)))
+            for m, r in zip(g.members, returns[g], strict=True)
+        ]
+        for g in groups
+    }
+    out = {}
+    for group in groups:
+        compared = [group] if kind == "group" else groups
+        of_roles = role_baselines([run for g in compared for run in runs[g]])
+        out[group] = [np.array([of_roles[role][at] for role, at in own]) for _, own in runs[group]]
+    return out
+
+
+def _advantages(member: Member, differences: Floats, loss: LossConfig, roles: Roles) -> Floats:
+    """The advantage of each call of a run, from the scaled differences to its baseline. Where only calls were judged, a
+    last number, 0, is that of the calls after them: a teacher may teach calls that no reward reaches."""
+    balance = loss.advantage_balance
+    advantages = np.where((differences < 0) == (balance > 0), differences * (1 - abs(balance)), differences)
+    if member.graded == "calls":
+        return np.append(advantages * calls_with_credit(member, len(advantages), loss.turn_discount, roles), 0.0)
+    return advantages
+
+
+def _normalized(out: list[Example], config: TrainerConfig) -> list[Example]:
+    """The examples with advantages of the mean size 1, weighted as the loss weights them."""
+    shares = np.array([e.weight * loss_terms(e.sequence, config) for e in out])
+    sizes = [abs(e.advantage) if e.call_advantages is None else float(np.abs(e.call_advantages).mean()) for e in out]
+    size = float(np.average(sizes, weights=shares)) if shares.sum() else 0.0
+    if not size:
+        return out
+    return [
+        dataclasses.replace(
+            e,
+            advantage=e.advantage / size,
+            call_advantages=None if e.call_advantages is None else e.call_advantages / size,
+        )
+        for e in out
+    ]
+
+
+def _std(returns: Sequence[npt.NDArray[np.float64]]) -> float:
+    """The standard deviation of the returns of all calls of some runs."""
+    numbers = np.concatenate(returns) if returns else np.zeros(0)
+    return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else 0.0
+
+
+def loss_terms(sequence: TokenSequence, config: TrainerConfig) -> int:
+    """How often the loss counts a sequence: losses that average over sequences once, the others once per token."""
+    return 1 if config.loss.type in ("grpo", "sapo") else sequence.trained_tokens
+
+
+def trajectory_weights(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> dict[str, float]:
+    """By trajectory, the factor that gives every trajectory the same share of the loss; the mean over what the loss
+    averages is 1."""
+    if config.loss.weighting == "loss":
+        return {}
+    shares: dict[str, int] = {}
+    for group in groups:
+        for s in group.sequences:
+            shares[s.trajectory] = shares.get(s.trajectory, 0) + loss_terms(s, config)
+    mean = sum(shares.values()) / len(shares) if shares else 1.0
+    return {trajectory: mean / n for trajectory, n in shares.items()}

@@ -1,0 +1,215 @@
+"""Captured exchanges to token sequences: the tokens that were sampled, never tokenised again.
+
+An exchange whose prompt begins with all tokens of an earlier sequence (prompt and reply) continues that sequence.
+Any other exchange begins a new one: the agent rewrote its history, or made a call beside it. Only sampled tokens
+are trained, those that `pipeline.chat.sampling` names. Prompts, tool results and user turns are context.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.chat.images import media_of
+from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Sampling, loss_mask, sampling_of, untrained_reason
+from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
+
+OTHER_BRANCH = 2**30
+"""Step of a token that a version of another branch sampled, which this branch does not have. It is later than every
+step, as that of a replay's later version is."""
+_UNCUT = np.array([0, 1, 0], np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSequence:
+    """One token sequence of a trajectory; every array has shape [T]."""
+
+    trajectory: str
+    ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    """True for the tokens that are trained."""
+    logprobs: npt.NDArray[np.float32]
+    """Logprobs of the sampler in nats; NaN where the token was not sampled or its logprob is unknown."""
+    steps: npt.NDArray[np.int32]
+    """Policy step that sampled each token; -1 for context, `OTHER_BRANCH` where this branch lacks the version."""
+    temperatures: npt.NDArray[np.float32]
+    """Sampling temperature; 1 for context."""
+    cuts: npt.NDArray[np.float32] | None = None
+    """top_k, top_p and min_p of each token, shape [T, 3]; `None` where no token was sampled under any of them."""
+    calls: npt.NDArray[np.int32] | None = None
+    """The call that sampled each token: `seq` of its exchange, -1 for context. `None`: not known."""
+    images: tuple[bytes, ...] = ()
+    """The files of the images whose places are among the ids, in their order."""
+    experts: npt.NDArray[np.int16] | None = None
+    """The experts that the sampler's routers chose for each token, shape [T, layers, experts of a token]; -1 where they
+    are not known. `None`: none is known, or they are not replayed."""
+
+    @classmethod
+    def made_up(cls, name: str, ids: npt.NDArray[np.integer[Any]], trained: int) -> TokenSequence:
+        """Return a sequence for a measurement or a check: its last `trained` tokens are trained, and none has a
+        recorded logprob."""
+        n = len(ids)
+        loss_mask = np.arange(n) >= max(1, n - trained)
+        unknown = np.full(n, np.nan, np.float32)
+        return cls(name, ids.astype(np.int32), loss_mask, unknown, np.zeros(n, np.int32), np.ones(n, np.float32))
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens that are trained."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Number of trained tokens before which the sampler's experts are known."""
+        if self.experts is None:
+            return 0
+        return int((self.experts[np.flatnonzero(self.loss_mask) - 1] >= 0).all(axis=(1, 2)).sum())
+
+    def masking_out(self, untrained: npt.NDArray[np.bool_]) -> TokenSequence:
+        """Return the sequence with the same tokens; those where `untrained` (shape [T]) is true are context."""
+        return replace(self, loss_mask=self.loss_mask & ~untrained)
+
+
+class _Builder:
+    """A sequence that is being put together."""
+
+    def __init__(self) -> None:
+        self.ids = np.zeros(0, np.int32)
+        self.images: tuple[bytes, ...] = ()
+        self._experts: npt.NDArray[np.int16] | None = None
+        """The experts of the first tokens of `ids`. The tokens after them have none yet."""
+        self._parts: list[tuple[npt.NDArray[Any], ...]] = []
+        """Loss mask, logprobs, steps, temperatures, cuts and calls of every part added."""
+
+    def is_prefix_of(self, prompt: npt.NDArray[np.int32]) -> bool:
+        return len(self.ids) <= len(prompt) and np.array_equal(self.ids, prompt[: len(self.ids)])
+
+    def add(
+        self,
+        ids: npt.NDArray[np.int32],
+        loss_mask: npt.NDArray[np.bool_],
+        logprobs: npt.NDArray[np.float32],
+        step: int,
+        sampling: Sampling,
+        call: int,
+    ) -> None:
+        n = len(ids)
+        steps, temperatures = np.full(n, step, np.int32), np.full(n, sampling.temperature, np.float32)
+        cuts = np.tile(np.array([sampling.top_k, sampling.top_p, sampling.min_p], np.float32), (n, 1))
+        calls = np.full(n, call, np.int32)
+        self._parts.append((loss_mask, logprobs, steps, temperatures, cuts, calls))
+        self.ids = np.concatenate([self.ids, ids])
+
+    def add_context(self, ids: npt.NDArray[np.int32]) -> None:
+        n = len(ids)
+        self.add(ids, np.zeros(n, np.bool_), np.full(n, np.nan, np.float32), -1, Sampling(), -1)
+
+    def add_experts(self, experts: npt.NDArray[np.int16] | None) -> None:
+        """Add the experts of the call that was added last, for the tokens that have none so far."""
+        if self._experts is None:
+            self._experts = experts
+        elif experts is not None and experts.shape[1:] == self._experts.shape[1:]:
+            self._experts = np.concatenate([self._experts, experts[len(self._experts) :]])
+
+    def sequence(self, trajectory: str) -> TokenSequence:
+        parts = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+        loss_mask, logprobs, steps, temperatures, cuts, calls = parts
+        loss_mask[:1] = False  # no token before it predicts the first one
+        uncut = (cuts == _UNCUT).all()
+        experts = self._experts
+        if experts is not None:
+            unknown = np.full((len(self.ids) - len(experts), *experts.shape[1:]), -1, np.int16)
+            experts = np.concatenate([experts, unknown])
+        return TokenSequence(
+            trajectory,
+            self.ids,
+            loss_mask,
+            logprobs,
+            steps,
+            temperatures,
+            None if uncut else cuts,
+            calls,
+            self.images,
+            experts,
+        )
+
+
+def build(
+    trajectory: str,
+    exchanges: Iterable[ExchangeRecorded],
+    *,
+    defaults: Defaults = NO_DEFAULTS,
+    mask_truncated: bool = False,
+    left_out: Counter[str] | None = None,
+    replay: bool = False,
+) -> list[TokenSequence]:
+    """The sequences of one trajectory that hold at least one token to train, in the order in which they began.
+
+    `defaults` are the sampling settings that the inference server uses where a request names none. With
+    `mask_truncated`, replies that were cut off at their length limit are context. `left_out` is increased by the
+    number of sampled tokens that are not trained because of an unsupported sampling setting, by the setting. With
+    `replay`, the sequences have the experts that the sampler chose."""
+    unique: dict[tuple[int, int], ExchangeRecorded] = {}
+    for exchange in exchanges:
+        unique.setdefault((exchange.seq, exchange.choice), exchange)
+    builders: list[_Builder] = []
+    for key in sorted(unique):
+        exchange = unique[key]
+        sampling = sampling_of(exchange.request, defaults)
+        reason = untrained_reason(
+            status=exchange.status,
+            side_call=exchange.side_call,
+            finish_reason=exchange.finish_reason,
+            sampling=sampling,
+            mask_truncated=mask_truncated,
+        )
+        if reason in ("side_call", "cancelled", "failed"):
+            continue  # no part of the conversation, as far as the log knows
+        prompt, sampled = unpack_ids(exchange.prompt_ids), unpack_ids(exchange.sampled_ids)
+        if not len(sampled):
+            continue
+        images = media_of(exchange.request).images
+        # Prompts with different images may have the same tokens.
+        prefixes = [b for b in builders if b.is_prefix_of(prompt) and b.images == images[: len(b.images)]]
+        builder = max(prefixes, key=lambda b: len(b.ids), default=None)
+        if builder is None:
+            builder = _Builder()
+            builders.append(builder)
+        builder.add_context(prompt[len(builder.ids) :])
+        builder.images = images
+        reproducible = not sampling.greedy and not sampling.unsupported
+        if sampling.unsupported and left_out is not None:
+            left_out[sampling.unsupported] += len(sampled)
+        builder.add(
+            sampled,
+            loss_mask(reason, unpack_mask(exchange.forced), len(sampled)),
+            _logprobs(exchange, len(sampled)),
+            exchange.step,
+            sampling if reproducible else Sampling(),
+            exchange.seq,
+        )
+        if replay and exchange.experts:
+            builder.add_experts(_experts(exchange, len(builder.ids)))
+    return [s for s in (b.sequence(trajectory) for b in builders) if s.loss_mask.any()]
+
+
+def _logprobs(exchange: ExchangeRecorded, length: int) -> npt.NDArray[np.float32]:
+    logprobs = unpack_logprobs(exchange.logprobs)
+    # Where the numbers differ, no logprob can be assigned to its token.
+    return logprobs if len(logprobs) == length else np.full(length, np.nan, np.float32)
+
+
+def _experts(exchange: ExchangeRecorded, tokens: int) -> npt.NDArray[np.int16] | None:
+    """The experts of the first tokens of an exchange, `None` if they are not such an array."""
+    try:
+        experts = np.load(io.BytesIO(exchange.experts), allow_pickle=False)
+    except (EOFError, ValueError):
+        return None
+    fits = experts.ndim == 3 and experts.dtype.kind in "iu" and len(experts) <= tokens
+    return experts.astype(np.int16) if fits else None
