@@ -33,10 +33,7 @@ def post(gateway: GatewayProcess, **more: Any) -> httpx.Response:
 async def test_an_evaluation_is_recorded_once(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
     for _ in range(2):
         reply = post(gateway)
-        assert (reply.status_code, reply.json()) == (
-            201,
-            {"evaluation": "e-1", "position": 0},
-        )
+        assert (reply.status_code, reply.json()) == (201, {"evaluation": "e-1", "position": 0})
     refused = post(gateway, runs=2)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
     assert post(gateway, position=1, kind="external", model="litellm:a/b", version="").status_code == 201

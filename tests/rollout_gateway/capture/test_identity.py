@@ -117,11 +117,7 @@ async def test_an_unmodified_fleet_is_sorted_into_runs(start_gateway: StartGatew
 async def test_inferred_runs_outlive_the_gateway(start_gateway: StartGateway, broker: Broker) -> None:
     """One run goes on across the gateway's death, another is abandoned and ends as the settings say."""
     gateway = start_gateway(
-        **{
-            "detection.enabled": True,
-            "detection.idle_s": 600.0,
-            "detection.outcome": "masked",
-        }
+        **{"detection.enabled": True, "detection.idle_s": 600.0, "detection.outcome": "masked"}
     )
     gateway.open(id="i-own")  # an agent's own, and so none to take over
     client = gateway.client()
@@ -190,12 +186,7 @@ async def test_groups_discarded_while_the_log_was_away_are_no_longer_ahead(
     await anyio.to_thread.run_sync(nats_server.start)
     await broker.publish(
         GroupDiscarded(
-            project=PROJECT,
-            group="g1",
-            model="tictactoe",
-            trajectories=(),
-            reason="too_small",
-            by="judge",
+            project=PROJECT, group="g1", model="tictactoe", trajectories=(), reason="too_small", by="judge"
         )
     )
     with anyio.fail_after(60):
