@@ -54,6 +54,10 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"measures": [{"name": "re\nward", "mean": 0.5}]}, 400, "invalid_name"),
     ({"measures": [{"name": "reward", "mean": 1e300}]}, 400, "invalid_body"),
     ({"tasks": [{"task": "a", "metrics": {"m": 1e308}}]}, 400, "invalid_body"),
+    *(
+        ({"version": v}, 400, "invalid_name")
+        for v in ("x", "tictactoe@" + "9" * 26, "tictactoe@1", "chess@0", "tictactoe@01")
+    ),
 ]
 
 

@@ -126,7 +126,7 @@ async def test_a_key_gives_so_many_signals_on_a_run_and_takes_no_others_place(
 async def test_a_key_is_one_signal(start_front: StartGateway, nats_config: NatsConfig) -> None:
     gateway = start_front(keys=KEYS)
     alice, boss = Caller(gateway, "alice"), Caller(gateway, "boss")
-    for name in ("r", "s"):
+    for name in ("r", "s", "t"):
         alice.open(id=name)
     path = "/v1/trajectories/r/feedback"
     for repeated in (False, True):
@@ -145,19 +145,12 @@ async def test_a_key_is_one_signal(start_front: StartGateway, nats_config: NatsC
     assert [(s.signal, s.value, s.by) for s in given] == [
         ("alice:k", 1.0, "alice"), ("alice:l", -1.0, "alice"), ("boss:k", -1.0, "boss"),
     ]  # fmt: skip
-
-
-async def test_a_ranking_of_other_runs_under_the_same_key_adds_theirs(start_front: StartGateway) -> None:
-    alice = Caller(start_front(keys=KEYS), "alice")
-    for name in ("r", "s", "t"):
-        alice.open(id=name)
-    for runs, repeated in ((["r", "s"], [False, False]), (["r", "t"], [True, False])):
-        told = alice.ask("POST", "/v1/feedback", {"ranking": runs, "key": "k"}).json()["signals"]
-        assert [line["repeated"] for line in told] == repeated
-    assert error(alice.ask("POST", "/v1/feedback", {"ranking": ["t", "r"], "key": "k"})) == (
-        409,
-        "request_exists",
-    )
+    # A ranking of other runs under the same key adds theirs.
+    for runs, told_before in ((["s", "t"], [False, False]), (["s", "r"], [True, False])):
+        told = alice.ask("POST", "/v1/feedback", {"ranking": runs, "key": "m"}).json()["signals"]
+        assert [line["repeated"] for line in told] == told_before
+    again = alice.ask("POST", "/v1/feedback", {"ranking": ["t", "s"], "key": "m"})
+    assert error(again) == (409, "request_exists")
 
 
 @pytest.mark.parametrize("by", ["role", "answer"])

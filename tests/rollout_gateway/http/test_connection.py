@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 from contextlib import AsyncExitStack
 
@@ -317,6 +318,14 @@ async def test_a_client_that_takes_nothing_is_cut_off() -> None:
         with socket.create_connection(("127.0.0.1", port)) as client, anyio.fail_after(60):
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await gone.wait()
+
+
+def test_a_process_that_may_open_few_files_takes_fewer_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    assert 1 < checked_limits(HttpConfig()).max_connections < 128
+    assert "fewer connections" in caplog.text
 
 
 # -- bodies of all connections together ------------------------------------------------------------------------------

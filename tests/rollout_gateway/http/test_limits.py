@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -152,17 +151,6 @@ async def test_what_a_call_adds_to_the_log_counts_as_further_calls_of_its_key(
     # The log holds what is repeated once.
     assert await called("small", *("y" * 900_000 + str(n) for n in range(4))) == [200] * 4
     assert len(await exchanges(broker, "small")) == 4
-
-
-def test_no_body_is_asked_for_before_the_key_is_checked(start_front: StartGateway) -> None:
-    gateway = start_front(keys=(key_config("good"),))
-    head = "POST {} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {}\r\nExpect: 100-continue\r\n"
-    for path in ("/v1/chat/completions", "/t/x/v1/messages", "/v1/trajectories"):
-        for key, status in (("bad", b"401"), ("good", b"100")):
-            address = ("127.0.0.1", gateway.config.gateway.port)
-            with socket.create_connection(address, timeout=60) as client:
-                client.sendall(f"{head.format(path, key)}Content-Length: 100000\r\n\r\n".encode())
-                assert client.recv(65536)[9:12] == status
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
