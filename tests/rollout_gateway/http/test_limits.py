@@ -153,14 +153,14 @@ async def test_what_a_call_adds_to_the_log_counts_as_further_calls_of_its_key(
     assert len(await exchanges(broker, "small")) == 4
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_a_large_body_is_paid_for_before_it_is_read(start_front: StartGateway, path: str) -> None:
+def test_a_large_body_is_paid_for_before_it_is_read(start_front: StartGateway) -> None:
     """By the key, or the key behind a run's token, whether or not the body can be used, and however it is sent."""
+    chat, claude = "/v1/chat/completions", "/v1/messages"
     keys = [key_config(name, calls_per_minute=6) for name in ("plain", "chunked", "small")]
     gateway = start_front(keys=keys)
     large = json.dumps({"model": "tictactoe", "unknown": "x" * (8 << 20), "messages": []}).encode()
 
-    def statuses(key: str, body: Any, times: int, token: bool) -> list[int]:
+    def statuses(key: str, path: str, body: Any, times: int, token: bool) -> list[int]:
         used = Caller(gateway, key).open(id=f"{key}-run")["api_key"] if token else key
         headers = {"authorization": f"Bearer {used}"}
         with httpx.Client(base_url=gateway.url, timeout=60, headers=headers) as client:
@@ -172,9 +172,9 @@ def test_a_large_body_is_paid_for_before_it_is_read(start_front: StartGateway, p
     def chunks() -> Iterator[bytes]:
         yield from (large[i : i + (1 << 20)] for i in range(0, len(large), 1 << 20))
 
-    assert statuses("plain", whole, 3, token=True) == [400, 429, 429]
-    assert statuses("chunked", chunks, 3, token=False) == [400, 429, 429]
-    assert statuses("small", lambda: b'{"unknown": 1}', 4, token=True) == [400] * 4
+    assert statuses("plain", chat, whole, 3, token=True) == [400, 429, 429]
+    assert statuses("chunked", claude, chunks, 3, token=False) == [400, 429, 429]
+    assert statuses("small", chat, lambda: b'{"unknown": 1}', 4, token=True) == [400] * 4
     # After a restart the run of the token is not in memory.
     gateway.restart()
     token = Caller(gateway, "small").open(id="late")["api_key"]
@@ -182,7 +182,7 @@ def test_a_large_body_is_paid_for_before_it_is_read(start_front: StartGateway, p
     with httpx.Client(
         base_url=gateway.url, timeout=60, headers={"authorization": f"Bearer {token}"}
     ) as client:
-        assert [client.post(path, content=large).status_code for _ in range(2)] == [400, 429]
+        assert [client.post(chat, content=large).status_code for _ in range(2)] == [400, 429]
 
 
 async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
