@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,29 +84,30 @@ def play(gateway: GatewayProcess, name: str, text: str, *, stream: bool = False)
     return said
 
 
-@pytest.mark.parametrize("stream", [False, True])
+MASKED = ("masked-False", "masked-True")
+
+
 async def test_a_masked_text_is_in_no_file_and_its_call_has_no_tokens(
-    start_gateway: StartGateway, nats_server: NatsServer, broker: Broker, stream: bool
+    start_gateway: StartGateway, nats_server: NatsServer, broker: Broker
 ) -> None:
     gateway = await anyio.to_thread.run_sync(lambda: start_gateway(masks=(MAIL,)))
-    await anyio.to_thread.run_sync(lambda: play(gateway, "masked", SECRET, stream=stream))
-    await anyio.to_thread.run_sync(lambda: play(gateway, "plain", "nobody", stream=stream))
-    for event in await exchanges(broker, "masked"):
-        (message,) = msgspec.json.decode(event.request)["messages"]
-        assert message["content"].endswith("x [mail]")
-        assert (event.prompt_ids, event.sampled_ids, event.logprobs) == (b"", b"", b"")
-        assert b"token_ids" not in bytes(event.response)
-    for event in await exchanges(broker, "plain"):
-        assert event.prompt_ids
-        assert event.sampled_ids
-    openings = {r.event.trajectory: r.event for r in await broker.read(TrajectoryOpened)}
-    opened = openings["masked"]
-    assert opened.task == "write to [mail]"
-    assert msgspec.json.decode(opened.metadata) == {"who": {"[mail]": ["[mail]"]}}
-    (completed,) = [r.event for r in await broker.read(TrajectoryCompleted) if r.event.trajectory == "masked"]
-    assert msgspec.json.decode(completed.metadata) == {"who": {"[mail]": ["[mail]"]}, "to": "[mail]"}
-    (signal,) = [r.event for r in await broker.read(SignalGiven) if r.event.trajectory == "masked"]
-    assert signal.text == "ask [mail]"
+    for stream in (False, True):
+        masked_run, plain_run = f"masked-{stream}", f"plain-{stream}"
+        await anyio.to_thread.run_sync(partial(play, gateway, masked_run, SECRET, stream=stream))
+        await anyio.to_thread.run_sync(partial(play, gateway, plain_run, "nobody", stream=stream))
+        for event in await exchanges(broker, masked_run):
+            (message,) = msgspec.json.decode(event.request)["messages"]
+            assert message["content"].endswith("x [mail]")
+            assert (event.prompt_ids, event.sampled_ids, event.logprobs) == (b"", b"", b"")
+            assert b"token_ids" not in bytes(event.response)
+        assert all(event.prompt_ids and event.sampled_ids for event in await exchanges(broker, plain_run))
+    for kind, text in ((TrajectoryOpened, "task"), (SignalGiven, "text")):
+        texts = [getattr(r.event, text) for r in await broker.read(kind) if r.event.trajectory in MASKED]
+        assert texts == [{"task": "write to [mail]", "text": "ask [mail]"}[text]] * 2
+    for kind, more in ((TrajectoryOpened, {}), (TrajectoryCompleted, {"to": "[mail]"})):
+        events = [r.event for r in await broker.read(kind) if r.event.trajectory in MASKED]
+        recorded = [msgspec.json.decode(event.metadata) for event in events]
+        assert recorded == [{"who": {"[mail]": ["[mail]"]}, **more}] * 2
     found = [
         file
         for file in nats_server.folder.rglob("*")

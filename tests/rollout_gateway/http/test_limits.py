@@ -63,9 +63,7 @@ async def begun(server: FakeVllm, client: openai.AsyncOpenAI) -> asyncio.Future[
     """Two calls of a client that the server holds, as it does all calls until its `held` is set."""
     server.held = asyncio.Event()
     calls = asyncio.gather(*(client.chat.completions.create(**ASK) for _ in range(2)))
-    with anyio.fail_after(60):
-        while len(server.calls) < 2:
-            await anyio.sleep(0.01)
+    await server.called(2)
     return calls
 
 
@@ -102,9 +100,7 @@ async def test_calls_that_take_long_hold_up_their_own_key_alone(
             with pytest.raises(openai.RateLimitError):
                 await client.chat.completions.create(**ASK)
         taken = asyncio.ensure_future(alice.with_options(api_key="bob").chat.completions.create(**ASK))
-        with anyio.fail_after(60):
-            while len(fake_vllm.calls) < 3:
-                await anyio.sleep(0.01)
+        await fake_vllm.called(3)
         assert not calls.done()
         fake_vllm.held.set()  # type: ignore[union-attr]
         assert all(reply.choices for reply in [*await calls, await taken])
