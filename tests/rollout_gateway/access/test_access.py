@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import KeyConfig
 from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
@@ -60,26 +59,6 @@ def forged(key: str) -> str:
     return name + "." + "A" * 32
 
 
-@pytest.mark.slow
-def test_without_a_good_key_all_runs_look_alike(start_front: StartGateway) -> None:
-    gateway = start_front(keys=KEYS)
-    alice = Caller(gateway, "alice")
-    runs = {name: alice.open(id=name, group="g") for name in ("open", "completed")}
-    assert alice.status("POST", "/v1/trajectories/completed/complete", {}) == 200
-    unknown = "jwr-dW5rbm93bg." + "A" * 32
-    keys = ("", "wrong", "jwr-", "jwr-%.", unknown, *(forged(run["api_key"]) for run in runs.values()))
-    said = set()
-    for key in keys:
-        for run in (*runs, "unknown", "%00"):
-            assert Caller(gateway, key).about(run) == [401] * 5, (key, run)
-            said.add(Caller(gateway, key).ask("GET", f"/v1/trajectories/{run}").content)
-    assert len(said) == 1
-    health = [Caller(gateway, key).ask("GET", "/health").json() for key in ("", "wrong", "alice")]
-    assert [(h["status"], "replicas" in h) for h in health] == [("ok", False), ("ok", False), ("ok", True)]
-    claude = Caller(gateway, "").ask("POST", "/t/open/v1/messages", {})
-    assert (claude.status_code, claude.json()["error"]["type"]) == (401, "authentication_error")
-
-
 def test_a_forged_key_reads_nothing_from_the_log(start_front: StartGateway, nats_server: NatsServer) -> None:
     """It is answered alike, and at once, while there is no log to read."""
     gateway = start_front()
@@ -112,81 +91,6 @@ def test_a_body_is_not_read_before_the_key_is_checked(start_front: StartGateway)
         with socket.create_connection(address, timeout=60) as client:
             client.sendall(head.encode())
             assert int(client.recv(65536)[9:12]) == status, (path, headers)
-
-
-@pytest.mark.slow
-def test_a_key_owns_what_it_opens(start_front: StartGateway) -> None:
-    gateway = start_front(keys=KEYS)
-    alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))
-    for name in ("a1", "a2", "a3"):
-        alice.open(id=name, group="g")
-    assert bob.about("a1") == [404] * 5
-    assert bob.ask("GET", "/v1/trajectories/a1").text == bob.ask("GET", "/v1/trajectories/none").text.replace(
-        "none", "a1"
-    )
-    # Naming a group does not take a run over either: it would be opened, and is there.
-    assert bob.call(**{"x-journeywork-trajectory": "a1", "x-journeywork-group": "g"}) == 409
-    assert bob.status("POST", "/v1/trajectories", {"model": "tictactoe", "id": "a1", "group": "g"}) == 409
-    # After a restart, and at another replica.
-    gateway.kill()
-    gateway.start()
-    other = start_front(folder="other", keys=KEYS)
-    for replica in (gateway, other):
-        assert Caller(replica, "bob").about("a1") == [404] * 5
-    assert Caller(other, "alice").about("a1") == [
-        200,
-        LET_IN,
-        LET_IN,
-        200,
-        409,
-    ]  # the group completed it, unrewarded
-    assert boss.about("a2") == [200, LET_IN, LET_IN, 200, 409]
-    assert alice.status("POST", "/v1/trajectories/a3/complete", {"reward": 1}) == 200
-    assert [c.status("GET", "/v1/trajectories/a3") for c in (alice, bob, boss)] == [200, 404, 200]
-    assert bob.status("POST", "/v1/trajectories/a3/complete", {"reward": 1}) == 404
-
-
-@pytest.mark.slow
-def test_a_trajectorys_own_key_does_not_grade_it(start_front: StartGateway) -> None:
-    """Neither with keys nor without: a model that sees the key of its run can't say what the run was worth."""
-    for settings in ({"keys": KEYS}, {}):
-        gateway = start_front(**settings, folder="with" if settings else "without")
-        alice, prefix = Caller(gateway, "alice"), "k" if settings else "n"
-        run, other = alice.open(id=f"{prefix}1"), alice.open(id=f"{prefix}2")
-        own = Caller(gateway, run["api_key"])
-        assert own.status("GET", f"/v1/trajectories/{run['id']}") == 200
-        assert own.call(f"/t/{run['id']}/v1/chat/completions") == own.call() == LET_IN
-        refused = own.ask("POST", f"/v1/trajectories/{run['id']}/complete", {"reward": 1})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "key_does_not_complete")
-        assert own.about(other["id"]) == [403] * 5
-        elsewhere = {"x-journeywork-trajectory": other["id"]}
-        assert own.call(f"/t/{run['id']}/v1/chat/completions", **elsewhere) == 403
-        for method, path in (
-            ("POST", "/v1/trajectories"),
-            ("GET", "/metrics"),
-            ("POST", "/v1/policies/tictactoe/follow"),
-        ):
-            assert own.status(method, path, {"model": "tictactoe"}) == 403
-        assert own.status("GET", "/v1/models") == 200
-        trusted = alice.open(id=f"{prefix}3", key_completes=True)
-        done = Caller(gateway, trusted["api_key"]).status(
-            "POST", f"/v1/trajectories/{trusted['id']}/complete", {"reward": 1}
-        )
-        assert done == 200
-
-
-def test_a_key_for_calls_only_makes_calls_only(start_front: StartGateway) -> None:
-    calls = KeyConfig(sha256=key_config("agent").sha256, name="alice", calls_only=True)
-    gateway = start_front(keys=(*KEYS, calls))
-    alice, agent = Caller(gateway, "alice"), Caller(gateway, "agent")
-    alice.open(id="a1", group="g")
-    assert agent.about("a1") == [403, LET_IN, LET_IN, 403, 403]
-    assert agent.status("POST", "/v1/trajectories", {"model": "tictactoe"}) == 403
-    assert agent.status("GET", "/v1/policies") == 403
-    assert agent.status("GET", "/v1/models") == 200
-    # A run that a call names is opened, and completed with the other key of the name.
-    assert agent.call(**{"x-journeywork-trajectory": "a2", "x-journeywork-group": "g"}) == LET_IN
-    assert alice.status("POST", "/v1/trajectories/a2/complete", {}) == 200
 
 
 def test_a_key_is_for_its_models(start_front: StartGateway) -> None:
