@@ -16,6 +16,7 @@ class FakeVllm:
     def __init__(self) -> None:
         self.loaded: dict[str, str] = {}
         self.calls: list[str] = []
+        self._called = asyncio.Event()
         self.fail_with = 0
         self.refuse_load = False
         self.disk: Path | None = None
@@ -50,6 +51,13 @@ class FakeVllm:
         await asyncio.gather(*serving, return_exceptions=True)
         self.life += 1
         self.loaded.clear()
+
+    async def called(self, calls: int) -> None:
+        """Wait until it has got so many chat completions."""
+        async with asyncio.timeout(60):
+            while len(self.calls) < calls:
+                self._called.clear()
+                await self._called.wait()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._server is None:  # the connection came with the end
@@ -108,6 +116,7 @@ class FakeVllm:
                 return 200, {"choices": [{"index": i, **choice} for i in range(4)]}
             case "/v1/chat/completions":
                 self.calls.append(body["model"])
+                self._called.set()
                 if self.held is not None:
                     await self.held.wait()
                 if self.fail_with:

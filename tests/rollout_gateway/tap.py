@@ -1,18 +1,16 @@
-"""A proxy between gateway and vLLM that passes all bytes on unchanged and keeps vLLM's replies for comparison."""
+"""A proxy between gateway and vLLM that keeps vLLM's replies for comparison."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import threading
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-import httptools
+import aiohttp
+from aiohttp import web
+from anyio.from_thread import start_blocking_portal
 
 _CALLS = ("/v1/chat/completions", "/v1/completions")
 
@@ -60,133 +58,55 @@ class Call:
         return ids, logprobs
 
 
-@dataclass(eq=False)
-class _Side:
-    """Parses one direction of a connection: httptools calls back into it."""
-
-    url: bytes = b""
-    parts: list[bytes] = field(default_factory=list)
-
-    def on_url(self, url: bytes) -> None:
-        self.url += url
-
-    def on_body(self, data: bytes) -> None:
-        self.parts.append(data)
-
-    def take(self) -> bytes:
-        body = b"".join(self.parts)
-        self.parts, self.url = [], b""
-        return body
-
-
-class _Requests(_Side):
-    def __init__(self, waiting: deque[Call], calls: list[Call]) -> None:
-        super().__init__()
-        self.waiting, self.calls = waiting, calls
-
-    def on_message_complete(self) -> None:
-        path, body = self.url.decode(), self.take()
-        is_call = path in _CALLS
-        call = Call(path, json.loads(body) if is_call else {})
-        self.waiting.append(call)
-        if is_call:
-            self.calls.append(call)
-
-
-class _Replies(_Side):
-    def __init__(self, waiting: deque[Call]) -> None:
-        super().__init__()
-        self.waiting = waiting
-        self.parser = httptools.HttpResponseParser(self)
-
-    def on_body(self, data: bytes) -> None:
-        self.waiting[0].body += data
-
-    def on_headers_complete(self) -> None:
-        self.waiting[0].status = self.parser.get_status_code()
-
-    def on_message_complete(self) -> None:
-        self.waiting.popleft().whole = True
-
-
 class Tap:
-    """Listens on `url`, in a thread of its own, and passes on to `upstream`. Use as `with tapped(url) as tap`."""
+    """Listens on `url` and passes requests on to `upstream`. Use as `with tapped(url) as tap`."""
 
     def __init__(self, upstream: str) -> None:
-        parts = urlsplit(upstream)
-        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._upstream, self.url = upstream, ""
         self.calls: list[Call] = []
         """Model calls, in the order in which they were sent."""
-        self.url = ""
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
-        self._thread.start()
-        assert started.wait(60)
+    async def start(self) -> None:
+        self._client = aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(600))
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        # A client that leaves has left vLLM too.
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
-    def _run(self, started: threading.Event) -> None:
-        async def serve() -> None:
-            server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            self._stopping = asyncio.Event()
-            started.set()
-            async with server:
-                await self._stopping.wait()
-                for task in list(self._tasks):
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+        await self._client.close()
 
-        self._loop.run_until_complete(serve())
-        self._loop.close()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        waiting: deque[Call] = deque()
-        try:
-            there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
-            try:
-                to = asyncio.ensure_future(
-                    _pass_on(
-                        reader, there_writer, httptools.HttpRequestParser(_Requests(waiting, self.calls))
-                    )
-                )
-                back = asyncio.ensure_future(_pass_on(there_reader, writer, _Replies(waiting).parser))
-                # Either side's end is the connection's end, as it would be without a tap.
-                await asyncio.wait((to, back), return_when=asyncio.FIRST_COMPLETED)
-                for passing in (to, back):
-                    passing.cancel()
-                await asyncio.gather(to, back, return_exceptions=True)
-            finally:
-                there_writer.transport.abort()
-        except (OSError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.transport.abort()
-            self._tasks.discard(task)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(60)
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parser: Any) -> None:
-    # Seen before it is passed on: a test that has the end of a reply finds the call complete in `calls`.
-    while data := await reader.read(65536):
-        parser.feed_data(data)
-        writer.write(data)
-        await writer.drain()
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        sent = await request.read()
+        call = Call(request.path, json.loads(sent) if request.path in _CALLS else {})
+        if request.path in _CALLS:
+            self.calls.append(call)
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length")}
+        url = f"{self._upstream}{request.path_qs}"
+        async with self._client.request(request.method, url, data=sent or None, headers=headers) as there:
+            call.status = there.status
+            reply = web.StreamResponse(status=there.status, headers={"content-type": there.content_type})
+            await reply.prepare(request)
+            # Seen before it is passed on: a test that has the end of a reply finds the call complete in `calls`.
+            async for part in there.content.iter_any():
+                call.body += part
+                await reply.write(part)
+            call.whole = True
+            await reply.write_eof()
+        return reply
 
 
 @contextlib.contextmanager
 def tapped(upstream: str) -> Iterator[Tap]:
     tap = Tap(upstream)
-    tap.start()
-    try:
-        yield tap
-    finally:
-        tap.stop()
+    with start_blocking_portal() as portal:
+        portal.call(tap.start)
+        try:
+            yield tap
+        finally:
+            portal.call(tap.stop)

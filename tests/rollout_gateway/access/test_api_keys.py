@@ -122,10 +122,7 @@ def test_an_end_bounds_a_key() -> None:
     def moment(hours: float) -> str:
         return (datetime.now(UTC) + timedelta(hours=hours)).isoformat()
 
-    keys = (
-        key_config("past", expires=moment(-1)),
-        key_config("future", expires=moment(1)),
-    )
+    keys = (key_config("past", expires=moment(-1)), key_config("future", expires=moment(1)))
     api_keys = ApiKeys(GatewayConfig(keys=keys))
     statuses = [status(lambda k=k: api_keys.authenticate(k)) for k in ("past", "future")]  # type: ignore[misc]
     assert statuses == [401, 200]
@@ -150,15 +147,7 @@ def test_the_file_is_read_when_it_changes(tmp_path: Path, capsys: pytest.Capture
         said = capsys.readouterr()
         return said.out, said.err.rpartition(" ")[2].strip()
 
-    scope = [
-        "--model",
-        "m",
-        "--calls-only",
-        "--expires",
-        "2h",
-        "--calls-per-minute",
-        "9",
-    ]
+    scope = ["--model", "m", "--calls-only", "--expires", "2h", "--calls-per-minute", "9"]
     out, key = run("add", "--name", "a", "--role", "operator", *scope)
     assert key not in out + file.read_text()
     assert {f.stat().st_mode & 0o777 for f in tmp_path.iterdir()} == {0o600}

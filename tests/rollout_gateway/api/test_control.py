@@ -20,45 +20,14 @@ async def decide(gateway: GatewayProcess, action: str, **body: Any) -> httpx.Res
         return await client.post(f"{gateway.url}/v1/policies/tictactoe/{action}", json=body)
 
 
-@pytest.mark.slow
-async def test_decisions_hold_across_replicas_and_restarts(
+async def test_an_idempotency_id_stands_for_one_decision_which_holds_at_every_gateway(
     start_gateway: StartGateway, broker: Broker
 ) -> None:
     gateway = start_gateway()
-    for step in (1, 2, 3):
-        await publish_adapter(broker, step)
-    await serves(gateway, "tictactoe@3")
-    pinned = await decide(
-        gateway, "pin", version="tictactoe@1", by="me", reason="it was better", request="r1"
-    )
-    assert pinned.json() == {
-        "model": "tictactoe", "action": "pin", "version": "tictactoe@1", "other": None
-    }  # fmt: skip
-    assert (
-        await decide(gateway, "pin", version="tictactoe@1", by="me", reason="it was better", request="r1")
-    ).is_success
-    assert gateway.client().chat.completions.create(**ASK).model == "tictactoe@1"
-    await publish_adapter(broker, 4)
-    other = start_gateway(folder="other")
-    await serves(other, "tictactoe@1")
-    await decide(other, "rollback")
-    await serves(gateway, "tictactoe@4")
-    refused = await decide(gateway, "rollback")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "no_decision")
-    await decide(gateway, "follow")
-    await serves(gateway, "tictactoe@4")
-    await serves(other, "tictactoe@4")
-    assert (await decide(gateway, "promote", version="tictactoe@9")).status_code == 404
-    assert (await decide(gateway, "split", version="tictactoe@3", other="nope")).status_code == 404
-    recorded = await broker.read(PolicyPromoted)
-    events = [r.event for r in recorded]
-    assert [e.action for e in events] == ["pin", "rollback", "follow"]
-    assert (events[0].by, events[0].reason) == ("me", "it was better")
-
-
-async def test_an_idempotency_id_stands_for_one_decision(gateway: GatewayProcess, broker: Broker) -> None:
     await publish_adapter(broker, 1)
     await serves(gateway, "tictactoe@1")
+    refused = await decide(gateway, "rollback")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "no_decision")
     for version in ("tictactoe@0", "tictactoe@1"):
         await decide(gateway, "pin", version=version)
     for _ in range(2):  # the repeat takes back nothing more
@@ -69,6 +38,14 @@ async def test_an_idempotency_id_stands_for_one_decision(gateway: GatewayProcess
     assert "Nothing was recorded" in refused.json()["error"]["message"]
     events = [r.event for r in await broker.read(PolicyPromoted)]
     assert [e.action for e in events] == ["pin", "pin", "rollback"]
+    await publish_adapter(broker, 2)
+    other = start_gateway(folder="other")
+    for pinned in (other, gateway):
+        await serves(pinned, "tictactoe@0")
+    assert gateway.client().chat.completions.create(**ASK).model == "tictactoe@0"
+    await decide(other, "follow")
+    for following in (other, gateway):
+        await serves(following, "tictactoe@2")
 
 
 async def test_a_split_is_sticky_per_trajectory(gateway: GatewayProcess, broker: Broker) -> None:

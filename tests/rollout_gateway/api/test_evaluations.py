@@ -33,10 +33,7 @@ def post(gateway: GatewayProcess, **more: Any) -> httpx.Response:
 async def test_an_evaluation_is_recorded_once(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
     for _ in range(2):
         reply = post(gateway)
-        assert (reply.status_code, reply.json()) == (
-            201,
-            {"evaluation": "e-1", "position": 0},
-        )
+        assert (reply.status_code, reply.json()) == (201, {"evaluation": "e-1", "position": 0})
     refused = post(gateway, runs=2)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
     assert post(gateway, position=1, kind="external", model="litellm:a/b", version="").status_code == 201
@@ -57,6 +54,10 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"measures": [{"name": "re\nward", "mean": 0.5}]}, 400, "invalid_name"),
     ({"measures": [{"name": "reward", "mean": 1e300}]}, 400, "invalid_body"),
     ({"tasks": [{"task": "a", "metrics": {"m": 1e308}}]}, 400, "invalid_body"),
+    *(
+        ({"version": v}, 400, "invalid_name")
+        for v in ("x", "tictactoe@" + "9" * 26, "tictactoe@1", "chess@0", "tictactoe@01")
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Who may give feedback, how much of it, and what a repetition under the same key is."""
+"""How much feedback a key may give, and what a repetition under the same key is."""
 
 from __future__ import annotations
 
@@ -26,51 +26,7 @@ KEYS = (
     key_config("bob"),
     key_config("boss", role="operator"),
     key_config("fan", role="feedback"),
-    key_config("chess-fan", role="feedback", models=("chess",)),
-    key_config("caller", calls_only=True),
 )
-
-
-async def test_who_may_give_feedback(start_front: StartGateway, nats_config: NatsConfig) -> None:
-    gateway = start_front(keys=KEYS)
-    alice = Caller(gateway, "alice")
-    own = alice.open(id="r")
-    completing = alice.open(id="s", key_completes=True)
-    path, body = "/v1/trajectories/r/feedback", {"thumb": "up"}
-    answer = {"answer": f"chatcmpl-{new_answer_id('r')}", **body}
-    refused = (404, "trajectory_not_found")
-    for key, told in {
-        "alice": (201, ""), "boss": (201, ""), "fan": (201, ""), "bob": refused, "chess-fan": refused,
-        "caller": (403, "wrong_role"), "": (401, "invalid_api_key"), own["api_key"]: (403, "key_does_not_complete"),
-        completing["api_key"]: (403, "wrong_key"),
-    }.items():  # fmt: skip
-        caller = Caller(gateway, key)
-        assert error(caller.ask("POST", path, body)) == told, key
-        # The answer is in no call of the run, which only those learn who may know of the run.
-        expected = (404, "exchange_not_found") if told == (201, "") else told
-        assert error(caller.ask("POST", "/v1/feedback", answer)) == expected, key
-    assert Caller(gateway, completing["api_key"]).status("POST", "/v1/trajectories/s/feedback", body) == 201
-    assert error(Caller(gateway, "bob").ask("POST", "/v1/feedback", {"ranking": ["r", "s"]})) == refused
-    assert [s.by for s in await signals(nats_config)] == ["alice", "boss", "fan", "alice"]
-
-
-async def test_a_feedback_key_can_do_nothing_else(start_front: StartGateway) -> None:
-    gateway = start_front(keys=KEYS)
-    alice, fan = Caller(gateway, "alice"), Caller(gateway, "fan")
-    alice.open(id="r", group="g")
-    assert fan.about("r") == [403] * 5
-    for method, path in (
-        ("GET", "/v1/models"), ("GET", "/v1/models/tictactoe"), ("GET", "/v1/policies"),
-        ("GET", "/v1/groups/g"), ("GET", "/metrics"), ("POST", "/v1/trajectories"), ("POST", "/v1/evaluations"),
-        ("POST", "/v1/policies/tictactoe/pin"), ("POST", "/v1/policies/tictactoe/rollback"), ("POST", "/tokenize"),
-        ("POST", "/v1/messages"), ("POST", "/v1/responses"), ("POST", "/v1/completions"),
-        ("POST", "/v1/messages/count_tokens"), ("GET", "/v1/trajectories/r"),
-    ):  # fmt: skip
-        assert fan.status(method, path, {"model": "tictactoe"} if method == "POST" else None) == 403, path
-    assert "replicas" not in fan.ask("GET", "/health").json()
-    # What it is told holds nothing of the run's content.
-    (told,) = fan.ask("POST", "/v1/trajectories/r/feedback", {"thumb": "up"}).json()["signals"]
-    assert told == {"trajectory": "r", "call": -1, "run": "open", "use": "history", "repeated": False}
 
 
 async def test_the_text_that_a_request_or_a_run_records_is_bounded(
@@ -126,7 +82,7 @@ async def test_a_key_gives_so_many_signals_on_a_run_and_takes_no_others_place(
 async def test_a_key_is_one_signal(start_front: StartGateway, nats_config: NatsConfig) -> None:
     gateway = start_front(keys=KEYS)
     alice, boss = Caller(gateway, "alice"), Caller(gateway, "boss")
-    for name in ("r", "s"):
+    for name in ("r", "s", "t"):
         alice.open(id=name)
     path = "/v1/trajectories/r/feedback"
     for repeated in (False, True):
@@ -145,19 +101,12 @@ async def test_a_key_is_one_signal(start_front: StartGateway, nats_config: NatsC
     assert [(s.signal, s.value, s.by) for s in given] == [
         ("alice:k", 1.0, "alice"), ("alice:l", -1.0, "alice"), ("boss:k", -1.0, "boss"),
     ]  # fmt: skip
-
-
-async def test_a_ranking_of_other_runs_under_the_same_key_adds_theirs(start_front: StartGateway) -> None:
-    alice = Caller(start_front(keys=KEYS), "alice")
-    for name in ("r", "s", "t"):
-        alice.open(id=name)
-    for runs, repeated in ((["r", "s"], [False, False]), (["r", "t"], [True, False])):
-        told = alice.ask("POST", "/v1/feedback", {"ranking": runs, "key": "k"}).json()["signals"]
-        assert [line["repeated"] for line in told] == repeated
-    assert error(alice.ask("POST", "/v1/feedback", {"ranking": ["t", "r"], "key": "k"})) == (
-        409,
-        "request_exists",
-    )
+    # A ranking of other runs under the same key adds theirs.
+    for runs, told_before in ((["s", "t"], [False, False]), (["s", "r"], [True, False])):
+        told = alice.ask("POST", "/v1/feedback", {"ranking": runs, "key": "m"}).json()["signals"]
+        assert [line["repeated"] for line in told] == told_before
+    again = alice.ask("POST", "/v1/feedback", {"ranking": ["t", "s"], "key": "m"})
+    assert error(again) == (409, "request_exists")
 
 
 @pytest.mark.parametrize("by", ["role", "answer"])

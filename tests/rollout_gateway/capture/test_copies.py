@@ -118,14 +118,10 @@ async def test_what_one_completion_repeats_is_bounded(start_front: StartGateway,
     assert await broker.read(TrajectoryOpened, project=PROJECT) == []
 
 
-async def test_answers_of_other_runs_carry_no_reference(gateway: GatewayProcess) -> None:
-    choice = gateway.agent(gateway.open()).chat.completions.create(**ASK).choices[0]
-    assert not hasattr(choice, "journeywork")
-    assert not hasattr(gateway.client().chat.completions.create(**ASK).choices[0], "journeywork")
-
-
 async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> None:
     gateway.open(id="plain")
+    for client in (gateway.client(), gateway.agent(gateway.open(id="own-calls"))):
+        assert not hasattr(client.chat.completions.create(**ASK).choices[0], "journeywork")
     agent = gateway.agent(gateway.open(id="calls", references=True))
     good = reference(agent.chat.completions.create(**ASK).choices[0])
 

@@ -19,7 +19,6 @@ from rollout_gateway.capture.conversations import CallMessages, quotes
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
-from rollout_gateway.capture.waiting_runs import WaitingRun
 from rollout_gateway.dialects.calls import Answer, SampledChoice
 from rollout_gateway.dialects.endpoints import read_chat
 
@@ -116,15 +115,6 @@ async def gateways(nats: NatsConfig, count: int, *, idle_s: float = 600) -> Asyn
 
 async def exchanges(gateway: Gateway, run: str) -> int:
     return await gateway.registry.log.broker.count(ExchangeRecorded, project="test", trajectory=run)
-
-
-async def test_a_run_goes_on_whichever_gateway_gets_its_calls(nats_config: NatsConfig) -> None:
-    async with gateways(nats_config, 2) as (a, b):
-        run, history = await a.ask([user("task")], "one")
-        for number, gateway in enumerate((b, b, a, b)):
-            again, history = await gateway.ask([*history, user(f"more {number}")], f"answer {number}")
-            assert again.id == run.id
-        assert await exchanges(a, run.id) == 5
 
 
 async def test_calls_that_say_the_same_at_once_on_two_gateways_continue_different_runs(
@@ -227,22 +217,3 @@ def test_what_a_client_adds_to_a_text_is_left_out() -> None:
     )
     text = f"a {reminders} c <system-reminder>"
     assert CallMessages.read("alice", "m", [user(text)], []).texts == {"a b c <system-reminder>"}
-
-
-async def test_a_call_that_is_answered_while_runs_are_put_back_keeps_its_run(broker: Broker) -> None:
-    gateway = Gateway(broker, idle_s=600)
-    detector = gateway.detector
-    detector._ready.set()
-    calls = [_call([user(f"hello {n}")]) for n in range(2)]
-    runs = [await detector.find(call, "m", "alice") for call in calls]
-    for run in runs:
-        run.used_at -= 1_000.0
-    put = detector._put
-
-    async def answered(waiting: WaitingRun) -> None:
-        detector._taken.pop(id(calls[1]), None)
-        await put(waiting)
-
-    detector._put = answered  # type: ignore[method-assign]
-    await detector._put_left()
-    assert not detector._taken

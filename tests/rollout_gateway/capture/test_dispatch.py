@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import anyio
 import httpx
@@ -56,9 +55,7 @@ async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
         await gateway.open("t")
         caller = Caller(await gateway.registry.find("t"))
         call = asyncio.ensure_future(gateway.chat.answer(CALL, caller))
-        with anyio.fail_after(60):
-            while not server.calls:
-                await anyio.sleep(0.01)  # until the server has the call
+        await server.called(1)
         caller.cancellation.cancel(error)
         with anyio.fail_after(60), pytest.raises((ClientGoneError, ApiError)):
             await call
@@ -71,30 +68,25 @@ async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
 _TEXT = [{"role": "user", "content": "x"}]
 
 
-@pytest.mark.parametrize(
-    ("field", "body"),
-    [
+async def test_a_malformed_call_is_the_callers_fault(
+    start_gateway_alone: StartGateway, inference_double: InferenceDouble
+) -> None:
+    """The double answers 500 to it. The caller learns which field is wrong, and the server stays in use."""
+    gateway = start_gateway_alone(urls=(inference_double.url,))
+    gateway.open(id="t")  # the server is there
+    for field, body in (
         ("tools", {"messages": _TEXT, "tools": 1}),
         ("tools", {"messages": _TEXT, "tools": [None]}),
         ("tool_calls", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"a": 1}]}]}),
         ("content", {"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]}),
         ("content", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
         ("content", {"messages": [{"role": "user", "content": {"a": 1}}]}),
-    ],
-)
-async def test_a_malformed_call_is_the_callers_fault(
-    start_gateway_alone: StartGateway, inference_double: InferenceDouble, field: str, body: dict[str, Any]
-) -> None:
-    """The double answers 500 to it. The caller learns which field is wrong, and the server stays in use."""
-    gateway = start_gateway_alone(urls=(inference_double.url,))
-    gateway.open(id="t")  # the server is there
-    answer = httpx.post(
-        f"{gateway.url}/v1/chat/completions", json={"model": "tictactoe", "max_tokens": 1, **body}
-    )
-    assert answer.status_code == 400
-    assert field in answer.text
-    health = httpx.get(f"{gateway.url}/health").json()
-    assert all(replica["ready"] for replica in health["replicas"])
+    ):
+        asked = {"model": "tictactoe", "max_tokens": 1, **body}
+        answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked)
+        assert answer.status_code == 400, body
+        assert field in answer.text
+        assert all(replica["ready"] for replica in httpx.get(f"{gateway.url}/health").json()["replicas"])
 
 
 @pytest.mark.slow

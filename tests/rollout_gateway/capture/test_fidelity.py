@@ -152,28 +152,6 @@ async def test_a_strict_tool_that_is_left_alone_forces_nothing(
     assert unpack_mask(cut.forced).tolist() == [1]
 
 
-async def test_a_token_inside_a_character_is_recorded(shared_gateway: GatewayProcess) -> None:
-    """The replacement character in the text stands for several tokens in the log."""
-    opened = shared_gateway.open()
-    client = shared_gateway.agent(opened)
-    bias: Any = {**ASK, "logit_bias": {"195": 100}, "max_tokens": 3}
-    reply = client.chat.completions.create(**bias)
-    async with Broker.connect(shared_gateway.config.nats) as broker:
-        (event,) = await exchanges(broker, opened["id"])
-    assert unpack_ids(event.sampled_ids).tolist() == [195] * 3
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == 3
-
-
-async def test_side_calls_are_kept_and_marked(shared_gateway: GatewayProcess) -> None:
-    opened = shared_gateway.open()
-    client = shared_gateway.agent(opened)
-    client.chat.completions.create(**ASK, extra_headers={"x-journeywork-side-call": "1"})
-    client.chat.completions.create(**ASK)
-    async with Broker.connect(shared_gateway.config.nats) as broker:
-        assert [e.side_call for e in await exchanges(broker, opened["id"])] == [True, False]
-
-
 async def test_completions_record_what_was_sampled(
     shared_gateway: GatewayProcess, vllm_server: VllmServer
 ) -> None:

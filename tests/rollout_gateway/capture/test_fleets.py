@@ -399,12 +399,14 @@ async def test_a_run_is_not_completed_while_an_agent_that_it_started_has_a_call(
 async def test_runs_that_begin_alike_are_a_group_unless_settings_say_otherwise(
     start_gateway_alone: StartGateway, grouped: bool
 ) -> None:
-    async with front(start_gateway_alone, Model(), **{"detection.grouped": grouped}) as gateway:
+    outcome = "scored" if grouped else "masked"
+    settings = {"detection.grouped": grouped, "detection.outcome": outcome}
+    async with front(start_gateway_alone, Model(), **settings) as gateway:
         for _ in range(2):
             agent, said = Agent(gateway.url), [user("Mend the parser.")]
             await agent.chat("Answer.", said)
             await agent.chat("Answer.", [*said, user("Go on.")])
     runs = await completed(gateway)
-    assert [run.exchanges for run in runs] == [2, 2]
+    assert [(run.exchanges, run.outcome, run.inferred) for run in runs] == [(2, outcome, True)] * 2
     assert len({run.group_key for run in runs}) == (1 if grouped else 2)
     assert grouped or all(not run.group for run in runs)

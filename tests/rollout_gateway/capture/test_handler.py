@@ -111,21 +111,6 @@ async def test_a_client_that_asks_for_logprobs_and_ids_gets_them(gateway: Gatewa
     assert counted == seen == 5
 
 
-async def test_identity_by_key_by_url_and_by_header(gateway: GatewayProcess, broker: Broker) -> None:
-    opened = gateway.open(id="who")
-    gateway.client(api_key=opened["api_key"]).chat.completions.create(**ASK)
-    gateway.client(base_url=opened["base_url"]).chat.completions.create(**ASK)
-    gateway.client(default_headers={"x-journeywork-trajectory": "who"}).chat.completions.create(**ASK)
-    gateway.client().chat.completions.create(**ASK)  # no one's: answered, not recorded
-    other = gateway.open(id="other")
-    with pytest.raises(openai.PermissionDeniedError):
-        gateway.client(base_url=opened["base_url"], api_key=other["api_key"]).chat.completions.create(**ASK)
-    with pytest.raises(openai.AuthenticationError):
-        gateway.client(api_key=opened["api_key"][:-4] + "xxxx").chat.completions.create(**ASK)
-    assert [e.seq for e in await exchanges(broker, "who")] == [0, 1, 2]
-    assert await exchanges(broker, "other") == []
-
-
 async def test_concurrent_calls_of_one_trajectory_get_numbers_of_their_own(
     start_gateway: StartGateway, broker: Broker
 ) -> None:
@@ -147,24 +132,6 @@ async def test_concurrent_calls_of_one_trajectory_get_numbers_of_their_own(
     assert [e.seq for e in await exchanges(broker, "busy")] == list(range(12))
     with pytest.raises(openai.ConflictError, match="completed"):
         first.agent(opened, max_retries=0).chat.completions.create(**ASK)
-
-
-async def test_a_killed_gateway_goes_on_where_it_was(gateway: GatewayProcess, broker: Broker) -> None:
-    opened = gateway.open(id="long")
-    client = gateway.agent(opened)
-    client.chat.completions.create(**ASK)
-    gateway.kill()
-    gateway.start()
-    client.chat.completions.create(**ASK)
-    first = gateway.complete("long", reward=1.0)
-    assert first.json()["exchanges"] == 2
-    gateway.kill()
-    gateway.start()
-    assert gateway.complete("long", reward=1.0).json() == first.json()
-    refused = gateway.complete("long", reward=0.0)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "trajectory_completed")
-    assert [e.seq for e in await exchanges(broker, "long")] == [0, 1]
-    assert len(await broker.read(TrajectoryCompleted)) == 1
 
 
 async def test_a_killed_log_is_a_delay_and_not_a_failure(

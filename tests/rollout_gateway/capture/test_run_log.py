@@ -73,11 +73,7 @@ async def test_an_id_is_not_used_again_while_the_log_holds_a_part_of_its_traject
 
 async def test_an_id_with_an_old_date_is_refused(broker: Broker) -> None:
     registry = Registry(broker, "test", TOKENS)
-    for call in (
-        registry.find(OLD),
-        registry.open(opened(OLD), ""),
-        registry.complete(OLD, Completion()),
-    ):
+    for call in (registry.find(OLD), registry.open(opened(OLD), ""), registry.complete(OLD, Completion())):
         with pytest.raises(ApiError, match="opened more than 48 hours ago"):
             await call
 

@@ -21,7 +21,6 @@ from pipeline.log.fast_client import Ack
 from pipeline.names import new_id
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
-from rollout_gateway.capture.trajectory import RecordedCalls
 from tests.conftest import NatsServer
 from tests.kits.power import Power
 
@@ -206,12 +205,3 @@ async def test_a_call_whose_acknowledgement_was_lost_is_recorded_once_though_ano
             assert await found.record(made("t", "a")) == 2
         assert await on_the_log(broker) == [(0, 0, "a"), (1, 0, "other"), (2, 0, "a")]
         assert (await Registry(broker, "test", TOKENS).complete("t", Completion())).outcome == "scored"
-
-
-def test_a_repeated_request_is_the_newest_call_again() -> None:
-    calls = RecordedCalls()
-    asked = ["a", "b", "a"]
-    for seq, request_hash in enumerate(asked):
-        (event,) = made("t", "")(seq)
-        calls.add(msgspec.structs.replace(event, request_hash=request_hash), seq)
-    assert list(calls.recent.items()) == [("b", [1]), ("a", [2])]

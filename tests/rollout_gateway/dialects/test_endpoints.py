@@ -63,11 +63,3 @@ def test_logprobs_of_a_chat_completion_are_true_or_false(number: int) -> None:
     assert read_completion(
         msgspec.json.encode({"model": "m", "prompt": "x", "logprobs": number})
     ).params.wants_logprobs
-
-
-@pytest.mark.parametrize("change", [{"index": None}, {"token_ids": [2**31]}])
-def test_an_answer_that_is_none_of_vllm_s_is_told_as_such(change: dict[str, Any]) -> None:
-    choice = {"index": 0, "message": {"content": "x"}, "token_ids": [7], "finish_reason": "stop"}
-    body = msgspec.json.encode({"id": "a", "prompt_token_ids": [5], "choices": [choice | change]})
-    with pytest.raises(msgspec.DecodeError):
-        read_answer(body, read_chat(msgspec.json.encode({"model": "m", "messages": []})))

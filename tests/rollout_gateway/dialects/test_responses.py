@@ -151,28 +151,6 @@ def streamed(deltas: list[dict[str, Any]], finish: str | None, **asked: Any) -> 
     return [json.loads(e.partition(b"data: ")[2]) for e in written.split(b"\n\n") if e]
 
 
-def test_streamed_reasoning_is_kept_as_the_plain_one_is() -> None:
-    events = streamed([{"reasoning": "Well, "}, {"reasoning": "a1."}, {"content": "a1"}], "stop")
-    kinds = [e["type"] for e in events]
-    assert kinds[2:8] == [
-        "response.output_item.added",
-        "response.reasoning_summary_part.added",
-        "response.reasoning_summary_text.delta",
-        "response.reasoning_summary_text.delta",
-        "response.reasoning_summary_text.done",
-        "response.reasoning_summary_part.done",
-    ]
-    message = {"role": "assistant", "content": "a1", "reasoning": "Well, a1."}
-    completion = {
-        "id": "chatcmpl-1", "created": 7, "model": "m@0",
-        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-    }  # fmt: skip
-    plain = ResponsesTranslation(b'{"model":"m","input":"x"}').answer(completion)
-    assert events[-1]["type"] == "response.completed"
-    assert events[-1]["response"]["output"] == plain["output"]
-    assert plain["output"][0]["summary"] == [{"type": "summary_text", "text": "Well, a1."}]
-
-
 def call_delta(arguments: str | None, **function: str) -> dict[str, Any]:
     if arguments is not None:
         function["arguments"] = arguments

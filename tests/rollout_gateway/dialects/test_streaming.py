@@ -114,35 +114,6 @@ def test_an_invalid_delta_ends_the_stream_and_leaves_what_came_before() -> None:
     assert len(choice.ids) == len(choice.logprobs) == 4
 
 
-def test_deltas_of_all_kinds_are_joined() -> None:
-    capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
-    deltas: list[dict[str, Any]] = [
-        {"role": "assistant", "content": ""},
-        {"reasoning": "so "},
-        {"reasoning": "so", "content": None},
-        {"content": "Look"},
-        {"content": "."},
-        {"tool_calls": [{"index": 1, "id": "t-1", "function": {"name": "se", "arguments": ""}}]},
-        {"tool_calls": [{"index": 0, "id": "t-0", "function": {"name": "stop"}}, {"index": 1}]},
-        {"tool_calls": [{"index": 1, "id": None, "function": {"name": "ek", "arguments": '{"a"'}}]},
-        {"tool_calls": [{"index": 1, "function": {"arguments": ":1}"}}], "refusal": "no"},
-    ]
-    for delta in deltas:
-        event = {**HEAD, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-        capture.take(b"data: " + json.dumps(event).encode() + b"\n\n")
-    message = msgspec.json.decode(capture.answer().client_body())["choices"][0]["message"]
-    assert message == {
-        "role": "assistant",
-        "content": "Look.",
-        "reasoning": "so so",
-        "refusal": "no",
-        "tool_calls": [
-            {"id": "t-1", "type": "function", "function": {"name": "seek", "arguments": '{"a":1}'}},
-            {"id": "t-0", "type": "function", "function": {"name": "stop", "arguments": ""}},
-        ],
-    }
-
-
 @pytest.mark.parametrize("parts", [['{"cell":"a1"}'], ['{"cell":', '"a1"}']])
 def test_openai_client_reads_a_call_whose_parts_share_a_chunk(parts: list[str]) -> None:
     """vLLM's parser sends so what it could not send before, under load. The client raised `TypeError`."""

@@ -12,32 +12,6 @@ from rollout_gateway.http.errors import ClientGoneError
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_block_ends_with_the_error_and_the_task_goes_on() -> None:
-    cancellation, entered = Cancellation(), asyncio.Event()
-    released = False
-
-    async def work() -> str:
-        nonlocal released
-        try:
-            with cancellation:
-                try:
-                    entered.set()
-                    await asyncio.Event().wait()
-                finally:
-                    released = True
-        except ClientGoneError:
-            await asyncio.sleep(0)
-            return "recorded"
-        return "not cancelled"
-
-    task = asyncio.create_task(work())
-    await entered.wait()
-    cancellation.cancel(ClientGoneError())
-    assert await task == "recorded"
-    assert released
-    assert task.cancelling() == 0
-
-
 async def test_what_is_outside_of_the_block_is_not_cancelled() -> None:
     cancellation, entered, go_on = Cancellation(), asyncio.Event(), asyncio.Event()
 
@@ -72,9 +46,3 @@ async def test_a_task_that_is_cancelled_by_others_too_stays_cancelled() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-async def test_the_blocks_own_error_is_kept() -> None:
-    cancellation = Cancellation()
-    with pytest.raises(ValueError, match="own"), cancellation:
-        raise ValueError("own")

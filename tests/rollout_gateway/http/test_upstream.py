@@ -11,37 +11,9 @@ import pytest
 
 from rollout_gateway.http.upstream import Upstream, UpstreamError, UpstreamTimeoutError
 
-
-def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
-    heads: list[bytes] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heads.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
-        writer.close()
-        await writer.wait_closed()
-
-    async def run() -> None:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            with_key = Upstream(f"http://127.0.0.1:{port}", api_key="sk-secret")
-            without = Upstream(f"http://127.0.0.1:{port}")
-            for upstream in (with_key, with_key, without):
-                assert await upstream.fetch("GET", "/v1/models") == (200, b"{}")
-            await with_key.close()
-            await without.close()
-        nobody = Upstream("http://127.0.0.1:9", api_key="sk-secret")
-        with pytest.raises(UpstreamError) as caught:
-            await nobody.fetch("GET", "/v1/models")
-        await nobody.close()
-        assert not caught.value.sent
-        assert "sk-secret" not in str(caught.value)
-
-    asyncio.run(run())
-    assert [b"Authorization: Bearer sk-secret\r\n" in head for head in heads] == [True, True, False]
+pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("url", "key"), [
     ("http://a/x y", ""), ("http://a/\x0b", ""), ("http://a\x0b/", ""), ("http://a", "k\r\nX: y"),
     ("http://a:70000", ""), ("http://a:b@c", "k"), ("ftp://a", ""), ("http://", ""),
@@ -53,7 +25,7 @@ async def test_a_url_or_key_that_can_not_be_sent_is_refused(url: str, key: str) 
 
 @asynccontextmanager
 async def served(
-    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], key: str = ""
 ) -> AsyncIterator[Upstream]:
     """A client of a server that handles each connection with `answer`. Both have ended when the block has."""
     handlers: list[asyncio.Task[Any] | None] = []
@@ -68,7 +40,7 @@ async def served(
                 await writer.wait_closed()
 
     async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
-        upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", api_key=key)
         try:
             yield upstream
         finally:
@@ -76,7 +48,26 @@ async def served(
             await asyncio.gather(*(handler for handler in handlers if handler is not None))
 
 
-@pytest.mark.anyio
+async def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+
+    for key in ("sk-secret", ""):
+        async with served(answer, key) as upstream:
+            for _ in range(2):
+                assert await upstream.fetch("GET", "/v1/models") == (200, b"{}")
+    assert [b"Authorization: Bearer sk-secret\r\n" in head for head in heads] == [True, True, False, False]
+    nobody = Upstream("http://127.0.0.1:9", api_key="sk-secret")
+    with pytest.raises(UpstreamError) as caught:
+        await nobody.fetch("GET", "/v1/models")
+    await nobody.close()
+    assert not caught.value.sent
+    assert "sk-secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "said", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"]
 )
@@ -90,7 +81,6 @@ async def test_a_reply_that_is_not_complete_in_time_is_a_timeout(said: bytes) ->
             await upstream.fetch("GET", "/v1/models", timeout_s=0.3)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_reply_that_breaks_off_is_an_error_and_not_asked_for_again(chunked: bool) -> None:
     heads = 0
@@ -111,7 +101,6 @@ async def test_a_reply_that_breaks_off_is_an_error_and_not_asked_for_again(chunk
     assert heads == 1
 
 
-@pytest.mark.anyio
 async def test_a_request_reaches_a_server_that_dies_of_it_twice_at_most() -> None:
     posts, together = 0, asyncio.Barrier(10)
 
@@ -130,7 +119,6 @@ async def test_a_request_reaches_a_server_that_dies_of_it_twice_at_most() -> Non
         assert posts == 2
 
 
-@pytest.mark.anyio
 async def test_a_request_whose_pooled_connection_ends_is_sent_on_a_new_one() -> None:
     """The server ends each connection with the second request on it, unanswered."""
 

@@ -3,9 +3,12 @@ added and another one removed."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -15,7 +18,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import CheckpointPublished, ExchangeRecorded, PolicyLoaded, PolicyUnloaded
 from pipeline.log import key_value
 from pipeline.log.broker import Broker
-from pipeline.names import subject_token
+from pipeline.names import parse_version, subject_token
 from pipeline.streams import replica_name, sampler_key
 from rollout_gateway.http.errors import ApiError
 from tests.conftest import NatsServer
@@ -23,18 +26,43 @@ from tests.kits.power import Power
 from tests.kits.sampler import SamplerThread
 from tests.rollout_gateway.conftest import PROJECT, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
-from tests.rollout_gateway.gateway_parts import GatewayParts, fleet_config, gateway_parts, sampler_config
+from tests.rollout_gateway.gateway_parts import (
+    GatewayParts,
+    fleet_config,
+    gateway_parts,
+    parts,
+    sampler_config,
+)
+from tests.rollout_gateway.kit import Calls, older_than_before
 
 pytestmark = pytest.mark.anyio
 
 SWAPS, LANES = 12, 2
 
 
-async def call_until(gateway: GatewayParts, lane: str, stop: anyio.Event, wrong: list[str]) -> None:
+class UnloadsNoted(FakeVllm):
+    """Notes the versions that it is told to unload while the model name resolves to them at a gateway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gateways: list[GatewayParts] = []
+        self.unloaded_while_served: list[str] = []
+
+    async def before(self, path: str, body: Any, writer: Any) -> None:
+        if path == "/v1/unload_lora_adapter":
+            version, served = body["lora_name"], {g.router.current("tictactoe") for g in self.gateways}
+            self.unloaded_while_served += served & {version}
+
+
+async def call_until(
+    gateway: GatewayParts, lane: str, stop: anyio.Event, wrong: list[str], calls: Calls
+) -> None:
     """Make one call after the other of a trajectory. Each must be answered with the adapter that its label names."""
     await gateway.open(lane)
     while not stop.is_set():
+        began = time.monotonic()
         status, answer = await gateway.call(lane)
+        calls.append((began, time.monotonic(), parse_version(answer.get("model", "?@-1"))[1]))
         made_with = "" if status != 200 else answer["choices"][0]["message"]["content"]
         if (
             not made_with.startswith(subject_token(answer.get("model", "?")))
@@ -44,7 +72,9 @@ async def call_until(gateway: GatewayParts, lane: str, stop: anyio.Event, wrong:
 
 
 async def test_swaps_while_a_server_joins_and_another_leaves(nats_config: NatsConfig, tmp_path: Path) -> None:
-    servers = [FakeVllm(), FakeVllm(), FakeVllm()]
+    """Each call is answered by the version that its record names. The version that a model name resolves to stays
+    loaded until a newer one serves: no call is answered by an older version than one that had ended when it began."""
+    servers = [UnloadsNoted() for _ in range(3)]
     config = fleet_config(nats_config, tmp_path, max_loras=2)
     agents = []
     async with AsyncExitStack() as stack:
@@ -58,12 +88,15 @@ async def test_swaps_while_a_server_joins_and_another_leaves(nats_config: NatsCo
         for agent in agents:
             stack.push_async_callback(anyio.to_thread.run_sync, agent.stop)
         gateways = [await stack.enter_async_context(gateway_parts(config, f"gw-{n}")) for n in range(2)]
+        for server in servers:
+            server.gateways = gateways
         wrong: list[str] = []
+        calls: list[Calls] = [[] for _ in gateways]
         stop = anyio.Event()
-        async with anyio.create_task_group() as calls:
+        async with anyio.create_task_group() as tg:
             for number, gateway in enumerate(gateways):
                 for lane in range(LANES):
-                    calls.start_soon(call_until, gateway, f"lane-{number}-{lane}", stop, wrong)
+                    tg.start_soon(call_until, gateway, f"lane-{number}-{lane}", stop, wrong, calls[number])
             for step in range(1, SWAPS + 1):
                 version = await publish_adapter(gateways[0].broker, step)
                 for gateway in gateways:
@@ -78,6 +111,8 @@ async def test_swaps_while_a_server_joins_and_another_leaves(nats_config: NatsCo
                         await gateway.until(lambda g=gateway: len(g.fleet.replicas) == 2)
             stop.set()
         assert wrong == []
+        assert [older_than_before(of_gateway) for of_gateway in calls] == [[], []]
+        assert [server.unloaded_while_served for server in servers] == [[], [], []]
         broker = gateways[0].broker
         recorded = [
             r.event
@@ -215,3 +250,24 @@ async def test_adapters_that_the_server_does_not_have_loaded_are_deleted(
         await unpacked(6)
         await anyio.to_thread.run_sync(agent.stop)
     await server.stop()
+
+
+async def test_a_name_waits_for_the_version_that_it_resolved_to(
+    nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    """The only server with the newest version fails, and the other one has an older one."""
+    fast, slow = FakeVllm(), FakeVllm()
+    async with parts(nats_config, tmp_path, [fast, slow]) as gateway:
+        await publish_adapter(gateway.broker, 1)
+        await gateway.until(lambda: all(r.holds("tictactoe@1") for r in gateway.fleet.replicas))
+        slow.loading = asyncio.Event()
+        await publish_adapter(gateway.broker, 2)
+        await gateway.until(lambda: gateway.router.current("tictactoe") == "tictactoe@2")
+        await fast.stop()
+        await gateway.until(lambda: len(gateway.fleet.ready()) == 1)
+        assert gateway.router.current("tictactoe") == "tictactoe@2"
+        # A gateway that starts now has the same answer from the log.
+        assert gateway.policies.newest_loaded("tictactoe") == "tictactoe@2"
+        slow.loading.set()
+        assert (await gateway.call())[1]["model"] == "tictactoe@2"
+        await fast.start()

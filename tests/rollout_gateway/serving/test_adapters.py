@@ -7,25 +7,19 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import httpx
 import openai
 import pytest
 
 from pipeline.events import PolicyLoaded
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
+from tests.rollout_gateway.conftest import GatewayProcess, publish_adapter
 from tests.rollout_gateway.kit import ASK, counted, exchanges, serves
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
 CHOICES = 24
 """Of a call that is long enough to be cut off in its middle."""
-
-
-def held(server: VllmServer) -> set[str]:
-    cards = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
-    return {card["id"] for card in cards if card["parent"]}
 
 
 async def loads(broker: Broker) -> list[PolicyLoaded]:
@@ -55,47 +49,6 @@ async def test_a_checkpoint_is_loaded_proved_and_then_routed_to(
 
 def ids(reply: Any) -> list[int]:
     return list(reply.model_dump()["choices"][0]["token_ids"])
-
-
-async def test_what_must_not_serve_is_refused_and_says_why(gateway: GatewayProcess, broker: Broker) -> None:
-    client = gateway.client(max_retries=0)
-    await publish_adapter(broker, 1)
-    await publish_adapter(broker, 2, scale=0.0)
-    await publish_adapter(broker, 3, sha256="0" * 64)
-    await publish_adapter(broker, 4)
-    await serves(gateway, "tictactoe@4")
-    for version, why in (("tictactoe@2", "changes nothing"), ("tictactoe@3", "SHA-256")):
-        with pytest.raises(openai.ConflictError, match=why):
-            client.chat.completions.create(**{**ASK, "model": version})
-    assert {e.version for e in await loads(broker)} <= {"tictactoe@1", "tictactoe@4"}
-
-
-async def test_old_versions_make_room_and_come_back_when_asked_for(
-    start_gateway: StartGateway, broker: Broker, vllm_server: VllmServer
-) -> None:
-    gateway = start_gateway(max_loras=2)
-    client = gateway.client()
-    for step in (1, 2, 3):
-        await publish_adapter(broker, step)
-        await serves(gateway, f"tictactoe@{step}")
-    assert held(vllm_server) == {"tictactoe@2", "tictactoe@3"}
-    assert client.chat.completions.create(**{**ASK, "model": "tictactoe@1"}).model == "tictactoe@1"
-    assert held(vllm_server) == {"tictactoe@1", "tictactoe@3"}
-    assert client.chat.completions.create(**ASK).model == "tictactoe@3"
-
-
-async def test_a_restarted_gateway_takes_over_what_the_server_holds(
-    gateway: GatewayProcess, broker: Broker, vllm_server: VllmServer
-) -> None:
-    await publish_adapter(broker, 1)
-    await serves(gateway, "tictactoe@1")
-    await anyio.to_thread.run_sync(gateway.kill)
-    await publish_adapter(broker, 2)
-    await anyio.to_thread.run_sync(gateway.start)
-    await serves(gateway, "tictactoe@2")
-    assert held(vllm_server) == {"tictactoe@1", "tictactoe@2"}
-    # One life of the server, one proof a version: taking over is not loading again.
-    assert sorted(e.version for e in await loads(broker)) == ["tictactoe@1", "tictactoe@2"]
 
 
 async def test_a_killed_inference_server_is_a_delay_and_not_a_failure(

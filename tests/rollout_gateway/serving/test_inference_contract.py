@@ -39,14 +39,22 @@ def chat(server: VllmServer, **more: Any) -> dict[str, Any]:
 
 
 def test_a_reply_has_its_token_ids_and_their_logprobs(server: VllmServer) -> None:
-    said = chat(server, return_token_ids=True, logprobs=True, top_logprobs=2)
-    (choice,) = said["choices"]
-    ids, content = choice["token_ids"], choice["logprobs"]["content"]
-    assert len(ids) == len(content) == said["usage"]["completion_tokens"] <= 6
+    """Of each choice, and only where they are asked for."""
+    said = chat(server, n=3, temperature=1.0, return_token_ids=True, logprobs=True, top_logprobs=2)
+    assert [choice["index"] for choice in said["choices"]] == [0, 1, 2]
     assert said["usage"]["prompt_tokens"] == len(said["prompt_token_ids"])
-    assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in content)
-    assert choice["finish_reason"] in ("stop", "length")
-    assert choice["message"]["role"] == "assistant"
+    assert said["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in said["choices"])
+    for choice in said["choices"]:
+        content = choice["logprobs"]["content"]
+        assert len(choice["token_ids"]) == len(content) <= 6
+        assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in content)
+        assert choice["finish_reason"] in ("stop", "length")
+        assert choice["message"]["role"] == "assistant"
+    (bare,) = chat(server)["choices"]
+    assert bare["logprobs"] is None
+    assert not bare.get("token_ids")
+    (long,) = chat(server, max_tokens=4, ignore_eos=True, return_token_ids=True)["choices"]
+    assert (len(long["token_ids"]), long["finish_reason"]) == (4, "length")
 
 
 def test_the_caller_chooses_the_id(server: VllmServer) -> None:
@@ -60,12 +68,6 @@ def test_the_caller_chooses_the_id(server: VllmServer) -> None:
         server, "/v1/completions", model="tictactoe@0", prompt="a1=x", max_tokens=2, request_id=name
     )
     assert completion.json()["id"] == f"cmpl-{name}"
-
-
-def test_what_is_not_asked_for_is_not_told(server: VllmServer) -> None:
-    (choice,) = chat(server)["choices"]
-    assert choice["logprobs"] is None
-    assert not choice.get("token_ids")
 
 
 @pytest.mark.parametrize("top", [0, 3])
@@ -119,17 +121,6 @@ def test_equal_seeds_give_equal_replies(server: VllmServer) -> None:
         for s in range(8)
     }
     assert len(others) > 1
-
-
-def test_the_length_is_kept_to(server: VllmServer) -> None:
-    (choice,) = chat(server, max_tokens=4, ignore_eos=True, return_token_ids=True)["choices"]
-    assert (len(choice["token_ids"]), choice["finish_reason"]) == (4, "length")
-
-
-def test_several_choices_are_numbered(server: VllmServer) -> None:
-    said = chat(server, n=3, temperature=1.0, return_token_ids=True)
-    assert [c["index"] for c in said["choices"]] == [0, 1, 2]
-    assert said["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in said["choices"])
 
 
 def test_a_stream_says_what_the_whole_reply_says(server: VllmServer) -> None:

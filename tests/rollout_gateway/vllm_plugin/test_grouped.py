@@ -139,14 +139,3 @@ def test_a_row_without_adapter_does_not_get_the_adapter_of_the_last_slot(kernels
     assert theirs.tolist() == [[32.0] * 3] * 2
     assert y.tolist() == [[0.0] * 3, [32.0] * 3]
     assert batch.a[-1].abs().sum() == 0
-
-
-def test_rows_are_grouped_once_per_adapter() -> None:
-    def groups(*slots: int) -> list[tuple[int, Any]]:
-        found = grouped.group_rows(torch.tensor(slots))
-        return [(s, rows.tolist() if isinstance(rows, torch.Tensor) else rows) for s, rows in found]
-
-    assert groups(-1, -1) == []
-    assert groups(2, 2, 2) == [(2, None)]
-    assert groups(0, 0, -1, 3) == [(0, slice(0, 2)), (3, slice(3, 4))]
-    assert groups(1, 0, 1) == [(0, slice(1, 2)), (1, [0, 2])]

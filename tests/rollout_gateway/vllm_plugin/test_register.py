@@ -53,26 +53,21 @@ def test_on_cpu_the_class_is_replaced_once(platform: Any) -> None:
         assert platform.get_punica_wrapper() == plugin.REPLACEMENT
 
 
-def test_other_platforms_are_left_alone(platform: Any) -> None:
-    platform._cpu = False
+@pytest.mark.parametrize(
+    ("cpu", "switch", "version"),
+    [(False, "", ""), (True, "off", ""), (True, "OFF", ""), (True, "", "0.99.1")],
+)
+def test_other_platforms_and_versions_are_left_alone_and_it_can_be_switched_off(
+    platform: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    cpu: bool, switch: str, version: str,
+) -> None:  # fmt: skip
+    platform._cpu = cpu
+    monkeypatch.setenv(plugin.SWITCH, switch)
+    if version:
+        monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
     plugin.register()
     assert platform.get_punica_wrapper() == plugin.REPLACED
-
-
-@pytest.mark.parametrize("value", ["off", "OFF"])
-def test_it_can_be_switched_off(platform: Any, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(plugin.SWITCH, value)
-    plugin.register()
-    assert platform.get_punica_wrapper() == plugin.REPLACED
-
-
-def test_a_version_that_was_not_tested_is_left_alone(
-    platform: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.99.1")
-    plugin.register()
-    assert platform.get_punica_wrapper() == plugin.REPLACED
-    assert "vLLM 0.99.1" in caplog.text
+    assert not version or f"vLLM {version}" in caplog.text
 
 
 def test_another_plugins_class_stays(platform: Any, caplog: pytest.LogCaptureFixture) -> None:
