@@ -7,6 +7,7 @@
 | --- | --- |
 | `tree` | `Config`, the root, and `ModelConfig` |
 | `gateway`, `judge`, `trainer` | one section of the file each, with its tables |
+| `outside` | models of providers |
 | `alarms` | the section of that name |
 | `sections` | the other sections |
 | `types` | `Section`, and numbers within limits |
@@ -37,6 +38,7 @@ from pipeline.config.judge import (
     SecondJudgeConfig,
     TeacherConfig,
 )
+from pipeline.config.outside import OutsideConfig
 from pipeline.config.overrides import with_values
 from pipeline.config.sections import (
     BudgetConfig,
