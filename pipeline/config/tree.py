@@ -53,6 +53,7 @@ class Config(Section, frozen=True, kw_only=True):
     sampler: sections.SamplerConfig = sections.SamplerConfig()
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     outside: tuple[OutsideConfig, ...] = ()
+    """Models of providers that the gateway answers with (docs/gateway.md)."""
     gateway: GatewayConfig = GatewayConfig()
     supervisor: sections.SupervisorConfig = sections.SupervisorConfig()
     retention: sections.RetentionConfig = sections.RetentionConfig()
