@@ -113,7 +113,13 @@ class Intake:
             return
         group = TrainingGroup(event, place, delivery)
         queue = self.queues.get(event.model)
-        if queue is None or event.project != self._config.project:
+        of_project = event.project == self._config.project
+        if of_project and any(table.name == event.model for table in self._config.outside):
+            why = f"the outside model {event.model} answered: no token of these runs is a policy's (docs/gateway.md)"
+            await self._publish_discard(group, Refusal("outside_model", why))
+            await self._finish(group)
+            return
+        if queue is None or not of_project:
             await self.dead_letter(
                 group, "unknown_model",
                 f"no model of this trainer is {event.model} of project {event.project}: after a start with that model, "
@@ -178,20 +184,24 @@ class Intake:
         event = group.event
         if refusal.reason == "stale" and group.sequences is None:
             await queue.histories.read(group)  # sets `duration_s`, which shows whether long tasks starve
-        await self._broker.publish(
-            GroupDiscarded(
-                project=event.project, group=event.group, model=event.model,
-                trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
-                split=event.split, detail=refusal.detail, version=queue.learner.version,
-                duration_s=group.duration_s, branch=event.branch, owner=event.owner, judge=event.judge,
-            )
-        )  # fmt: skip
+        await self._publish_discard(group, refusal, queue.learner.version)
         if refusal.reason != "repeated":  # its rewards were counted when it was trained
             rewards = [m.reward for m in group.members]
             queue.learner.record_discarded(rewards, equal=refusal.reason == "no_variance")
         queue.settle(event)
-        log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
         await self._finish(group)
+
+    async def _publish_discard(self, group: TrainingGroup, refusal: Refusal, version: str = "") -> None:
+        event = group.event
+        await self._broker.publish(
+            GroupDiscarded(
+                project=event.project, group=event.group, model=event.model,
+                trajectories=tuple(m.trajectory for m in event.members), reason=refusal.reason, by="trainer",
+                split=event.split, detail=refusal.detail, version=version, duration_s=group.duration_s,
+                branch=event.branch, owner=event.owner, judge=event.judge,
+            )
+        )  # fmt: skip
+        log.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
 
     async def dead_letter(self, group: TrainingGroup, reason: str, detail: str) -> None:
         """Move a group that can't be trained to the dead letters, so that it is not delivered again."""

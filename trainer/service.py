@@ -56,7 +56,10 @@ class Trainer:
         self.config, self.broker, self._gpu = config, broker, gpu
         self.queues = {
             name: ModelQueue(
-                learner, Histories(broker, learner.settings, learner.sampling_defaults, learner.prompts)
+                learner,
+                Histories(
+                    broker, learner.settings, learner.sampling_defaults, learner.prompts, config.may_train
+                ),
             )
             for name, learner in learners.items()
         }

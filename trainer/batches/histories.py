@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +14,7 @@ from pipeline.events import ExchangeRecorded, Hint, Member, TeacherAnswered
 from pipeline.gather import gather
 from pipeline.log.broker import Broker, HistoryGoneError
 from pipeline.log.messages import Place
+from pipeline.names import is_outside
 from pipeline.sampling import Defaults
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import Refusal, TrainingGroup
@@ -34,7 +35,8 @@ class Histories:
     """Reads exchanges for the groups of one model. `broker` must outlive it.
 
     `settings` are those of the model. `defaults` are the sampling parameters that the inference server uses where a
-    request names none; `prompts` renders the teacher's, `None` if no hint is distilled."""
+    request names none; `prompts` renders the teacher's, `None` if no hint is distilled. `may_train`: whether a
+    model may learn from what a version answered (`Config.may_train`)."""
 
     def __init__(
         self,
@@ -42,8 +44,10 @@ class Histories:
         settings: TrainerConfig,
         defaults: Defaults,
         prompts: HintedPrompts | None = None,
+        may_train: Callable[[str], bool] = lambda version: not is_outside(version),
     ) -> None:
         self._broker, self._settings, self._defaults, self._prompts = broker, settings, defaults, prompts
+        self._may_train = may_train
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
         self.shared_until: int | None = None
         """The step up to which the versions of the trained branch are those of `main`; `None` on `main`."""
@@ -132,7 +136,7 @@ class Histories:
         should have led to. Counts hints and transcripts, and those that no prompt can be made of; where none can be
         made with the transcript, the call's own hints stand alone."""
         best = best_run(group.members, prompts.config.best_run_reward)
-        correction = _correction(group, best, runs)
+        correction = self._correction(group, best, runs)
         for member, exchanges in runs:
             calls = {e.seq: e for e in exchanges}
             example = correction if best is not None and is_better(best, member) else []
@@ -157,6 +161,23 @@ class Histories:
                         log.warning(
                             "hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500]
                         )
+
+    def _correction(self, group: TrainingGroup, best: Member | None, runs: Sequence[Run]) -> list[Hint]:
+        """The transcript of the group's best run, for its worse runs; nothing if there are none. Counts one that can't
+        be made, or that an outside model wrote whose table does not say `may_train`, as a hint that is not used."""
+        shown = next((exchanges for member, exchanges in runs if member is best), [])
+        if best is None or not shown or not any(is_better(best, member) for member in group.members):
+            return []
+        try:
+            if forbidden := {e.policy_version for e in shown if not self._may_train(e.policy_version)}:
+                raise HintUnusableError(
+                    f"{', '.join(forbidden)} answered it, whose table does not say may_train"
+                )
+            return [Hint(call=-1, text=transcript(shown), kind="correction")]
+        except HintUnusableError as error:
+            group.hints, group.hints_unused = 1, 1
+            log.warning("best run not shown", trajectory=best.trajectory, reason=str(error)[:500])
+            return []
 
     async def _answers(
         self, project: str, member: Member, exchanges: Sequence[ExchangeRecorded]
@@ -195,20 +216,6 @@ class Histories:
 
 def _distinct(exchanges: Sequence[ExchangeRecorded]) -> int:
     return len({(e.seq, e.choice) for e in exchanges})
-
-
-def _correction(group: TrainingGroup, best: Member | None, runs: Sequence[Run]) -> list[Hint]:
-    """The transcript of the group's best run, for its worse runs; nothing if there are none. Counts one that can't be
-    made as a hint that is not used."""
-    shown = next((exchanges for member, exchanges in runs if member is best), [])
-    if best is None or not shown or not any(is_better(best, member) for member in group.members):
-        return []
-    try:
-        return [Hint(call=-1, text=transcript(shown), kind="correction")]
-    except HintUnusableError as error:
-        group.hints, group.hints_unused = 1, 1
-        log.warning("best run not shown", trajectory=best.trajectory, reason=str(error)[:500])
-        return []
 
 
 def _duration_s(exchanges: Sequence[ExchangeRecorded]) -> float:
