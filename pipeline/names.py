@@ -17,6 +17,7 @@ from urllib.parse import quote
 MAX_NAME = 200
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 """A step as `version_name` writes it. 18 digits fit into 64 bits."""
+_OUTSIDE = "outside:"
 _DATE = "%Y%m%dT%H%M%SZ"
 _DATED = re.compile(r"[a-z]{1,8}-([0-9]{8}T[0-9]{6}Z)-[0-9a-f]{20}")
 _IN_ADDRESS = ":+=,~"
@@ -105,6 +106,21 @@ def is_version(name: str) -> bool:
 def is_base_version(version: str) -> bool:
     """Whether `version`, which `parse_version` accepts, is the base model of its model."""
     return version.endswith("@0")
+
+
+def outside_version(name: str) -> str:
+    """Return what stands for the policy version where the outside model `name` answered."""
+    return _OUTSIDE + name
+
+
+def is_outside(version: str) -> bool:
+    """Whether an outside model answered, and no policy."""
+    return version.startswith(_OUTSIDE)
+
+
+def outside_model(version: str) -> str:
+    """Return the name of the outside model of a version for which `is_outside` is true."""
+    return version.removeprefix(_OUTSIDE)
 
 
 def split_point(trajectory: str) -> float:

@@ -14,6 +14,7 @@ request's one `Cancellation` ends the wait for the server, never a record.
 | `serving` | policy versions, the inference servers that take calls, and the choice among them |
 | `sampler` | a process of its own beside inference servers: loads adapters into them and registers them |
 | `capture` | calls and trajectories, recorded on the log |
+| `outside` | models of providers: their calls, passed on and recorded |
 | `api` | routes, bodies, answers and their document |
 | `app` | from a request to its answer |
 | `service` | connects the parts and serves |

@@ -31,6 +31,7 @@ from rollout_gateway.dialects.responses import ResponsesTranslation, not_recorde
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from rollout_gateway.http.request import HeaderList, Headers, Request
+from rollout_gateway.outside.requests import OutsideCall
 
 log = get_logger("rollout_gateway.app")
 
@@ -174,6 +175,10 @@ class App:
                 status = await self._translated_call(request, admitted, translation, call)
                 return
             caller = await self._caller(call, admitted, request)
+            if isinstance(call, OutsideCall):
+                relay = self._gateway.relay
+                status = await relay.answer(request, call, caller, admitted.access)
+                return
             status, answer = await self._calls.answer(
                 call, caller, StreamSink(request) if call.stream else None
             )
@@ -194,6 +199,8 @@ class App:
         requests are answered meanwhile."""
 
         def read() -> tuple[Call, Translation | None]:
+            if (outside := self._gateway.relay.read(path, request.body)) is not None:
+                return outside, None
             translation = _TRANSLATIONS[path](request.body) if path in _TRANSLATIONS else None
             call = translation.call() if translation is not None else _READERS[path](request.body)
             self._gateway.permitted.check(call.fields)

@@ -27,6 +27,7 @@ from rollout_gateway.capture.masking import Masks
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.http.server import checked_limits, run_server
+from rollout_gateway.outside.providers import Provider
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
 
@@ -77,6 +78,8 @@ def check(config: Config) -> None:
     OriginPolicy(config.gateway)
     Trust(config.signing)
     checked_limits(config.gateway.http)
+    for table in config.outside:
+        Provider(table)
     if config.gateway.key_secret_env:
         key_secret(config)
     api_key(config)
@@ -152,6 +155,7 @@ async def serve(config: Config, ready: Ready) -> None:
         finally:
             with anyio.move_on_after(_SETTLE_S, shield=True):
                 await gateway.calls.settle()
+                await gateway.relay.close()
                 await gateway.fleet.disconnect()
 
 

@@ -36,8 +36,11 @@ ROOMS = {
     "rollout_gateway.capture": {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving")
     },
+    "rollout_gateway.outside": {
+        f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "capture")
+    },
     "rollout_gateway.api": {
-        f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture")
+        f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture", "outside")
     },
     "store.reading": {f"store.{room}" for room in ("alarms", "lake")},
 }

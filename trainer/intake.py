@@ -106,6 +106,11 @@ class Intake:
         if place in self.consumed or not self._is_of_branch(event):
             if delivery is not None:
                 await delivery.ack()
+        elif event.project == self._config.project and any(t.name == event.model for t in self._config.outside):
+            why = f"the outside model {event.model} answered: no token of these runs is a policy's (docs/gateway.md)"
+            group = AdmittedGroup(event, place, delivery)
+            await self._publish_discard(event, Refusal("outside_model", why))
+            await self._finish(group)
         elif queue is None:
             await self.dead_letter(
                 AdmittedGroup(event, place, delivery),
@@ -181,6 +186,16 @@ class Intake:
         if refusal.reason == "stale" and duration_s is None:  # it shows whether long tasks starve
             read = await queue.histories.read(group)
             duration_s = read.duration_s if isinstance(read, Refusal) else read.history.duration_s
+        await self._publish_discard(event, refusal, queue.learner.version, duration_s or 0.0)
+        if refusal.reason != "repeated":  # its rewards were counted when it was trained
+            rewards = [m.reward for m in group.members]
+            queue.learner.record_discarded(rewards, equal=refusal.reason == "no_variance")
+        queue.requested.settle(event)
+        await self._finish(group)
+
+    async def _publish_discard(
+        self, event: GroupScored, refusal: Refusal, version: str = "", duration_s: float = 0.0
+    ) -> None:
         await self._broker.publish(
             GroupDiscarded(
                 project=event.project,
@@ -191,19 +206,14 @@ class Intake:
                 by="trainer",
                 split=event.split,
                 detail=refusal.detail,
-                version=queue.learner.version,
-                duration_s=duration_s or 0.0,
+                version=version,
+                duration_s=duration_s,
                 branch=event.branch,
                 owner=event.owner,
                 judge=event.judge,
             )
         )
-        if refusal.reason != "repeated":  # its rewards were counted when it was trained
-            rewards = [m.reward for m in group.members]
-            queue.learner.record_discarded(rewards, equal=refusal.reason == "no_variance")
-        queue.requested.settle(event)
         logger.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)
-        await self._finish(group)
 
     async def dead_letter(self, group: AdmittedGroup, reason: str, detail: str) -> None:
         """Move a group that can't be trained to the dead letters, so that it is not delivered again."""

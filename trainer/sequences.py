@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pipeline.chat.images import media_of
 from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Sampling, loss_mask, sampling_of, untrained_reason
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs, unpack_mask
+from pipeline.names import is_outside
 
 OTHER_BRANCH = 2**30
 """Step of a token that a version of another branch sampled, which this branch does not have. It is later than every
@@ -152,15 +153,17 @@ def build(
     """The sequences of one trajectory that hold at least one token to train, in the order in which they began.
 
     `defaults` are the sampling settings that the inference server uses where a request names none. With
-    `mask_truncated`, replies that were cut off at their length limit are context. `left_out` is increased by the
-    number of sampled tokens that are not trained because of an unsupported sampling setting, by the setting. With
-    `replay`, the sequences have the experts that the sampler chose."""
+    `mask_truncated`, replies that were cut off at their length limit are context. Calls that an outside model answered
+    are left out. `left_out` is increased by the number of sampled tokens that are not trained because of an unsupported
+    sampling setting, by the setting. With `replay`, the sequences have the experts that the sampler chose."""
     unique: dict[tuple[int, int], ExchangeRecorded] = {}
     for exchange in exchanges:
         unique.setdefault((exchange.seq, exchange.choice), exchange)
     builders: list[_Builder] = []
     for key in sorted(unique):
         exchange = unique[key]
+        if is_outside(exchange.policy_version):
+            continue  # whatever it holds, the policy did not sample it
         sampling = sampling_of(exchange.request, defaults)
         reason = untrained_reason(
             status=exchange.status,

@@ -59,7 +59,7 @@ class Trainer:
         self.queues = {
             name: ModelQueue(
                 learner,
-                Histories(broker, learner.settings, learner.sampling_defaults, learner.prompts),
+                Histories(broker, learner.settings, learner.sampling_defaults, learner.prompts, config.may_train),
                 RequestedBatches(broker, consumer.name, learner.settings.batch_timeout_s),
             )
             for name, learner in learners.items()

@@ -7,6 +7,7 @@
 | --- | --- |
 | `tree` | `Config`, the root, and `ModelConfig` |
 | `gateway`, `judge`, `trainer` | one section of the file each, with its tables |
+| `outside` | models of providers |
 | `alarms` | the section of that name |
 | `sections` | the other sections |
 | `types` | `Section`, whose `replace` checks what it sets, and numbers within limits |
@@ -30,6 +31,7 @@ from pipeline.config.judge import (
     SecondJudgeConfig,
     TeacherConfig,
 )
+from pipeline.config.outside import OutsideConfig
 from pipeline.config.sections import (
     BudgetConfig,
     CurvesConfig,

@@ -9,7 +9,7 @@ from pipeline.config.secrets import written_out
 from pipeline.config.trainer import LOSS_OPTIONS, TrainerConfig
 from pipeline.config.tree import PROCESSES, Config
 from pipeline.errors import ConfigError
-from pipeline.names import branch_model
+from pipeline.names import branch_model, is_outside
 from pipeline.streams import STREAMS
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -31,6 +31,7 @@ def _check_addresses(config: Config) -> None:
         ("judge.api_base", (config.judge.api_base,), "judge.api_key_env"),
         ("teacher.url", (config.teacher.url,), "teacher.api_key_env"),
         ("ui.gateway_url", (config.ui.gateway_url,), "the dashboard's page for signing in"),
+        ("outside.url", tuple(table.url for table in config.outside), "outside.api_key_env"),
     )
     others = (
         ("nats.url", config.nats.servers, "nats.users or nats.nkey_seed"),
@@ -97,8 +98,9 @@ def _check_names(config: Config) -> None:
     """Refuse names that can't be part of subjects, folders and URLs."""
     given = {f"models.{i}.name": m.name for i, m in enumerate(config.models)}
     given |= {"project": config.project, "trainer.branch": config.trainer.branch}
+    given |= {f"outside.{i}.name": table.name for i, table in enumerate(config.outside)}
     for setting, name in given.items():
-        model = setting.startswith("models.")
+        model = setting.startswith(("models.", "outside."))
         if not (_MODEL_NAME if model else _NAME).fullmatch(name):
             raise ConfigError(
                 f"{setting}: {name!r} can't be a name: expected letters, digits, and '.', '_', '-', '+' or ':' "
@@ -108,6 +110,12 @@ def _check_names(config: Config) -> None:
     names = [m.name for m in config.models]
     if len(set(names)) != len(names):
         raise ConfigError("models: two models have the same name")
+    for name in filter(is_outside, names):
+        raise ConfigError(f"models: {name!r} would be taken for the version of an outside model: rename it")
+    of_policies = {*names, *(model.base for model in config.models)}
+    for name in (table.name for table in config.outside):
+        if name in of_policies or any(name.startswith(branch_model(model, "")) for model in names):
+            raise ConfigError(f"outside: {name!r} is also a name of a model in `models`: rename one of them")
     for i, name in enumerate(names):
         for other in names:
             if name.startswith(branch_model(other, "")):

@@ -11,10 +11,12 @@ from pipeline.config import sections
 from pipeline.config.alarms import AlarmsConfig
 from pipeline.config.gateway import GatewayConfig
 from pipeline.config.judge import FeedbackConfig, JudgeConfig, TeacherConfig
+from pipeline.config.outside import OutsideConfig
 from pipeline.config.overrides import convert, merged
 from pipeline.config.trainer import TrainerConfig
 from pipeline.config.types import Section
 from pipeline.errors import ConfigError
+from pipeline.names import is_outside, outside_model
 
 PROCESSES = ("nats", "vllm", "gateway", "sampler", "judge", "trainer", "store", "ui", "telemetry")
 """Everything that `journeywork up` may start."""
@@ -50,6 +52,8 @@ class Config(Section, frozen=True, kw_only=True):
     vllm: sections.VllmConfig = sections.VllmConfig()
     sampler: sections.SamplerConfig = sections.SamplerConfig()
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
+    outside: tuple[OutsideConfig, ...] = ()
+    """Models of providers that the gateway answers with (docs/gateway.md)."""
     gateway: GatewayConfig = GatewayConfig()
     supervisor: sections.SupervisorConfig = sections.SupervisorConfig()
     retention: sections.RetentionConfig = sections.RetentionConfig()
@@ -83,6 +87,14 @@ class Config(Section, frozen=True, kw_only=True):
             return convert(values, TrainerConfig, "trainer")
         except ConfigError as error:
             raise ConfigError(f"models: trainer of {model.name}: {error}") from error
+
+    def may_train(self, version: str) -> bool:
+        """Return whether a model may learn from what `version` answered: false for an outside model unless each of its
+        tables says `may_train`."""
+        name = outside_model(version)
+        return not is_outside(version) or {True} == {
+            table.may_train for table in self.outside if table.name == name
+        }
 
     def max_loras(self) -> int:
         """Return `vllm.max_loras`, or the number that staleness and models need where it is 0. Raises `ConfigError`."""

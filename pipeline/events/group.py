@@ -137,6 +137,7 @@ DiscardReason = Literal[
     "repeated",
     "too_large",
     "incomplete",
+    "outside_model",
 ]
 """Why trajectories will not be trained."""
 
@@ -153,7 +154,7 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     """`no_tokens`: no run has a token to train; `detail` says why, as that none made a recorded call. `over_budget`: a
     limit of `[budget]` is reached. `too_large`: a sequence of these trajectories does not fit into
     the trainer's memory, even alone. The rest of the group was trained, in `version`. `incomplete`: the batch that the
-    group's agent requested lacks other groups."""
+    group's agent requested lacks other groups. `outside_model`: a provider's model answered, no policy."""
     by: str
     """Service that discarded them."""
     detail: str = ""

@@ -109,8 +109,10 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """Index of the choice when the client asked for n > 1: such a call is n events with one `seq`."""
     model: str
     policy_version: str
-    """`<model>@<step>` that sampled; the version routed to when the request began."""
+    """`<model>@<step>` that sampled; the version routed to when the request began. `outside:<name>`: an outside model
+    answered, without tokens."""
     step: int
+    """-1 where an outside model answered."""
     group: str = ""
     request: Json
     """The client's request body."""
@@ -139,13 +141,26 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     request_hash: str = ""
     """SHA-256 of endpoint and canonical body: a retried request is answered from here instead of sampled again."""
     replica: str = ""
-    """The vLLM replica that answered."""
+    """The vLLM replica that answered; of an outside model, the URL of its provider."""
     started_at: Micros = 0
     first_token_at: Micros = 0
     """0 where the reply was not streamed."""
     copied_from: str = ""
     """`<trajectory>/<seq>` of the exchange that this one is a copy of: the trajectory was made of calls that were
     recorded in another one. Empty: the call was made in this trajectory."""
+    input_tokens: int = 0
+    """Of an outside model: tokens of the prompt by the provider's count, cached ones included. Of several choices, the
+    first one has the usage and the cost."""
+    cached_tokens: int = 0
+    """Of these, how many the provider read from its cache."""
+    output_tokens: int = 0
+    """Tokens of the answer by the provider's count, reasoning included."""
+    cost_usd: float | None = None
+    """What the call of an outside model cost by its table's prices; `null` where the provider told no usage."""
+    error: str = ""
+    """Why the call of an outside model failed."""
+    failed_providers: tuple[str, ...] = ()
+    """Providers that were asked before this one, each with what happened."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/{self.seq}.{self.choice}"

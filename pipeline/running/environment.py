@@ -115,6 +115,8 @@ def names(config: Config, process: str) -> tuple[str, ...]:
             own += _provider(model)
         if config.teacher.url:
             own += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
+    if process == "gateway" and config.outside:
+        own += _OUTWARD
     return (*EVERY, *NEEDS.get(process, ()), *own, *config.environment.get(process, ()))
 
 
@@ -129,7 +131,10 @@ def _named(config: Config, process: str) -> list[tuple[str, str]]:
             "judge.request.params": references(request.params),
             "judge.request.model_params": references(request.model_params),
         },
-        "gateway": {"gateway.key_secret_env": [config.gateway.key_secret_env]},
+        "gateway": {
+            "gateway.key_secret_env": [config.gateway.key_secret_env],
+            "outside.api_key_env": [table.api_key_env for table in config.outside],
+        },
     }
     return [(setting, name) for setting, of in named.get(process, {}).items() for name in of if name]
 

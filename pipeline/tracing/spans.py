@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind
 
 from pipeline.events import ExchangeRecorded, GroupScored, Member, TrajectoryCompleted
-from pipeline.names import version_name
+from pipeline.names import is_outside, version_name
 from pipeline.tracing.content import Content, Json, document, reply, request_input
 from pipeline.tracing.trace import Attributes, Run, hashed, link, span
 
@@ -57,12 +57,13 @@ def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None
 def call_span(event: ExchangeRecorded, run: Run, content: Content, called_by: tuple[int, int] | None) -> ReadableSpan:
     """Return the span of one model call. `called_by`: trace and span of the agent's own span of this call."""
     request, response = document(event.request), document(event.response)
-    prompt, sampled = len(event.prompt_ids) // 4, len(event.sampled_ids) // 4
+    prompt = event.input_tokens or len(event.prompt_ids) // 4
+    sampled = event.output_tokens or len(event.sampled_ids) // 4
     usage = {"input": prompt, "output": sampled, "total": prompt + sampled}
     operation = "text_completion" if event.endpoint == "/v1/completions" else "chat"
     attributes = run.attributes("generation", event.policy_version) | {
         "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "vllm",
+        "gen_ai.provider.name": "outside" if is_outside(event.policy_version) else "vllm",
         "gen_ai.request.model": event.model,
         "gen_ai.response.model": event.policy_version,
         "gen_ai.usage.input_tokens": prompt,
@@ -72,6 +73,10 @@ def call_span(event: ExchangeRecorded, run: Run, content: Content, called_by: tu
         f"{_METADATA}seq": event.seq,
         **_parameters(request),
     }
+    if event.cost_usd is not None:
+        attributes["langfuse.observation.cost_details"] = msgspec.json.encode(
+            {"total": event.cost_usd}
+        ).decode()
     if event.finish_reason:
         attributes["gen_ai.response.finish_reasons"] = (event.finish_reason,)
     if isinstance(response.get("id"), str):

@@ -82,6 +82,7 @@ async def demonstrated_turns(
         if await gateway.registry.log.completion(opened) is not None:
             return []
         model = opened.model
+    gateway.router.refuse_outside(model)
     step = parse_version(gateway.policies.newest_loaded(model) or version_name(model, 0))[1]
     turns = []
     for reply in demonstrated_replies(chat.messages, chat.tools):

@@ -16,6 +16,7 @@ from rollout_gateway.capture.registry import Registry
 from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.http.origins import OriginPolicy
+from rollout_gateway.outside.relay import Relay
 from rollout_gateway.serving.membership import Membership
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
@@ -45,13 +46,15 @@ class Gateway:
         registry.log.max_run_bytes = settings.max_run_bytes
         self.permitted = Permitted(settings.further_fields, config.vllm.allowed_media_domains)
         self.fleet = Fleet(api_key(config), settings.replicas.serving_share)
-        self.router = VersionRouter(policies, self.fleet, {m.name: m.base for m in config.models})
+        outside = tuple(dict.fromkeys(table.name for table in config.outside))
+        self.router = VersionRouter(policies, self.fleet, {m.name: m.base for m in config.models}, outside)
         enabled = settings.detection.enabled
         self.detector = TrajectoryDetector(project, registry, settings) if enabled else None
         self.identity = Identity(project, api_keys, registry, self.router, self.detector)
         self.members = Membership(config, broker, policies, self.fleet, self.router, new_id("gw"))
         self.promotion = Promotion(project, broker, policies, self.fleet, self.router)
         self.calls = CallHandler(settings, self.fleet, self.router, self.detector)
+        self.relay = Relay(config.outside, self.calls)
         self.metrics = Metrics(self.fleet, registry)
         self.log_health = LogHealth()
 
@@ -60,8 +63,8 @@ class Gateway:
         return self.config.project
 
     def models_of(self, access: Access) -> list[str]:
-        """Return the names of the models that a key may use."""
-        return [name for name in self.policies.models if access.sees(name)]
+        """Return the names of the models that a key may use, outside models included."""
+        return [name for name in (*self.policies.models, *sorted(self.router.outside)) if access.sees(name)]
 
     def unknown_model(self, model: str, access: Access) -> ApiError:
         """Return the 404 about a model that does not exist, or that the key may not use."""

@@ -129,7 +129,8 @@ async def get_group(request: ControlRequest) -> dict[str, Any]:
 async def _outcome(gateway: Gateway, model: str, group: str) -> dict[str, Any]:
     """What the log says of a group. `waiting`: no checkpoint, discard or dead letter names it. `dead`: the trainer
     could not use it, or the judge that scored it ended, and it is among the dead letters."""
-    for checkpoint in reversed(gateway.policies.models[model].checkpoints.values()):
+    state = gateway.policies.models.get(model)  # `None`: an outside model
+    for checkpoint in reversed(state.checkpoints.values() if state is not None else ()):
         event = checkpoint.event
         if group in event.groups and event.branch == "main":
             return {"status": "trained", "version": event.version, "metrics": named(event.metrics)}

@@ -19,32 +19,35 @@ _OPERATORS = ("request", "evidence")
 
 
 def _visible_names(gateway: Gateway, access: Access) -> list[str]:
-    return [name for name in gateway.policies.names() if access.sees(gateway.router.name(name))]
+    names = (*gateway.policies.names(), *sorted(gateway.router.outside))
+    return [name for name in names if access.sees(gateway.router.name(name))]
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "journeywork"}
+def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+    owner = "outside" if name in gateway.router.outside else "journeywork"
+    return {"id": name, "object": "model", "created": 0, "owned_by": owner}
 
 
 async def get_models(request: ControlRequest) -> dict[str, Any]:
     """OpenAI's list: names that follow the newest version, and exact versions."""
     names = _visible_names(request.gateway, request.access)
-    return {"object": "list", "data": [_model(name) for name in names]}
+    return {"object": "list", "data": [_model(request.gateway, name) for name in names]}
 
 
 async def get_model(request: ControlRequest) -> dict[str, Any]:
     """One of them. A model that the key does not permit is a 404, like one that does not exist."""
     gateway, access, (name,) = request.gateway, request.access, request.values
     known = gateway.policies.state(name) is not None or gateway.policies.knows(name)
-    if not (known and access.sees(gateway.router.name(name))):
+    if not ((known or name in gateway.router.outside) and access.sees(gateway.router.name(name))):
         raise unknown_model(name, _visible_names(gateway, access))
-    return _model(name)
+    return _model(gateway, name)
 
 
 async def get_policies(request: ControlRequest) -> dict[str, Any]:
     """The version that each model's name is routed to, and why."""
-    gateway = request.gateway
-    return {"data": [_policy(gateway, name, request.access) for name in gateway.models_of(request.access)]}
+    gateway, access = request.gateway, request.access
+    names = [name for name in gateway.policies.models if access.sees(name)]
+    return {"data": [_policy(gateway, name, access) for name in names]}
 
 
 def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:

@@ -29,7 +29,11 @@ async def tokenize(request: ControlRequest) -> RawAnswer:
 
 
 async def count_tokens(request: ControlRequest) -> RawAnswer:
-    """The tokens of a message's prompt, tools included, in Anthropic's format."""
+    """The tokens of a message's prompt, tools included, in Anthropic's format. An outside model's provider counts its
+    own."""
+    if (outside := request.gateway.relay.read(MessagesTranslation.path, request.http.body)) is not None:
+        request.access.check_model(outside.params.model)
+        return RawAnswer(*await request.gateway.relay.pass_on(request.http, outside, "/count_tokens"))
     translation = MessagesTranslation(request.http.body)
     answer = await _tokenize_call(request, translation.call())
     if answer.status == 400 and translation.merge_system():

@@ -48,7 +48,7 @@ async def open_trajectory(request: ControlRequest) -> dict[str, Any]:
 def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
     """Raises a 404 `ApiError` if `model` is not a model's name, or `pinned` not one of its versions."""
     model, pinned, policies = opening.model, opening.pinned, gateway.policies
-    if policies.state(model) is None:
+    if model not in gateway.router.outside and policies.state(model) is None:
         name = gateway.router.name(model)
         if policies.state(name) is None:
             raise gateway.unknown_model(model, access)

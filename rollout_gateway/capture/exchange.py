@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.events import ExchangeRecorded, now_us
 from pipeline.names import parse_version
@@ -80,15 +80,9 @@ class Exchange:
             choice=choice.index,
             model=opened.model,
             policy_version=self.version,
-            step=parse_version(self.version)[1],
             group=opened.group,
             request=call.body,
             response=answer.client_body(choice) if answer.fields else b"{}",
-            prompt_ids=choice.prompt_ids or answer.prompt_ids,
-            sampled_ids=choice.ids,
-            logprobs=choice.logprobs,
-            forced=call.forced(choice),
-            experts=choice.experts,
             finish_reason=choice.finish_reason,
             status=self.status,
             side_call=self.caller.side_call,
@@ -99,4 +93,16 @@ class Exchange:
             replica=self.replica,
             started_at=self.started_at,
             first_token_at=self.first_token_at,
+            **self._own_fields(choice),
         )
+
+    def _own_fields(self, choice: SampledChoice) -> dict[str, Any]:
+        """Return the fields of an event that only a policy's answer has."""
+        return {
+            "step": parse_version(self.version)[1],
+            "prompt_ids": choice.prompt_ids or self.answer.prompt_ids,
+            "sampled_ids": choice.ids,
+            "logprobs": choice.logprobs,
+            "forced": self.call.forced(choice),
+            "experts": choice.experts,
+        }

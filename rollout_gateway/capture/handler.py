@@ -7,6 +7,7 @@ A client that repeats a call whose answer was recorded and never arrived gets th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
@@ -54,7 +55,7 @@ class CallHandler:
             caller.trajectory.begin()
         try:
             exchange = await self._exchange(call, caller)
-            if caller.is_retry and (before := await self._answered_before(exchange)) is not None:
+            if caller.is_retry and (before := await self.answered_before(exchange)) is not None:
                 if sink is None:
                     return 200, msgspec.json.encode(before)
                 await sink.start()
@@ -125,10 +126,7 @@ class CallHandler:
             exchange.first_token_at = capture.first_token_at
             _end_stream(attempt, server_failed or capture.server_failed)
             if exchange.captured:
-                exchange.recorded_in.begin_work()
-                recording = asyncio.ensure_future(self._record_stream(exchange, capture, status))
-                self._recording.add(recording)
-                recording.add_done_callback(self._recording.discard)
+                recording = self.begin_record(exchange, status, capture.answer)
         if exchange.captured:
             try:
                 await asyncio.shield(recording)  # the record is made even if this task is cancelled
@@ -136,18 +134,30 @@ class CallHandler:
                 error_event = b"data: %b\n\n" % error.body()
         await sink.write(error_event or capture.last_events + DONE)
 
-    async def _record_stream(self, exchange: Exchange, capture: StreamCapture, status: Status) -> None:
+    # -- records -------------------------------------------------------------------------------------------------
+
+    def begin_record(
+        self, exchange: Exchange, status: Status, answer: Callable[[], Answer]
+    ) -> asyncio.Task[None]:
+        """Record a captured call with this answer, also if the caller is cancelled. `settle` waits for it."""
+        exchange.recorded_in.begin_work()
+        recording = asyncio.ensure_future(self._record_and_report(exchange, status, answer))
+        self._recording.add(recording)
+        recording.add_done_callback(self._recording.discard)
+        return recording
+
+    async def _record_and_report(
+        self, exchange: Exchange, status: Status, answer: Callable[[], Answer]
+    ) -> None:
         try:
-            exchange.answer = capture.answer()
+            exchange.answer = answer()
             await self._record(exchange, status)
             if status == "complete":
                 await self._report_answer(exchange)
         finally:
             exchange.recorded_in.end()
 
-    # -- records -------------------------------------------------------------------------------------------------
-
-    async def _answered_before(self, exchange: Exchange) -> Fields | None:
+    async def answered_before(self, exchange: Exchange) -> Fields | None:
         """The recorded reply to the same request, or `None`."""
         if not exchange.captured:
             return None

@@ -65,8 +65,9 @@ class RecordedCalls:
         self.bytes += size_of(event)
         self.next_seq = max(self.next_seq, event.seq + 1)
         self.last_stream_seq = stream_seq
-        self.first_step = event.step if self.first_step < 0 else min(self.first_step, event.step)
-        self.last_step = max(self.last_step, event.step)
+        if event.step >= 0:  # else an outside model answered
+            self.first_step = event.step if self.first_step < 0 else min(self.first_step, event.step)
+            self.last_step = max(self.last_step, event.step)
         if self.replies is not None and event.status == "complete":
             self.replies[_reply_id(event), event.choice] = stream_seq
         self.sampled_tokens += len(event.sampled_ids) // 4

@@ -31,7 +31,7 @@ class UpstreamTimeoutError(UpstreamError):
 
 
 @contextmanager
-def _errors(url: str) -> Iterator[None]:
+def upstream_errors(url: str) -> Iterator[None]:
     """Raise what aiohttp raises in the block as an `UpstreamError`."""
     try:
         yield
@@ -55,13 +55,13 @@ class UpstreamReply:
 
     async def read(self) -> bytes:
         """Return the whole body. Raises `UpstreamError`."""
-        with _errors(self._url):
+        with upstream_errors(self._url):
             return await self._response.read()
 
     async def read_some(self) -> bytes:
         """Return what has arrived of the body since the last call, once something has; nothing at its end. Raises
         `UpstreamError`."""
-        with _errors(self._url):
+        with upstream_errors(self._url):
             return await self._response.content.readany()
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Upstream:
         self, session: aiohttp.ClientSession, method: str, path: str, body: bytes, timeout_s: float
     ) -> UpstreamReply:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
-        with _errors(self.url):
+        with upstream_errors(self.url):
             response = await session.request(
                 method, self.url + path, data=body or None, timeout=timeout, allow_redirects=False
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.names import is_base_version, is_version, split_point, version_name
@@ -19,10 +19,17 @@ class VersionRouter:
     the version any more, calls wait until one does. The name of a branch resolves to its newest version, which is
     loaded when a call asks for it."""
 
-    def __init__(self, policies: Policies, fleet: Fleet, bases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        policies: Policies,
+        fleet: Fleet,
+        bases: Mapping[str, str] | None = None,
+        outside: Collection[str] = (),
+    ) -> None:
         """`policies` has read the log: a model name begins at the newest version that any server has loaded, which
-        other gateways may have served already. `bases` holds the base of each model; it is a name of `<model>@0`."""
-        self._policies, self._fleet = policies, fleet
+        other gateways may have served already. `bases` holds the base of each model; it is a name of `<model>@0`.
+        `outside`: names of outside models, which are known here and have no version."""
+        self._policies, self._fleet, self.outside = policies, fleet, frozenset(outside)
         self._bases = {
             base: version_name(model, 0)
             for model, base in (bases or {}).items()
@@ -34,13 +41,20 @@ class VersionRouter:
     def name(self, model: str) -> str:
         """Return the model name of `model`, which is a model name, an exact version or a base."""
         model = self._bases.get(model, model)
-        return model if self._policies.state(model) is not None else model.rpartition("@")[0]
+        return (
+            model
+            if model in self.outside or self._policies.state(model) is not None
+            else model.rpartition("@")[0]
+        )
 
     def check(self, model: str, opening: TrajectoryOpened | None) -> None:
         """Check that `model` is a known model name or version, and belongs to the model of the trajectory.
 
         `opening`: the opening event of the trajectory that the call belongs to, if any. Raises a 404 `ApiError` for an
-        unknown name, and a 400 `ApiError` if the trajectory was opened for another model."""
+        unknown name, and a 400 `ApiError` if the trajectory was opened for another model. An outside model may answer
+        calls of any trajectory."""
+        if model in self.outside:
+            return
         model = self._bases.get(model, model)
         if self._policies.state(model) is None and not self._policies.knows(model):
             raise unknown_model(model, self._policies.names(opening.model if opening else ""))
@@ -60,6 +74,7 @@ class VersionRouter:
         Raises as `check` does, a 404 `ApiError` if the pin is no version of the trajectory's model, and a 409
         `ApiError` if the gateway refuses to serve the version because its adapter failed a check, even if the version
         is promoted."""
+        self.refuse_outside(model)
         model = self._bases.get(model, model)
         self.check(model, opening)
         if opening is not None and opening.pinned:
@@ -78,6 +93,14 @@ class VersionRouter:
             message = f"{version} is not served because its adapter failed a check: {self._policies.refused[version]}."
             raise ApiError(409, "version_refused", message, param="model")
         return version
+
+    def refuse_outside(self, model: str) -> None:
+        """Raise a 400 `ApiError` if `model` is an outside model, which no inference server here can be asked about."""
+        if model in self.outside:
+            message = (
+                f"{model!r} is a provider's model: it takes model calls, and nothing that needs its tokens."
+            )
+            raise ApiError(400, "outside_model", message, param="model")
 
     def current(self, model: str) -> str:
         """Return the version that the model name `model` resolves to, of an A/B split the one that the decision calls

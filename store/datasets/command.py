@@ -57,13 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    with sql.connect(installation_settings(args.run_dir, args.config, sections=("store",))) as connection:
+    config = installation_settings(args.run_dir, args.config, sections=("store", "outside"))
+    with sql.connect(config) as connection:
         runs = select(connection, args.query)
         bases = connection.execute(
             "SELECT DISTINCT base_model FROM checkpoints WHERE list_contains($models, model) ORDER BY ALL",
             {"models": sorted({run.model for run in runs})},
         ).fetchall()
-    rows, left_out = rows_of(runs, args.kind, held_out=args.held_out)
+    rows, left_out = rows_of(runs, args.kind, held_out=args.held_out, may_train=config.may_train)
     if not rows:
         reasons = "; ".join(f"{n} × {why}" for why, n in left_out.items() if n)
         raise StoreError(f"no row of format {args.kind}: {reasons or 'the query selects no complete run'}")

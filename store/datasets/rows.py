@@ -25,6 +25,7 @@ import msgspec
 
 from pipeline.chat.conversations import Conversation, Message, text_of
 from pipeline.events.types import REWARD_TOLERANCE
+from pipeline.names import is_outside, outside_model
 from store.datasets.runs import Run
 
 Row = dict[str, Any]
@@ -38,9 +39,16 @@ class RowlessError(ValueError):
     """Why a run gives no row."""
 
 
-def rows_of(runs: Sequence[Run], kind: str, *, held_out: bool = False) -> tuple[list[Row], Counter[str]]:
+def rows_of(
+    runs: Sequence[Run],
+    kind: str,
+    *,
+    held_out: bool = False,
+    may_train: Callable[[str], bool] = lambda version: not is_outside(version),
+) -> tuple[list[Row], Counter[str]]:
     """Return the rows of a format, and how many runs, pairs or replies gave none, by the reason. `held_out`: whether
-    runs of the split `val` give rows.
+    runs of the split `val` give rows. `may_train`: whether a model may learn from what a version answered; runs with
+    another answer give prompts only.
 
     Every row also says its `run` (or `runs`) and `task`."""
     left_out: Counter[str] = Counter()
@@ -50,6 +58,12 @@ def rows_of(runs: Sequence[Run], kind: str, *, held_out: bool = False) -> tuple[
     if kind != "prompts":
         left_out.update(f"a run with outcome {run.outcome}" for run in runs if run.outcome != "scored")
         runs = [run for run in runs if run.outcome == "scored"]
+        forbidden = {run.trajectory: [v for v in run.versions if not may_train(v)] for run in runs}
+        left_out.update(
+            f"a run of the outside model {outside_model(versions[0])}, whose table does not say may_train"
+            for versions in filter(None, forbidden.values())
+        )
+        runs = [run for run in runs if not forbidden[run.trajectory]]
     made = FORMATS[kind](runs, left_out)
     return list(made), left_out
 

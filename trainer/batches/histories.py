@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from pipeline.chat.sampling import Defaults
 from pipeline.config import TrainerConfig
 from pipeline.events import ExchangeRecorded, Hint, Member, TeacherAnswered
 from pipeline.log.broker import Broker, HistoryGoneError
+from pipeline.names import is_outside
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History, Refusal
 from trainer.batches.returns import Roles, calls_with_credit
@@ -26,6 +27,7 @@ from trainer.sequences import OTHER_BRANCH, TokenSequence, build
 logger = get_logger("trainer.batches.histories")
 
 Run = tuple[Member, list[ExchangeRecorded]]
+MayTrain = Callable[[str], bool]
 
 _CONCURRENT_READS = 16
 """Trajectories whose exchanges are read at the same time."""
@@ -35,12 +37,19 @@ class Histories:
     """Reads exchanges for the groups of one model. `broker` must outlive it.
 
     `settings` are those of the model. `defaults` are the sampling parameters that the inference server uses where a
-    request names none; `prompts` renders the teacher's, `None` if no hint is distilled."""
+    request names none; `prompts` renders the teacher's, `None` if no hint is distilled. `may_train`: whether a
+    model may learn from what a version answered (`Config.may_train`)."""
 
     def __init__(
-        self, broker: Broker, settings: TrainerConfig, defaults: Defaults, prompts: HintedPrompts | None = None
+        self,
+        broker: Broker,
+        settings: TrainerConfig,
+        defaults: Defaults,
+        prompts: HintedPrompts | None = None,
+        may_train: MayTrain = lambda version: not is_outside(version),
     ) -> None:
         self._broker, self._settings, self._defaults, self._prompts = broker, settings, defaults, prompts
+        self._may_train = may_train
         self._limit = anyio.CapacityLimiter(_CONCURRENT_READS)
         self.shared_until: int | None = None
         """The step up to which the versions of the trained branch are those of `main`; `None` on `main`."""
@@ -86,7 +95,9 @@ class Histories:
                         teacher=member.teacher,
                         temperatures=sorted(others),
                     )
-        prompts = _render_hints(group.members, self._prompts, runs) if self._prompts else TeacherPrompts({})
+        prompts = (
+            _render_hints(group.members, self._prompts, runs, self._may_train) if self._prompts else TeacherPrompts({})
+        )
         history = History(
             tuple(sequences),
             prompts.prompts,
@@ -164,13 +175,15 @@ class TeacherPrompts(NamedTuple):
     """Number of those that no prompt can be made of."""
 
 
-def _render_hints(members: Sequence[Member], rendered: HintedPrompts, runs: Sequence[Run]) -> TeacherPrompts:
+def _render_hints(
+    members: Sequence[Member], rendered: HintedPrompts, runs: Sequence[Run], may_train: MayTrain
+) -> TeacherPrompts:
     """Return the prompts that the teacher gets: for each call with hints, its own prompt and the hints; for each call
     of a run that the group's best run is shown to, also the transcript of that run, as a correction: what the call
     should have led to. Where none can be made with the transcript, the call's own hints stand alone."""
     best = best_run(members, rendered.config.best_run_reward)
     prompts: dict[str, dict[int, npt.NDArray[np.int32]]] = {}
-    correction, unused = _correction(members, best, runs)
+    correction, unused = _correction(members, best, runs, may_train)
     count = unused
     for member, exchanges in runs:
         calls = {e.seq: e for e in exchanges}
@@ -197,13 +210,18 @@ def _render_hints(members: Sequence[Member], rendered: HintedPrompts, runs: Sequ
     return TeacherPrompts(prompts, count, unused)
 
 
-def _correction(members: Sequence[Member], best: Member | None, runs: Sequence[Run]) -> tuple[list[Hint], int]:
+def _correction(
+    members: Sequence[Member], best: Member | None, runs: Sequence[Run], may_train: MayTrain
+) -> tuple[list[Hint], int]:
     """The transcript of the group's best run, for its worse runs; nothing if there are none. Returns also how many
-    could not be made, which count as hints that are not used."""
+    could not be made, or that an outside model wrote whose table does not say `may_train`: they count as hints that are
+    not used."""
     shown = next((exchanges for member, exchanges in runs if member is best), [])
     if best is None or not shown or not any(is_better(best, member) for member in members):
         return [], 0
     try:
+        if forbidden := {e.policy_version for e in shown if not may_train(e.policy_version)}:
+            raise HintUnusableError(f"{', '.join(forbidden)} answered it, whose table does not say may_train")
         return [Hint(call=-1, text=transcript(shown), kind="correction")], 0
     except HintUnusableError as error:
         logger.warning("best run not shown", trajectory=best.trajectory, reason=str(error)[:500])

@@ -71,7 +71,9 @@ EXCHANGES = View(
           streamed, replica, nullif(started_at, {NEVER}) AS started_at, "at" AS ended_at,
           epoch_us("at" - nullif(started_at, {NEVER})) / 1e6 AS latency_s,
           epoch_us(nullif(first_token_at, {NEVER}) - nullif(started_at, {NEVER})) / 1e6 AS first_token_s,
-          nullif(copied_from, '') AS copied_from, log_seq AS stream_seq,
+          nullif(copied_from, '') AS copied_from,
+          input_tokens, cached_tokens, output_tokens, cost_usd, nullif(error, '') AS error, failed_providers,
+          log_seq AS stream_seq,
           nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM rollout_exchange
         """,

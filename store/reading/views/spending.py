@@ -1,9 +1,10 @@
-"""The view of what learning costs, against what it gains."""
+"""The views of what learning costs, against what it gains, and of what runs cost, whoever answered."""
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this package
 
 from __future__ import annotations
 
+from pipeline.events import ExchangeRecorded
 from store.reading.views.view import NEVER, View
 
 SPENDING = View(
@@ -32,6 +33,7 @@ SPENDING = View(
             PARTITION BY replica ORDER BY started_at, log_seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
           ), started_at)))) / 1e6 AS serve_gpu_s
           FROM rollout_exchange WHERE started_at > {NEVER} AND copied_from = ''
+            AND NOT starts_with(policy_version, 'outside:')
         ), spent AS (
           SELECT project, model, "at", said.cost_usd AS judge_usd
           FROM (SELECT project, model, "at", unnest(verdicts) AS said FROM group_scored)
@@ -70,4 +72,53 @@ SPENDING = View(
         FROM each e LEFT JOIN measured_with_first h ON h.project = e.project AND h.model = e.model AND h.step = e.step
         WINDOW so_far AS (PARTITION BY e.project, e.model ORDER BY e.step NULLS LAST)
         """,
+)
+
+SOLVED = 0.5
+"""The least final reward of a run that counts as solved."""
+
+COSTS = View(
+    "costs",
+    "What runs cost, whoever answered: one row per model, version, task, day and outcome. A run whose calls were "
+    "answered by several versions counts in the row of each.",
+    {
+        "version": "`<model>@<step>`, or `outside:<name>` where a provider's model answered.",
+        "day": "Day on which the runs were opened, UTC.",
+        "outcome": "`scored`, `no_result` or `masked`; `open` while the run has not ended.",
+        "runs": "Number of runs.",
+        "solved": f"Number of scored runs whose final reward is {SOLVED} or more.",
+        "calls": "Number of model calls.",
+        "input_tokens": "Tokens of the prompts, cached ones included; of a provider by its own count.",
+        "cost_usd": "What providers charged. Calls of the policy cost nothing here: `spending` has its hours.",
+        "unpriced": "Calls of providers without a known cost: they failed, broke off or told no usage.",
+        "usd_per_solved": "`cost_usd` per solved run; null where none is.",
+        "tokens_per_solved": "Input and output tokens per solved run; null where none is.",
+    },
+    f"""
+        WITH spent AS (
+          SELECT project, model, trajectory, policy_version AS version, count(*) FILTER (choice = 0) AS calls,
+            sum(CASE WHEN step < 0 THEN input_tokens WHEN choice = 0 THEN len(prompt_ids) ELSE 0 END) AS input_tokens,
+            sum(cached_tokens) AS cached_tokens,
+            sum(CASE WHEN step < 0 THEN output_tokens ELSE len(sampled_ids) END) AS output_tokens,
+            coalesce(sum(cost_usd), 0) AS cost_usd,
+            count(*) FILTER (step < 0 AND choice = 0 AND cost_usd IS NULL) AS unpriced
+          FROM rollout_exchange WHERE copied_from = '' GROUP BY ALL
+        ), final AS (
+          SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
+          WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
+        ), summed AS (
+          SELECT s.project, s.model, s.version, t.task, t.opened_at::DATE AS day, t.outcome, count(*) AS runs,
+            count(*) FILTER (t.outcome = 'scored' AND coalesce(f.reward, t.reward) >= {SOLVED}) AS solved,
+            sum(s.calls)::BIGINT AS calls, sum(s.input_tokens)::BIGINT AS input_tokens,
+            sum(s.cached_tokens)::BIGINT AS cached_tokens, sum(s.output_tokens)::BIGINT AS output_tokens,
+            sum(s.cost_usd) AS cost_usd, sum(s.unpriced)::BIGINT AS unpriced
+          FROM spent s JOIN trajectories t ON t.project = s.project AND t.trajectory = s.trajectory
+          LEFT JOIN final f ON f.project = s.project AND f.trajectory = s.trajectory
+          GROUP BY ALL
+        )
+        SELECT *, cost_usd / nullif(solved, 0) AS usd_per_solved,
+          (input_tokens + output_tokens) / nullif(solved, 0) AS tokens_per_solved
+        FROM summed
+        """,
+    sources=(ExchangeRecorded,),
 )

@@ -90,6 +90,7 @@ NAMES = {
     "repeated": "trained before",
     "too_large": "too long for memory",
     "incomplete": "its batch lacks groups",
+    "outside_model": "answered by an outside model",
     "judge_usd": "Judge, USD",
     "gpu_hours": "Compute, hours",
     "sampled_tokens": "Sampled tokens",

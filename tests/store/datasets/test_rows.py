@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -74,3 +75,16 @@ def test_reasoning_stands_where_chat_templates_read_it_under_either_name() -> No
     for name in ("reasoning", "reasoning_content"):
         (row,), _ = rows_of([run_of("r", {"content": "yes", name: "hm"})], "sft")
         assert row["messages"][1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+
+
+def test_runs_of_outside_models_give_prompts_only_unless_they_may_train() -> None:
+    """A run that an outside model answered in part, too."""
+    own, master, mixed = (run_of(name, {"role": "assistant", "content": "a"}) for name in ("a", "b", "c"))
+    master = replace(master, versions=("outside:master",))
+    runs = [own, master, replace(mixed, versions=("m@1", "outside:master"))]
+    for kind in ("sft", "kto", "dpo", "reward"):
+        _, left_out = rows_of(runs, kind)
+        assert left_out["a run of the outside model master, whose table does not say may_train"] == 2
+    assert [row["run"] for row in rows_of(runs, "sft")[0]] == ["a"]
+    assert [row["run"] for row in rows_of(runs, "sft", may_train=lambda version: True)[0]] == ["a", "b", "c"]
+    assert len(rows_of([master], "prompts")[0]) == 1

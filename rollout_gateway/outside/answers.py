@@ -1,0 +1,330 @@
+"""A provider's answer as the record holds it: a chat completion with the provider's own answer in `native`, and the
+usage. The bytes for the agent are not touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Annotated, Any
+
+import msgspec
+
+from pipeline.config import OutsideConfig
+from rollout_gateway.dialects.calls import Answer, Raw, SampledChoice
+from rollout_gateway.dialects.messages_input import MessagesRequest, chat_messages
+from rollout_gateway.dialects.responses_input import InputItem, add_item
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.outside.requests import OutsideCall
+
+Document = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
+UNREADABLE = (
+    msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, ApiError
+)  # fmt: skip
+"""What reading an answer raises that is none of its dialect."""
+_SET = frozenset(("id", "index", "name", "role", "type"))
+"""Texts of a delta that come whole, and perhaps again in each delta."""
+_FINISHES = {
+    "end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls",
+    "completed": "stop", "in_progress": "", "max_output_tokens": "length", "refusal": "content_filter",
+}  # fmt: skip
+
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class Usage(msgspec.Struct):
+    """What a call used, in tokens by the provider's count."""
+
+    input: _Tokens = 0
+    """Cached ones included."""
+    cached: _Tokens = 0
+    written: _Tokens = 0
+    """Written to the provider's cache."""
+    output: _Tokens = 0
+
+    def cost_usd(self, table: OutsideConfig) -> float:
+        """What the provider charges by the prices of its table."""
+        cached, written = (
+            table.input_usd if price is None else price
+            for price in (table.cached_input_usd, table.cache_write_usd)
+        )
+        plain = self.input - self.cached - self.written
+        millions = plain * table.input_usd + self.cached * cached + self.written * written
+        return (millions + self.output * table.output_usd) / 1e6
+
+
+class OutsideAnswer:
+    """One answer, read whole or event by event."""
+
+    def __init__(self, call: OutsideCall, table: OutsideConfig) -> None:
+        """`table`: of the provider that answers."""
+        self.table, self._call, self._asks_usage = table, call, call.adds_usage(table)
+        self.native: Document = {}
+        """The answer in the provider's dialect, as far as it has come."""
+        self._arguments: dict[int, str] = {}
+        """JSON of the inputs of Anthropic's tool calls, by block."""
+        self.finishing = False
+        """The answer's last part has begun. It reaches the agent after the record."""
+        self.ended = False
+        """The event has come behind which there is nothing more."""
+        self.error = ""
+        """The error by which the provider ended the stream, or why the answer can't be read."""
+
+    def read(self, body: bytes) -> None:
+        """Read a whole answer."""
+
+        def whole() -> None:
+            self.native = msgspec.json.decode(body, type=Document)
+            self.ended = True
+            if self.native.get("error") and not self.error:
+                self.error = f"the provider answered with an error: {_short(self.native['error'])}"
+            self._choices()
+
+        self._reading(whole)
+
+    def take(self, payload: bytes) -> bool:
+        """Read the data of a server-sent event. Returns whether the agent would have got it from the provider itself:
+        not the usage that only the gateway asked for."""
+        if payload == b"[DONE]":
+            self.finishing = self.ended = True
+        elif payload and not self.ended:
+            return self._reading(lambda: self._event(msgspec.json.decode(payload, type=Document)))
+        return True
+
+    def _reading(self, read: Callable[[], bool | None]) -> bool:
+        try:
+            return read() is not False
+        except UNREADABLE as error:
+            self.error = self.error or f"the answer can't be read: {type(error).__name__}: {error}"[:500]
+            return True
+
+    def _event(self, event: Document) -> bool:
+        if event.get("error"):
+            self.error, self.finishing = f"the provider ended the stream: {_short(event['error'])}", True
+            return True
+        if self._call.dialect == "chat":
+            return self._chat_chunk(event)
+        if self._call.dialect == "messages":
+            self._messages_event(event)
+        else:
+            self._responses_event(event)
+        return True
+
+    def _chat_chunk(self, chunk: Document) -> bool:
+        choices, usage = chunk.pop("choices", []), chunk.pop("usage", None)
+        self.native = {**chunk, **self.native}
+        if usage:
+            self.native["usage"] = usage
+        told: dict[int, Document] = self.native.setdefault("choices", {})
+        for choice in choices:
+            said = told.setdefault(
+                int(choice.get("index", 0)), {"message": {"role": "assistant", "content": None}}
+            )
+            _merge(said["message"], choice.get("delta") or {})
+            said["finish_reason"] = choice.get("finish_reason") or said.get("finish_reason")
+        finished = sum(bool(said["finish_reason"]) for said in told.values())
+        self.finishing = self.finishing or finished >= self._call.choices
+        return bool(choices or not usage or not self._asks_usage)
+
+    def _messages_event(self, event: Document) -> None:
+        kind, native = event["type"], self.native
+        if kind == "message_start":
+            self.native = event["message"]
+        elif kind == "content_block_start":
+            native["content"].append(event["content_block"])
+        elif kind == "content_block_delta":
+            block, delta = native["content"][event["index"]], event["delta"]
+            match delta["type"]:
+                case "input_json_delta":
+                    text = self._arguments.get(event["index"], "") + delta["partial_json"]
+                    self._arguments[event["index"]] = text
+                case "citations_delta":
+                    block.setdefault("citations", []).append(delta["citation"])
+                case _:
+                    _merge(block, {name: text for name, text in delta.items() if name != "type"})
+        elif kind == "content_block_stop" and event["index"] in self._arguments:
+            block = native["content"][event["index"]]
+            block["input"] = msgspec.json.decode(self._arguments[event["index"]] or "{}")
+        elif kind == "message_delta":
+            self.finishing = True
+            native |= event["delta"]
+            native["usage"] |= {name: n for name, n in (event.get("usage") or {}).items() if n is not None}
+        elif kind == "message_stop":
+            self.finishing = self.ended = True
+
+    def _responses_event(self, event: Document) -> None:
+        kind, items = event["type"], self.native.get("output", [])
+        if isinstance(event.get("response"), dict):
+            self.native = event["response"]
+            self.finishing = self.ended = kind in (
+                "response.completed",
+                "response.incomplete",
+                "response.failed",
+            )
+            if kind == "response.failed":
+                self.error = f"the provider ended the stream: {_short(self.native.get('error'))}"
+        elif kind in ("response.output_item.added", "response.output_item.done"):
+            items[event["output_index"] : event["output_index"] + 1] = [event["item"]]
+        elif kind == "response.output_text.delta":  # counts only until the item is done
+            said = items[event["output_index"]]["content"] or [{"type": "output_text", "text": ""}]
+            said[0]["text"] += event["delta"]
+            items[event["output_index"]]["content"] = said
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    def usage(self) -> Usage | None:
+        """The usage; `None` if the provider told none."""
+        try:
+            told = self.native.get("usage") or {}
+            if self._call.dialect == "messages":
+                cached, written = (
+                    told.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation")
+                )
+                read = Usage(told["input_tokens"] + cached + written, cached, written, told["output_tokens"])
+            else:
+                first, second = (
+                    ("prompt", "completion") if self._call.dialect == "chat" else ("input", "output")
+                )
+                cached = (told.get(f"{first}_tokens_details") or {}).get("cached_tokens") or 0
+                read = Usage(told[f"{first}_tokens"], cached, 0, told[f"{second}_tokens"])
+            return msgspec.convert(msgspec.to_builtins(read), Usage)
+        except UNREADABLE:
+            return None
+
+    def answer(self) -> Answer:
+        """The answer for the record, as far as it has come; without choices where it is none of its dialect."""
+        told: list[Document] = []
+        self._reading(lambda: told.extend(self._choices()))
+        native, used = self.native, self.usage()
+        if self._call.dialect == "chat":
+            fields = {name: value for name, value in native.items() if name != "choices"}
+        else:
+            fields = {"model": native.get("model"), "native": native}
+            if used is not None:
+                fields["usage"] = {
+                    "prompt_tokens": used.input, "completion_tokens": used.output,
+                    "prompt_tokens_details": {"cached_tokens": used.cached},
+                }  # fmt: skip
+        identity = native.get("id")
+        fields |= {"id": identity if isinstance(identity, str) else "", "object": "chat.completion"}
+        choices = [
+            SampledChoice(
+                number,
+                finish_reason=str(choice["finish_reason"] or ""),
+                fields=_raw(choice | {"index": number}),
+            )
+            for number, choice in enumerate(told)
+        ]
+        return Answer(_raw(fields), b"", choices)
+
+    def _choices(self) -> list[Document]:
+        """The choices of a chat completion. Raises one of `UNREADABLE`."""
+        native = self.native
+        if self._call.dialect == "chat":
+            told = native["choices"]
+            return [
+                {**choice, "message": {**choice["message"]}, "finish_reason": choice.get("finish_reason")}
+                for choice in (told if isinstance(told, list) else [told[number] for number in sorted(told)])
+            ]
+        messages: list[Document] = []
+        if self._call.dialect == "messages":
+            reason = native.get("stop_reason")
+            sent = {"model": "", "messages": [{"role": "assistant", "content": _known(native["content"])}]}
+            messages = chat_messages(msgspec.convert(sent, MessagesRequest).messages[0], {})
+        else:
+            reason = (native.get("incomplete_details") or {}).get("reason") or native.get("status")
+            before = ""
+            for item in native["output"]:
+                # The provider's reasoning is sealed for itself.
+                opened = {name: value for name, value in item.items() if name != "encrypted_content"}
+                with suppress(msgspec.ValidationError, ApiError):  # what only the provider's own tools know
+                    add_item(messages, msgspec.convert(opened, InputItem), before)
+                before = item["type"]
+        message = messages[0] if messages else {"role": "assistant", "content": None}
+        for more in messages[1:]:
+            message |= more | {"content": "\n".join(filter(None, (message["content"], more["content"])))}
+        finish = (
+            "tool_calls"
+            if message.get("tool_calls") and reason == "completed"
+            else _FINISHES.get(str(reason), reason)
+        )
+        return [{"message": message, "finish_reason": finish}]
+
+
+def replay_native(dialect: str, recorded: Raw) -> bytes:
+    """Convert an answer of another dialect than `chat` to a stream, for a streaming client's retry."""
+    native = msgspec.json.decode(recorded)
+    events: list[Document] = []
+    if dialect == "responses":
+        begun = native | {"output": [], "status": "in_progress", "usage": None}
+        events = [{"type": "response.created", "response": begun}]
+        for place, item in enumerate(native["output"]):
+            at = {"output_index": place, "item_id": item.get("id")}
+            empty = item | {"content": []} if item.get("content") else item
+            events.append({"type": "response.output_item.added", "output_index": place, "item": empty})
+            for number, part in enumerate(item.get("content") or ()):
+                begun = {"content_index": number, "part": part | {"text": ""}}
+                events.append({"type": "response.content_part.added", **at, **begun})
+                if text := part.get("text"):
+                    delta = {"content_index": number, "delta": text, "logprobs": []}
+                    events.append({"type": "response.output_text.delta", **at, **delta})
+            events.append({"type": "response.output_item.done", "output_index": place, "item": item})
+        events.append({"type": f"response.{native['status']}", "response": native})
+        events = [{**event, "sequence_number": number} for number, event in enumerate(events)]
+    else:
+        events = [{"type": "message_start", "message": native | {"content": [], "stop_reason": None}}]
+        for place, block in enumerate(native["content"]):
+            deltas: list[Document] = []
+            empty = dict(block)
+            for name in ("text", "thinking", "signature"):
+                if isinstance(block.get(name), str):
+                    deltas.append({"type": f"{name}_delta", name: block[name]})
+                    empty[name] = ""
+            if block["type"] in ("tool_use", "server_tool_use"):
+                deltas.append({"type": "input_json_delta", "partial_json": _encode(block["input"]).decode()})
+                empty["input"] = {}
+            events.append({"type": "content_block_start", "index": place, "content_block": empty})
+            events += [{"type": "content_block_delta", "index": place, "delta": delta} for delta in deltas]
+            events.append({"type": "content_block_stop", "index": place})
+        stop = {name: native.get(name) for name in ("stop_reason", "stop_sequence")}
+        events += [
+            {"type": "message_delta", "delta": stop, "usage": native["usage"]},
+            {"type": "message_stop"},
+        ]
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)) for event in events)
+
+
+def _known(blocks: list[Document]) -> list[Document]:
+    """The blocks of an answer that a chat completion can hold: not what the provider's own tools did."""
+    return [block for block in blocks if block["type"] in ("text", "thinking", "tool_use")]
+
+
+def _short(error: Any) -> str:
+    message = error.get("message") or error.get("type") if isinstance(error, dict) else error
+    return str(message)[:200]
+
+
+def _raw(fields: Document) -> dict[str, Raw]:
+    return {name: Raw(_encode(value)) for name, value in fields.items()}
+
+
+def _merge(into: Document, delta: Document) -> None:
+    """Add the delta of a stream: texts and lists grow, and entries of lists with the same `index` are one."""
+    for name, value in delta.items():
+        before = into.get(name)
+        if before is None or (name in _SET and value):
+            into[name] = [] if isinstance(value, list) else value
+            before = into[name]
+        elif isinstance(value, str) and name not in _SET:
+            into[name] = before + value
+        elif isinstance(value, dict):
+            _merge(before, value)
+        if isinstance(value, list):
+            for entry in value:
+                index = entry.get("index") if isinstance(entry, dict) else None
+                same = [e for e in before if index is not None and e.get("index") == index]
+                if same:
+                    _merge(same[0], entry)
+                else:
+                    before.append(dict(entry) if isinstance(entry, dict) else entry)

@@ -1,0 +1,315 @@
+"""Passes calls of outside models on, and records them.
+
+An agent gets what its provider said, byte for byte. Only the end of an answer waits for the record, as with a policy's
+answer. What breaks off at the provider breaks off for the agent too."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from pipeline.config import OutsideConfig
+from pipeline.events import now_us
+from pipeline.names import outside_version
+from pipeline.telemetry.logs import get_logger
+from rollout_gateway.access.api_keys import Access
+from rollout_gateway.capture.exchange import Caller, Exchange, Status
+from rollout_gateway.capture.handler import CallHandler
+from rollout_gateway.dialects.calls import Fields, SampledChoice
+from rollout_gateway.dialects.streaming import replay
+from rollout_gateway.http.errors import ApiError, ClientGoneError
+from rollout_gateway.http.request import SSE_HEADERS, Request
+from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
+from rollout_gateway.outside.answers import OutsideAnswer, Usage, replay_native
+from rollout_gateway.outside.providers import Provider, ProviderReply
+from rollout_gateway.outside.requests import OutsideCall, read_call
+
+log = get_logger("rollout_gateway.outside.relay")
+
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_ERROR_BYTES = 2000
+"""Bytes that the record keeps of an answer which is no JSON."""
+
+
+@dataclass(eq=False, slots=True)
+class _OutsideExchange(Exchange):
+    """A call of an outside model, from its request to its record."""
+
+    usage: Usage | None = None
+    cost_usd: float | None = None
+    error: str = ""
+    failed: list[str] = field(default_factory=list)
+    """Providers that were asked before, with what happened."""
+
+    def _own_fields(self, choice: SampledChoice) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "step": -1, "prompt_ids": b"", "sampled_ids": b"", "logprobs": b"", "error": self.error,
+            "failed_providers": tuple(self.failed),
+        }  # fmt: skip
+        if self.usage is not None and (not self.answer.choices or choice is self.answer.choices[0]):
+            fields |= {
+                "input_tokens": self.usage.input, "cached_tokens": self.usage.cached,
+                "output_tokens": self.usage.output, "cost_usd": self.cost_usd,
+            }  # fmt: skip
+        return fields
+
+
+class Relay:
+    """Answers the calls of outside models."""
+
+    def __init__(self, tables: Iterable[OutsideConfig], calls: CallHandler) -> None:
+        """Raises `ConfigError` if the environment lacks a provider's key."""
+        self._calls = calls
+        self._providers = {table: Provider(table) for table in tables}
+        self._tables: dict[str, list[OutsideConfig]] = {}
+        for table in self._providers:
+            self._tables.setdefault(table.name, []).append(table)
+
+    def read(self, path: str, body: bytes) -> OutsideCall | None:
+        """Return the call if it is one of an outside model, else `None`. Raises a 400 `ApiError`."""
+        return read_call(path, body, self._tables) if self._tables else None
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for provider in self._providers.values():
+            await provider.close()
+
+    async def answer(self, request: Request, call: OutsideCall, caller: Caller, access: Access) -> int:
+        """Answer a call. Returns the status. Raises `ApiError`, and `ClientGoneError` if the agent left, unless the
+        answer has begun."""
+        run = caller.trajectory
+        if run is not None and access.trajectory and call.params.model != run.opened.model:
+            # Another model may cost more than the one who opened the run means to spend.
+            what = f"This key is of a run of {run.opened.model!r}."
+            message = f"{what} Call {call.params.model!r} with the key that opened the run."
+            raise ApiError(400, "model_mismatch", message, param="model")
+        exchange = _OutsideExchange(call, caller, run is not None)
+        if run is None:
+            return await self._answer(request, call, exchange)
+        run.begin()
+        try:
+            await run.log.masks.check_call(call.body)
+            if caller.is_retry and (before := await self._calls.answered_before(exchange)) is not None:
+                return await _repeat(request, call, before)
+            return await self._answer(request, call, exchange)
+        finally:
+            run.end()
+
+    async def pass_on(self, request: Request, call: OutsideCall, rest: str) -> tuple[int, bytes]:
+        """Post a request that samples nothing to `rest` below the dialect's path. Returns status and body. Raises
+        `ApiError`."""
+        exchange = _OutsideExchange(call, Caller(cancellation=request.cancellation), captured=False)
+        reply = await self._ask(request, call, exchange, rest)
+        try:
+            return reply.status, await reply.read()
+        except UpstreamError as error:
+            raise _as_api_error(call, error) from error
+        finally:
+            reply.close()
+
+    # -- one call --------------------------------------------------------------------------------------------------
+
+    async def _answer(self, request: Request, call: OutsideCall, exchange: _OutsideExchange) -> int:
+        try:
+            with request.cancellation:
+                reply = await self._ask(request, call, exchange)
+        except (ClientGoneError, ApiError) as error:
+            if exchange.version:
+                await self._record_failure(exchange, OutsideAnswer(call, call.tables[-1]), error)
+            raise
+        try:
+            if call.stream and reply.status == 200 and reply.kind.startswith(b"text/event-stream"):
+                await self._stream(request, call, exchange, reply)
+            else:
+                await self._whole(request, call, exchange, reply)
+            return reply.status
+        finally:
+            reply.close()
+
+    async def _ask(
+        self, request: Request, call: OutsideCall, exchange: _OutsideExchange, rest: str = ""
+    ) -> ProviderReply:
+        """Ask the providers one after the other until one answers with another status than 429 and 5xx, or the last one
+        has answered. Raises `ApiError`, a 429 one if all have as many calls as they may."""
+        rest += "".join(request.target.partition("?")[1:])
+        providers = [self._providers[table] for table in call.tables]
+        free = [provider for provider in providers if not provider.full]
+        exchange.failed += [f"{p.url}: outside.max_calls is reached" for p in providers if p not in free]
+        failure = ApiError(429, "too_many_calls", "outside.max_calls of this model is reached. Try again.")
+        for provider in free:
+            exchange.version, exchange.replica = outside_version(call.params.model), provider.url
+            exchange.started_at = now_us()
+            try:
+                reply = await provider.post(rest, request.headers, call.body_for(provider.table))
+            except UpstreamTimeoutError as error:
+                raise _as_api_error(call, error) from error
+            except UpstreamError as error:
+                failure = _as_api_error(call, error)
+                log.warning("provider failed", url=provider.url, error=str(error))
+            else:
+                # An agent that followed a redirection would show the gateway's key to another server.
+                redirects, failed = 300 <= reply.status < 400, reply.status == 429 or reply.status >= 500
+                if not redirects and (provider is free[-1] or not failed):
+                    return reply
+                reply.close()
+                what = (
+                    f"{reply.status}, a redirection: is outside.url right?"
+                    if redirects
+                    else str(reply.status)
+                )
+                message = f"The provider of {call.params.model!r} answered {what}"
+                failure = ApiError(502, "upstream_failed", message)
+            if provider is not free[-1]:
+                exchange.failed.append(f"{provider.url}: {failure.message}")
+        raise failure
+
+    async def _whole(
+        self, request: Request, call: OutsideCall, exchange: _OutsideExchange, reply: ProviderReply
+    ) -> None:
+        """Pass on an answer that is not streamed, after its record."""
+        answer = OutsideAnswer(call, reply.table)
+        try:
+            with request.cancellation:
+                body = await reply.read()
+        except (UpstreamError, ClientGoneError, ApiError) as broken:
+            error = _as_api_error(call, broken) if isinstance(broken, UpstreamError) else broken
+            await self._record_failure(exchange, answer, error)
+            raise error from broken
+        if reply.status != 200:
+            answer.error = f"the provider answered {reply.status}"
+        answer.read(body)
+        if not answer.native:
+            answer.native = {"error": {"message": body[:_ERROR_BYTES].decode(errors="replace")}}
+        await self._record(exchange, answer, "failed" if answer.error else "complete")
+        await request.answer(reply.status, body, reply.passed + _run_header(exchange), reply.kind)
+
+    async def _stream(
+        self, request: Request, call: OutsideCall, exchange: _OutsideExchange, reply: ProviderReply
+    ) -> None:
+        """Pass on a stream. What ends it is held back until the call is recorded. A stream that broke off, or whose
+        record the log does not take, ends without its last chunk."""
+        answer, held, pending = OutsideAnswer(call, reply.table), list[bytes](), b""
+        status: Status = "failed"
+        broke_off = True
+        await request.start([(b"content-type", reply.kind), *reply.passed, *_run_header(exchange)])
+        try:
+            with request.cancellation:
+                while not answer.ended and (data := await reply.read_some()):
+                    events, pending = _events(pending + data)
+                    for event in map(reply.hide_key, events):
+                        exchange.first_token_at = exchange.first_token_at or now_us()
+                        if not answer.take(_payload(event)):
+                            continue
+                        if answer.finishing:
+                            held.append(event)
+                        else:
+                            await request.write(event)
+            broke_off = False
+            held.append(reply.hide_key(pending))
+            finished = answer.ended or (call.dialect == "chat" and answer.finishing)
+            answer.error = answer.error or ("" if finished else "the stream ended before its last event")
+            status = "failed" if answer.error else "complete"
+        except ClientGoneError:
+            status, answer.error = "cancelled", "the agent left before the end"
+        except (ApiError, UpstreamError) as error:
+            answer.error = f"the stream broke off: {error}"
+        finally:
+            recording = self._begin_record(exchange, answer, status)
+        if recording is not None:
+            await asyncio.shield(recording)
+        if broke_off:
+            return  # without its end, as the provider's
+        await request.write(b"".join(held))
+        with suppress(ClientGoneError, ApiError, UpstreamError):
+            with request.cancellation:
+                while data := await reply.read_some():
+                    await request.write(reply.hide_key(data))
+            await request.end()
+
+    # -- the record ------------------------------------------------------------------------------------------------
+
+    async def _record_failure(
+        self, exchange: _OutsideExchange, answer: OutsideAnswer, error: Exception
+    ) -> None:
+        """Record a call that was sent and not answered, if it belongs to a run."""
+        gone = isinstance(error, ClientGoneError)
+        answer.error = "the agent left before the answer" if gone else str(error)
+        await self._record(exchange, answer, "cancelled" if gone else "failed")
+
+    async def _record(self, exchange: _OutsideExchange, answer: OutsideAnswer, status: Status) -> None:
+        recording = self._begin_record(exchange, answer, status)
+        if recording is not None:
+            await asyncio.shield(recording)
+
+    def _begin_record(
+        self, exchange: _OutsideExchange, answer: OutsideAnswer, status: Status
+    ) -> asyncio.Task[None] | None:
+        """Begin the record of a call; `None` if it belongs to no run. Its task raises a 503 `ApiError` if the log does
+        not take it."""
+        if status == "failed":
+            log.warning("call of an outside model failed", url=exchange.replica, error=answer.error)
+        if not exchange.captured:
+            return None
+        exchange.usage = answer.usage()
+        if exchange.usage is not None:
+            exchange.cost_usd = exchange.usage.cost_usd(answer.table)
+        said = answer.answer()
+        exchange.error = answer.error
+        # Whether a stream can be read shows only now.
+        status = "failed" if status == "complete" and answer.error else status
+        return self._calls.begin_record(exchange, status, lambda: said)
+
+
+async def _repeat(request: Request, call: OutsideCall, before: Fields) -> int:
+    """Answer from the log, to a client that repeats a call whose answer was lost: a plain answer as the provider wrote
+    it, a stream with the same content in fewer events."""
+    if not call.stream:
+        await request.answer(200, bytes(before.get("native") or msgspec.json.encode(before)))
+        return 200
+    await request.start(SSE_HEADERS)
+    await request.write(
+        replay(before) if call.dialect == "chat" else replay_native(call.dialect, before["native"])
+    )
+    await request.end()
+    return 200
+
+
+def _run_header(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    """The header that names the run, which a client without the SDK could not know."""
+    if not exchange.captured:
+        return []
+    return [(b"x-journeywork-trajectory", quote(exchange.recorded_in.id, safe="").encode())]
+
+
+def _as_api_error(call: OutsideCall, error: UpstreamError) -> ApiError:
+    provider = f"The provider of {call.params.model!r}"
+    if isinstance(error, UpstreamTimeoutError):
+        return ApiError(504, "upstream_timeout", f"{provider} did not answer within outside.timeout_s.")
+    if not error.sent:
+        return ApiError(502, "upstream_unreachable", f"{provider} can't be reached.")
+    return ApiError(
+        502, "upstream_broke_off", f"{provider} ended the connection before its answer was complete."
+    )
+
+
+def _events(data: bytes) -> tuple[list[bytes], bytes]:
+    """Split what came of a stream into whole server-sent events, with the blank lines behind them, and the rest."""
+    events, start = [], 0
+    for end in _EVENT_END.finditer(data):
+        events.append(data[start : end.end()])
+        start = end.end()
+    return events, data[start:]
+
+
+def _payload(event: bytes) -> bytes:
+    """Return the data of a server-sent event."""
+    lines = _LINE_END.split(event.removeprefix(b"\xef\xbb\xbf"))
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))

@@ -1,0 +1,168 @@
+"""A call of an outside model: the bytes for the provider, and the chat completion request for the record."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pipeline.config import OutsideConfig
+from rollout_gateway.dialects.calls import CHAT, Call, Fields, RequestParams
+from rollout_gateway.dialects.messages import MessagesTranslation
+from rollout_gateway.dialects.responses import ResponsesTranslation
+from rollout_gateway.dialects.translate import Translation
+from rollout_gateway.http.body import read_body
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.request import Headers
+
+PATHS = {"chat": CHAT, "responses": ResponsesTranslation.path, "messages": MessagesTranslation.path}
+"""Where agents post the calls of a dialect. Providers have the same paths below their own URL."""
+
+_encode = msgspec.json.Encoder().encode
+_fields_decoder = msgspec.json.Decoder(Fields)
+_NOT_PASSED = frozenset((
+    b"host", b"content-length", b"content-encoding", b"connection", b"keep-alive", b"proxy-authenticate",
+    b"proxy-authorization", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect",
+    b"accept-encoding", b"cookie", b"set-cookie", b"origin", b"forwarded", b"authorization", b"x-api-key",
+))  # fmt: skip
+"""Headers of one connection, of the gateway's own keys, and cookies, which are another origin's."""
+_NOT_PASSED_PREFIXES = (b"x-journeywork-", b"x-forwarded-")
+
+
+class _Head(msgspec.Struct):
+    """What the gateway reads of a request. Other types than these are the provider's to refuse."""
+
+    model: str
+    stream: Any = None
+    n: Any = None
+    metadata: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class OutsideCall(Call):
+    """A call of an outside model. `body` and `fields` are those of the record."""
+
+    sent: bytes = b""
+    """The body as the agent sent it."""
+    dialect: str = "chat"
+    tables: list[OutsideConfig] = field(default_factory=list)
+    """The tables of the model, in the order in which they are asked."""
+
+    def adds_usage(self, table: OutsideConfig) -> bool:
+        """Whether the provider is asked for the usage although the agent does not ask."""
+        wanted = self.dialect == "chat" and self.stream and table.ask_usage
+        return wanted and "stream_options" not in self.fields
+
+    def body_for(self, table: OutsideConfig) -> bytes:
+        """Return the body for a provider: the agent's bytes with the provider's name of the model."""
+        body = _with_model(self.sent, table.name, table.model or table.name)
+        if self.adds_usage(table):
+            start = body.index(b"{") + 1
+            body = body[:start] + b'"stream_options":{"include_usage":true},' + body[start:]
+        return body
+
+
+def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) -> OutsideCall | None:
+    """Return the call if it names an outside model, by name in `tables`. `None`: it is another call, or can't be read,
+    which is for the reader of such calls to say. Raises a 400 `ApiError` if no provider speaks the dialect, or the body
+    has too many values."""
+    try:
+        head = msgspec.json.decode(body, type=_Head)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    known = tables.get(head.model)
+    if known is None:
+        return None
+    read_body(body, _Head)  # bounds its values before more of it is decoded
+    speaking = [table for table in known if PATHS[table.dialect] == path]
+    if not speaking:
+        there = ", ".join(dict.fromkeys(PATHS[table.dialect] for table in known))
+        message = f"The outside model {head.model!r} does not speak {path}. Post the call to {there}."
+        raise ApiError(400, "wrong_dialect", message, param="model")
+    metadata = head.metadata if isinstance(head.metadata, dict) else None
+    params = RequestParams(head.model, head.stream is True, metadata=metadata)
+    choices = head.n if isinstance(head.n, int) and 0 < head.n <= 128 else 1
+    recorded = _as_chat(speaking[0].dialect, body)
+    return OutsideCall(
+        recorded, _fields_decoder.decode(recorded), params, path, choices, sent=body, dialect=speaking[0].dialect,
+        tables=speaking,
+    )  # fmt: skip
+
+
+def headers_for(headers: Headers, dialect: str, key: str) -> dict[str, str]:
+    """Return the headers for a provider: the agent's, but for those of its connection and its key to the gateway."""
+    passed = {
+        name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items() if passes(name)
+    }
+    passed["accept-encoding"] = "identity"  # the gateway reads the answer
+    if key:
+        name, value = ("x-api-key", key) if dialect == "messages" else ("authorization", f"Bearer {key}")
+        passed[name] = value
+    return passed
+
+
+def passes(header: bytes) -> bool:
+    """Whether a header passes between agent and provider, in either direction."""
+    return header not in _NOT_PASSED and not header.startswith(_NOT_PASSED_PREFIXES)
+
+
+def _with_model(body: bytes, name: str, model: str) -> bytes:
+    """Return a request with another `model`, and otherwise the same bytes. Other places may look like the model's: a
+    place is the right one if the request decodes to the same fields but for it. Where none is, as if the name was
+    written with escapes, the fields are written anew."""
+    if name == model:
+        return body
+    fields = _fields_decoder.decode(body)
+    fields["model"] = msgspec.Raw(_encode(model))
+    for place in re.finditer(rb'"model"\s*:\s*(%b)' % re.escape(_encode(name)), body):
+        changed = body[: place.start(1)] + _encode(model) + body[place.end(1) :]
+        if _plain(_fields_decoder.decode(changed)) == _plain(fields):
+            return changed
+    return _encode(fields)
+
+
+def _plain(fields: Fields) -> dict[str, bytes]:
+    return {name: bytes(raw) for name, raw in fields.items()}
+
+
+def _as_chat(dialect: str, body: bytes) -> bytes:
+    """Return the body of a call as that of a chat completion; one that holds what a chat completion can't, as it is."""
+    if dialect == "chat":
+        return body
+    try:
+        request = msgspec.json.decode(body)
+        made: Translation
+        if dialect == "messages":
+            # What the provider runs itself has no schema.
+            _keep(
+                request,
+                "tools",
+                lambda tool: tool.get("input_schema") or tool.get("type", "custom") == "custom",
+            )
+            made = MessagesTranslation(_encode(request))
+        else:
+            # The gateway wrote none of these ids and sealed none of this reasoning.
+            for name in ("previous_response_id", "background"):
+                request.pop(name, None)
+            _keep(request, "input", lambda item: item.get("type") != "item_reference")
+            for item in request["input"] if isinstance(request["input"], list) else ():
+                item.pop("encrypted_content", None)
+            made = ResponsesTranslation(_encode(request))
+        return made.call().body
+    except (
+        ApiError,
+        msgspec.DecodeError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+    ):
+        return body
+
+
+def _keep(request: dict[str, Any], name: str, condition: Any) -> None:
+    if isinstance(request.get(name), list):
+        request[name] = [item for item in request[name] if condition(item)]

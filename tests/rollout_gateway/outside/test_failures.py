@@ -1,0 +1,231 @@
+"""What an agent sees and the record says when a provider fails, and when the gateway is killed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+import openai
+import pytest
+
+from pipeline.config import NatsConfig, OutsideConfig
+from pipeline.events import ExchangeRecorded, encode
+from pipeline.log.broker import Broker
+from rollout_gateway.outside.answers import OutsideAnswer, replay_native
+from rollout_gateway.outside.requests import PATHS, read_call
+from tests.conftest import free_port
+from tests.rollout_gateway.conftest import PROJECT
+from tests.rollout_gateway.kit import exchanges
+from tests.rollout_gateway.outside.conftest import KEY, StartOutside, table
+from tests.rollout_gateway.outside.provider import (
+    MESSAGE,
+    Provider,
+    Reply,
+    chunks,
+    completion,
+    message_events,
+    response_events,
+    stream,
+    whole,
+)
+
+pytestmark = pytest.mark.anyio
+
+ASK: Any = {"model": "master", "messages": [{"role": "user", "content": "hi"}]}
+_ERROR = {"error": {"message": f"slow down, {KEY}", "type": "rate_limit_error"}}
+_GONE = httpx.RemoteProtocolError
+
+
+def ask(url: str, streamed: bool, **headers: str) -> tuple[int, bytes]:
+    """The status and all that came, with `!` where the connection broke."""
+    got, body = b"", {**ASK, "stream": streamed, "stream_options": None}
+    with httpx.stream("POST", f"{url}/chat/completions", json=body, headers=headers, timeout=30) as reply:
+        try:
+            for part in reply.iter_raw():
+                got += part
+        except _GONE:
+            got += b"!"
+        return reply.status_code, got
+
+
+SAME: dict[str, tuple[Reply, bool, str]] = {
+    "429": (Reply(429, [b'{"error": "later"}'], headers={"retry-after": "7"}), False, "the provider answered 429"),
+    "400": (whole({"error": {"message": "bad"}}, status=400), True, "the provider answered 400"),
+    "page": (Reply(503, [b"<html>busy"], "text/html"), False, "the provider answered 503"),
+    "wrong JSON": (Reply(200, [b'{"choices": 7}']), False, "the answer can't be read: TypeError"),
+    "no JSON": (Reply(200, [b"{"]), False, "the answer can't be read: DecodeError"),
+    "wrong chunk": (stream(*chunks()[:3], b"data: {nonsense\n\n", *chunks()[3:]), True, "the answer can't be read"),
+    "error chunk": (stream(*chunks()[:3], _ERROR | {"error": {"message": "overloaded"}}), True, "overloaded"),
+    "stream broken": (stream(*chunks()[:3], ends=False), True, "the stream broke off"),
+    "stream cut": (stream(*chunks()[:3]), True, "the stream ended before its last event"),
+}  # fmt: skip
+
+
+async def test_agent_sees_what_a_direct_call_shows_and_the_record_says_why(
+    start_outside: StartOutside, provider: Provider, broker: Broker
+) -> None:
+    gateway = start_outside(table(provider))
+    for name, (reply, streamed, error) in SAME.items():
+        run = gateway.open(model="master")
+        provider.says(reply)
+        direct = ask(provider.url, streamed)
+        through = ask(run["base_url"], streamed, authorization=f"Bearer {run['api_key']}")
+        assert through == direct, name
+        (event,) = await exchanges(broker, run["id"])
+        assert (event.status, error in event.error) == ("failed", True), (name, event.error)
+        assert event.cost_usd is None or name == "wrong chunk"
+    provider.says(SAME["429"][0])
+    with pytest.raises(openai.RateLimitError) as limited:
+        gateway.client(max_retries=0).chat.completions.create(**ASK)
+    assert limited.value.response.headers["retry-after"] == "7"
+
+
+async def test_provider_that_can_not_be_reached_or_is_too_slow(
+    start_outside: StartOutside, provider: Provider, broker: Broker
+) -> None:
+    gateway = start_outside(
+        table(provider, url=f"http://127.0.0.1:{free_port()}/v1"),
+        table(provider, name="slow", timeout_s=0.3),
+        table(provider, name="breaking"),
+    )
+    provider.says(Reply(200, [5.0, b"{}"]), Reply(200, [b'{"id":', None]))
+    for name, code, error in (
+        ("master", 502, "can't be reached"), ("slow", 504, "outside.timeout_s"),
+        ("breaking", 502, "ended the connection"),
+    ):  # fmt: skip
+        run = gateway.open(model=name)
+        reply = httpx.post(f"{run['base_url']}/chat/completions", json={**ASK, "model": name}, timeout=30)
+        assert reply.status_code == code, name
+        (event,) = await exchanges(broker, run["id"])
+        assert (event.status, error in event.error) == ("failed", True), (name, event.error)
+    assert len(provider.got) == 2, "no call comes to a provider twice"
+
+
+async def test_second_provider_of_the_name_is_asked_and_the_record_says_so(
+    start_outside: StartOutside, provider: Provider, second_provider: Provider, broker: Broker
+) -> None:
+    down = f"http://127.0.0.1:{free_port()}/v1"
+    gateway = start_outside(table(provider, url=down), table(provider), table(second_provider, model="other"))
+    second_provider.says(whole(completion()))
+    run = gateway.open(model="master")
+    for status, asked in ((503, 1), (429, 2), (400, 2)):
+        provider.says(whole({}, status=status))
+        reply = httpx.post(f"{run['base_url']}/chat/completions", json=ASK, timeout=30)
+        assert reply.status_code == (400 if status == 400 else 200)
+        assert len(second_provider.got) == asked
+    assert second_provider.got[0].json["model"] == "other"
+    first, second, refused = await exchanges(broker, run["id"])
+    assert first.failed_providers == (
+        f"{down}: The provider of 'master' can't be reached.",
+        f"{provider.url}: The provider of 'master' answered 503",
+    )
+    assert (first.replica, first.status) == (second_provider.url, "complete")
+    assert second.failed_providers[1].endswith("answered 429")
+    assert (refused.replica, len(refused.failed_providers)) == (provider.url, 1)
+
+
+async def test_agent_that_leaves_is_recorded_and_ends_the_providers_stream(
+    start_outside: StartOutside, provider: Provider, broker: Broker
+) -> None:
+    gateway = start_outside(table(provider))
+    run = gateway.open(model="master")
+    provider.says(stream(*message_and_pause()))
+    with httpx.stream("POST", f"{run['base_url']}/chat/completions", json={**ASK, "stream": True}) as reply:
+        next(reply.iter_raw())
+    with anyio.fail_after(30):
+        while not (events := await exchanges(broker, run["id"])):
+            await anyio.sleep(0.05)
+    assert (events[0].status, events[0].error) == ("cancelled", "the agent left before the end")
+    assert b"the" in events[0].response
+    with anyio.fail_after(30):
+        while not provider.broke:
+            await anyio.sleep(0.05)
+
+
+def message_and_pause() -> list[Any]:
+    return [*chunks()[:3], 20.0, *chunks()[3:]]
+
+
+async def test_killed_gateway_sends_nothing_twice_and_loses_nothing_that_was_answered(
+    start_outside: StartOutside, provider: Provider, broker: Broker
+) -> None:
+    """In the middle of a stream nothing is recorded or repeated. Behind the record, before the answer's end, the
+    client's retry is answered from the log."""
+    gateway = start_outside(
+        table(provider), table(provider, dialect="messages"), table(provider, dialect="responses"),
+        crash_at="gateway.before_answer:2",
+    )  # fmt: skip
+    run = gateway.open(model="master")
+    provider.says(stream(*chunks()))
+    key = {"authorization": f"Bearer {run['api_key']}"}
+    assert ask(run["base_url"], True, **key)[1].endswith(b"data: [DONE]\n\n")
+    assert ask(run["base_url"], True, **key)[1].endswith(b"!"), "killed behind the record"
+    gateway.process.wait(30)  # type: ignore[union-attr]
+    assert len(provider.got) == len(await exchanges(broker, run["id"])) == 2
+    gateway.start()
+    retried = ask(run["base_url"], True, **key, **{"x-stainless-retry-count": "1"})
+    assert retried[1].endswith(b"data: [DONE]\n\n")
+    assert len(provider.got) == 2
+
+    provider.says(stream(*message_and_pause()))
+    killer = threading.Timer(1.0, gateway.kill)
+    killer.start()
+    assert await anyio.to_thread.run_sync(lambda: ask(run["base_url"], True, **key)[1].endswith(b"!"))
+    killer.join()
+    gateway.start()
+    assert (len(provider.got), len(await exchanges(broker, run["id"]))) == (3, 2)
+    assert gateway.complete(run["id"], reward=1.0).json()["exchanges"] == 2
+
+
+def test_recorded_answers_come_again_as_streams(provider_tables: Any) -> None:
+    for dialect, events in (("messages", message_events()), ("responses", response_events())):
+        call = read_call(PATHS[dialect], b'{"model": "master", "messages": [], "input": []}', provider_tables)
+        assert call is not None
+        told = OutsideAnswer(call, call.tables[0])
+        for event in stream(*events).body:
+            assert isinstance(event, bytes)
+            told.take(event.partition(b"data: ")[2].strip())
+        again = OutsideAnswer(call, call.tables[0])
+        for event in replay_native(dialect, told.answer().fields["native"]).split(b"\n\n"):
+            again.take(event.partition(b"\ndata: ")[2])
+        assert (again.native, again.ended, again.error) == (told.native, True, "")
+        if dialect == "messages":
+            assert told.native == MESSAGE
+
+
+@pytest.fixture
+def provider_tables() -> Any:
+    tables = [OutsideConfig(name="master", url="http://x", dialect=d) for d in ("messages", "responses")]
+    return {"master": tables}
+
+
+async def test_providers_key_is_in_no_file_and_no_answer(
+    start_outside: StartOutside, provider: Provider, broker: Broker, nats_config: NatsConfig, tmp_path: Path
+) -> None:
+    """A provider that repeats its key, in bodies, streams and headers."""
+    gateway = start_outside(table(provider), **{"detection.enabled": True})
+    run = gateway.open(model="master")
+    leaks = {"headers": {"x-key": KEY}}
+    for reply, streamed in (
+        (whole(_ERROR, status=401, **leaks), False), (whole(completion(KEY), **leaks), False),
+        (stream(*chunks(f"a {KEY} b")), True), (Reply(500, [KEY.encode()], "text/plain"), False),
+    ):  # fmt: skip
+        provider.says(reply)
+        _, body = ask(run["base_url"], streamed, authorization=f"Bearer {run['api_key']}")
+        assert KEY.encode() not in body
+    assert all(got.headers["authorization"] == f"Bearer {KEY}" for got in provider.got)
+    ask(f"{gateway.url}/v1", False)
+    gateway.stop()
+    events = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=run["id"])
+    assert len(events) == 4
+    assert all(KEY.encode() not in encode(e.event) for e in events), (
+        "nor in lake and backups, which are made of it"
+    )
+    files = [Path(folder) / name for folder, _, names in os.walk(tmp_path) for name in names]
+    assert any(KEY.encode() in path.read_bytes() for path in files) is False
+    assert {path.name for path in files} >= {"config.toml", "gateway.log"}
