@@ -51,11 +51,10 @@ gpu-lock-test: $(GPU_LOCK)/.ready-gpu
 $(GPU_LOCK)/.ready-gpu: requirements/gpu.txt requirements/source.txt pyproject.toml deploy/make-venv.sh
 	deploy/make-venv.sh gpu $(GPU_LOCK)
 
-# Needs uv (from PyPI). torch's CPU build is on PyTorch's own index only, and its hashes are kept in requirements/torch-cpu.txt by hand;
-# the version of the other packages depends on it, so uv has to find it: set UV_FIND_LINKS to a folder with its wheel, or
-# UV_INDEX=https://download.pytorch.org/whl/cpu. nkeys has no wheel and is locked in requirements/source.txt. Versions stay as they are unless a requirement says otherwise: add --upgrade to move them.
-LOCK := uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_31 --generate-hashes --only-binary :all: \
-  --no-binary nkeys --no-emit-package nkeys --constraint requirements/source.txt \
+# Needs uv (from PyPI). One resolution for the Pythons and the platform in pyproject.toml's `tool.uv.environments`. torch's CPU build and nkeys are locked by hand
+# in requirements/torch-cpu.txt and source.txt. Versions stay as they are unless a requirement says otherwise: add --upgrade to move them.
+LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --only-binary :all: \
+  --no-binary nkeys --no-emit-package nkeys --constraint requirements/source.txt --constraint requirements/one-version.txt \
   --no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" --quiet
 
 LOCKED := $(foreach name,cpu gpu compat,requirements/$(name).txt)
@@ -72,6 +71,7 @@ lock:
 	  -o requirements/cpu.txt
 	$(LOCK) pyproject.toml --extra gpu --extra proof --no-emit-package xformers -o requirements/gpu.txt
 	$(LOCK) requirements/compat.in $(foreach package,$(COMPAT_UNUSED),--no-emit-package $(package)) -o requirements/compat.txt
+	sed -i -e "s/ ; python_full_version < '3.14' and .* and sys_platform == 'linux'//" $(LOCKED)
 
 clean:
 	rm -rf $(VENV) .venv-* tests/rollout_gateway/agents/node/node_modules runs build *.egg-info
