@@ -1,4 +1,4 @@
-"""`deploy/make-venv.sh`: which Python and which installer it takes, and that either installs the same files of the lock."""
+"""`deploy/make-venv.sh`: which Python and installer it takes, and that either installs the same files of the lock."""
 
 from __future__ import annotations
 
