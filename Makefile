@@ -3,7 +3,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 SEED ?= 0
 
-.PHONY: demo test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
+.PHONY: demo test check lint venv lock docs dist pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -29,8 +29,15 @@ lint: venv
 docs: venv
 	$(PY) -m store.docs build/docs
 
-# The curves. `python -m examples.common.curve docs/pictures runs/demo` records that of a run of the demo.
+# The source distribution, and the wheel that pip builds of it.
+dist: venv
+	rm -rf dist
+	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+
+# The architecture from the code, and the curves. `python -m examples.common.curve docs/pictures runs/demo` records that of a run of the demo.
 pictures: venv
+	$(PY) docs/pictures/architecture.py
 	$(foreach data,$(wildcard docs/pictures/curve.json examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
 
 bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log: bench-%: venv
@@ -38,6 +45,7 @@ bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard 
 
 # On a machine with an NVIDIA GPU, with what deploy/make-venv.sh gpu installed.
 gpu-proof:
+	$(PY) -c "import torch; torch.cuda.is_available() or exit('gpu-proof needs an NVIDIA GPU: torch.cuda.is_available() is false')"
 	$(PY) -m pytest -q -W default tests/gpu
 	$(PY) -m benchmarks.gpu
 	$(PY) -m examples.tictactoe.demo
