@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 SEED ?= 0
 MODEL := runs/models/smollm2/config.json
 
-.PHONY: demo demo-game test check lint venv lock docs pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
+.PHONY: demo demo-game test check lint venv lock docs dist pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -38,8 +38,15 @@ lint: venv
 docs: venv
 	$(PY) -m store.docs build/docs
 
-# The curves. `python -m examples.common.curve docs/pictures runs/demo` records that of a run of the demo.
+# The source distribution, and the wheel that pip builds of it.
+dist: venv
+	rm -rf dist
+	$(PY) -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+
+# The architecture from the code, and the curves. `python -m examples.common.curve docs/pictures runs/demo` records that of a run of the demo.
 pictures: venv
+	$(PY) docs/pictures/architecture.py
 	$(foreach data,$(wildcard docs/pictures/curve.json examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
 
 bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log: bench-%: venv
@@ -47,6 +54,7 @@ bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard 
 
 # On a machine with an NVIDIA GPU, with what deploy/make-venv.sh gpu installed.
 gpu-proof:
+	$(PY) -c "import torch; torch.cuda.is_available() or exit('gpu-proof needs an NVIDIA GPU: torch.cuda.is_available() is false')"
 	$(PY) -m pytest -q -W default tests/gpu
 	$(PY) -m benchmarks.gpu
 	$(PY) -m examples.tictactoe.demo
@@ -60,11 +68,10 @@ gpu-lock-test: $(GPU_LOCK)/.ready-gpu
 $(GPU_LOCK)/.ready-gpu: requirements/gpu.txt requirements/source.txt pyproject.toml deploy/make-venv.sh
 	deploy/make-venv.sh gpu $(GPU_LOCK)
 
-# Needs uv (from PyPI). torch's CPU build is on PyTorch's own index only, and its hashes are kept in requirements/torch-cpu.txt by hand;
-# the version of the other packages depends on it, so uv has to find it: set UV_FIND_LINKS to a folder with its wheel, or
-# UV_INDEX=https://download.pytorch.org/whl/cpu. nkeys has no wheel and is locked in requirements/source.txt. Versions stay as they are unless a requirement says otherwise: add --upgrade to move them.
-LOCK := uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_31 --generate-hashes --only-binary :all: \
-  --no-binary nkeys --no-emit-package nkeys --constraint requirements/source.txt \
+# Needs uv (from PyPI). One resolution for the Pythons and the platform in pyproject.toml's `tool.uv.environments`. torch's CPU build and nkeys are locked by hand
+# in requirements/torch-cpu.txt and source.txt. Versions stay as they are unless a requirement says otherwise: add --upgrade to move them.
+LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --only-binary :all: \
+  --no-binary nkeys --no-emit-package nkeys --constraint requirements/source.txt --constraint requirements/one-version.txt \
   --no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" --quiet
 
 LOCKED := $(foreach name,cpu gpu compat,requirements/$(name).txt)
@@ -81,6 +88,7 @@ lock:
 	  -o requirements/cpu.txt
 	$(LOCK) pyproject.toml --extra gpu --extra proof --no-emit-package xformers -o requirements/gpu.txt
 	$(LOCK) requirements/compat.in $(foreach package,$(COMPAT_UNUSED),--no-emit-package $(package)) -o requirements/compat.txt
+	sed -i -e "s/ ; python_full_version < '3.14' and .* and sys_platform == 'linux'//" $(LOCKED)
 
 clean:
 	rm -rf $(VENV) .venv-* tests/rollout_gateway/agents/node/node_modules runs build *.egg-info

@@ -65,7 +65,8 @@ def test_the_image_is_pinned_by_digest_and_runs_without_root() -> None:
     assert [line for line in lines if line.startswith("FROM")] == ["FROM ${BASE}"]
     base = next(line for line in lines if line.startswith("ARG BASE="))
     assert re.search("@sha256:[0-9a-f]{64}$", base)
-    assert "USER journeywork" in lines
+    assert "USER 10001" in lines
+    assert any("useradd --uid 10001 " in line for line in lines)
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
     for service in compose.values():
         assert service["cap_drop"] == ["ALL"]
@@ -136,6 +137,21 @@ def test_pip_refuses_a_file_that_the_lock_does_not_know(tmp_path: Path) -> None:
     refused = subprocess.run([*command, str(tmp_path / "two")], capture_output=True, text=True)
     assert refused.returncode != 0
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in refused.stderr
+
+
+def test_the_workflows_run_what_ci_runs_on_each_python_with_pinned_actions() -> None:
+    workflows = {p.stem: p.read_text("utf-8") for p in (ROOT / ".github/workflows").iterdir()}
+    used = [u for text in workflows.values() for u in re.findall(r"uses: (\S+)", text)]
+    assert used
+    assert all(re.search("@[0-9a-f]{40}$", action) for action in used)
+    (job,) = yaml.safe_load(workflows["tests"])["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["classifiers"]
+    pythons = [c.rpartition(" ")[2] for c in classifiers if re.search(r":: 3\.\d+$", c)]
+    assert job["strategy"]["matrix"]["python"] == pythons
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    run = [make for text in workflows.values() for make in re.findall(r"run: make (\S+)", text)]
+    assert set(run) <= targets
 
 
 def test_npm_packages_have_their_hash() -> None:

@@ -1,9 +1,11 @@
-"""The contents of the wheel, and that the SDK in it is installed with what it needs and no more."""
+"""The wheel that is built of the source distribution: its contents, what each extra brings, and that the SDK in it is
+installed with what it needs and no more."""
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -37,9 +40,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
+    sdist = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"]
+    subprocess.run(sdist, cwd=source, check=True, capture_output=True)
+    (archive,) = out.glob("*.tar.gz")
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out))
-    build = [sys.executable, "-m", "pip", "wheel", *options, "."]
-    subprocess.run(build, cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, str(archive)], check=True, capture_output=True
+    )
     (found,) = out.glob("*.whl")
     return found
 
@@ -53,12 +60,20 @@ def test_the_wheel_holds_every_package_its_data_and_what_pip_and_vllm_read(wheel
         }
     packages = ("pipeline", "rollout_gateway", "judge", "trainer", "store", "journeywork")
     wanted = {str(p.relative_to(ROOT)) for package in packages for p in (ROOT / package).rglob("*.py")}
-    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "judge").rglob("*.md")} | {"journeywork/py.typed"}
+    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "judge").rglob("*.md")}
+    wanted |= {"journeywork/py.typed", "pipeline/py.typed"}
     wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "journeywork/starter/template").glob("*.*")}
     assert wanted <= names
     assert not {n for n in names if n.startswith(("tests", "examples", "benchmarks", "docs"))}
-    plugin = "[vllm.general_plugins]\njourneywork_cpu_lora = rollout_gateway.vllm_plugin.register:register\n"
-    assert plugin in told["entry_points.txt"]
+    assert told["entry_points.txt"].split("\n\n") == [
+        "[console_scripts]\njourneywork = pipeline.__main__:main",
+        "[vllm.general_plugins]\njourneywork_cpu_lora = rollout_gateway.vllm_plugin.register:register\n",
+    ]
+    assert f"-{_project()['version']}-" in wheel.name
+    for page, pattern in (("CHANGELOG.md", r"^## ([\d.]+)"), ("CITATION.cff", r"^version: (.+)")):
+        newest = re.search(pattern, (ROOT / page).read_text("utf-8"), re.MULTILINE)
+        assert newest is not None
+        assert newest.group(1) == _project()["version"], page
     wanted = {f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "wandb")} | {"Requires-Python: >=3.11"}
     wanted |= {f"Classifier: Programming Language :: Python :: {version}" for version in PYTHONS}
     assert wanted <= set(told["METADATA"].splitlines())
@@ -101,8 +116,13 @@ def _brought(extra: str) -> set[str]:
     return brought
 
 
+def _project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project
+
+
 def _own_requirements() -> list[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = _project()
     extras = project["optional-dependencies"].items()
     return project["dependencies"] + [
         f'{line}; extra == "{name}"' for name, lines in extras for line in lines

@@ -1,5 +1,5 @@
-"""Rewards of several parts: agents' own rewards, metrics, Python functions, feedback, RULER and the judge of what
-happened next, each with one rubric or several.
+"""Rewards of several parts: agents' own rewards, metrics, penalties, Python functions, feedback, RULER and the judge of
+what happened next, each with one rubric or several.
 
 Every part is kept under its name in the member's `components`. A trajectory that lacks a part (its agent reported
 none, the function failed) has no reward: a failure never counts as a low score.
@@ -140,6 +140,9 @@ class ConfiguredComposer:
             case "metric":
                 source = f"metric:{reward.name}"
                 values = {m.trajectory: m.metrics.get(reward.name) for m in members}
+            case "length" | "turns" | "context":
+                source = f"penalty:{reward.kind}"
+                values = {m.trajectory: penalty(reward, m) for m in members}
             case "feedback":
                 source, said = f"feedback:{reward.name}", by_run(signals)
                 values = {m.trajectory: feedback_value(said.get(m.trajectory, ()), reward) for m in members}
@@ -207,6 +210,14 @@ class ConfiguredComposer:
             if said := parts[reward.name].calls.get(trajectory):
                 weighted = {call: reward.weight * number for call, number in said.call_rewards.items()}
                 yield replace(said, call_rewards=weighted)
+
+
+def penalty(reward: RewardConfig, member: TrajectoryCompleted) -> float:
+    """Return 0 up to `reward.free`, -1 from `reward.limit` on, and what lies on the line between: the length penalty of
+    DAPO (arXiv 2503.14476, equation 13)."""
+    amounts = {"length": member.sampled_tokens, "turns": member.calls, "context": member.prompt_tokens}
+    over = (amounts[reward.kind] - reward.free) / (reward.limit - reward.free)
+    return -min(max(over, 0.0), 1.0)
 
 
 def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> dict[str, object]:

@@ -228,6 +228,13 @@ def check(config: Config, *, whole: bool = True) -> None:
             raise ConfigError(f"judge.rewards: {reward.name} needs an entry such as package.module:function")
         if reward.kind in ("ruler", "next_state") and not config.judge.model:
             raise ConfigError(f"judge.rewards: {reward.name} needs judge.model")
+        if reward.kind in ("length", "turns", "context"):
+            if reward.limit <= reward.free:
+                raise ConfigError(f"judge.rewards: {reward.name} needs a `limit` larger than its `free`")
+            if config.judge.combine in ("product", "min"):
+                raise ConfigError(
+                    f"judge.rewards: {reward.name} is a penalty, 0 at best: set judge.combine to mean or sum"
+                )
     if config.feedback.wait_for == "all" and not config.feedback.wait_s:
         raise ConfigError("feedback.wait_for: `all` needs feedback.wait_s, the time that a group waits")
     if config.judge.min_size > config.judge.group_size:

@@ -23,11 +23,15 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 
     name: str
     """Name of the part in `components` of a scored group."""
-    kind: Literal["agent", "metric", "python", "ruler", "feedback", "next_state"] = "agent"
+    kind: Literal[
+        "agent", "metric", "python", "ruler", "feedback", "next_state", "length", "turns", "context"
+    ] = "agent"
     """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's metric
     `name`. `python`: a function. `ruler`: the judge model with `rubric`. `feedback`: the signals with the name `name`,
     from the keys in `by` (docs/on-the-job.md). `next_state`: the judge model scores each call by what followed it; the
-    scores are rewards of the calls, and no part of the run's own."""
+    scores are rewards of the calls, and no part of the run's own. `length`, `turns`, `context`: a penalty for what
+    the run sampled, how often it called a model, and what all its prompts held; tokens are the policy's, an outside
+    model's calls count as turns only."""
     weight: Weight = 1.0
     """Weight in `judge.combine`."""
     entry: str = ""
@@ -36,6 +40,10 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     rubric: str = ""
     """Kinds `ruler` and `next_state`: the rubric, as in `judge.rubric`. Empty: that one, or for `next_state` the rubric
     `next_state`."""
+    free: Natural = 0
+    """Kinds `length`, `turns` and `context`: a run of so many tokens or calls has the penalty 0."""
+    limit: Natural = 0
+    """The same kinds: from so many on the penalty is -1. Between `free` and `limit` it is linear."""
     votes: Count = 3
     """Kind `next_state`: how often the judge model is asked about each call. The score with the most votes counts, 0 in
     a tie."""

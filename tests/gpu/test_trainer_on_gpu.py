@@ -1,4 +1,6 @@
-"""The trainer on CUDA: its kernels, types, layouts and memory, on tiny random models."""
+"""The trainer on CUDA: its kernels, types, layouts and memory, on tiny random models.
+
+Where there is no GPU they run on the CPU, which proves nothing of GPUs but that the tests still fit the code."""
 
 from __future__ import annotations
 
@@ -21,8 +23,6 @@ from trainer.engine import model as model_module
 from trainer.engine.engine import Engine
 from trainer.engine.verify import logprob_bound_for
 from trainer.sequences import TokenSequence
-
-pytestmark = pytest.mark.gpu
 
 MakeEngine = Callable[..., Engine]
 

@@ -38,6 +38,11 @@ class Authority:
     def _certificate(self, subject: x509.Name, key: ec.EllipticCurvePublicKey, ca: bool) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        uses = (
+            "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+            "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+        )  # fmt: skip
+        usage = dict.fromkeys(uses, False) | {"key_cert_sign" if ca else "digital_signature": True}
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -48,6 +53,12 @@ class Authority:
             .not_valid_after(now + datetime.timedelta(hours=1))
             .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            # RFC 5280's, which Python asks for from 3.13 on.
+            .add_extension(x509.KeyUsage(**usage), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
+            )
             .sign(self._key, hashes.SHA256())
         )
 

@@ -12,7 +12,7 @@ from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import ConfiguredComposer, open_composer, second_config
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
-from judge.scoring import agent_reward
+from judge.scoring import AGENT, agent_reward
 from pipeline.config import Config, ConfigError, JudgeConfig, JudgeRequestConfig, RewardConfig, SecondJudgeConfig, load
 from tests.judge.functions import NUMBERS
 from tests.judge.kit import Model, completed, loading, ruler, transcript
@@ -262,3 +262,48 @@ def test_the_second_judge_gets_no_secret_of_the_first() -> None:
     other = second_config(judge)
     assert (other.model, other.api_base, other.api_key_env, other.fallbacks) == ("openai/c", "http://c/v1", "C", ())
     assert (other.request.params, other.request.max_tokens) == ({}, 100)
+
+
+async def test_penalties_for_length_turns_and_context_are_named_parts_of_the_reward() -> None:
+    config = JudgeConfig(
+        combine="sum",
+        rewards=(
+            RewardConfig(name="solved"),
+            RewardConfig(name="brief", kind="length", free=100, limit=300, weight=0.5),
+            RewardConfig(name="few", kind="turns", limit=10),
+            RewardConfig(name="narrow", kind="context", free=1000, limit=2000),
+        ),
+    )
+    members = [
+        completed("short", reward=1.0, sampled_tokens=100, prompt_tokens=1000),
+        completed("long", reward=1.0, sampled_tokens=200, calls=5, prompt_tokens=1250),
+        completed("endless", reward=1.0, sampled_tokens=9999, calls=99, prompt_tokens=9999),
+    ]
+    async with open_composer(Config(judge=config), loading({})) as composer:
+        assert composer is not None
+        scored = await composer(members)
+    assert scored.final == {"short": 1.0, "long": 1.0 - 0.5 * 0.5 - 0.5 - 0.25, "endless": 1.0 - 0.5 - 1 - 1}
+    assert scored.components["long"] == {
+        AGENT: 1.0,
+        "solved": 1.0,
+        "brief": -0.5,
+        "few": -0.5,
+        "narrow": -0.25,
+    }
+    assert {v.judge_model for v in scored.verdicts} == {
+        AGENT, "penalty:length", "penalty:turns", "penalty:context"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (("free=5", "limit=5"), "needs a `limit` larger than its `free`"),
+        (("limit=5", "combine=min"), "set judge.combine to mean or sum"),
+    ],
+)
+def test_a_penalty_that_penalises_nothing_or_rewards_is_refused(settings: tuple[str, ...], why: str) -> None:
+    of_reward = ["name=brief", "kind=length", *(s for s in settings if "combine" not in s)]
+    values = [f"judge.rewards.0.{s}" for s in of_reward] + [f"judge.{s}" for s in settings if "combine" in s]
+    with pytest.raises(ConfigError, match=why):
+        load(None, values)

@@ -215,7 +215,7 @@ def test_a_reply_without_a_call_of_its_own_is_followed_by_nothing() -> None:
 
 def test_what_no_inference_server_took_does_not_end_a_reader() -> None:
     """Calls that an agent broke off are recorded unchecked."""
-    raw = b'{"messages": [{"role": "user", "content": %b}]}' % (b'{"a":' * 5000 + b"1" + b"}" * 5000)
+    raw = b'{"messages": [{"role": "user", "content": %b}]}' % (b'{"a":' * 50_000 + b"1" + b"}" * 50_000)
     odd = call(0, [user("a") | {"name": [1]}, user([{"type": "image_url", "image_url": "data:;base64,\u00e9"}])], None)
     found, _ = build_conversations([odd, msgspec.structs.replace(odd, seq=1, request=raw)])
     assert [len(c.messages) for c in found] == [2, 0]

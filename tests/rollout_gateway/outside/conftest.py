@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, OutsideConfig, with_values
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, OutsideConfig
 from tests.conftest import free_port
+from tests.kits.settings import with_values
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 from tests.rollout_gateway.outside.provider import Provider
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer.batches.sequences import build
 
 from pipeline.config import Config, OutsideConfig
 from pipeline.events import ExchangeRecorded, decode, encode
 from pipeline.names import outside_model, outside_version
 from tests.trainer.batches.test_histories import asked, with_hints
 from tests.trainer.kit import exchange
+from trainer.sequences import build
 
 calls = st.lists(
     st.tuples(
