@@ -28,6 +28,12 @@ logger = get_logger("trainer.batches.histories")
 
 Run = tuple[Member, list[ExchangeRecorded]]
 MayTrain = Callable[[str], bool]
+"""Whether a model may learn from what a version answered."""
+
+
+def _answered_by_policy(version: str) -> bool:
+    return not is_outside(version)
+
 
 _CONCURRENT_READS = 16
 """Trajectories whose exchanges are read at the same time."""
@@ -46,7 +52,7 @@ class Histories:
         settings: TrainerConfig,
         defaults: Defaults,
         prompts: HintedPrompts | None = None,
-        may_train: MayTrain = lambda version: not is_outside(version),
+        may_train: MayTrain = _answered_by_policy,
     ) -> None:
         self._broker, self._settings, self._defaults, self._prompts = broker, settings, defaults, prompts
         self._may_train = may_train
@@ -176,7 +182,7 @@ class TeacherPrompts(NamedTuple):
 
 
 def _render_hints(
-    members: Sequence[Member], rendered: HintedPrompts, runs: Sequence[Run], may_train: MayTrain
+    members: Sequence[Member], rendered: HintedPrompts, runs: Sequence[Run], may_train: MayTrain = _answered_by_policy
 ) -> TeacherPrompts:
     """Return the prompts that the teacher gets: for each call with hints, its own prompt and the hints; for each call
     of a run that the group's best run is shown to, also the transcript of that run, as a correction: what the call

@@ -46,8 +46,8 @@ def test_no_token_of_an_outside_model_trains(told: Sequence[tuple[str, Any, bool
 
 
 def test_best_run_that_an_outside_model_answered_is_shown_to_no_other(tmp_path: Any) -> None:
-    group = with_hints(tmp_path, [asked("best", 0, policy_version="outside:master")], 0, None)
-    assert (group.hints, group.hints_unused, group.hinted) == (1, 1, {})
+    taught = with_hints(tmp_path, [asked("best", 0, policy_version="outside:master")], 0, None)
+    assert (taught.hints, taught.hints_unused, taught.prompts) == (1, 1, {})
 
 
 @pytest.mark.parametrize(
