@@ -260,30 +260,27 @@ def replay_native(dialect: str, recorded: Raw) -> bytes:
         begun = native | {"output": [], "status": "in_progress", "usage": None}
         events = [{"type": "response.created", "response": begun}]
         for place, item in enumerate(native["output"]):
-            at = {"output_index": place, "item_id": item.get("id")}
-            empty = item | {"content": []} if item.get("content") else item
-            events.append({"type": "response.output_item.added", "output_index": place, "item": empty})
-            for number, part in enumerate(item.get("content") or ()):
-                begun = {"content_index": number, "part": part | {"text": ""}}
-                events.append({"type": "response.content_part.added", **at, **begun})
-                if text := part.get("text"):
-                    delta = {"content_index": number, "delta": text, "logprobs": []}
-                    events.append({"type": "response.output_text.delta", **at, **delta})
-            events.append({"type": "response.output_item.done", "output_index": place, "item": item})
+            events += [
+                {"type": f"response.output_item.{what}", "output_index": place, "item": item}
+                for what in ("added", "done")
+            ]
         events.append({"type": f"response.{native['status']}", "response": native})
         events = [{**event, "sequence_number": number} for number, event in enumerate(events)]
     else:
         events = [{"type": "message_start", "message": native | {"content": [], "stop_reason": None}}]
         for place, block in enumerate(native["content"]):
-            deltas: list[Document] = []
-            empty = dict(block)
-            for name in ("text", "thinking", "signature"):
-                if isinstance(block.get(name), str):
-                    deltas.append({"type": f"{name}_delta", name: block[name]})
-                    empty[name] = ""
-            if block["type"] in ("tool_use", "server_tool_use"):
-                deltas.append({"type": "input_json_delta", "partial_json": _encode(block["input"]).decode()})
-                empty["input"] = {}
+            texts = {
+                name: block[name]
+                for name in ("text", "thinking", "signature")
+                if isinstance(block.get(name), str)
+            }
+            deltas: list[Document] = [{"type": f"{name}_delta", name: text} for name, text in texts.items()]
+            empty = block | dict.fromkeys(texts, "")
+            if "input" in block:
+                deltas, empty["input"] = (
+                    [{"type": "input_json_delta", "partial_json": _encode(block["input"]).decode()}],
+                    {},
+                )
             events.append({"type": "content_block_start", "index": place, "content_block": empty})
             events += [{"type": "content_block_delta", "index": place, "delta": delta} for delta in deltas]
             events.append({"type": "content_block_stop", "index": place})
