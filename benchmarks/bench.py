@@ -51,9 +51,12 @@ def nats_server(folder: Path, extra: str = "") -> Iterator[NatsServer]:
 def machine() -> dict[str, Any]:
     """Return what a result says of the machine that it was measured on."""
     return {
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "cores": os.cpu_count(),
-        "processor": platform.machine(), "python": platform.python_version(), "load_before": os.getloadavg()[0],
-    }  # fmt: skip
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "load_before": os.getloadavg()[0],
+    }
 
 
 def write_results(out: Path, figures: Mapping[str, Any]) -> None:
@@ -130,23 +133,36 @@ class Bench:
         self.upstream_port = before
 
     def load(
-        self, port: int, *, path: str = PATH, connections: int = CONNECTIONS, stream: bool = False,
-        header: str = "", proxy: psutil.Process | None = None, seconds: float = 0, numbers: int = 0,
-    ) -> Measured:  # fmt: skip
+        self,
+        port: int,
+        *,
+        path: str = PATH,
+        connections: int = CONNECTIONS,
+        stream: bool = False,
+        header: str = "",
+        proxy: psutil.Process | None = None,
+        seconds: float = 0,
+        numbers: int = 0,
+    ) -> Measured:
         """Run the client once. `%d` in `path` becomes the connection's number, or each of `numbers` in turn."""
         body = self.stream_body if stream else self.plain_body
         command = [
-            str(self.program), "load", str(port), path, str(connections),
-            str(seconds or self.seconds), str(body), header, str(numbers),
-        ]  # fmt: skip
+            str(self.program),
+            "load",
+            str(port),
+            path,
+            str(connections),
+            str(seconds or self.seconds),
+            str(body),
+            header,
+            str(numbers),
+        ]
         before = cpu_seconds(proxy)
         with on_core(1):
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         return Measured(json.loads(done.stdout), cpu_seconds(proxy) - before)
 
-    def race(
-        self, targets: Sequence[Target], *, warm_s: float = 1.0, **options: Any
-    ) -> dict[str, list[Measured]]:
+    def race(self, targets: Sequence[Target], *, warm_s: float = 1.0, **options: Any) -> dict[str, list[Measured]]:
         """Return the runs of each target, by name. After a warm-up the targets take turns, so that other work on the
         machine affects all of them. Raises `RuntimeError` if a call fails."""
         for target in targets:
@@ -196,9 +212,7 @@ class Bench:
 async def _open_trajectories(nats: NatsConfig, count: int) -> None:
     async with Broker.connect(nats) as broker:
         for number in range(count):
-            await broker.publish(
-                TrajectoryOpened(project="bench", trajectory=f"b{number}", model="policy", group="g")
-            )
+            await broker.publish(TrajectoryOpened(project="bench", trajectory=f"b{number}", model="policy", group="g"))
 
 
 def cpu_seconds(process: psutil.Process | None) -> float:

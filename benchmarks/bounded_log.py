@@ -81,14 +81,21 @@ class Load:
         broker = self._broker
         await broker.publish(TrajectoryOpened(project="bench", trajectory=name, model="m", group=name))
         exchange = ExchangeRecorded(
-            project="bench", trajectory=name, seq=0, model="m", policy_version="m@0", step=0, request=b"{}",
-            response=b"{}", prompt_ids=_IDS, sampled_ids=_IDS, logprobs=_LOGPROBS,
-        )  # fmt: skip
+            project="bench",
+            trajectory=name,
+            seq=0,
+            model="m",
+            policy_version="m@0",
+            step=0,
+            request=b"{}",
+            response=b"{}",
+            prompt_ids=_IDS,
+            sampled_ids=_IDS,
+            logprobs=_LOGPROBS,
+        )
         await broker.publish(exchange, _EXPECTED)
         await broker.publish(
-            TrajectoryCompleted(
-                project="bench", trajectory=name, model="m", group=name, reward=1.0, exchanges=1
-            )
+            TrajectoryCompleted(project="bench", trajectory=name, model="m", group=name, reward=1.0, exchanges=1)
         )
 
 
@@ -113,9 +120,7 @@ def summary(samples: list[Sample], max_age_s: float) -> dict[str, Any]:
     """Return figures of the time in which events are deleted. Raises `SystemExit` where that was too short."""
     steady = [s for s in samples if s.at_s > max_age_s]
     if len(steady) < 2:
-        raise SystemExit(
-            f"The load was over {_EVERY_S * 2:g} s or less after --max-age: give more --trajectories."
-        )
+        raise SystemExit(f"The load was over {_EVERY_S * 2:g} s or less after --max-age: give more --trajectories.")
     lives = [s.live / 1e6 for s in steady]
     half = len(lives) // 2
     return {
@@ -142,9 +147,7 @@ async def measure(folder: Path, count: int, rate: float, max_age_s: float) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=1_000.0, help="trajectories a second, at most")
     parser.add_argument("--max-age", type=float, default=60.0, help="seconds that the log keeps events")

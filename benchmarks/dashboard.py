@@ -41,19 +41,27 @@ def page_addresses(trajectories: int) -> dict[str, list[str]]:
     at = [trajectories * i // 7 for i in range(1, 7)]
     steps = [max(1, i // 64) for i in at]
     return {
-        "overview": ["overview"] * 6, "overview.json": ["overview.json"] * 6, "numbers": ["numbers"] * 6,
-        "groups": ["groups"] * 6, "groups, last page": ["groups?page=199"] * 6,
-        "groups by mean": ["groups?sort=-mean"] * 6, "groups of a task": [f"groups?task=task {i}" for i in range(6)],
+        "overview": ["overview"] * 6,
+        "overview.json": ["overview.json"] * 6,
+        "numbers": ["numbers"] * 6,
+        "groups": ["groups"] * 6,
+        "groups, last page": ["groups?page=199"] * 6,
+        "groups by mean": ["groups?sort=-mean"] * 6,
+        "groups of a task": [f"groups?task=task {i}" for i in range(6)],
         "groups of a step": [f"groups?step={s}" for s in steps],
         "group": [f"group/g{i // 8:06d}" for i in at],
-        "trajectories": ["trajectories"] * 6, "trajectories, last page": ["trajectories?page=199"] * 6,
+        "trajectories": ["trajectories"] * 6,
+        "trajectories, last page": ["trajectories?page=199"] * 6,
         "trajectories by reward": ["trajectories?sort=reward"] * 6,
         "open trajectories": ["trajectories?outcome=open"] * 6,
         "trajectory": [f"trajectory/t{i:07d}" for i in at],
-        "checkpoints": ["checkpoints"] * 6, "checkpoint": [f"checkpoint/m@{s}" for s in steps],
-        "judge": ["judge"] * 6, "compare": ["compare"] * 6, "decisions": ["decisions"] * 6,
+        "checkpoints": ["checkpoints"] * 6,
+        "checkpoint": [f"checkpoint/m@{s}" for s in steps],
+        "judge": ["judge"] * 6,
+        "compare": ["compare"] * 6,
+        "decisions": ["decisions"] * 6,
         "event": [f"event/group.scored/{i // 8 + 1}" for i in at],
-    }  # fmt: skip
+    }
 
 
 def measure(run_dir: Path, trajectories: int) -> dict[str, Any]:

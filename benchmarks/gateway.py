@@ -48,9 +48,7 @@ def bench_streams(bench: Bench) -> Figures:
     out: Figures = {}
     options: dict[str, Any] = {"connections": STREAMS, "stream": True, "seconds": max(bench.seconds, 6)}
     for rate, chunk_ms in RATES.items():
-        with (
-            bench.upstream(chunk_ms), bench.nats() as url, bench.gateway(url, STREAMS) as capture,
-        ):  # fmt: skip
+        with bench.upstream(chunk_ms), bench.nats() as url, bench.gateway(url, STREAMS) as capture:
             (runs,) = bench.race([capture], warm_s=4.0, **options).values()
         best = max(runs, key=lambda run: run.chunks_per_core)
         out |= {
@@ -86,18 +84,14 @@ def bench_memory(bench: Bench, requests: int) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts: dict[str, Callable[[Bench], Figures]] = {
         "calls": bench_calls,
         "streams": bench_streams,
         "memory": lambda bench: bench_memory(bench, args.memory_requests),
     }
     parser.add_argument("--seconds", type=float, default=5.0, help="length of each run")
-    parser.add_argument(
-        "--only", nargs="+", choices=parts, default=list(parts), help="measure these parts only"
-    )
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="measure these parts only")
     parser.add_argument("--memory-requests", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, default=RESULTS / "gateway.json")
     args = parser.parse_args()

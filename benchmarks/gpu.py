@@ -31,28 +31,50 @@ from pipeline.config import LoraConfig, TrainerConfig
 
 ROOT = Path(__file__).parents[1]
 _QWEN3: dict[str, Any] = {
-    "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}  # fmt: skip
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.6b": _QWEN3 | {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
-    "4b": _QWEN3 | {
-        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "4b": _QWEN3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
         "tie_word_embeddings": True,
     },
-    "8b": _QWEN3 | {
-        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
-}  # fmt: skip
+}
 """The published configurations of Qwen3-0.6B, -4B and -8B."""
 _TINY = {
-    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
 _LONGEST = 32_768
 BATCHES = ("short", "shared_prefix", "multiturn")
 
@@ -87,9 +109,7 @@ def own_logprobs(engine: Any, examples: Sequence[Any]) -> list[Any]:
     for example in examples:
         sequence = example.sequence
         with torch.no_grad():
-            computed, _ = engine.model.logprobs(
-                padded([sequence]), (1, sequence.trained_tokens), entropy=False
-            )
+            computed, _ = engine.model.logprobs(padded([sequence]), (1, sequence.trained_tokens), entropy=False)
         logprobs = np.full(len(sequence.ids), np.nan, np.float32)
         logprobs[sequence.loss_mask] = computed[0].float().cpu().numpy()
         out.append(dataclasses.replace(example, sequence=dataclasses.replace(sequence, logprobs=logprobs)))
@@ -150,10 +170,12 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
         # weights of the output projection too.
         parameters -= model.get_input_embeddings().weight.numel()
     out: dict[str, Any] = {
-        "dtype": str(engine.model.dtype).removeprefix("torch."), "layout": engine.passes.verified.layout,
-        "logprob_difference": engine.passes.verified.padded.mean, "token_budget": engine.passes.budget.tokens,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "layout": engine.passes.verified.layout,
+        "logprob_difference": engine.passes.verified.padded.mean,
+        "token_budget": engine.passes.budget.tokens,
         "batches": {},
-    }  # fmt: skip
+    }
     for name in BATCHES:
         examples, groups = make_batch(name, groups=1 if tiny else None)
         if tiny:
@@ -168,10 +190,11 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
         ours = _timed(step, engine.model.device, rounds)
         metrics = ours.pop("result")
         ours |= {
-            "loss": metrics["loss"], "trained_tokens_per_s": metrics["tokens"] / ours["seconds"],
+            "loss": metrics["loss"],
+            "trained_tokens_per_s": metrics["tokens"] / ours["seconds"],
             # Forward, and backward through activations only: the base model's weights take no gradient.
             "model_tflops": 4 * parameters * metrics["tokens_forward"] / ours["seconds"] / 1e12,
-        }  # fmt: skip
+        }
         theirs = _trl(engine, state, examples, rounds, scratch)
         out["batches"][name] = {"journeywork": ours, "trl": theirs}
     out["longest"] = _longest(engine, state, 512 if tiny else _LONGEST)
@@ -197,7 +220,7 @@ def _longest(engine: Any, state: Any, tokens: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )  # fmt: skip
+    )
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), help="sizes to measure")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each measurement")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -101,11 +101,7 @@ def proxy(bench: Bench, server: str, client: str) -> Iterator[Target]:
     port = free_port()
     os.environ |= {"PAIR_CLIENT": client, "PAIR_UPSTREAM": f"http://127.0.0.1:{bench.upstream_port}{PATH}"}
     name = f"benchmarks.http_pairs:{'asgi' if server == 'uvicorn' else 'rsgi'}"
-    command = (
-        "sh",
-        "-c",
-        f"echo starting; exec {sys.executable} -m {server} {FLAGS[server]} --port {port} {name}",
-    )
+    command = ("sh", "-c", f"echo starting; exec {sys.executable} -m {server} {FLAGS[server]} --port {port} {name}")
     with running(*command, log=bench.folder / f"{server}-{client}.log", core=0, stdout=True) as (process, _):
         data = bench.plain_body.read_bytes()
         for _ in range(100):

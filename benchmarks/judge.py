@@ -25,16 +25,7 @@ import anyio
 import httpx
 import psutil
 
-from benchmarks.bench import (
-    RESULTS,
-    cpu_seconds,
-    machine,
-    nats_server,
-    peak_mb,
-    running,
-    service,
-    write_results,
-)
+from benchmarks.bench import RESULTS, cpu_seconds, machine, nats_server, peak_mb, running, service, write_results
 from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.events import GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
@@ -121,9 +112,16 @@ async def run(groups: int, concurrency: int) -> dict[str, Any]:
     plain = await measure(groups, concurrency)
     ideal = concurrency / (JUDGINGS * DELAY_S)
     return {
-        **about, "groups": groups, "members": MEMBERS, "judgings": JUDGINGS, "concurrency": concurrency,
-        "judge_latency_s": DELAY_S, "ideal_groups_per_s": ideal, "times_ideal": ideal / plain["groups_per_s"], **plain,
-    }  # fmt: skip
+        **about,
+        "groups": groups,
+        "members": MEMBERS,
+        "judgings": JUDGINGS,
+        "concurrency": concurrency,
+        "judge_latency_s": DELAY_S,
+        "ideal_groups_per_s": ideal,
+        "times_ideal": ideal / plain["groups_per_s"],
+        **plain,
+    }
 
 
 def main() -> None:

@@ -83,10 +83,7 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
         solved = []
         for first in range(0, len(held_out), 42):
             part = held_out[first : first + 42]
-            texts = [
-                tokenizer.apply_chat_template(m.prompt, tokenize=False, add_generation_prompt=True)
-                for m in part
-            ]
+            texts = [tokenizer.apply_chat_template(m.prompt, tokenize=False, add_generation_prompt=True) for m in part]
             prompt = tokenizer(texts, return_tensors="pt", padding=True)
             ids = policy.generate(**prompt, max_new_tokens=MAX_TOKENS, do_sample=False)
             replies = tokenizer.batch_decode(ids[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -102,39 +99,48 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
     looks = _Looks(score, report["held_out"]["trained"]["value"], seconds)
     with TemporaryDirectory() as scratch, plain_logprobs("cpu"):
         args = GRPOConfig(
-            output_dir=scratch, use_cpu=True, bf16=False, seed=seed, max_steps=2 * steps, num_generations=GROUP_SIZE,
-            per_device_train_batch_size=GROUP_SIZE, gradient_accumulation_steps=GROUPS_PER_STEP,
-            max_completion_length=MAX_TOKENS, temperature=1.0, beta=0.0, scale_rewards="none",
-            learning_rate=settings["learning_rate"], lr_scheduler_type="constant_with_warmup",
-            warmup_steps=settings["warmup_steps"], gradient_checkpointing=False, shuffle_dataset=False,
-            report_to="none", save_strategy="no", disable_tqdm=True, logging_strategy="no",
-        )  # fmt: skip
+            output_dir=scratch,
+            use_cpu=True,
+            bf16=False,
+            seed=seed,
+            max_steps=2 * steps,
+            num_generations=GROUP_SIZE,
+            per_device_train_batch_size=GROUP_SIZE,
+            gradient_accumulation_steps=GROUPS_PER_STEP,
+            max_completion_length=MAX_TOKENS,
+            temperature=1.0,
+            beta=0.0,
+            scale_rewards="none",
+            learning_rate=settings["learning_rate"],
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=settings["warmup_steps"],
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
         trainer = GRPOTrainer(
-            model=policy, reward_funcs=reward, args=args, train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer, callbacks=[looks],
-        )  # fmt: skip
+            model=policy,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[looks],
+        )
         trainer.train()
     last = looks.rows[-1]
     return {
         "seed": seed,
-        "journeywork": {
-            "s": report["train_s"],
-            "steps": steps - 1,
-            "solved": report["held_out"]["trained"]["value"],
-        },
-        "trl": {
-            **last,
-            "reached": last["solved"] >= report["held_out"]["trained"]["value"],
-            "looks": looks.rows,
-        },
+        "journeywork": {"s": report["train_s"], "steps": steps - 1, "solved": report["held_out"]["trained"]["value"]},
+        "trl": {**last, "reached": last["solved"] >= report["held_out"]["trained"]["value"], "looks": looks.rows},
         "time_against_trl": round(report["train_s"] / last["s"], 3),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories of demos that have ended")
     parser.add_argument("--seconds", type=float, default=1800, help="limit of TRL's training, for each run")
     parser.add_argument("--out", type=Path, default=OUT)

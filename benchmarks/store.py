@@ -68,10 +68,7 @@ async def fill_log(broker: Broker, events: int, names: str) -> int:
     waiting = []
     for i in range(events):
         name = f"{names}{i // 8}"
-        headers = {
-            "Nats-Msg-Id": f"bench/{name}/{i % 8}.0",
-            "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01",
-        }
+        headers = {"Nats-Msg-Id": f"bench/{name}/{i % 8}.0", "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"}
         subject = f"rollout.exchange.bench.{name}"
         waiting.append(await broker.js.publish_async(subject, payloads[i % 256], headers=headers))
         if len(waiting) == 2_000:

@@ -70,9 +70,13 @@ class Streams:
     async def client(self, url: str, trajectory: str, number: int) -> None:
         """Ask for one stream after the other on one connection, until `stopping`."""
         body = {
-            "model": "tictactoe", "stream": True, "max_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True,
+            "model": "tictactoe",
+            "stream": True,
+            "max_tokens": TOKENS,
+            "temperature": 1.0,
+            "ignore_eos": True,
             "messages": [{"role": "user", "content": f"a1=x b2=o {number % 9}"}],
-        }  # fmt: skip
+        }
         try:
             async with aiohttp.ClientSession(url) as session:
                 while not self.stopping:
@@ -161,10 +165,15 @@ async def measure(
         seen.stopping = True
         await asyncio.gather(*clients)
     out: dict[str, Any] = {
-        "swaps": swaps, "streams": streams, "requests": len(seen.replies), "failures": len(seen.failures),
-        "calm_s": _length(calm), "swap_s": _length(swapped),
-        "publish_to_serving_p50_s": float(np.median(took)), "publish_to_serving_max_s": max(took),
-    }  # fmt: skip
+        "swaps": swaps,
+        "streams": streams,
+        "requests": len(seen.replies),
+        "failures": len(seen.failures),
+        "calm_s": _length(calm),
+        "swap_s": _length(swapped),
+        "publish_to_serving_p50_s": float(np.median(took)),
+        "publish_to_serving_max_s": max(took),
+    }
     for name, values in (("gap", seen.gaps), ("first_chunk", seen.first)):
         for share, label in ((0.5, "p50"), (0.99, "p99"), (1.0, "max")):
             out[f"calm_{name}_{label}_ms"] = _quantile(values, share, calm)
@@ -222,9 +231,12 @@ async def check_labels(broker: Broker, seen: Streams, streams: int) -> dict[str,
         if own[-1] > 1e-3:
             wrong.append(version)
     return {
-        "exchanges": len(recorded), "versions": len(exchange_of_version), "mislabelled": len(wrong),
-        "logprob_diff_own_max": max(own), "logprob_diff_next_version_min": min(other),
-    }  # fmt: skip
+        "exchanges": len(recorded),
+        "versions": len(exchange_of_version),
+        "mislabelled": len(wrong),
+        "logprob_diff_own_max": max(own),
+        "logprob_diff_next_version_min": min(other),
+    }
 
 
 class Weights:
@@ -267,16 +279,10 @@ async def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             gateway=GatewayConfig(port=free_port()),
         )
         stack.enter_context(service("rollout_gateway", config))
-        stack.enter_context(
-            service("rollout_gateway.sampler", config.replace(run_dir=str(folder / "sampler")))
-        )
+        stack.enter_context(service("rollout_gateway.sampler", config.replace(run_dir=str(folder / "sampler"))))
         async with Broker.connect(nats) as broker:
             out, seen = await measure(
-                GatewayProcess(config),
-                broker,
-                swaps=options.swaps,
-                streams=options.streams,
-                calm_s=options.calm_s,
+                GatewayProcess(config), broker, swaps=options.swaps, streams=options.streams, calm_s=options.calm_s
             )
             return out | await check_labels(broker, seen, options.streams)
 

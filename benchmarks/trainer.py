@@ -50,10 +50,19 @@ def model_folder(folder: Path) -> str:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
@@ -78,9 +87,7 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
             ids, trained = list(shared), [False] * len(shared)
             turns = 10 if shape == "multiturn" else 1
             for turn in range(turns):
-                reply = random_ids(
-                    *{"short": (8, 32), "shared_prefix": (200, 200), "multiturn": (20, 60)}[shape]
-                )
+                reply = random_ids(*{"short": (8, 32), "shared_prefix": (200, 200), "multiturn": (20, 60)}[shape])
                 ids += reply
                 trained += [True] * len(reply)
                 if turn < turns - 1:
@@ -91,9 +98,7 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
             mask = np.array(trained)
             logprobs = np.where(mask, -8.0 + 0.1 * rng.standard_normal(n), np.nan).astype(np.float32)
             steps = np.where(mask, 0, -1).astype(np.int32)
-            sequence = TokenSequence(
-                "t", np.array(ids, np.int32), mask, logprobs, steps, np.ones(n, np.float32)
-            )
+            sequence = TokenSequence("t", np.array(ids, np.int32), mask, logprobs, steps, np.ones(n, np.float32))
             examples.append(Example(sequence, float(rng.normal())))
             group_of.append(group)
     return examples, group_of
@@ -113,9 +118,7 @@ def journeywork_step(engine: Any, examples: list[Any], groups: list[int]) -> Cal
         for i, example in enumerate(examples):
             sampled_at = max(0, state.step - i % 2)
             steps = np.where(example.sequence.loss_mask, sampled_at, -1).astype(np.int32)
-            batch.append(
-                dataclasses.replace(example, sequence=dataclasses.replace(example.sequence, steps=steps))
-            )
+            batch.append(dataclasses.replace(example, sequence=dataclasses.replace(example.sequence, steps=steps)))
         result = engine.step(state, batch, groups)
         state = result.state
         return dict(result.metrics)
@@ -130,9 +133,7 @@ def serve_steps(shape: str, implementation: str, base: str, threads: int) -> Non
 
     examples, groups = make_batch(shape)
     # The recorded logprobs are invented: the checks take their time, and the bound lets them find nothing.
-    config = TrainerConfig(
-        threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3)
-    )
+    config = TrainerConfig(threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3))
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(base, config)
         step = (
@@ -143,10 +144,7 @@ def serve_steps(shape: str, implementation: str, base: str, threads: int) -> Non
         for _ in sys.stdin:
             began, cpu_began = time.perf_counter(), time.process_time()
             metrics = step()
-            measured = {
-                "seconds": time.perf_counter() - began,
-                "cpu_seconds": time.process_time() - cpu_began,
-            }
+            measured = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu_began}
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             print(json.dumps(metrics | measured | {"peak_rss_mb": peak}), flush=True)
 
@@ -157,10 +155,13 @@ def measure(shape: str, base: str, threads: int, rounds: int) -> dict[str, list[
         # -P: this file's folder must not be searched, it would be found in place of the package `trainer`.
         name: subprocess.Popen(
             [sys.executable, "-P", __file__, "--threads", str(threads), "--serve", shape, name, base],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
-        ) for name in IMPLEMENTATIONS
-    }  # fmt: skip
+        )
+        for name in IMPLEMENTATIONS
+    }
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in children}
     for i in range(_WARM_UP["journeywork"] + rounds):
         for name, child in children.items():
@@ -187,9 +188,14 @@ def padded_rows(part: list[Any], total: int) -> dict[str, Any]:
     length = max(len(e.sequence.ids) - s for e, s in zip(part, starts, strict=True))
     out = {
         name: torch.zeros(len(part), n, dtype=torch.long)
-        for name, n in (("prompt_ids", width), ("prompt_mask", width), ("completion_ids", length),
-                        ("completion_mask", length), ("tool_mask", length))
-    }  # fmt: skip
+        for name, n in (
+            ("prompt_ids", width),
+            ("prompt_mask", width),
+            ("completion_ids", length),
+            ("completion_mask", length),
+            ("tool_mask", length),
+        )
+    }
     for i, (e, start) in enumerate(zip(part, starts, strict=True)):
         ids = torch.from_numpy(e.sequence.ids.astype(np.int64))
         n = len(ids) - start
@@ -230,13 +236,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             return super()._compute_loss(model, inputs)
 
         def _get_per_token_logps_and_entropies(
-            self,
-            model: Any,
-            input_ids: Any,
-            attention_mask: Any,
-            logits_to_keep: int,
-            *_: Any,
-            **options: Any,
+            self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *_: Any, **options: Any
         ) -> Any:
             """Return the logprobs [B, T] of the last T = `logits_to_keep` tokens of `input_ids`, in nats, the entropies
             [B, T] of their distributions or, on a GPU, what TRL returns for them, and no load-balancing loss.
@@ -249,9 +249,12 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             else:
                 positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
                 logits = model(
-                    input_ids=input_ids, attention_mask=attention_mask, position_ids=positions,
-                    logits_to_keep=logits_to_keep + 1, use_cache=False,
-                ).logits[:, :-1]  # fmt: skip
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    position_ids=positions,
+                    logits_to_keep=logits_to_keep + 1,
+                    use_cache=False,
+                ).logits[:, :-1]
                 logprobs = torch.log_softmax(logits.float(), -1)
                 with torch.no_grad():
                     entropies = -(logprobs.exp() * logprobs).sum(-1)
@@ -260,29 +263,38 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             batch = self._batch
             mask = batch["completion_mask"] * batch["tool_mask"]
             batch["importance_sampling_ratio"] = importance_weights(
-                token_logprobs,
-                batch["sampled"],
-                mask,
-                config.loss.importance_sampling,
-                config.loss.importance_clip,
+                token_logprobs, batch["sampled"], mask, config.loss.importance_sampling, config.loss.importance_clip
             )
             return token_logprobs, entropies, None
 
     loss = config.loss
     args = GRPOConfig(
-        output_dir=str(scratch), use_cpu=not on_gpu, loss_type=loss.type, epsilon=loss.epsilon,
-        vllm_importance_sampling_mode=loss.importance_sampling, vllm_importance_sampling_clip_max=loss.importance_clip,
-        bf16=False, fp16=False, gradient_checkpointing=False, per_device_train_batch_size=2, num_generations=2,
-        steps_per_generation=1, gradient_accumulation_steps=1, report_to="none", remove_unused_columns=False,
+        output_dir=str(scratch),
+        use_cpu=not on_gpu,
+        loss_type=loss.type,
+        epsilon=loss.epsilon,
+        vllm_importance_sampling_mode=loss.importance_sampling,
+        vllm_importance_sampling_clip_max=loss.importance_clip,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        steps_per_generation=1,
+        gradient_accumulation_steps=1,
+        report_to="none",
+        remove_unused_columns=False,
         disable_tqdm=True,
-    )  # fmt: skip
+    )
     # TRL requires rewards, a data set and a tokenizer, of which nothing is used here.
     tokenizer = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
     trainer = Padded(
-        model=engine.model.peft, reward_funcs=[lambda **_: []], args=args,
+        model=engine.model.peft,
+        reward_funcs=[lambda **_: []],
+        args=args,
         train_dataset=Dataset.from_dict({"prompt": [""]}),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>"),
-    )  # fmt: skip
+    )
     trainer.use_vllm = True  # turns the correction on
     trainer.current_gradient_accumulation_steps = 1
     engine.model.peft.train()
@@ -292,9 +304,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
 
     def step() -> dict[str, float]:
         engine.model.load_adapter(fresh)
-        optimizer = torch.optim.AdamW(
-            engine.model.parameters, lr=config.optimizer.learning_rate, weight_decay=0.0
-        )
+        optimizer = torch.optim.AdamW(engine.model.parameters, lr=config.optimizer.learning_rate, weight_decay=0.0)
         optimizer.zero_grad()
         loss_sum = 0.0
         for first in range(0, len(examples), rows_a_pass):
@@ -329,13 +339,11 @@ def compare(shape: str, steps: dict[str, list[dict[str, float]]]) -> dict[str, A
         "cpu_seconds_a_step": {n: round(mean(n, "cpu_seconds"), 3) for n in steps},
         "peak_rss_mb": {n: round(s[-1]["peak_rss_mb"]) for n, s in steps.items()},
         "loss": {n: round(s[0]["loss"], 6) for n, s in steps.items()},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
@@ -346,9 +354,7 @@ def main() -> None:
         serve_steps(*args.serve, threads=args.threads)
         return
     if args.rounds < _FEWEST_ROUNDS:
-        parser.error(
-            f"--rounds {args.rounds}: write {_FEWEST_ROUNDS} or more, so that a step of TRL's is counted"
-        )
+        parser.error(f"--rounds {args.rounds}: write {_FEWEST_ROUNDS} or more, so that a step of TRL's is counted")
     from benchmarks.bench import RESULTS, machine, write_results
 
     command = f"python -m benchmarks.trainer --threads {args.threads} --rounds {args.rounds}"

@@ -227,9 +227,7 @@ class AsyncJourneywork:
         """What a trajectory's `feedback` calls."""
         return self.feedback
 
-    async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> httpx.Response:
         return await self._http.request(method, path, json=body, timeout=timeout_s)
 
     async def _pause(self, seconds: float) -> None:
@@ -249,17 +247,13 @@ class _BlockingCore(AsyncJourneywork):
 
     def __init__(self, url: str | None, *, api_key: str, wait_s: float) -> None:
         self.url, self._wait_s = gateway_url(url), wait_s
-        self._blocking_http = httpx.Client(
-            base_url=self.url, headers=authorization(api_key), timeout=_TIMEOUT_S
-        )
+        self._blocking_http = httpx.Client(base_url=self.url, headers=authorization(api_key), timeout=_TIMEOUT_S)
 
     @property
     def _give(self) -> Callable[..., Any]:
         return lambda *args, **options: _finish(self.feedback(*args, **options))
 
-    async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> httpx.Response:
         return self._blocking_http.request(method, path, json=body, timeout=timeout_s)
 
     async def _pause(self, seconds: float) -> None:

@@ -34,9 +34,21 @@ from journeywork.command_line import add_connection, client_of, exit_status, gat
 from journeywork.transport import GatewayUnavailableError, JourneyworkError, plain_errors
 
 COLUMNS = (
-    "trajectory", "answer", "about", "call", "role", "name", "value", "scale", "thumb", "ranking", "correction", "text",
-    "key", "source",
-)  # fmt: skip
+    "trajectory",
+    "answer",
+    "about",
+    "call",
+    "role",
+    "name",
+    "value",
+    "scale",
+    "thumb",
+    "ranking",
+    "correction",
+    "text",
+    "key",
+    "source",
+)
 _KEY_ADVICE = " Set JOURNEYWORK_API_KEY, or name the variable that holds the key with --api-key-env."
 _AT_ONCE = 16
 _MOST_SHOWN = 20
@@ -46,9 +58,10 @@ _MOST_SHOWN = 20
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0 if every row is on the log, 1 if some are refused."""
     parser = argparse.ArgumentParser(
-        prog="journeywork feedback", description=inspect.cleandoc(__doc__ or ""),
+        prog="journeywork feedback",
+        description=inspect.cleandoc(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("file", type=Path, nargs="?", help="its name ends in .csv or .parquet")
     given.add_argument(
@@ -82,9 +95,7 @@ def rows(file: Path) -> Iterator[dict[str, Any]]:
             try:
                 import pyarrow.parquet
             except ImportError as error:
-                raise ValueError(
-                    f"{file}: Parquet needs `pip install pyarrow`; or write a CSV file"
-                ) from error
+                raise ValueError(f"{file}: Parquet needs `pip install pyarrow`; or write a CSV file") from error
             table = pyarrow.parquet.ParquetFile(file)
             _check_columns(file, table.schema_arrow.names)
             for batch in table.iter_batches():
@@ -146,9 +157,7 @@ async def _give_all(client: AsyncJourneywork, given: list[dict[str, Any]]) -> di
                 raise
             except (JourneyworkError, TypeError, ValueError) as error:
                 unauthorized = isinstance(error, JourneyworkError) and error.status == 401
-                report["refused"].append(
-                    {"row": number, "error": f"{error}{_KEY_ADVICE if unauthorized else ''}"}
-                )
+                report["refused"].append({"row": number, "error": f"{error}{_KEY_ADVICE if unauthorized else ''}"})
             else:
                 repeated = all(signal["repeated"] for signal in answer["signals"])
                 report["repeated" if repeated else "given"] += 1

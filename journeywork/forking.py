@@ -93,12 +93,7 @@ def adapter_config(lake: str, version: Version) -> dict[str, Any]:
 
 
 def version_to_fork(
-    lake: str,
-    project: str | None = None,
-    model: str | None = None,
-    *,
-    branch: str = "main",
-    step: int | None = None,
+    lake: str, project: str | None = None, model: str | None = None, *, branch: str = "main", step: int | None = None
 ) -> Version:
     """Return the newest version with these names and this step. Blocks.
 
@@ -154,9 +149,7 @@ def settings_of(source: str) -> dict[str, Any]:
             "models.0.start": f"{lake}#{version.name}",
         }
     if missing := [key for key in ("r", "lora_alpha") if key not in config]:
-        raise ForkError(
-            f"{CONFIG} of {source} has no {missing[0]!r}: it is not the configuration of a LoRA adapter"
-        )
+        raise ForkError(f"{CONFIG} of {source} has no {missing[0]!r}: it is not the configuration of a LoRA adapter")
     return settings | {
         "models.0.base": config.get("base_model_name_or_path", ""),
         "trainer.lora.rank": config["r"],
@@ -177,8 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="journeywork fork", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "source",
-        help="a run directory, a store.dir or s3://<bucket>/<prefix>, #<model>@<step>; a PEFT folder",
+        "source", help="a run directory, a store.dir or s3://<bucket>/<prefix>, #<model>@<step>; a PEFT folder"
     )
     parser.add_argument("--run-dir", required=True, type=Path, help="of the new installation")
     for name in _OF_UP:

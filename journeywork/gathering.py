@@ -119,9 +119,7 @@ async def call_rollout(
             if give is not None:
                 run._give = lambda *args, **options: anyio.from_thread.run(partial(give, *args, **options))
             try:
-                result = await anyio.to_thread.run_sync(
-                    rollout, run, task, limiter=limiter, abandon_on_cancel=True
-                )
+                result = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
             except (Exception, SystemExit):
                 # Not for a cancellation: the thread goes on, and may still call it.
                 run._give = give
@@ -212,9 +210,7 @@ class _Gathering(Generic[Task]):
         self._attempts_ended = 0
         self._scope = anyio.CancelScope()
 
-    async def run(
-        self, options: OpenOptions, describe: Callable[[Task], str], count: Callable[[], object]
-    ) -> None:
+    async def run(self, options: OpenOptions, describe: Callable[[Task], str], count: Callable[[], object]) -> None:
         """Play all attempts, and put their trajectories into the groups, by attempt number.
 
         `options` open every trajectory, `describe` returns the description of a task that the judge reads, `count` is
@@ -239,12 +235,7 @@ class _Gathering(Generic[Task]):
             ) from self._exceptions[0]
 
     async def _attempt(
-        self,
-        at: int,
-        number: int,
-        options: OpenOptions,
-        describe: Callable[[Task], str],
-        count: Callable[[], object],
+        self, at: int, number: int, options: OpenOptions, describe: Callable[[Task], str], count: Callable[[], object]
     ) -> None:
         """Play the attempt `number` of the group at index `at`, and free the slot that `run` took for it.
 
@@ -252,9 +243,7 @@ class _Gathering(Generic[Task]):
         gateway. If it is one too many, all attempts are cancelled."""
         group, began = self._groups[at], time.monotonic()
         try:
-            opening: OpenOptions = {
-                **options, "group": group.name, "attempt": number, "task": describe(group.task),
-            }  # fmt: skip
+            opening: OpenOptions = {**options, "group": group.name, "attempt": number, "task": describe(group.task)}
             async with self._client.trajectory(self._model, **opening) as run:
                 self._trajectories[at][number] = run
                 reward = await call_rollout(self._rollout, run, group.task, self._thread_limiter)

@@ -32,9 +32,7 @@ def rows(days: float) -> Iterator[dict[str, Any]]:
     with httpx.Client(base_url=url, auth=(public, secret), timeout=_TIMEOUT_S) as client:
         langfuse = _Project(client)
         since = (datetime.now(UTC) - timedelta(days=days)).isoformat()
-        asked = {
-            "source": "ANNOTATION", "fromTimestamp": since, "fields": "details,subject,annotation", "limit": _PAGE,
-        }  # fmt: skip
+        asked = {"source": "ANNOTATION", "fromTimestamp": since, "fields": "details,subject,annotation", "limit": _PAGE}
         while True:
             answer = langfuse.get("/api/public/v3/scores", asked)
             for score in answer["data"]:
@@ -68,9 +66,7 @@ class _Project:
         if not trace:
             return {}
         if trace not in self._traces:
-            params = {
-                "traceId": trace, "fields": "core,metadata", "expandMetadata": "trajectory,seq", "limit": "1000",
-            }  # fmt: skip
+            params = {"traceId": trace, "fields": "core,metadata", "expandMetadata": "trajectory,seq", "limit": "1000"}
             self._traces[trace] = self.get("/api/public/v2/observations", params)["data"]
         known = {o["id"]: o.get("metadata") or {} for o in self._traces[trace]}
         shown = known.get(subject["id"]) or next((m for m in known.values() if m.get("trajectory")), {})

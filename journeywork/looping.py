@@ -121,18 +121,11 @@ class LoopResult:
 class _Loop(Generic[Task]):
     """One running loop."""
 
-    def __init__(
-        self, client: LoopClient, model: str, rollout: Rollout[Task], options: LoopOptions[Task]
-    ) -> None:
+    def __init__(self, client: LoopClient, model: str, rollout: Rollout[Task], options: LoopOptions[Task]) -> None:
         self._client, self._model, self._rollout, self._options = client, model, rollout, options
         concurrency = options.concurrency
         self.attempts = Attempts(
-            client,
-            model,
-            name=options.name,
-            size=options.group_size,
-            tries=options.tries,
-            concurrency=concurrency,
+            client, model, name=options.name, size=options.group_size, tries=options.tries, concurrency=concurrency
         )
         self._ahead = (options.max_staleness + 1) * options.groups_per_step
         """Groups that may be under way or waiting to be trained, so that none becomes older than `max_staleness`."""
@@ -150,17 +143,21 @@ class _Loop(Generic[Task]):
 
     # -- playing ---------------------------------------------------------------------------------------------------
 
-    async def _attempt(
-        self, task: Task, progress: Progress, group: str, at: int, size: int, pinned: str
-    ) -> None:
+    async def _attempt(self, task: Task, progress: Progress, group: str, at: int, size: int, pinned: str) -> None:
         """Play one attempt, whose slot is taken. With a pinned version, it is an evaluation and never trained on."""
         opened: Trajectory | None = None
         try:
             described = self._options.describe(task) if self._options.describe else ""
             async with self._client.trajectory(
-                self._model, id=f"{group}-{at}", group=group, group_size=size, attempt=at + 1, task=described,
-                split="val" if pinned else "train", pinned=pinned,
-            ) as opened:  # fmt: skip
+                self._model,
+                id=f"{group}-{at}",
+                group=group,
+                group_size=size,
+                attempt=at + 1,
+                task=described,
+                split="val" if pinned else "train",
+                pinned=pinned,
+            ) as opened:
                 reward = await call_rollout(self._rollout, opened, task, self._limiter)
                 if reward is not None:
                     opened.reward = reward
@@ -339,11 +336,7 @@ class _Scenarios(Generic[Task]):
 
 
 async def loop(
-    client: LoopClient,
-    model: str,
-    scenarios: Sequence[Task],
-    rollout: Rollout[Task],
-    options: LoopOptions[Task],
+    client: LoopClient, model: str, scenarios: Sequence[Task], rollout: Rollout[Task], options: LoopOptions[Task]
 ) -> LoopResult:
     """Play groups of attempts at the scenarios, in order and again from the start, until the gateway serves
     `options.steps`.

@@ -48,9 +48,7 @@ agent, some hard. Do not solve them. Answer with one JSON object and nothing els
 
 
 def _object_schema(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
-    }  # fmt: skip
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 _ENTRY = _object_schema(task={"type": "string"}, difficulty={"type": "integer", "enum": list(DIFFICULTIES)})

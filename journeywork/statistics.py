@@ -20,9 +20,19 @@ from dataclasses import dataclass
 
 _Z95 = 1.959964
 _T95 = (
-    12.706205, 4.302653, 3.182446, 2.776445, 2.570582,
-    2.446912, 2.364624, 2.306004, 2.262157, 2.228139, 2.200985, 2.178813,
-)  # fmt: skip
+    12.706205,
+    4.302653,
+    3.182446,
+    2.776445,
+    2.570582,
+    2.446912,
+    2.364624,
+    2.306004,
+    2.262157,
+    2.228139,
+    2.200985,
+    2.178813,
+)
 
 
 @dataclass(frozen=True)
@@ -78,9 +88,7 @@ def interval(
     if count < 2 or least == greatest:
         return -math.inf, math.inf
     centre = (count * mean + least + greatest) / (count + 2)
-    squares_with_ends = (
-        squares + count * (mean - centre) ** 2 + (least - centre) ** 2 + (greatest - centre) ** 2
-    )
+    squares_with_ends = squares + count * (mean - centre) ** 2 + (least - centre) ** 2 + (greatest - centre) ** 2
     half = t95(count + 1) * math.sqrt(squares_with_ends / (count + 1) / (count + 2))
     half += (greatest - least) / 2 / (count + 2)
     if bounds:
@@ -96,6 +104,8 @@ def t95(freedom: int) -> float:
         return _T95[freedom - 1]
     z, v = _Z95, freedom
     return (
-        z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+        z
+        + (z**3 + z) / (4 * v)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    )  # fmt: skip
+    )

@@ -55,9 +55,7 @@ class Backoff:
         because the URL may be wrong, and after some seconds without the gateway; not at the end of the time, when an
         error tells it."""
         now = time.monotonic()
-        told = (
-            f"the gateway {url} can't be reached ({problem}): check this address, and that the gateway runs"
-        )
+        told = f"the gateway {url} can't be reached ({problem}): check this address, and that the gateway runs"
         due = url not in self._warned or (
             now - self._began >= _WARN_AFTER_S and now - self._warned[url] >= _WARN_EVERY_S
         )
@@ -73,10 +71,7 @@ class Backoff:
             return
         now = time.monotonic()
         self._end = now + self._wait_s
-        if (
-            now - self._began >= _WARN_AFTER_S
-            and now - self._warned.get("groups_ahead", -math.inf) >= _WARN_EVERY_S
-        ):
+        if now - self._began >= _WARN_AFTER_S and now - self._warned.get("groups_ahead", -math.inf) >= _WARN_EVERY_S:
             self._warned["groups_ahead"] = now
             _log.warning("a new group waits until the trainer has trained others (gateway.max_groups_ahead)")
 
@@ -130,9 +125,7 @@ def transport_problem(error: httpx.TransportError) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLError) and getattr(cause, "reason", "") in _NO_TLS:
-            raise JourneyworkError(
-                f"the server does not speak TLS ({text}): write http:// in the URL"
-            ) from error
+            raise JourneyworkError(f"the server does not speak TLS ({text}): write http:// in the URL") from error
         if isinstance(cause, ssl.SSLCertVerificationError):
             raise JourneyworkError(
                 f"the gateway's certificate is not trusted: {text}. Name the file of its certificate authority in the "

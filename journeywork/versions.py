@@ -35,9 +35,7 @@ async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
             if model not in served:
                 # A branch, of which nothing is decided: its name stands for its newest version.
                 if not (of_branch := _versions(model, known)):
-                    raise ValueError(
-                        f"the gateway has no model {model!r}; it has: {', '.join(served) or 'none'}"
-                    )
+                    raise ValueError(f"the gateway has no model {model!r}; it has: {', '.join(served) or 'none'}")
                 served[model] = of_branch[-1]
             if version and version not in known:
                 raise ValueError(f"the gateway has no version {version!r}; it has: {_listed(model, known)}")

@@ -179,9 +179,7 @@ class App:
                 relay = self._gateway.relay
                 status = await relay.answer(request, call, caller, admitted.access)
                 return
-            status, answer = await self._calls.answer(
-                call, caller, StreamSink(request) if call.stream else None
-            )
+            status, answer = await self._calls.answer(call, caller, StreamSink(request) if call.stream else None)
             if not request.started:
                 await request.answer(status, answer)
         except ClientGoneError:
@@ -262,9 +260,7 @@ class App:
         del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
         caller = await self._caller(call, admitted, request)
         async with self._gateway.api_keys.reading(request.owner) as read:
-            exchanges = await self._gateway.registry.exchanges_of(
-                translation.continued, admitted.access, read
-            )
+            exchanges = await self._gateway.registry.exchanges_of(translation.continued, admitted.access, read)
         for missing in translation.continued - exchanges.keys():
             raise not_recorded(missing)
         whole = translation.call(exchanges)

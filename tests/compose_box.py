@@ -49,9 +49,7 @@ def settings_of(folder: Path) -> list[str]:
     argv = []
     for entry in sorted(Path("/etc").iterdir()):
         if entry.name != "hosts":
-            argv += (
-                ["--symlink", str(entry.readlink())] if entry.is_symlink() else ["--ro-bind-try", str(entry)]
-            )
+            argv += ["--symlink", str(entry.readlink())] if entry.is_symlink() else ["--ro-bind-try", str(entry)]
             argv.append(str(entry))
     return [*argv, "--ro-bind", str(folder / "hosts"), "/etc/hosts"]
 
@@ -126,9 +124,7 @@ class Box:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, compose: Path, folder: Path, mounts: dict[str, tuple[Path, bool]], host_env: dict[str, str]
-    ) -> Box:
+    def of(cls, compose: Path, folder: Path, mounts: dict[str, tuple[Path, bool]], host_env: dict[str, str]) -> Box:
         services = yaml.safe_load(compose.read_text("utf-8"))["services"]
         net = Network(list(services))
         hosts = "127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in net.addresses.items())
@@ -140,9 +136,7 @@ class Box:
         found: list[str] = []
         while len(found) < len(self.services):
             ready = [
-                n
-                for n, s in self.services.items()
-                if n not in found and set(s.get("depends_on", {})) <= set(found)
+                n for n, s in self.services.items() if n not in found and set(s.get("depends_on", {})) <= set(found)
             ]
             assert ready, "a circle of depends_on"
             found += ready
@@ -152,13 +146,25 @@ class Box:
         """The command before a container's command: its network, files, user and environment."""
         home = self.folder / f"home-{name}"
         home.mkdir(exist_ok=True)
-        argv = [*self.net.enter(name), "bwrap", "--unshare-user", "--uid", str(UID), "--gid", str(UID), "--unshare-pid",
-                "--unshare-ipc", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]  # fmt: skip
+        argv = [
+            *self.net.enter(name),
+            "bwrap",
+            "--unshare-user",
+            "--uid",
+            str(UID),
+            "--gid",
+            str(UID),
+            "--unshare-pid",
+            "--unshare-ipc",
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+            "--clearenv",
+        ]
         argv += [*machine("--bind"), "--tmpfs", "/dev/shm", "--tmpfs", "/tmp"]
         argv += [*settings_of(self.folder), *installed(), "--bind", str(home), str(home)]
-        for place in (
-            volume.split(":")[1 if "}" not in volume else -2] for volume in self.services[name]["volumes"]
-        ):
+        for place in (volume.split(":")[1 if "}" not in volume else -2] for volume in self.services[name]["volumes"]):
             source, writable = self.mounts[place]
             argv += ["--bind" if writable else "--ro-bind", str(source), place]
         # The image's environment, and what the file says; nothing of the host's besides.

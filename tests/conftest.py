@@ -192,19 +192,45 @@ class VllmServer:
 
     def command(self) -> list[str]:
         return [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
-            "--port", str(self.port), "--model", str(self.base), "--served-model-name", f"{self.model}@0",
-            *CPU_FLAGS, *ONE_PROCESS, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8",
-            "--max-model-len", "256", "--logprobs-mode", "processed_logprobs",
-            "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *self.args,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--model",
+            str(self.base),
+            "--served-model-name",
+            f"{self.model}@0",
+            *CPU_FLAGS,
+            *ONE_PROCESS,
+            "--enable-lora",
+            "--max-loras",
+            "4",
+            "--max-lora-rank",
+            "8",
+            "--max-model-len",
+            "256",
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--enable-auto-tool-choice",
+            "--tool-call-parser",
+            "hermes",
+            *self.args,
+        ]
 
     def start(self, timeout_s: float = 300) -> None:
         """Returns once it answers; `stop` or `kill`, then `start` again keeps the port."""
         env = dict(
-            os.environ, **one_process_environment(), VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
-            VLLM_ALLOW_RUNTIME_LORA_UPDATING="True", VLLM_NO_USAGE_STATS="1", VLLM_SERVER_DEV_MODE="1",
-        )  # fmt: skip
+            os.environ,
+            **one_process_environment(),
+            VLLM_CPU_KVCACHE_SPACE="1",
+            HF_HUB_OFFLINE="1",
+            VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
+            VLLM_NO_USAGE_STATS="1",
+            VLLM_SERVER_DEV_MODE="1",
+        )
         command = self.command()
         with (self.folder / "vllm.log").open("ab") as log:
             # A session of its own, so that the engine processes end with the server, also when it is killed.
@@ -241,9 +267,17 @@ class InferenceDouble(VllmServer):
 
     def command(self) -> list[str]:
         return [
-            sys.executable, "-m", "tests.kits.inference_double", "--port", str(self.port), "--model", str(self.base),
-            "--served-model-name", f"{self.model}@0", *self.args,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "tests.kits.inference_double",
+            "--port",
+            str(self.port),
+            "--model",
+            str(self.base),
+            "--served-model-name",
+            f"{self.model}@0",
+            *self.args,
+        ]
 
 
 DOUBLE = os.environ.get("JOURNEYWORK_TEST_INFERENCE") == "double"
@@ -258,10 +292,7 @@ the machine while a server that tests kill is down."""
 def _ports() -> Iterator[int]:
     """Each worker's ports in turn, from a random one on, so that no other test of this run is given a port again while
     its server is starting or is down."""
-    worker, workers = (
-        os.environ.get("PYTEST_XDIST_WORKER", "gw0"),
-        os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"),
-    )
+    worker, workers = (os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     own = _PORTS[int(worker.removeprefix("gw")) :: int(workers)]
     start = random.SystemRandom().randrange(len(own))  # hypothesis seeds `random`, in each worker alike
     yield from itertools.cycle([*own[start:], *own[:start]])
@@ -292,9 +323,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer
 
 
 @pytest.fixture(scope="session")
-def inference_double(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmServer]:
+def inference_double(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """The double, also where other tests have real vLLM."""
     if DOUBLE:
         yield request.getfixturevalue("vllm_server")

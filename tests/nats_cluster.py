@@ -22,13 +22,7 @@ class Node(NatsServer):
     """One server; `kill` and `start` again keep its ports and its store."""
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        ports: Sequence[int],
-        routes: Sequence[int],
-        max_payload: int,
-        extra: str,
+        self, folder: Path, name: str, ports: Sequence[int], routes: Sequence[int], max_payload: int, extra: str
     ) -> None:
         port, route, self.monitor = ports
         urls = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes)

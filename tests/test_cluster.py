@@ -63,9 +63,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[NatsClus
 
 @pytest.fixture
 def nats_config(cluster: NatsCluster) -> NatsConfig:
-    return NatsConfig(
-        url=cluster.urls, replicas=3, connect_timeout_s=60, ack_timeout_s=2.0, publish_deadline_s=110
-    )
+    return NatsConfig(url=cluster.urls, replicas=3, connect_timeout_s=60, ack_timeout_s=2.0, publish_deadline_s=110)
 
 
 @pytest.fixture
@@ -106,9 +104,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
         found = await broker.read(type(event), **keys_of(event))
         last = await broker.read_last(type(event), **keys_of(event))
         assert last is not None
-        assert [*(r.seq for r in found), last.seq] == [ack.seq] * 2, (
-            "a read does not see what was acknowledged"
-        )
+        assert [*(r.seq for r in found), last.seq] == [ack.seq] * 2, "a read does not see what was acknowledged"
 
     # No node dies here. An acknowledgement that comes late is waited for: the repeat of a publish that the log holds is
     # a duplicate too, and then all three would be.
@@ -149,9 +145,7 @@ async def test_1800_contended_publishes_without_a_refusal_or_a_stale_decision(br
             for number, registry in enumerate(registries):
                 tg.start_soon(replica, registry, number, run)
     for run in range(runs):
-        events = [
-            r.event for r in await brokers[0].read(ExchangeRecorded, project="p", trajectory=f"run{run}")
-        ]
+        events = [r.event for r in await brokers[0].read(ExchangeRecorded, project="p", trajectory=f"run{run}")]
         exchanges = [e for e in events if isinstance(e, ExchangeRecorded)]
         assert [e.seq for e in exchanges] == list(range(3 * calls))
         assert len({e.request for e in exchanges}) == 3 * calls
@@ -172,11 +166,7 @@ async def test_judges_at_three_nodes_score_each_group_once_and_timers_survive_th
     async def play(group: int) -> None:
         for member in range(size - (group % 3 == 0)):
             event = TrajectoryCompleted(
-                project="p",
-                trajectory=f"{group}-{member}",
-                model="m",
-                group=f"g{group}",
-                reward=float(member),
+                project="p", trajectory=f"{group}-{member}", model="m", group=f"g{group}", reward=float(member)
             )
             await brokers[member].publish(event)
 
@@ -215,10 +205,7 @@ async def test_judges_at_three_nodes_score_each_group_once_and_timers_survive_th
 async def test_a_follower_of_a_stream_skips_no_event(cluster: NatsCluster, nats_config: NatsConfig) -> None:
     """Every gateway replica must know every checkpoint: nodes die, and the events come all, in order and once."""
     count, seen = 60, []
-    async with (
-        Broker.connect(nats_config) as broker,
-        Broker.connect(nats_config, provision=False) as publisher,
-    ):
+    async with Broker.connect(nats_config) as broker, Broker.connect(nats_config, provision=False) as publisher:
         await cluster.healthy()
 
         async def follow() -> None:
@@ -252,9 +239,7 @@ async def test_changed_settings_are_applied_to_existing_streams(
         await broker.publish(exchange())
         await broker.put_object("ADAPTERS", "m@1", b"abc" * 1000)
     async with Broker.connect(nats_config) as broker:
-        for name in [s.name for s in streams.STREAMS] + [
-            streams.bucket_stream(b.name) for b in streams.buckets()
-        ]:
+        for name in [s.name for s in streams.STREAMS] + [streams.bucket_stream(b.name) for b in streams.buckets()]:
             assert (await broker.stream_info(name)).config.num_replicas == 3, name
             with anyio.fail_after(60):
                 await copied(broker.client, name)
@@ -278,11 +263,7 @@ FEW_KILLS = 6
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["guarded"], indirect=True)
 async def test_services_and_nodes_die_and_nothing_is_lost_or_doubled(
-    cluster: NatsCluster,
-    nats_config: NatsConfig,
-    tiny_base: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: NatsCluster, nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The crash matrix on three nodes; no service exits by itself."""
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))

@@ -36,9 +36,8 @@ async def test_all_services_die_at_every_stop_point(
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     server = start_nats(max_payload=32_768, extra=server_users(tmp_path))
     config = settings(
-        NatsConfig(url=server.url, connect_timeout_s=60, publish_deadline_s=60, ack_timeout_s=2.0),
-        tiny_base, tmp_path,
-    )  # fmt: skip
+        NatsConfig(url=server.url, connect_timeout_s=60, publish_deadline_s=60, ack_timeout_s=2.0), tiny_base, tmp_path
+    )
 
     async def kill_servers() -> int:
         rng = random.Random(f"{SEED}/nats")

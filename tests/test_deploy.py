@@ -95,9 +95,7 @@ def test_the_lock_holds_what_pyproject_asks_for() -> None:
         for r in extras[n]
         if not r.startswith("journeywork[")
     ] + project["dependencies"]
-    text = "".join(
-        (ROOT / "requirements" / f"{n}.txt").read_text("utf-8") for n in ("cpu", "torch-cpu", "source")
-    )
+    text = "".join((ROOT / "requirements" / f"{n}.txt").read_text("utf-8") for n in ("cpu", "torch-cpu", "source"))
     locked = {canonicalize_name(n): v for n, v in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
     for requirement in map(Requirement, wanted):
         version = locked.get(canonicalize_name(requirement.name))
@@ -106,9 +104,7 @@ def test_the_lock_holds_what_pyproject_asks_for() -> None:
 
 
 def test_the_torch_that_is_locked_is_the_torch_that_is_installed() -> None:
-    assert f"torch=={importlib.metadata.version('torch')} " in (
-        ROOT / "requirements/torch-cpu.txt"
-    ).read_text("utf-8")
+    assert f"torch=={importlib.metadata.version('torch')} " in (ROOT / "requirements/torch-cpu.txt").read_text("utf-8")
 
 
 def test_pip_refuses_a_file_that_the_lock_does_not_know(tmp_path: Path) -> None:
@@ -118,9 +114,7 @@ def test_pip_refuses_a_file_that_the_lock_does_not_know(tmp_path: Path) -> None:
     wheel = tmp_path / "made_up-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("made_up.py", "")
-        archive.writestr(
-            "made_up-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n"
-        )
+        archive.writestr("made_up-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
         archive.writestr(
             "made_up-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
@@ -128,10 +122,19 @@ def test_pip_refuses_a_file_that_the_lock_does_not_know(tmp_path: Path) -> None:
     lock = tmp_path / "lock.txt"
     lock.write_text(f"made-up==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
     command = [
-        sys.executable, "-m", "pip", "--isolated", "install", *shlex.split(options.group(1)), "--no-index",
+        sys.executable,
+        "-m",
+        "pip",
+        "--isolated",
+        "install",
+        *shlex.split(options.group(1)),
+        "--no-index",
         "--find-links",
-        str(tmp_path), "-r", str(lock), "--target",
-    ]  # fmt: skip
+        str(tmp_path),
+        "-r",
+        str(lock),
+        "--target",
+    ]
     assert subprocess.run([*command, str(tmp_path / "one")], capture_output=True).returncode == 0
     wheel.write_bytes(wheel.read_bytes() + b"x")
     refused = subprocess.run([*command, str(tmp_path / "two")], capture_output=True, text=True)

@@ -68,9 +68,7 @@ def until(condition: Callable[[], bool], seconds: float, box: Box, name: str) ->
     deadline = time.monotonic() + seconds
     while not condition():
         if box.running[name].poll() is not None or time.monotonic() > deadline:
-            raise AssertionError(
-                f"{name} does not start ({box.running[name].poll()}):\n{box.log(name)[-3000:]}"
-            )
+            raise AssertionError(f"{name} does not start ({box.running[name].poll()}):\n{box.log(name)[-3000:]}")
         time.sleep(1)  # what runs there can't report here, and a try is a container of its own
 
 
@@ -124,8 +122,4 @@ def test_every_service_starts_and_a_call_is_answered(box: Box) -> None:
     # Everything stops when it is told to, within the file's time.
     for name in reversed([n for n in box.order() if box.services[n]["restart"] != "no"]):
         code = box.stop(name)
-        assert code in (0, 143) if name in ("nats", "vllm") else code == 0, (
-            name,
-            code,
-            box.log(name)[-2000:],
-        )
+        assert code in (0, 143) if name in ("nats", "vllm") else code == 0, (name, code, box.log(name)[-2000:])

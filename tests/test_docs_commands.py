@@ -22,9 +22,7 @@ _BLOCK = re.compile(r"^(?:    )?journeywork (?P<args>(?:[^\n]*\\\n)*[^\n]*)$", r
 _INLINE = re.compile(r"`journeywork ([a-z][a-z-]*)[^`]*`")
 _MODULE = re.compile(r"(?:^| |`)python -m ([a-z_]+(?:\.[a-z_]+)*)", re.MULTILINE)
 _TARGET = re.compile(r"(?:^    |`)make ([a-z][\w-]*)", re.MULTILINE)
-_FILE = re.compile(
-    r"(?:^    |pytest |-f |`)((?:tests|benchmarks|examples|deploy)/[\w/-]+(?:\.\w+)?)", re.MULTILINE
-)
+_FILE = re.compile(r"(?:^    |pytest |-f |`)((?:tests|benchmarks|examples|deploy)/[\w/-]+(?:\.\w+)?)", re.MULTILINE)
 
 
 class _TakenError(Exception):
@@ -37,9 +35,7 @@ def _lines() -> list[tuple[str, str]]:
     for page in PAGES:
         for match in _BLOCK.finditer(page.read_text("utf-8")):
             args = match["args"].replace("\\\n", " ")
-            found.append(
-                (page.relative_to(ROOT).as_posix(), re.split(r"\s{3,}(?=\S)|\s+#\s", args.strip())[0])
-            )
+            found.append((page.relative_to(ROOT).as_posix(), re.split(r"\s{3,}(?=\S)|\s+#\s", args.strip())[0]))
     return found
 
 
@@ -78,18 +74,10 @@ def test_every_command_that_a_page_names_is_there() -> None:
 
 def test_every_program_and_file_that_a_page_names_is_there() -> None:
     """A figure names the command that measures it, so the command has to run."""
-    targets = " ".join(
-        re.findall(r"^([a-z][\w -]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
-    ).split()
-    exists = {
-        _MODULE: _importable,
-        _TARGET: lambda name: name in targets,
-        _FILE: lambda name: (ROOT / name).exists(),
-    }
+    targets = " ".join(re.findall(r"^([a-z][\w -]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)).split()
+    exists = {_MODULE: _importable, _TARGET: lambda name: name in targets, _FILE: lambda name: (ROOT / name).exists()}
     texts = {page.relative_to(ROOT).as_posix(): page.read_text("utf-8") for page in PAGES}
-    named = [
-        (page, kind, name) for page, text in texts.items() for kind in exists for name in kind.findall(text)
-    ]
+    named = [(page, kind, name) for page, text in texts.items() for kind in exists for name in kind.findall(text)]
     assert [(page, name) for page, kind, name in named if not exists[kind](name)] == []
     assert len(named) > 50  # the patterns find them
 

@@ -19,12 +19,7 @@ from pipeline.chat.images import media_of
 from tests.kits.installation import started
 from tests.kits.vision import IMAGE, QUESTION, VOCABULARY, data_url, make_guesser, picture, torchvision
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.vllm,
-    pytest.mark.timeout(1800),
-    pytest.mark.xdist_group("vllm of images"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.xdist_group("vllm of images")]
 
 _COLORS = {"r": (255, 0, 0), "b": (0, 0, 255)}
 _SIZES = ((56, 56), (84, 56))
@@ -33,10 +28,7 @@ _GROUPS, _ATTEMPTS, _STEPS = 3, 8, 2
 
 def _play(journeywork: Journeywork, attempt: int, group: str, letter: str, size: tuple[int, int]) -> None:
     """One attempt: name the color of a picture. No two rewards of a group are equal, so that every group is trained."""
-    with (
-        journeywork.trajectory("seer", group=group, group_size=_ATTEMPTS) as run,
-        OpenAI(**run.openai) as client,
-    ):
+    with journeywork.trajectory("seer", group=group, group_size=_ATTEMPTS) as run, OpenAI(**run.openai) as client:
         image = {"type": "image_url", "image_url": {"url": data_url(picture(_COLORS[letter], *size))}}
         asked: Any = [{"role": "user", "content": [{"type": "text", "text": QUESTION}, image]}]
         answer = client.chat.completions.create(model="seer", max_tokens=2, messages=asked)
@@ -46,11 +38,17 @@ def _play(journeywork: Journeywork, attempt: int, group: str, letter: str, size:
 def test_logprobs_of_answers_to_images_are_those_of_vllm_at_each_step(tmp_path: Path) -> None:
     run_dir, base = tmp_path / "run", make_guesser(tmp_path / "base", [*_COLORS])
     settings = (
-        "models.0.name=seer", f"models.0.base={base}", f"trainer.groups_per_step={_GROUPS}",
-        "trainer.lora.rank=8", "vllm.max_lora_rank=8", "vllm.max_model_len=256", "gateway.port=0",
-        "trainer.optimizer.learning_rate=1e-2", "trainer.logprob_bound=1e-4",
+        "models.0.name=seer",
+        f"models.0.base={base}",
+        f"trainer.groups_per_step={_GROUPS}",
+        "trainer.lora.rank=8",
+        "vllm.max_lora_rank=8",
+        "vllm.max_model_len=256",
+        "gateway.port=0",
+        "trainer.optimizer.learning_rate=1e-2",
+        "trainer.logprob_bound=1e-4",
         f"vllm.args={json.dumps(['--limit-mm-per-prompt', json.dumps({'image': 2, 'video': 0})])}",
-    )  # fmt: skip
+    )
     env = {**os.environ, "PYTHONPATH": str(torchvision())}
     rng = random.Random(0)
     with started(tmp_path, run_dir, "--run-dir", str(run_dir), settings=settings, env=env, seconds=400) as up:

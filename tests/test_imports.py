@@ -33,12 +33,8 @@ ROOMS = {
     "rollout_gateway.access": {"rollout_gateway.http"},
     "rollout_gateway.serving": {f"rollout_gateway.{room}" for room in ("http", "access")},
     "rollout_gateway.sampler": {f"rollout_gateway.{room}" for room in ("http", "serving")},
-    "rollout_gateway.capture": {
-        f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving")
-    },
-    "rollout_gateway.outside": {
-        f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "capture")
-    },
+    "rollout_gateway.capture": {f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving")},
+    "rollout_gateway.outside": {f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "capture")},
     "rollout_gateway.api": {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture", "outside")
     },
@@ -73,9 +69,7 @@ def imported(nodes: Iterator[ast.AST]) -> set[str]:
     return found
 
 
-def dependencies(
-    package: str, nodes: Callable[[ast.AST], Iterator[ast.AST]] = statements
-) -> dict[str, set[str]]:
+def dependencies(package: str, nodes: Callable[[ast.AST], Iterator[ast.AST]] = statements) -> dict[str, set[str]]:
     """Module to the modules of the same package that it imports in the `nodes` of its tree: those outside of functions,
     or all with `ast.walk`.
 
@@ -102,10 +96,7 @@ def test_a_package_imports_only_what_the_design_allows(package: str) -> None:
         name: bad
         for name, path in module_names(package).items()
         if (
-            bad := {
-                n.partition(".")[0]
-                for n in imported(iter(list(ast.walk(ast.parse(path.read_text("utf-8"))))))
-            }
+            bad := {n.partition(".")[0] for n in imported(iter(list(ast.walk(ast.parse(path.read_text("utf-8"))))))}
             & forbidden
         )
     }
@@ -117,9 +108,7 @@ def test_no_modules_import_each_other(package: str) -> None:
     try:
         TopologicalSorter(dependencies(package, ast.walk)).prepare()
     except CycleError as error:
-        pytest.fail(
-            f"import cycle: {' -> '.join(error.args[1])}; move what the modules share into a third one"
-        )
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}; move what the modules share into a third one")
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -139,10 +128,6 @@ def test_the_docstring_of_a_room_lists_its_modules(package: str) -> None:
     unnamed: list[str] = []
     for room in (ROOT / package).rglob("__init__.py"):
         doc = ast.get_docstring(ast.parse(room.read_text("utf-8"))) or ""
-        inside = [p.stem for p in room.parent.glob("*.py")] + [
-            p.parent.name for p in room.parent.glob("*/__init__.py")
-        ]
-        unnamed += [
-            f"{room.parent.relative_to(ROOT)}: {n}" for n in inside if not n.startswith("__") and n not in doc
-        ]
+        inside = [p.stem for p in room.parent.glob("*.py")] + [p.parent.name for p in room.parent.glob("*/__init__.py")]
+        unnamed += [f"{room.parent.relative_to(ROOT)}: {n}" for n in inside if not n.startswith("__") and n not in doc]
     assert not unnamed

@@ -21,15 +21,14 @@ WHOLE = ("pip install ./journeywork", "pip install './journeywork[art]'")
 
 
 def test_no_page_and_no_message_has_an_install_line_of_its_own() -> None:
-    files = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split()
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     texts = {
         name: (ROOT / name).read_text("utf-8")
         for name in files
-        if name.endswith((".md", ".py", ".ipynb", ".toml")) and not name.startswith(("tests/", "docs/decisions/"))
+        if name.endswith((".md", ".py", ".ipynb", ".toml"))
+        and not name.startswith(("tests/", "docs/decisions/"))
         and (ROOT / name).is_file()
-    }  # fmt: skip
+    }
     others = {
         (name, line)
         for name, text in texts.items()
@@ -54,9 +53,7 @@ def test_the_install_lines_work_one_after_the_other_in_an_empty_environment(tmp_
     of_wheel = {line: shlex.split(line)[2].replace("./journeywork", str(wheel)) for line in LINES}
     with ThreadPoolExecutor() as pool:  # what a line would install is searched for while others are installed
         dry = ("install", "--quiet", "--dry-run", "--ignore-installed")
-        found = [
-            pool.submit(run_pip, *dry, of_wheel[line], python=python) for line in LINES if line not in WHOLE
-        ]
+        found = [pool.submit(run_pip, *dry, of_wheel[line], python=python) for line in LINES if line not in WHOLE]
         for line in WHOLE:
             run_pip("install", "--quiet", of_wheel[line], python=python)
             module = "journeywork.art" if "[art]" in line else "journeywork"

@@ -42,11 +42,7 @@ class Words:
 
     def trained(self, sequence: TokenSequence) -> list[str]:
         words = list(self.ids)
-        return [
-            words[i]
-            for i, t in zip(sequence.ids, sequence.loss_mask, strict=True)
-            if t and words[i][0] == "w"
-        ]
+        return [words[i] for i, t in zip(sequence.ids, sequence.loss_mask, strict=True) if t and words[i][0] == "w"]
 
 
 class Agent:
@@ -65,9 +61,7 @@ class Agent:
     def _said(self, message: Message, *, old: bool = False) -> str:
         reasoning = "" if old and self._strips else message.get("reasoning_content") or ""
         calls = [c["function"]["arguments"] for c in message.get("tool_calls") or ()]
-        return " ".join(
-            ("<think>", reasoning, "</think>", message["content"] or "", *("<call> " + c for c in calls))
-        )
+        return " ".join(("<think>", reasoning, "</think>", message["content"] or "", *("<call> " + c for c in calls)))
 
     def _reply(self) -> Message:
         message: Message = {"role": "assistant", "content": self.words.fresh(self.rng.randint(1, 60))}
@@ -85,13 +79,21 @@ class Agent:
             sampled = self.words.encode(self._said(reply) + " <end>")
             self.exchanges.append(
                 ExchangeRecorded(
-                    project="p", trajectory="t", seq=seq, choice=choice, model="m", policy_version="m@0", step=0,
+                    project="p",
+                    trajectory="t",
+                    seq=seq,
+                    choice=choice,
+                    model="m",
+                    policy_version="m@0",
+                    step=0,
                     request=msgspec.json.encode({"messages": messages}),
                     response=msgspec.json.encode({"choices": [{"message": reply}]}),
-                    prompt_ids=pack_ids(self.words.encode(self._template(messages))), sampled_ids=pack_ids(sampled),
-                    logprobs=pack_logprobs([-1.0] * len(sampled)), **fields,
+                    prompt_ids=pack_ids(self.words.encode(self._template(messages))),
+                    sampled_ids=pack_ids(sampled),
+                    logprobs=pack_logprobs([-1.0] * len(sampled)),
+                    **fields,
                 )
-            )  # fmt: skip
+            )
         return replies
 
     def sent_back(self, reply: Message) -> Message:
@@ -133,10 +135,7 @@ def scenarios() -> Iterator[tuple[Words, list[list[ExchangeRecorded]]]]:
             agent.run(agent.rng.randint(1, 8))
         yield (
             words,
-            [
-                [msgspec.structs.replace(e, trajectory=f"t{i}") for e in a.exchanges]
-                for i, a in enumerate(agents)
-            ],
+            [[msgspec.structs.replace(e, trajectory=f"t{i}") for e in a.exchanges] for i, a in enumerate(agents)],
         )
 
 

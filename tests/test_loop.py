@@ -19,8 +19,11 @@ from tests.kits.attacker import check_environments, check_files, check_stranger,
 from tests.kits.installation import Up, started
 
 pytestmark = [
-    pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.xdist_group("vllm of an installation")
-]  # fmt: skip
+    pytest.mark.anyio,
+    pytest.mark.vllm,
+    pytest.mark.timeout(1200),
+    pytest.mark.xdist_group("vllm of an installation"),
+]
 
 KILLED = ("gateway", "sampler", "judge", "trainer", "store", "nats", "vllm")
 GROUP = 4
@@ -55,9 +58,7 @@ def check_doors(run: Up) -> None:
     check_environments(state, run.run_dir)
     check_stranger(state["urls"]["nats"])
     for path in ("/v1/models", "/v1/load_lora_adapter", "/invocations", "/metrics", "/tokenize"):
-        reply = httpx.request(
-            "GET" if path.endswith("s") else "POST", state["urls"]["vllm"][0] + path, json={}
-        )
+        reply = httpx.request("GET" if path.endswith("s") else "POST", state["urls"]["vllm"][0] + path, json={})
         assert reply.status_code == 401, path
 
 
@@ -112,8 +113,7 @@ async def test_every_process_is_killed_once_and_nothing_is_lost_or_doubled(tmp_p
                 await until(run, lambda n=enough: len(fleet.finished) >= n)
                 before = kill(run, name)
                 await until(
-                    run,
-                    lambda n=name, b=before: run.state["ready"] and run.state["services"][n]["restarts"] > b,
+                    run, lambda n=name, b=before: run.state["ready"] and run.state["services"][n]["restarts"] > b
                 )
             enough = len(fleet.finished) + 4 * GROUP
             await until(run, lambda: len(fleet.finished) >= enough)
@@ -127,9 +127,7 @@ async def test_every_process_is_killed_once_and_nothing_is_lost_or_doubled(tmp_p
         "SELECT count(*) AS n, count(DISTINCT trajectory) AS different FROM trajectories WHERE completed_at IS NOT NULL"
     )
     assert counted == [{"n": len(fleet.finished), "different": len(fleet.finished)}]
-    calls = run.query(
-        "SELECT count(*) AS n, count(DISTINCT (trajectory, seq, choice)) AS different FROM exchanges"
-    )
+    calls = run.query("SELECT count(*) AS n, count(DISTINCT (trajectory, seq, choice)) AS different FROM exchanges")
     # A call repeated because its gateway died is answered from the log, not sampled again.
     assert calls == [{"n": 2 * len(fleet.finished), "different": 2 * len(fleet.finished)}]
     trained = run.query("SELECT unnest(groups) AS g, step FROM checkpoints")

@@ -21,9 +21,19 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 HEAVY = (
-    "torch", "vllm", "litellm", "nats", "msgspec", "numpy", "pyarrow", "duckdb", "transformers", "opentelemetry",
-    "rich", "openai",
-)  # fmt: skip
+    "torch",
+    "vllm",
+    "litellm",
+    "nats",
+    "msgspec",
+    "numpy",
+    "pyarrow",
+    "duckdb",
+    "transformers",
+    "opentelemetry",
+    "rich",
+    "openai",
+)
 PYTHONS = ("3.11", "3.12", "3.13")
 
 
@@ -44,9 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(sdist, cwd=source, check=True, capture_output=True)
     (archive,) = out.glob("*.tar.gz")
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out))
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, str(archive)], check=True, capture_output=True
-    )
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(archive)], check=True, capture_output=True)
     (found,) = out.glob("*.whl")
     return found
 
@@ -55,9 +63,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_package_its_data_and_what_pip_and_vllm_read(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        told = {
-            name.rpartition("/")[2]: archive.read(name).decode() for name in names if ".dist-info/" in name
-        }
+        told = {name.rpartition("/")[2]: archive.read(name).decode() for name in names if ".dist-info/" in name}
     packages = ("pipeline", "rollout_gateway", "judge", "trainer", "store", "journeywork")
     wanted = {str(p.relative_to(ROOT)) for package in packages for p in (ROOT / package).rglob("*.py")}
     wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "judge").rglob("*.md")}
@@ -124,9 +130,7 @@ def _project() -> dict[str, Any]:
 def _own_requirements() -> list[str]:
     project = _project()
     extras = project["optional-dependencies"].items()
-    return project["dependencies"] + [
-        f'{line}; extra == "{name}"' for name, lines in extras for line in lines
-    ]
+    return project["dependencies"] + [f'{line}; extra == "{name}"' for name, lines in extras for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -142,19 +146,12 @@ def _own_requirements() -> list[str]:
 def test_an_extra_brings_what_its_service_imports(extra: str, package: str) -> None:
     """Regression: `[judge]`, `[store]` and `[trainer]` could not start a service, because uvloop was missing."""
     brought, distributions = _brought(extra), packages_distributions()
-    own = {
-        "pipeline",
-        "rollout_gateway",
-        "judge",
-        "trainer",
-        "store",
-        "journeywork",
-        *sys.stdlib_module_names,
-    }
+    own = {"pipeline", "rollout_gateway", "judge", "trainer", "store", "journeywork", *sys.stdlib_module_names}
     missing = {
-        name for name in (_imported("pipeline") | _imported(package)) - own
+        name
+        for name in (_imported("pipeline") | _imported(package)) - own
         if not brought & {canonicalize_name(d) for d in distributions.get(name, [name])}
-    }  # fmt: skip
+    }
     assert not missing
 
 
@@ -191,18 +188,22 @@ def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path:
     run_pip("install", "--quiet", str(wheel), python=python)
     installed = {line.partition("==")[0].lower() for line in run_pip("freeze", python=python).splitlines()}
     assert installed <= {
-        "anyio", "certifi", "h11", "httpcore", "httpx", "idna", "sniffio", "typing_extensions", *(
-            name for name in installed if name.startswith("journeywork")
-        ),
-    }  # fmt: skip
+        "anyio",
+        "certifi",
+        "h11",
+        "httpcore",
+        "httpx",
+        "idna",
+        "sniffio",
+        "typing_extensions",
+        *(name for name in installed if name.startswith("journeywork")),
+    }
     script = "import sys, journeywork, journeywork.evaluation; " + (
         f"heavy = [n for n in {HEAVY!r} if n in sys.modules]; assert not heavy, heavy; "
         "print(journeywork.Estimate(0.5, 0.4, 0.6, 9))"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    told = subprocess.run(
-        [python, "-W", "error", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True
-    )
+    told = subprocess.run([python, "-W", "error", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert told.stdout == "0.500 [0.400, 0.600] over 9\n"
     command = str(tmp_path / "env" / "bin" / "journeywork")

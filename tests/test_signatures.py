@@ -39,9 +39,7 @@ def test_every_field_is_under_the_signature(pair: nkey.KeyPair) -> None:
     trust = signing.Trust(SigningConfig(keys=(pair.public,)))
     signed = signing.Signer(pair).sign(event())
     assert trust.objection(decode(encode(signed))) == ""  # type: ignore[arg-type]
-    changed = {
-        str: "other", int: 7, bytes: b"other", tuple: ("other",), dict: {"other": "x"},
-    }  # fmt: skip
+    changed = {str: "other", int: 7, bytes: b"other", tuple: ("other",), dict: {"other": "x"}}
     for field in msgspec.structs.fields(CheckpointPublished):
         value = changed[type(getattr(signed, field.name))]
         value = {"other": 1.0} if field.name == "metrics" else value
@@ -83,17 +81,13 @@ async def test_forged_checkpoints_at_a_reused_sequence_get_separate_dead_letters
     async with Broker.connect(nats_config) as broker:
         for step in (1, 2):
             await broker.publish(event(step))
-            await Policies("p", [kit.MODEL], signing.Trust(SigningConfig(keys=(pair.public,)))).rebuild(
-                broker
-            )
+            await Policies("p", [kit.MODEL], signing.Trust(SigningConfig(keys=(pair.public,)))).rebuild(broker)
             await broker.js.delete_stream("POLICY")
             await broker.provision()
         assert len(await letters(broker)) == 2
 
 
-async def test_forged_checkpoints_are_skipped(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_forged_checkpoints_are_skipped(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
     config = kit.settings(tiny_base, tmp_path / "run", nats_config, groups_per_step=1)
     seed = tmp_path / "checkpoints.nk"
     config = config.replace(signing=signing.trusting_own_key(SigningConfig(seed=str(seed))))
@@ -118,9 +112,7 @@ async def test_forged_checkpoints_are_skipped(
         assert [s.partition("tiny@")[2][:1] for s in said] == ["7", "9", "8"], said
         status = await read_log(nats_config, trust, "p")
         assert status["policies"] == {"tiny": "tiny@1"}
-        assert set(checkpoint.unpack(await fetch_adapter(config, kit.MODEL, 1))) == set(
-            checkpoint.ADAPTER_FILES
-        )
+        assert set(checkpoint.unpack(await fetch_adapter(config, kit.MODEL, 1))) == set(checkpoint.ADAPTER_FILES)
         with pytest.raises(checkpoint.CheckpointError, match="not signed"):
             await fetch_adapter(config, kit.MODEL, 7)
         await Policies("p", [kit.MODEL], trust).rebuild(broker)  # another gateway, or this one again

@@ -44,16 +44,9 @@ def test_an_installation_has_private_files_and_authenticated_ports(tmp_path: Pat
         # Every service does its work with the rights it has: from a run's end to the trainer's word on its group.
         with httpx.Client(base_url=run.url, timeout=60) as client:
             for attempt in range(2):
-                body = {
-                    "model": "tictactoe",
-                    "group": "g",
-                    "attempt": attempt,
-                    "metadata": {"x": "y" * 1_046_000},
-                }
+                body = {"model": "tictactoe", "group": "g", "attempt": attempt, "metadata": {"x": "y" * 1_046_000}}
                 opened = client.post("/v1/trajectories", json=body).json()
-                done = client.post(
-                    f"/v1/trajectories/{opened['id']}/complete", json={"reward": float(attempt)}
-                )
+                done = client.post(f"/v1/trajectories/{opened['id']}/complete", json={"reward": float(attempt)})
                 assert done.status_code == 200, done.text
 
         def discarded() -> bool:

@@ -61,9 +61,7 @@ def make(overlay: Path) -> None:
         gateway=config.gateway.replace(keys_file=settings.gateway.keys_file),
     )
     save(in_pods, folder / "pods.toml")
-    files = {
-        name: {file: (keys / file).read_text("ascii") for file in files} for name, files in SECRETS.items()
-    }
+    files = {name: {file: (keys / file).read_text("ascii") for file in files} for name, files in SECRETS.items()}
     files["api-keys"] = {"keys.toml": (folder / "keys.toml").read_text("utf-8")}
     objects = [
         _object("ConfigMap", "settings", data={"config.toml": (folder / "pods.toml").read_text("utf-8")}),
@@ -88,9 +86,7 @@ def _check_pods(overlay: Path, config: Config) -> None:
         sys.stderr.write(f"prepare.py: trainer.processes is not compared with the pods: {error}\n")
         return
     trainers = [
-        o
-        for o in yaml.safe_load_all(rendered)
-        if o and (o["kind"], o["metadata"]["name"]) == ("JobSet", "trainer")
+        o for o in yaml.safe_load_all(rendered) if o and (o["kind"], o["metadata"]["name"]) == ("JobSet", "trainer")
     ]
     for job in (trainer["spec"]["replicatedJobs"][0]["template"]["spec"] for trainer in trainers):
         env = {v["name"]: v.get("value") for v in job["template"]["spec"]["containers"][0]["env"]}

@@ -39,9 +39,7 @@ def links(user: User) -> dict[str, tuple[list[str], bool]]:
         spec = next((s for s in streams.STREAMS if s.name == column), None)
         first = {subject.partition(".")[0] for subject in spec.subjects} if spec else set()
         own = [s.rstrip(".*>").partition(".") for s in user.publishes if s.partition(".")[0] in first]
-        writes = [rest or "every event" for _, _, rest in own] + (
-            ["adapters"] if column in user.stores else []
-        )
+        writes = [rest or "every event" for _, _, rest in own] + (["adapters"] if column in user.stores else [])
         if writes or column in sent:
             found[column] = (writes, column in sent)
     return found
@@ -82,9 +80,7 @@ def draw() -> str:
             if writes:
                 parts.append(arrow("out", 20 + BOX, x, y + 14 + 7 * k))
                 label = escape(", ".join(writes))
-                parts.append(
-                    f'<text class="small" x="{x - 12}" y="{y + 10 + 7 * k}" text-anchor="end">{label}</text>'
-                )
+                parts.append(f'<text class="small" x="{x - 12}" y="{y + 10 + 7 * k}" text-anchor="end">{label}</text>')
             if sent:
                 parts.append(arrow("in", x, 20 + BOX, y + 42 + 7 * k))
     parts.append(

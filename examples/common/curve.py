@@ -124,16 +124,26 @@ def draw(recorded: dict[str, Any]) -> str:
                 rate, shift = run[when], 0.015 * last * number
                 mean, (low_end, high_end) = rate["mean"], rate["ci95"]
                 axes.errorbar(
-                    [x + shift], [mean], yerr=[[mean - low_end], [high_end - mean]], fmt="o", color=ORANGE,
-                    markersize=4, capsize=4,
+                    [x + shift],
+                    [mean],
+                    yerr=[[mean - low_end], [high_end - mean]],
+                    fmt="o",
+                    color=ORANGE,
+                    markersize=4,
+                    capsize=4,
                     label=f"the same {rate['count']:,} held-out {unit}" if when == "before" and not number else None,
-                )  # fmt: skip
+                )
                 if not number:
                     side = 1 if when == "before" else -1
                     axes.annotate(
-                        f"{mean:.3f}", (x, mean), xytext=(8 * side, 8), textcoords="offset points",
-                        ha="left" if side == 1 else "right", color=ORANGE, weight="bold",
-                    )  # fmt: skip
+                        f"{mean:.3f}",
+                        (x, mean),
+                        xytext=(8 * side, 8),
+                        textcoords="offset points",
+                        ha="left" if side == 1 else "right",
+                        color=ORANGE,
+                        weight="bold",
+                    )
         axes.set(xlabel=f"training {unit}", ylabel=f"{recorded['measure']}, 95 % intervals")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="lower right", fontsize=8)

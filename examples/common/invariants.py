@@ -75,6 +75,4 @@ NEVER: dict[str, str] = {
 
 def counting(queries: dict[str, str]) -> str:
     """Return a query with a row for each of `queries`: its name in `finding`, its result in `count`."""
-    return " UNION ALL ".join(
-        f"SELECT '{name}' AS finding, ({query}) AS count" for name, query in queries.items()
-    )
+    return " UNION ALL ".join(f"SELECT '{name}' AS finding, ({query}) AS count" for name, query in queries.items())

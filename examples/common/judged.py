@@ -133,12 +133,7 @@ async def train(
 
 
 async def compare(
-    model: art.TrainableModel[Any],
-    scenarios: Sequence[str],
-    rollout: Rollout,
-    helper: Helper,
-    *,
-    attempts: int = 4,
+    model: art.TrainableModel[Any], scenarios: Sequence[str], rollout: Rollout, helper: Helper, *, attempts: int = 4
 ) -> Estimate:
     """Play held-out scenarios `attempts` times with the base model and with the newest version. Returns the difference
     of the judge's scores, who sees one run of each together, in two orders; its interval is over the scenarios. Raises

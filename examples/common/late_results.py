@@ -40,9 +40,7 @@ async def report(gateway: str, delay_s: float) -> dict[str, int]:
             answer, result = game["answer"], game["result"]
             try:
                 async with limit:
-                    await client.feedback(
-                        answer, name=NAME, value=result, about="run", key=f"result/{answer}"
-                    )
+                    await client.feedback(answer, name=NAME, value=result, about="run", key=f"result/{answer}")
             except JourneyworkError as error:
                 if not counts["refused"]:
                     print(f"refused: {error}", file=sys.stderr, flush=True)

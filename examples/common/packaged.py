@@ -26,9 +26,7 @@ _QUANTIZER = ("is_quantized", "quantization_method", "hf_quantizer")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=SMOLLM2)
     parser.add_argument("--gguf", type=Path, help="a GGUF file; default: that of the package")
     args = parser.parse_args()

@@ -59,8 +59,12 @@ class Installation:
         with (run_dir / "up.log").open("wb") as sink:
             self.process = subprocess.Popen(
                 [JOURNEYWORK, "up", "--config", str(config), "--run-dir", str(run_dir), *given, *flags],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
-            )  # fmt: skip
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
 
     def check(self) -> None:
         """Raises `ExampleError` if it has ended."""
@@ -107,13 +111,7 @@ def flags(args: argparse.Namespace) -> list[str]:
 
 
 def arguments(
-    doc: str | None,
-    name: str,
-    *,
-    steps: int,
-    held_out: int,
-    base: str | None = None,
-    argv: Sequence[str] | None = None,
+    doc: str | None, name: str, *, steps: int, held_out: int, base: str | None = None, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
     """Read an example's flags. `steps`, `held_out` (number of tasks) and `base` are the defaults of the flags with
     these names. The result also has `name`, the name of the example and of its model, and `command`, the command
@@ -123,11 +121,12 @@ def arguments(
     parser.add_argument("--run-dir", type=Path, default=Path(f"runs/{name}"))
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
     parser.add_argument("--held-out", type=int, default=held_out, help="number of held-out tasks")
+    parser.add_argument("--base", default=base, help="folder of a base model; default: a tiny one, made first")
     parser.add_argument(
-        "--base", default=base, help="folder of a base model; default: a tiny one, made first"
+        "--config",
+        type=Path,
+        help="settings; default: two_cores.toml for the tiny model, deploy/journeywork.toml for another one",
     )
-    parser.add_argument("--config", type=Path, help="settings; default: two_cores.toml for the tiny model, "
-                        "deploy/journeywork.toml for another one")  # fmt: skip
     add_flags(parser)
     given = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(given)
@@ -163,9 +162,7 @@ def fast_bfloat16() -> bool:
 
 
 @contextlib.asynccontextmanager
-async def installation(
-    args: argparse.Namespace, settings: Mapping[str, Any]
-) -> AsyncIterator[AsyncJourneywork]:
+async def installation(args: argparse.Namespace, settings: Mapping[str, Any]) -> AsyncIterator[AsyncJourneywork]:
     """Run `journeywork up` with the example's model and settings (by dotted names), and yield a client of its gateway.
 
     Raises `ExampleError` if it does not come up. It is stopped when the block ends, and its history is complete

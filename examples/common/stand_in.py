@@ -41,10 +41,13 @@ def judge(messages: list[dict[str, Any]], score: Score) -> str:
 def _completion(model: str, text: str) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     return {
-        "id": "chatcmpl-stand-in", "object": "chat.completion", "created": 0, "model": model,
+        "id": "chatcmpl-stand-in",
+        "object": "chat.completion",
+        "created": 0,
+        "model": model,
         "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager

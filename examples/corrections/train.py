@@ -116,9 +116,12 @@ async def main() -> None:
         counts = await train(client, args, shuffled=shuffled)
         train_s = round(time.monotonic() - began)
         compared = await client.evaluate(
-            [f"{MODEL}@0", f"{MODEL}@{args.steps}"], held_out.batches(args.held_out), held_out.play,
-            concurrency=held_out.AT_ONCE, progress=False,
-        )  # fmt: skip
+            [f"{MODEL}@0", f"{MODEL}@{args.steps}"],
+            held_out.batches(args.held_out),
+            held_out.play,
+            concurrency=held_out.AT_ONCE,
+            progress=False,
+        )
     report = {
         "command": args.command + " --shuffled" * shuffled,
         "seed": args.seed,

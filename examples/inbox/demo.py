@@ -72,9 +72,23 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
     folder.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     command = [
-        JOURNEYWORK, "train", "--run-dir", str(run_dir), "--on", str(folder), "--as", "sft", "--epochs", "4",
-        "--learning-rate", "1e-3", "--seed", str(args.seed), "--set", "trainer.threads=2",
-    ]  # fmt: skip
+        JOURNEYWORK,
+        "train",
+        "--run-dir",
+        str(run_dir),
+        "--on",
+        str(folder),
+        "--as",
+        "sft",
+        "--epochs",
+        "4",
+        "--learning-rate",
+        "1e-3",
+        "--seed",
+        str(args.seed),
+        "--set",
+        "trainer.threads=2",
+    ]
     log = Installation(run_dir, SETTINGS, settings, "--services", "store", *flags(args))
     try:
         anyio.run(log.ready)
@@ -88,15 +102,18 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
     shutil.copytree(checkpoint, run_dir / WARM_START)
 
 
-async def train(
-    way: Way, client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespace, up: Installation
-) -> int:
+async def train(way: Way, client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespace, up: Installation) -> int:
     """Sort messages until the last step is served, or the time is over. Returns the newest step."""
     last = args.steps + 1
     options: LoopOptions[Message] = LoopOptions(
-        "train", steps=last, groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, concurrency=CONCURRENCY,
-        max_staleness=1, describe=lambda m: m.text,
-    )  # fmt: skip
+        "train",
+        steps=last,
+        groups_per_step=GROUPS_PER_STEP,
+        group_size=GROUP_SIZE,
+        concurrency=CONCURRENCY,
+        max_staleness=1,
+        describe=lambda m: m.text,
+    )
     messages = [message("train", number, args.seed) for number in range(MESSAGES)]
     shown = [message("held_out", number) for number in range(report.SHOWN)]
 
@@ -130,9 +147,15 @@ async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[Ev
 
         async def evaluate(*versions: str, baseline: EntrantResult | None = None) -> EvaluationReport:
             return await client.evaluate(
-                versions, held_out, sorter.rollout(training=False), concurrency=CONCURRENCY, progress=False,
-                name=lambda m: m.id, scenarios="held-out messages", baseline=baseline,
-            )  # fmt: skip
+                versions,
+                held_out,
+                sorter.rollout(training=False),
+                concurrency=CONCURRENCY,
+                progress=False,
+                name=lambda m: m.id,
+                scenarios="held-out messages",
+                baseline=baseline,
+            )
 
         report.say(f"base model and warm start answer {len(held_out)} held-out messages")
         before = await evaluate(WARM, BASE)
@@ -150,15 +173,11 @@ async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[Ev
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of messages, examples and trainer")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
-    parser.add_argument(
-        "--seconds", type=float, default=780, help="they end when the demo has run for this time"
-    )
+    parser.add_argument("--seconds", type=float, default=780, help="they end when the demo has run for this time")
     parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
     parser.add_argument(
         "--way", choices=("function", "judge", "job"), default="function", help="where rewards come from"
@@ -178,8 +197,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         base = args.base or packaged.make()
         settings: dict[str, Any] = {
-            "models.0.base": str(base.absolute()), "trainer.max_steps": args.steps + 1, "trainer.seed": args.seed,
-        }  # fmt: skip
+            "models.0.base": str(base.absolute()),
+            "trainer.max_steps": args.steps + 1,
+            "trainer.seed": args.seed,
+        }
         if fast_bfloat16():
             settings |= {"trainer.dtype": "bfloat16", "vllm.args": [*VLLM_ARGS, "--dtype", "bfloat16"]}
         make_room(run_dir)

@@ -96,9 +96,7 @@ def conclude(
         **counts,
         "failed_calls": counts["failed_calls"] + sum(entrant.failed for entrant in compared.entrants),
         "findings": found,
-        "answers": {
-            message("held_out", n).text: sorter.answers[message("held_out", n).id] for n in range(SHOWN)
-        },
+        "answers": {message("held_out", n).text: sorter.answers[message("held_out", n).id] for n in range(SHOWN)},
         # What `examples.common.curve` draws.
         "training": curve.training_points(points),
         "before": curve.as_json(warm.estimate("solved")),
@@ -110,9 +108,11 @@ def conclude(
         score, fields = entrant.estimate("solved"), written["fields"][name]
         label = f"{entrant.version} ({name.replace('_', ' ')})"
         table.add_row(
-            label, f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}",
+            label,
+            f"{score.mean:.3f}",
+            f"{score.low:.3f} to {score.high:.3f}",
             *(f"{fields[field]:.2f}" for field in ("team", "urgency", "order")),
-        )  # fmt: skip
+        )
     console.print(table)
     gain = compared.difference(1, "solved")
     console.print(

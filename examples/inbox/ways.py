@@ -79,9 +79,7 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
     else:
         model = next((given for given in args.set if given.startswith("judge.model=")), "")
         if not model:
-            print(
-                "the judge is a stand-in: a program that knows the right answers (--set judge.model=… names a model)"
-            )
+            print("the judge is a stand-in: a program that knows the right answers (--set judge.model=… names a model)")
         with stand_in.judge_settings({"judge.rubric": str(RUBRIC)} if model else {}, _score(args)) as judge:
             yield Way(name, settings={"judge.rubric": str(RUBRIC)} | judge)
 
@@ -129,9 +127,7 @@ def _job_settings(keys: dict[str, str], delay_s: float) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def _desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Process]:
     """Yield the program that tells results late; it ends with the block."""
-    command = [
-        sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(delay_s)
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(delay_s)]
     environment = {**os.environ, "JOURNEYWORK_API_KEY": key}
     async with await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as process:
         try:
@@ -140,9 +136,7 @@ async def _desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Process
             process.terminate()
 
 
-async def _work(
-    gateway: str, key: str, sorter: Sorter, messages: list[Message], at_once: int, desk: Process
-) -> None:
+async def _work(gateway: str, key: str, sorter: Sorter, messages: list[Message], at_once: int, desk: Process) -> None:
     """Answer each message once, with an unmodified OpenAI client, and hand the results to `desk`."""
     assert desk.stdin is not None
     stdin, sending = desk.stdin, anyio.Lock()

@@ -14,9 +14,7 @@ from examples.mcp_rl.shop import CITIES, ITEMS, QUESTIONS, Scenario
 _draw = random.Random("orders")
 _ORDERS = tuple((item, city, _draw.randint(1, 24)) for item in ITEMS for city in CITIES for _ in range(3))
 SHOP = Scenario("count", ITEMS[0], CITIES[0], "price", _ORDERS)
-PAIRS = [
-    (item, CITIES[(n + shift) % len(CITIES)], shift) for shift in range(4) for n, item in enumerate(ITEMS)
-]
+PAIRS = [(item, CITIES[(n + shift) % len(CITIES)], shift) for shift in range(4) for n, item in enumerate(ITEMS)]
 TASKS = [f"{list(QUESTIONS.values())[shift]} for {item} from {city}?" for item, city, shift in PAIRS]
 """What a stand-in for a model asks about it."""
 

@@ -40,14 +40,9 @@ LEARNING_RATE = 6e-3
 @contextlib.asynccontextmanager
 async def connect(command: list[str]) -> AsyncIterator[tuple[ClientSession, list[MCPTool]]]:
     """Start an MCP server in the repository's folder, and yield a session with it, and its tools."""
-    started = StdioServerParameters(
-        command=command[0], args=command[1:], env=dict(os.environ), cwd=running.ROOT
-    )
+    started = StdioServerParameters(command=command[0], args=command[1:], env=dict(os.environ), cwd=running.ROOT)
     # A notebook's own sys.stderr is no file, which the server's process needs.
-    async with (
-        stdio_client(started, errlog=sys.__stderr__) as (read, write),
-        ClientSession(read, write) as session,
-    ):
+    async with stdio_client(started, errlog=sys.__stderr__) as (read, write), ClientSession(read, write) as session:
         await session.initialize()
         listed = (await session.list_tools()).tools
         yield session, [MCPTool(tool.name, tool.description or "", tool.input_schema) for tool in listed]
@@ -92,9 +87,12 @@ async def main() -> None:
         judged.installation(args, "mcp_rl", score, TASKS) as (model, helper),
     ):
         written = await generate_scenarios(
-            tools, num_scenarios=len(TASKS), generator_model=helper.model, generator_api_key=helper.key,
+            tools,
+            num_scenarios=len(TASKS),
+            generator_model=helper.model,
+            generator_api_key=helper.key,
             generator_base_url=helper.url,
-        )  # fmt: skip
+        )
         scenarios = [scenario.task for scenario in written.shuffle()]
         rollout = partial(play, model, session, tools)
         await judged.train_and_compare(args, model, scenarios, rollout, helper, LEARNING_RATE)

@@ -39,20 +39,12 @@ class Ticket:
 
 def ticket(seed: str) -> Ticket:
     draw = random.Random(f"support/{seed}")
-    return Ticket(
-        draw.choice(ORDERS), draw.choice(ITEMS), draw.choice(list(ACTIONS)), draw.choice(list(MOODS))
-    )
+    return Ticket(draw.choice(ORDERS), draw.choice(ITEMS), draw.choice(list(ACTIONS)), draw.choice(list(MOODS)))
 
 
-def reply_to(
-    asked: Ticket, *, opening: str = "", action: str = "", order: int = 0, voucher: bool = False
-) -> str:
+def reply_to(asked: Ticket, *, opening: str = "", action: str = "", order: int = 0, voucher: bool = False) -> str:
     """Return the reply that keeps all rules, but for what is given."""
-    said = [
-        opening or MOODS[asked.mood],
-        action or ACTIONS[asked.problem],
-        f"Your order is {order or asked.order}.",
-    ]
+    said = [opening or MOODS[asked.mood], action or ACTIONS[asked.problem], f"Your order is {order or asked.order}."]
     return " ".join([*said, VOUCHER] if voucher else said)
 
 

@@ -23,18 +23,8 @@ BATCH = 128
 
 def words() -> list[str]:
     """Each part of a ticket and of a reply."""
-    ticket_parts = [
-        "Order ",
-        *(f": my {item} " for item in ITEMS),
-        *(f"{problem}. " for problem in ACTIONS),
-        *MOODS,
-    ]
-    reply_parts = [
-        *MOODS.values(),
-        *(f" {action}" for action in ACTIONS.values()),
-        " Your order is ",
-        f" {VOUCHER}",
-    ]
+    ticket_parts = ["Order ", *(f": my {item} " for item in ITEMS), *(f"{problem}. " for problem in ACTIONS), *MOODS]
+    reply_parts = [*MOODS.values(), *(f" {action}" for action in ACTIONS.values()), " Your order is ", f" {VOUCHER}"]
     return [SYSTEM, *ticket_parts, *reply_parts, *map(str, ORDERS), "."]
 
 

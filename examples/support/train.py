@@ -37,9 +37,11 @@ async def reply(run: Trajectory, text: str) -> str:
     """Ask the model for the reply to a ticket."""
     agent = running.agent(run)
     answer = await agent.chat.completions.create(
-        model=MODEL, max_tokens=24, temperature=1.0,
+        model=MODEL,
+        max_tokens=24,
+        temperature=1.0,
         messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}],
-    )  # fmt: skip
+    )
     return answer.choices[0].message.content or ""
 
 
@@ -77,28 +79,14 @@ async def rehearsals(client: AsyncJourneywork, args: argparse.Namespace) -> None
     while (newest := await running.newest_version(client, MODEL)) != f"{MODEL}@{args.steps}":
         drawn = [texts[(number + n) % len(texts)] for n in range(GROUPS_PER_STEP)]
         await client.gather(
-            MODEL,
-            drawn,
-            rehearse,
-            describe=str,
-            group_size=GROUP_SIZE,
-            concurrency=CONCURRENCY,
-            pinned=newest,
+            MODEL, drawn, rehearse, describe=str, group_size=GROUP_SIZE, concurrency=CONCURRENCY, pinned=newest
         )
         number += GROUPS_PER_STEP
 
 
 async def decide(args: argparse.Namespace, *decision: str) -> None:
     """Run `journeywork policy`, which puts the decision on the log."""
-    command = [
-        running.JOURNEYWORK,
-        "policy",
-        *decision,
-        "--run-dir",
-        str(args.run_dir),
-        "--by",
-        "examples.support",
-    ]
+    command = [running.JOURNEYWORK, "policy", *decision, "--run-dir", str(args.run_dir), "--by", "examples.support"]
     await anyio.to_thread.run_sync(lambda: subprocess.run(command, check=True))
 
 

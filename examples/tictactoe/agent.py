@@ -16,9 +16,7 @@ MAX_TOKENS = 1
 """A cell's name is one token and a complete move, so the end of the turn is not sampled."""
 
 
-async def moves(
-    agent: openai.AsyncOpenAI, model: str, game: Game
-) -> AsyncIterator[tuple[str, ChatCompletion]]:
+async def moves(agent: openai.AsyncOpenAI, model: str, game: Game) -> AsyncIterator[tuple[str, ChatCompletion]]:
     """Play a game to its end. Yields each board that the model was shown with the model's answer. Raises
     `openai.APIError`."""
     messages: list[ChatCompletionMessageParam] = []
@@ -53,9 +51,7 @@ class Agents:
         """Agents for the gateway at this URL; close them with `await agents.client.close()`."""
         return cls(openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key=key, max_retries=12, timeout=120))
 
-    async def play_game(
-        self, agent: openai.AsyncOpenAI, model: str, seed: str
-    ) -> tuple[Game, ChatCompletion]:
+    async def play_game(self, agent: openai.AsyncOpenAI, model: str, seed: str) -> tuple[Game, ChatCompletion]:
         """Play the game of `seed` with an agent's client. Returns it with the last answer. Raises `openai.APIError`."""
         game, began = Game(seed), time.monotonic()
         try:

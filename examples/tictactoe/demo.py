@@ -93,11 +93,7 @@ class Progress:
 
 
 async def train(
-    agents: Agents,
-    client: AsyncJourneywork,
-    progress: Progress,
-    args: argparse.Namespace,
-    installation: Installation,
+    agents: Agents, client: AsyncJourneywork, progress: Progress, args: argparse.Namespace, installation: Installation
 ) -> None:
     """Play until the budget of steps or of time is used up, while the trainer trains. Each group has an opening of its
     own. Raises `ExampleError` if the installation ends."""
@@ -117,9 +113,16 @@ async def train(
             await anyio.sleep(LOOK_EVERY_S)
 
     options = LoopOptions(
-        "train", steps=args.steps, groups_per_step=args.groups, group_size=args.group_size,
-        concurrency=args.concurrency, max_staleness=1, tries=1, describe=str, poll_s=1.0,
-    )  # fmt: skip
+        "train",
+        steps=args.steps,
+        groups_per_step=args.groups,
+        group_size=args.group_size,
+        concurrency=args.concurrency,
+        max_staleness=1,
+        tries=1,
+        describe=str,
+        poll_s=1.0,
+    )
     openings = [opening_seed("train", number, args.seed) for number in range(OPENINGS)]
     with anyio.move_on_after(args.seconds):
         async with anyio.create_task_group() as tasks:
@@ -130,11 +133,7 @@ async def train(
 
 
 async def evaluate(
-    client: AsyncJourneywork,
-    progress: Progress,
-    version: str,
-    games: int,
-    before: EvaluationReport | None = None,
+    client: AsyncJourneywork, progress: Progress, version: str, games: int, before: EvaluationReport | None = None
 ) -> EvaluationReport:
     """Let exactly this version play the held-out games, which are never trained on. With the report of the base model,
     the report has both entrants and is recorded on the log."""
@@ -147,10 +146,17 @@ async def evaluate(
         return reward
 
     return await evaluation.play(
-        client, [version], held_out.batches(games), rollout, concurrency=held_out.AT_ONCE, progress=False,
-        baseline=before.entrants[0] if before else None, record=before is not None,
-        scenarios="examples.tictactoe.held_out:batches", rollout_name="examples.tictactoe.held_out:play",
-    )  # fmt: skip
+        client,
+        [version],
+        held_out.batches(games),
+        rollout,
+        concurrency=held_out.AT_ONCE,
+        progress=False,
+        baseline=before.entrants[0] if before else None,
+        record=before is not None,
+        scenarios="examples.tictactoe.held_out:batches",
+        rollout_name="examples.tictactoe.held_out:play",
+    )
 
 
 def outcome(report: EvaluationReport, progress: Progress) -> dict[str, Any]:
@@ -217,9 +223,7 @@ def parser_of(prog: str, run_dir: str, *, steps: int, seconds: float) -> argpars
     parser.add_argument("--run-dir", type=Path, default=Path(run_dir))
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
     parser.add_argument("--seconds", type=float, default=seconds, help="time to play and learn in, at most")
-    parser.add_argument(
-        "--eval-games", type=int, default=2000, help="held-out games, the same before and after"
-    )
+    parser.add_argument("--eval-games", type=int, default=2000, help="held-out games, the same before and after")
     parser.add_argument("--concurrency", type=int, default=24, help="games at once")
     add_flags(parser)
     return parser

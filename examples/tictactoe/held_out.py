@@ -70,7 +70,7 @@ async def play_together(run: Trajectory, seeds: list[str]) -> list[Game]:
                 talks[i].append({"role": "user", "content": describe(games[i].board)})
             reply = await agent.completions.create(
                 model=run.model, prompt=[prompt(talks[i]) for i in open_], max_tokens=MAX_TOKENS, temperature=1.0
-            )  # fmt: skip
+            )
             for i, choice in zip(open_, sorted(reply.choices, key=lambda c: c.index), strict=True):
                 talks[i].append({"role": "assistant", "content": choice.text})
                 games[i].play(choice.text)

@@ -93,10 +93,7 @@ async def play(
         agents.client,
         AsyncJourneywork(gateway, api_key=keys["operator"]) as client,
         await anyio.open_process(
-            [*desk_of, "--gateway", gateway, "--delay", str(args.delay)],
-            env=environment,
-            cwd=ROOT,
-            stderr=None,
+            [*desk_of, "--gateway", gateway, "--delay", str(args.delay)], env=environment, cwd=ROOT, stderr=None
         ) as desk,
         anyio.create_task_group() as showing,
     ):
@@ -151,9 +148,7 @@ def settings(args: argparse.Namespace, keys: dict[str, str]) -> dict[str, Any]:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of("python -m examples.tictactoe.job", "runs/job", steps=58, seconds=440)
-    parser.add_argument(
-        "--delay", type=float, default=60.0, help="seconds from the end of a game to its result"
-    )
+    parser.add_argument("--delay", type=float, default=60.0, help="seconds from the end of a game to its result")
     parser.add_argument("--games", type=int, default=144, help="games a step")
     parser.add_argument(
         "--max-staleness", type=int, default=24, help="steps after which a game is too old to learn from"

@@ -56,10 +56,7 @@ def difference(report: EvaluationReport) -> dict[str, Any]:
     """Difference of the win rates of the second entrant and the first, with its interval over the pairs of batches."""
     games = {task.task: task.values.get("games", 0.0) for task in report.entrants[0].tasks}
     paired = report.pairs(1, "win")
-    return {
-        **_clamped(report.difference(1, "win"), -1.0),
-        "games": round(sum(games[task] for task, _, _ in paired)),
-    }
+    return {**_clamped(report.difference(1, "win"), -1.0), "games": round(sum(games[task] for task, _, _ in paired))}
 
 
 def _clamped(estimate: Estimate, least: float) -> dict[str, Any]:
@@ -104,8 +101,7 @@ def conclude(report: dict[str, Any], run_dir: Path, console: Console) -> list[st
     gain = report["win_rate_difference"]
     low, high = gain["ci95"]
     console.print(
-        f"difference over the same {gain['games']} games: {gain['value']:+.3f}, 95 % interval {low:+.3f} to "
-        f"{high:+.3f}"
+        f"difference over the same {gain['games']} games: {gain['value']:+.3f}, 95 % interval {low:+.3f} to {high:+.3f}"
     )
     reached = report["time_to_0_70"]
     goal = f"reached after {reached:.0f} s of training" if reached is not None else "not reached"

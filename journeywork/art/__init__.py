@@ -46,14 +46,7 @@ from journeywork.art.local import LocalBackend
 from journeywork.art.model import Model, TrainableModel
 from journeywork.art.training import TrainingError
 from journeywork.art.trajectories import History, Trajectory, TrajectoryGroup
-from journeywork.art.types import (
-    Messages,
-    MessagesAndChoices,
-    Tools,
-    TrainConfig,
-    TrainResult,
-    TrainSFTConfig,
-)
+from journeywork.art.types import Messages, MessagesAndChoices, Tools, TrainConfig, TrainResult, TrainSFTConfig
 from journeywork.art.utils import retry
 
 if not TYPE_CHECKING:  # it would hide misspelt names from type checkers

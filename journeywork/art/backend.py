@@ -100,18 +100,13 @@ class RemoteBackend:
         result.metrics = step_metrics(result.metrics, given)
         return result
 
-    async def log_validation(
-        self, model: TrainableModel[Any], trajectory_groups: Iterable[TrajectoryGroup]
-    ) -> None:
+    async def log_validation(self, model: TrainableModel[Any], trajectory_groups: Iterable[TrajectoryGroup]) -> None:
         """Record groups as validation runs, which count for the best checkpoint."""
         async with await self._gateway(model) as gateway:
             await record_groups(gateway, model.name, trajectory_groups)
 
     async def train_sft(
-        self,
-        model: TrainableModel[Any],
-        batches: Sequence[Sequence[Mapping[str, Any]]],
-        rates: Sequence[float],
+        self, model: TrainableModel[Any], batches: Sequence[Sequence[Mapping[str, Any]]], rates: Sequence[float]
     ) -> TrainResult:
         """Take one step of supervised fine-tuning, of an update per batch of conversations. See `train_chats`."""
         async with await self._gateway(model) as gateway:

@@ -56,9 +56,7 @@ def _choices(trajectory: Trajectory) -> Iterator[tuple[str, Any]]:
     """Yield the choices, each with its place."""
     conversations = [("messages_and_choices", trajectory.messages_and_choices)]
     for number, history in enumerate(trajectory.additional_histories):
-        conversations.append(
-            (f"additional_histories[{number}].messages_and_choices", history.messages_and_choices)
-        )
+        conversations.append((f"additional_histories[{number}].messages_and_choices", history.messages_and_choices))
     for name, conversation in conversations:
         for position, item in enumerate(conversation):
             # A trajectory that was read from JSON holds its choices as dictionaries.
@@ -71,6 +69,4 @@ def _reference(item: Any) -> Reference | None:
     named = fields.get(REFERENCE)
     if not isinstance(named, dict) or not {"trajectory", "reply"} <= named.keys():
         return None
-    return Reference(
-        trajectory=str(named["trajectory"]), reply=str(named["reply"]), choice=int(fields.get("index", 0))
-    )
+    return Reference(trajectory=str(named["trajectory"]), reply=str(named["reply"]), choice=int(fields.get("index", 0)))

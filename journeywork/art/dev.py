@@ -100,8 +100,15 @@ def step_settings(learning_rate: float | None, options: Mapping[str, Any]) -> di
 def loss_settings(kl_penalty: float = 0.0) -> dict[str, Any]:
     """Return the settings of ART's loss, with a penalty of `kl_penalty` for the distance from the base model."""
     return {
-        "loss.type": "cispo", "loss.importance_sampling": "none", "loss.importance_level": "token",
-        "loss.weighting": "trajectory", "loss.advantage_scaling": "group", "loss.advantage_normalization": "mean_abs",
-        "loss.advantage_balance": 0.0, "loss.kl_penalty": kl_penalty, "loss.beta": 0.0, "loss.epsilon_high": 5.0,
+        "loss.type": "cispo",
+        "loss.importance_sampling": "none",
+        "loss.importance_level": "token",
+        "loss.weighting": "trajectory",
+        "loss.advantage_scaling": "group",
+        "loss.advantage_normalization": "mean_abs",
+        "loss.advantage_balance": 0.0,
+        "loss.kl_penalty": kl_penalty,
+        "loss.beta": 0.0,
+        "loss.epsilon_high": 5.0,
         "loss.delta": None,
-    }  # fmt: skip
+    }

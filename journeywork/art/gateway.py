@@ -47,9 +47,7 @@ class Gateway(AsyncJourneywork):
         copies every call before it answers, so this request may wait `_COMPLETE_S`; the client's other requests keep
         their timeout. Raises `GatewayUnavailableError` and `JourneyworkError`."""
         body = {"model": model, "task": task, "split": split, "trajectories": list(members)}
-        await self._request(
-            "POST", f"/v1/groups/{quote(group, safe='')}/complete", body, timeout_s=_COMPLETE_S
-        )
+        await self._request("POST", f"/v1/groups/{quote(group, safe='')}/complete", body, timeout_s=_COMPLETE_S)
 
     async def policy(self, model: str) -> dict[str, Any]:
         """Return what the gateway serves for a model. Raises `LookupError` if it does not serve the model."""

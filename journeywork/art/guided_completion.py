@@ -37,9 +37,7 @@ def get_guided_completion_params(
     call = message.tool_calls[0]
     if call.type != "function":
         raise UnsupportedError(f"a call of the {call.type} tool can't be guided: use function tools")
-    tool: Any = next(
-        (t for t in base_tools or () if cast(Any, t)["function"]["name"] == call.function.name), None
-    )
+    tool: Any = next((t for t in base_tools or () if cast(Any, t)["function"]["name"] == call.function.name), None)
     if tool is None:
         raise ValueError(f"the completion calls {call.function.name!r}, which is not in `base_tools`")
     frozen = freeze_tool_schema(tool, json.loads(call.function.arguments))

@@ -47,9 +47,7 @@ class Backend(Protocol):
 
     async def get_step(self, model: Any) -> int: ...
 
-    async def train(
-        self, model: Any, trajectory_groups: Iterable[AnyGroup], **options: Any
-    ) -> TrainResult: ...
+    async def train(self, model: Any, trajectory_groups: Iterable[AnyGroup], **options: Any) -> TrainResult: ...
 
     async def train_sft(
         self, model: Any, batches: Sequence[Sequence[Mapping[str, Any]]], rates: Sequence[float]
@@ -118,9 +116,11 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
                 client = client.with_options(base_url=self.inference_base_url, api_key=self.inference_api_key)
             else:
                 client = AsyncOpenAI(
-                    base_url=self.inference_base_url, api_key=self.inference_api_key, max_retries=_RETRIES,
+                    base_url=self.inference_base_url,
+                    api_key=self.inference_api_key,
+                    max_retries=_RETRIES,
                     timeout=_TIMEOUT_S,
-                )  # fmt: skip
+                )
             self._clients[loop] = client
         return client
 
@@ -210,9 +210,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
     def backend(self) -> Backend:
         """Return the backend that the model is registered with. Raises `ValueError` if there is none."""
         if self._backend is None:
-            raise ValueError(
-                f"model {self.name!r} has no backend: call `await model.register(backend)` first"
-            )
+            raise ValueError(f"model {self.name!r} has no backend: call `await model.register(backend)` first")
         return self._backend
 
     async def register(self, backend: Backend) -> None:
@@ -242,9 +240,7 @@ class TrainableModel(Model[ModelConfig], Generic[ModelConfig]):
         _internal_config: InternalModelConfig | None = None,
         **fields: Unpack[ModelFields],
     ) -> None:
-        pydantic.BaseModel.__init__(
-            self, name=name, project=project, base_model=base_model, config=config, **fields
-        )
+        pydantic.BaseModel.__init__(self, name=name, project=project, base_model=base_model, config=config, **fields)
         self._internal_config = _internal_config
 
     async def train(
@@ -267,10 +263,7 @@ class TrainableModel(Model[ModelConfig], Generic[ModelConfig]):
         one."""
 
     async def train_sft(
-        self,
-        trajectories: Iterable[Trajectory],
-        config: TrainSFTConfig | None = None,
-        verbose: bool = False,
+        self, trajectories: Iterable[Trajectory], config: TrainSFTConfig | None = None, verbose: bool = False
     ) -> None:
         """Fine-tune the model on the assistant's messages of trajectories: one step, before, between or after steps of
         `train`, on the same adapter and optimizer.
@@ -283,7 +276,5 @@ class TrainableModel(Model[ModelConfig], Generic[ModelConfig]):
             for messages, tools in ((trajectory.messages(), trajectory.tools), *further):
                 chats.append({"messages": messages, **({"tools": tools} if tools else {})})
         settings = config or TrainSFTConfig()
-        rates = (
-            settings.learning_rate if isinstance(settings.learning_rate, list) else [settings.learning_rate]
-        )
+        rates = settings.learning_rate if isinstance(settings.learning_rate, list) else [settings.learning_rate]
         await self.backend().train_sft(self, batches_of(chats, settings.batch_size), rates)

@@ -123,9 +123,11 @@ def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 def counts(groups: Sequence[TrajectoryGroup], split: str) -> dict[str, float]:
     """Return how many groups and trajectories a step has, exceptions included."""
     numbers = {
-        "scenarios": len(groups), "trajectories": sum(len(g.trajectories) + len(g.exceptions) for g in groups),
-        "groups_submitted": len(groups), **({"groups_trainable": sum(map(trains, groups))} if split == "train" else {}),
-    }  # fmt: skip
+        "scenarios": len(groups),
+        "trajectories": sum(len(g.trajectories) + len(g.exceptions) for g in groups),
+        "groups_submitted": len(groups),
+        **({"groups_trainable": sum(map(trains, groups))} if split == "train" else {}),
+    }
     return {f"data/step_num_{name}": float(number) for name, number in numbers.items()}
 
 

@@ -149,15 +149,12 @@ async def record_groups(gateway: Gateway, model: str, groups: Iterable[Trajector
         captured = [t for t in group.trajectories if is_captured(t)]
         if captured:
             members[name] = [
-                _member(t, f"{name}-{at}", f"trajectory {at} of group {number}")
-                for at, t in enumerate(captured)
+                _member(t, f"{name}-{at}", f"trajectory {at} of group {number}") for at, t in enumerate(captured)
             ]
     await send(gateway, model, members, dict.fromkeys(members, ""), "val")
 
 
-def batches_of(
-    chats: Sequence[Mapping[str, Any]], size: int | Literal["auto"]
-) -> list[list[Mapping[str, Any]]]:
+def batches_of(chats: Sequence[Mapping[str, Any]], size: int | Literal["auto"]) -> list[list[Mapping[str, Any]]]:
     """Return the conversations of each update."""
     count = _AUTO_BATCH if size == "auto" else size
     return [list(chats[i : i + count]) for i in range(0, len(chats), count)]
@@ -173,26 +170,32 @@ async def train_chats(
     if not batches or not all(batches):
         raise ValueError("train_sft: there is no trajectory to train on")
     if len(batches) > _MAX_UPDATES:
-        raise ValueError(
-            f"train_sft: {len(batches)} updates in one call; at most {_MAX_UPDATES}, or larger batches"
-        )
+        raise ValueError(f"train_sft: {len(batches)} updates in one call; at most {_MAX_UPDATES}, or larger batches")
     batch_id = f"sft-{secrets.token_hex(6)}"
     names = [f"{batch_id}-{number}" for number in range(len(batches))]
     settings = {
-        "loss.type": "sft", "loss.weighting": "loss", "optimizer.epochs": 1, "optimizer.minibatches": len(names),
+        "loss.type": "sft",
+        "loss.weighting": "loss",
+        "optimizer.epochs": 1,
+        "optimizer.minibatches": len(names),
         "optimizer.update_rates": list(rates),
-    }  # fmt: skip
+    }
     batch = Batch(id=batch_id, groups=names, settings=settings)
     members = {
         name: [
             Member(
-                id=f"{name}-{at}", exchanges=[], demonstration=dict(chat), reward=1.0, metrics={}, metadata={},
+                id=f"{name}-{at}",
+                exchanges=[],
+                demonstration=dict(chat),
+                reward=1.0,
+                metrics={},
+                metadata={},
                 batch=batch,
             )
             for at, chat in enumerate(chats)
         ]
         for name, chats in zip(names, batches, strict=True)
-    }  # fmt: skip
+    }
     await send(gateway, model, members, dict.fromkeys(names, ""), "train")
     return await await_step(gateway, model, names)
 
@@ -245,6 +248,4 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Tra
             except JourneyworkError as error:
                 raise TrainingError(f"whether the groups were trained is not known: {error}") from error
             await anyio.sleep(_POLL_S)
-    raise TrainingError(
-        f"{len(waiting)} groups were neither trained nor discarded within {_STEP_S / 3600:g} hours"
-    )
+    raise TrainingError(f"{len(waiting)} groups were neither trained nor discarded within {_STEP_S / 3600:g} hours")

@@ -175,15 +175,10 @@ class TrajectoryGroup(pydantic.BaseModel):
         items = self.__dict__.pop("_given", None)
         if items is None:
             items = list(trajectories)
-        raised = [
-            *(item for item in items if isinstance(item, BaseException)),
-            *(fields.get("exceptions") or ()),
-        ]
+        raised = [*(item for item in items if isinstance(item, BaseException)), *(fields.get("exceptions") or ())]
         super().__init__(
             trajectories=[item for item in items if not isinstance(item, BaseException)],
-            exceptions=[
-                PydanticException.from_exception(e) if isinstance(e, BaseException) else e for e in raised
-            ],
+            exceptions=[PydanticException.from_exception(e) if isinstance(e, BaseException) else e for e in raised],
             metadata=fields.get("metadata") or {},
             metrics=fields.get("metrics") or {},
             logs=fields.get("logs") or [],
@@ -204,9 +199,7 @@ def as_groups(items: Iterable[Trajectory | BaseException | AnyGroup]) -> list[Tr
     """Return groups as they are, lists as groups, and single trajectories in groups of their own, so that none are
     compared. `None` is left out."""
     return [
-        item
-        if isinstance(item, TrajectoryGroup)
-        else TrajectoryGroup(item if isinstance(item, list) else [item])
+        item if isinstance(item, TrajectoryGroup) else TrajectoryGroup(item if isinstance(item, list) else [item])
         for item in items
         if item is not None
     ]

@@ -22,14 +22,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from journeywork.command_line import (
-    add_gateway,
-    at_least_one,
-    client_of,
-    exit_status,
-    gateway_of,
-    output_of_one_object,
-)
+from journeywork.command_line import add_gateway, at_least_one, client_of, exit_status, gateway_of, output_of_one_object
 from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
 from journeywork.evaluation.playing import EvaluationClient, PlayOptions, play
 from journeywork.evaluation.results import REWARD
@@ -287,9 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
-async def _bisect(
-    args: argparse.Namespace, url: str, tasks: list[Any], rollout: Any, limits: Limits
-) -> Bisection:
+async def _bisect(args: argparse.Namespace, url: str, tasks: list[Any], rollout: Any, limits: Limits) -> Bisection:
     options: PlayOptions = {"concurrency": args.concurrency, "max_exceptions": args.max_exceptions}
     async with client_of(url, args) as client:
         return await bisect(client, args.good, args.bad, tasks, rollout, limits, **options)

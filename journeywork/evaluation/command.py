@@ -22,14 +22,7 @@ from typing import Any
 
 import anyio
 
-from journeywork.command_line import (
-    add_gateway,
-    at_least_one,
-    client_of,
-    exit_status,
-    gateway_of,
-    output_of_one_object,
-)
+from journeywork.command_line import add_gateway, at_least_one, client_of, exit_status, gateway_of, output_of_one_object
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
 from journeywork.evaluation.playing import play, versions_of
@@ -48,11 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         entrants = _entrants(args)
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
-        url = (
-            gateway_of(args)
-            if args.url or any(e.kind == "policy" for e in entrants) or not args.no_record
-            else ""
-        )
+        url = gateway_of(args) if args.url or any(e.kind == "policy" for e in entrants) or not args.no_record else ""
         if args.dry_run:
             versions = anyio.run(_versions, args, entrants, url)
         else:
@@ -119,12 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add_tasks(parser, "a list, a function that returns one, or JSONL")
     add("--attempts", type=at_least_one, default=1, help="runs of each task (default: 1)")
     add("--limit", type=at_least_one, metavar="N", help="only the first N tasks; default: all")
-    add(
-        "--key-env",
-        default="",
-        metavar="NAME",
-        help="variable with the API key of <base URL>#<model> entrants",
-    )
+    add("--key-env", default="", metavar="NAME", help="variable with the API key of <base URL>#<model> entrants")
     add("--no-record", action="store_true", help="send no results to the log")
     add(
         "--dry-run",

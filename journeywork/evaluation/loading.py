@@ -36,9 +36,7 @@ def load_object(text: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module exists, and imports one that does not
-        raise ValueError(
-            f"{text!r}: there is no module {module!r} in {here} or on the Python path"
-        ) from error
+        raise ValueError(f"{text!r}: there is no module {module!r} in {here} or on the Python path") from error
     for part in name.split("."):
         if not hasattr(value, part):
             raise ValueError(f"{text!r}: the module {module!r} has no {name!r}")

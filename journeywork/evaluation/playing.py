@@ -126,10 +126,17 @@ async def _play(
     async def gather(by: gathering.Client) -> tuple[list[TaskGroup[int]], float]:
         start = time.monotonic()
         groups = await gathering.gather(
-            by, entrant.model, range(len(tasks.tasks)), tasks.rollout_by_number(rollout),
-            group_size=attempts, split="val", pinned=version, name=tasks.group,
-            describe=tasks.names.__getitem__, **options,
-        )  # fmt: skip
+            by,
+            entrant.model,
+            range(len(tasks.tasks)),
+            tasks.rollout_by_number(rollout),
+            group_size=attempts,
+            split="val",
+            pinned=version,
+            name=tasks.group,
+            describe=tasks.names.__getitem__,
+            **options,
+        )
         return groups, time.monotonic() - start
 
     if entrant.kind == "policy":

@@ -36,9 +36,7 @@ def text_report(report: EvaluationReport) -> str:
 def _text_table(table: Table) -> str:
     head, rows = table
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    ]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -67,16 +65,33 @@ def _shown(result: EntrantResult) -> str:
 
 
 def _costs(report: EvaluationReport) -> Table:
-    head = ("entrant", "runs", "failed", "calls", "prompt tokens", "sampled tokens", "s per call", "s per run, p50",
-            "s per run, p95", "s in all")  # fmt: skip
+    head = (
+        "entrant",
+        "runs",
+        "failed",
+        "calls",
+        "prompt tokens",
+        "sampled tokens",
+        "s per call",
+        "s per run, p50",
+        "s per run, p95",
+        "s in all",
+    )
     rows = [
         (
-            result.entrant.name, f"{result.runs:,}", f"{result.failed:,}", f"{result.usage.calls:,}",
-            f"{result.usage.prompt_tokens:,}", f"{result.usage.completion_tokens:,}", _number(result.call_s),
-            _number(result.quantile_s(0.5)), _number(result.quantile_s(0.95)), _number(result.wall_s),
+            result.entrant.name,
+            f"{result.runs:,}",
+            f"{result.failed:,}",
+            f"{result.usage.calls:,}",
+            f"{result.usage.prompt_tokens:,}",
+            f"{result.usage.completion_tokens:,}",
+            _number(result.call_s),
+            _number(result.quantile_s(0.5)),
+            _number(result.quantile_s(0.95)),
+            _number(result.wall_s),
         )
         for result in report.entrants
-    ]  # fmt: skip
+    ]
     return head, rows
 
 

@@ -160,12 +160,7 @@ def finite(value: float) -> float | None:
 
 
 def result_of(
-    entrant: Entrant,
-    version: str,
-    groups: Sequence[TaskGroup[int]],
-    names: Sequence[str],
-    attempts: int,
-    wall_s: float,
+    entrant: Entrant, version: str, groups: Sequence[TaskGroup[int]], names: Sequence[str], attempts: int, wall_s: float
 ) -> EntrantResult:
     """Return the result of the groups that an entrant played; a group's task is its number in `names`.
 

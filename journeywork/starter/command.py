@@ -39,9 +39,7 @@ def write_project(name: str, folder: Path, base: str = "", *, tiny: bool = False
 
     Raises `InitError` if the name cannot be that of a model, or the folder has files already or cannot be made."""
     if not _NAME.fullmatch(name):
-        raise InitError(
-            f"{name!r} cannot be a project: use up to 64 letters, digits, `-` and `_`, a letter first"
-        )
+        raise InitError(f"{name!r} cannot be a project: use up to 64 letters, digits, `-` and `_`, a letter first")
     if folder.exists() and not folder.is_dir():
         raise InitError(f"{folder} is a file: choose another name, or a folder with --dir")
     if folder.exists() and any(folder.iterdir()):
@@ -79,9 +77,7 @@ def make_tiny_model(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the project that `argv` (default: the command line) names, and print what to do next. Exits 2 if it cannot
     be written."""
-    parser = argparse.ArgumentParser(
-        prog="journeywork init", description="Write a starter project that runs."
-    )
+    parser = argparse.ArgumentParser(prog="journeywork init", description="Write a starter project that runs.")
     parser.add_argument("name", help="name of the project and of its model")
     parser.add_argument("--dir", default="", help="folder; default: the name")
     model = parser.add_mutually_exclusive_group()
@@ -91,9 +87,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="folder of the base model, or its name on the Hugging Face hub; default: Qwen/Qwen3-4B",
     )
     model.add_argument(
-        "--tiny", action="store_true",
+        "--tiny",
+        action="store_true",
         help="make a tiny base model, and write settings with which it learns on two cores without a GPU",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     with exit_status((InitError, OSError), ()):
         written = write_project(args.name, Path(args.dir or args.name), args.base, tiny=args.tiny)

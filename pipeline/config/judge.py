@@ -23,9 +23,9 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 
     name: str
     """Name of the part in `components` of a scored group."""
-    kind: Literal[
-        "agent", "metric", "python", "ruler", "feedback", "next_state", "length", "turns", "context"
-    ] = "agent"
+    kind: Literal["agent", "metric", "python", "ruler", "feedback", "next_state", "length", "turns", "context"] = (
+        "agent"
+    )
     """`agent`: the reward that the agent reported under `name`, else its overall reward. `metric`: the agent's metric
     `name`. `python`: a function. `ruler`: the judge model with `rubric`. `feedback`: the signals with the name `name`,
     from the keys in `by` (docs/on-the-job.md). `next_state`: the judge model scores each call by what followed it; the

@@ -92,9 +92,7 @@ class Config(Section, frozen=True, kw_only=True):
         """Return whether a model may learn from what `version` answered: false for an outside model unless each of its
         tables says `may_train`."""
         name = outside_model(version)
-        return not is_outside(version) or {True} == {
-            table.may_train for table in self.outside if table.name == name
-        }
+        return not is_outside(version) or {True} == {table.may_train for table in self.outside if table.name == name}
 
     def max_loras(self) -> int:
         """Return `vllm.max_loras`, or the number that staleness and models need where it is 0. Raises `ConfigError`."""

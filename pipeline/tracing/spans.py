@@ -74,9 +74,7 @@ def call_span(event: ExchangeRecorded, run: Run, content: Content, called_by: tu
         **_parameters(request),
     }
     if event.cost_usd is not None:
-        attributes["langfuse.observation.cost_details"] = msgspec.json.encode(
-            {"total": event.cost_usd}
-        ).decode()
+        attributes["langfuse.observation.cost_details"] = msgspec.json.encode({"total": event.cost_usd}).decode()
     if event.finish_reason:
         attributes["gen_ai.response.finish_reasons"] = (event.finish_reason,)
     if isinstance(response.get("id"), str):

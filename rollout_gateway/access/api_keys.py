@@ -63,9 +63,7 @@ class Access:
     def check_model(self, model: str) -> None:
         """Raise a 403 `ApiError` if it may not use the model."""
         if not self.sees(model):
-            raise ApiError(
-                403, "model_not_allowed", f"This API key may not use the model {model!r}.", param="model"
-            )
+            raise ApiError(403, "model_not_allowed", f"This API key may not use the model {model!r}.", param="model")
 
 
 FULL_ACCESS = Access(operator=True)
@@ -152,9 +150,7 @@ class ApiKeys:
             account.spend(owner, calls)
 
     @asynccontextmanager
-    async def reading(
-        self, owner: str, *, feedback_only: bool = False
-    ) -> AsyncIterator[Callable[[int], None]]:
+    async def reading(self, owner: str, *, feedback_only: bool = False) -> AsyncIterator[Callable[[int], None]]:
         """Count what is read of a run for a request of the keys named `owner`. The block gets a function and calls it
         with the bytes of each part. Each MiB counts as a further call. The keys of a name read one run at a time, and
         those that follow need a call that is left. Raises a 429 `ApiError` if none is."""

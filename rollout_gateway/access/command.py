@@ -58,12 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     key.add_argument("--calls-per-minute", type=int, default=0, help="default: 0, no limit")
     key.add_argument("--model", action="append", default=[], help="may be repeated; default: all")
     key.add_argument("--calls-only", action="store_true", help="it may not open, read or complete runs")
-    key.add_argument(
-        "--expires", default="", help="30m, 12h, 30d or 2w from now, or a date and time in ISO 8601"
-    )
-    commands.add_parser("add", parents=[key, file], help="make a key and add it to the file").set_defaults(
-        run=_add
-    )
+    key.add_argument("--expires", default="", help="30m, 12h, 30d or 2w from now, or a date and time in ISO 8601")
+    commands.add_parser("add", parents=[key, file], help="make a key and add it to the file").set_defaults(run=_add)
     revoke = commands.add_parser("revoke", parents=[file], help="remove keys from the file")
     which = revoke.add_mutually_exclusive_group(required=True)
     which.add_argument("--name", help="all keys of this name")
@@ -167,13 +163,9 @@ def _revoke(args: argparse.Namespace) -> None:
     if not path.exists():
         raise ConfigError(f"there is no file {path}")
     with _editing(path) as keys:
-        matching = [
-            k for k in keys if (name_of(k) == args.name if args.name else k.sha256.startswith(args.sha256))
-        ]
+        matching = [k for k in keys if (name_of(k) == args.name if args.name else k.sha256.startswith(args.sha256))]
         if not matching or (args.sha256 and len(matching) > 1):
-            sys.stderr.write(
-                f"journeywork keys: {len(matching)} keys in {path} match {args.name or args.sha256!r}\n"
-            )
+            sys.stderr.write(f"journeywork keys: {len(matching)} keys in {path} match {args.name or args.sha256!r}\n")
             raise SystemExit(1)
         keys[:] = [key for key in keys if key not in matching]
     sys.stdout.write(f"revoked {len(matching)} in {path}\n")
@@ -187,11 +179,14 @@ def _list(args: argparse.Namespace) -> None:
     for key in read_keys(path):
         scope = [*key.models, *(["calls only"] if key.calls_only else [])]
         columns = (
-            name_of(key), key.role, key.sha256[:12], ", ".join(scope),
+            name_of(key),
+            key.role,
+            key.sha256[:12],
+            ", ".join(scope),
             f"{key.calls_per_minute}/min" if key.calls_per_minute else "",
             f"until {key.expires}" if key.expires else "",
             "EXPIRED" if expires_at(key) <= time.time() else "",
-        )  # fmt: skip
+        )
         sys.stdout.write("  ".join(column for column in columns if column) + "\n")
 
 

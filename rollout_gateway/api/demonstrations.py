@@ -45,14 +45,25 @@ def _events(opened: TrajectoryOpened, turn: DemonstratedTurn, seq: int) -> list[
     choice = {"index": 0, "message": turn.reply, "finish_reason": "stop"}
     return [
         ExchangeRecorded(
-            project=opened.project, trajectory=opened.trajectory, seq=seq, model=opened.model,
-            policy_version=f"{opened.model}@{turn.step}", step=turn.step, group=opened.group,
-            request=_encode(turn.request), response=_encode({"object": "chat.completion", "choices": [choice]}),
-            prompt_ids=pack_ids(turn.prompt_ids), sampled_ids=pack_ids(turn.reply_ids), logprobs=b"",
-            finish_reason="stop", endpoint="demonstration", request_hash=turn.request_hash, started_at=now,
+            project=opened.project,
+            trajectory=opened.trajectory,
+            seq=seq,
+            model=opened.model,
+            policy_version=f"{opened.model}@{turn.step}",
+            step=turn.step,
+            group=opened.group,
+            request=_encode(turn.request),
+            response=_encode({"object": "chat.completion", "choices": [choice]}),
+            prompt_ids=pack_ids(turn.prompt_ids),
+            sampled_ids=pack_ids(turn.reply_ids),
+            logprobs=b"",
+            finish_reason="stop",
+            endpoint="demonstration",
+            request_hash=turn.request_hash,
+            started_at=now,
             first_token_at=now,
         )
-    ]  # fmt: skip
+    ]
 
 
 def check_demonstration(member: GroupMember, access: Access) -> None:
@@ -70,9 +81,7 @@ def check_demonstration(member: GroupMember, access: Access) -> None:
         raise ApiError(400, "invalid_body", message, param="demonstration")
 
 
-async def demonstrated_turns(
-    request: ControlRequest, model: str, member: GroupMember
-) -> list[DemonstratedTurn]:
+async def demonstrated_turns(request: ControlRequest, model: str, member: GroupMember) -> list[DemonstratedTurn]:
     """A conversation's replies, each with the prompt that the model would have got, in the tokens of the model's chat
     template. A completed trajectory, as a retry names it, has none to record. Raises an `ApiError`: 400 for a
     conversation that the template can't render so, 502 or 503 where no inference server answers."""

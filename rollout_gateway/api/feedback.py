@@ -99,11 +99,7 @@ def _by_answer(body: AnswerFeedback, trajectory: str, grade: _Grade, answer: str
 
 def _grade(body: Feedback, limit: float) -> _Grade:
     """Read what a body says. Raises a 400 `ApiError` unless it says one thing, within its bounds."""
-    said = {
-        "value": body.value is not None,
-        "thumb": body.thumb is not None,
-        "correction": bool(body.correction),
-    }
+    said = {"value": body.value is not None, "thumb": body.thumb is not None, "correction": bool(body.correction)}
     if sum(said.values()) > 1 or not (any(said.values()) or body.text) or (body.correction and body.text):
         message = (
             "Say one thing: `value`, `thumb`, `ranking`, `correction` or `text`. `text` may comment on a value or a "
@@ -234,9 +230,7 @@ async def _check_number(gateway: Gateway, event: SignalGiven) -> None:
     given = await gateway.broker.subjects(stream_of(SignalGiven), of_run)
     if len(event.text) > _LONG_TEXT:
         own = await gateway.broker.read(SignalGiven, **{name: getattr(event, name) for name in named})
-        others = sum(
-            len(r.event.text) for r in own if r.event.by == event.by and r.event.signal != event.signal
-        )
+        others = sum(len(r.event.text) for r in own if r.event.by == event.by and r.event.signal != event.signal)
         if others + len(event.text) > _MOST_TEXT:
             message = (
                 f"The texts of this key on the run {event.trajectory!r} exceed {_MOST_TEXT:,} characters. "
@@ -319,9 +313,11 @@ async def _state(gateway: Gateway, opened: TrajectoryOpened) -> dict[str, str]:
     if await gateway.registry.log.completion(opened) is None:
         return {"run": "open"}
     keys: dict[str, Any] = {
-        "project": opened.project, "model": opened.model, "group": group_key(opened.group, opened.trajectory),
+        "project": opened.project,
+        "model": opened.model,
+        "group": group_key(opened.group, opened.trajectory),
         "branch": "main",
-    }  # fmt: skip
+    }
     for scored in reversed(await gateway.broker.read(GroupScored, **keys)):
         if any(m.trajectory == opened.trajectory and m.outcome == "scored" for m in scored.event.members):
             return {"run": "scored"}

@@ -6,14 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.events import (
-    DeadLettered,
-    GroupDiscarded,
-    GroupScored,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-    decode,
-)
+from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrajectoryCompleted, TrajectoryOpened, decode
 from pipeline.names import check_name
 from pipeline.statistics.metric_names import named
 from rollout_gateway.access.api_keys import Access

@@ -43,26 +43,22 @@ class Metrics(Collector):
         return generate_latest(self._collectors)
 
     def collect(self) -> Iterator[Metric]:
-        calls = CounterMetricFamily(
-            "journeywork_calls", "Model calls answered.", labels=("endpoint", "status")
-        )
+        calls = CounterMetricFamily("journeywork_calls", "Model calls answered.", labels=("endpoint", "status"))
         for (endpoint, status), count in sorted(self._calls.items()):
             calls.add_metric((endpoint, str(status)), count)
         yield calls
         bounds = [*map(floatToGoString, _BOUNDS_S), "+Inf"]
         totals = [sum(self._buckets[: i + 1]) for i in range(len(bounds))]
         yield HistogramMetricFamily(
-            "journeywork_call_seconds", "Time from a call's arrival to the end of its answer.",
-            buckets=list(zip(bounds, totals, strict=True)), sum_value=self._seconds,
-        )  # fmt: skip
+            "journeywork_call_seconds",
+            "Time from a call's arrival to the end of its answer.",
+            buckets=list(zip(bounds, totals, strict=True)),
+            sum_value=self._seconds,
+        )
         yield GaugeMetricFamily(
-            "journeywork_trajectories_known",
-            "Open trajectories in this replica's memory.",
-            len(self._registry),
+            "journeywork_trajectories_known", "Open trajectories in this replica's memory.", len(self._registry)
         )
-        yield CounterMetricFamily(
-            "journeywork_adapter_loads", "Adapters loaded, counted per server.", self.loads
-        )
+        yield CounterMetricFamily("journeywork_adapter_loads", "Adapters loaded, counted per server.", self.loads)
         for name, meaning, value in (
             ("ready", "Whether a server takes calls.", lambda r: int(r.ready)),
             ("calls", "Calls at a server now.", lambda r: r.load),

@@ -54,9 +54,7 @@ def _check_version(gateway: Gateway, event: PolicyEvaluated) -> None:
     except InvalidNameError:
         model, step = "", 0
     if model != event.model or step > parse_version(newest)[1]:
-        message = (
-            f"{event.version!r} is no version of {event.model!r}: name the one that played, up to {newest}."
-        )
+        message = f"{event.version!r} is no version of {event.model!r}: name the one that played, up to {newest}."
         raise ApiError(400, "invalid_name", message, param="version")
 
 
@@ -64,9 +62,7 @@ async def _check_owner(gateway: Gateway, event: PolicyEvaluated, access: Access)
     """Raise an `ApiError`: 409 if the evaluation belongs to another key, 404 if a run that it names does."""
     if access.operator:
         return
-    entrants = await gateway.broker.read(
-        PolicyEvaluated, project=gateway.project, evaluation=event.evaluation
-    )
+    entrants = await gateway.broker.read(PolicyEvaluated, project=gateway.project, evaluation=event.evaluation)
     if any(not access.owns(recorded.event.by) for recorded in entrants[:1]):
         message = f"Evaluation {event.evaluation!r} belongs to another API key. Choose another id."
         raise ApiError(409, "evaluation_exists", message, param="evaluation")

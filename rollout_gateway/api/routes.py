@@ -35,9 +35,7 @@ class Route:
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
         """Matches the path without its outer slashes. Groups: the parameters."""
-        return re.compile(
-            re.sub(r"\{\w+(\+?)\}", lambda m: "(.+)" if m[1] else "([^/]+)", self.path.strip("/"))
-        )
+        return re.compile(re.sub(r"\{\w+(\+?)\}", lambda m: "(.+)" if m[1] else "([^/]+)", self.path.strip("/")))
 
 
 _RUN = "/v1/trajectories/{trajectory}"
@@ -48,12 +46,7 @@ ROUTES = (
     Route("GET", "/v1/models/{model+}", models.get_model, "call"),
     Route("GET", "/v1/policies", models.get_policies),
     *(
-        Route(
-            "POST",
-            f"/v1/policies/{{model}}/{action}",
-            functools.partial(models.decide, action=action),
-            "operator",
-        )
+        Route("POST", f"/v1/policies/{{model}}/{action}", functools.partial(models.decide, action=action), "operator")
         for action in get_args(Action)
     ),
     Route("POST", "/v1/trajectories", trajectories.open_trajectory, status=201, opens=True),

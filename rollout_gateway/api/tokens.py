@@ -55,9 +55,7 @@ async def token_ids(request: ControlRequest, model: str, prompt: Mapping[str, An
     answer = await _tokenize(request, model, prompt)
     if answer.status != 200:
         text = answer.body.decode(errors="replace")
-        raise ApiError(
-            400, "invalid_body", f"The inference server refuses the prompt: {text}", param="messages"
-        )
+        raise ApiError(400, "invalid_body", f"The inference server refuses the prompt: {text}", param="messages")
     return _read(answer.body).tokens
 
 

@@ -52,9 +52,7 @@ def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
         name = gateway.router.name(model)
         if policies.state(name) is None:
             raise gateway.unknown_model(model, access)
-        message = (
-            f"{model!r} is a version, not a model. Open with the model {name!r} and `pinned`: {model!r}."
-        )
+        message = f"{model!r} is a version, not a model. Open with the model {name!r} and `pinned`: {model!r}."
         raise ApiError(404, "model_not_found", message, param="model")
     if not pinned:
         return

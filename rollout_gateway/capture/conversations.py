@@ -53,9 +53,13 @@ class CallMessages:
         names = {str(_function(t).get("name")) for t in tools} if isinstance(tools, list) else set()
         said = [m for m in valid if m.get("role") == "assistant" and _canonical(m) != _EMPTY]
         return cls(
-            owner, model, canonicals(valid), tuple(sorted(names)), _call_ids(said[-1]) if said else (),
+            owner,
+            model,
+            canonicals(valid),
+            tuple(sorted(names)),
+            _call_ids(said[-1]) if said else (),
             frozenset(_without(_REMINDERS, text).strip() for content in users for text in _texts(content)),
-        )  # fmt: skip
+        )
 
     def with_answer(self, message: dict[str, Any]) -> CallMessages:
         """The conversation with an answer at its end."""
@@ -182,9 +186,7 @@ def quotes(answered: CallMessages, programs: list[str]) -> list[Quote]:
     if new and not calls:
         said = [answered.digest("line", line) for line in new]
         out.append(quote("summary", answered.digest("line", max(new, key=len)), said))
-    for task in {
-        t.strip() for _, arguments in msgspec.json.decode(calls or "[]") for t in _strings(arguments)
-    }:
+    for task in {t.strip() for _, arguments in msgspec.json.decode(calls or "[]") for t in _strings(arguments)}:
         if (lines := _long_lines(task)) and task not in before:
             fingerprint = answered.digest("line", max(lines, key=len))
             out.append(quote("task", fingerprint, [answered.digest("text", task)]))
@@ -238,9 +240,7 @@ def canonicals(messages: Sequence[Any]) -> tuple[Canonical, ...]:
 
 
 def _canonical(message: dict[str, Any]) -> Canonical:
-    calls = [
-        (f.get("name"), _arguments(f.get("arguments"))) for call in _calls(message) if (f := _function(call))
-    ]
+    calls = [(f.get("name"), _arguments(f.get("arguments"))) for call in _calls(message) if (f := _function(call))]
     return (
         str(message.get("role")),
         "".join(_texts(message.get("content"))).strip(),  # some clients leave out white space at the ends

@@ -75,9 +75,7 @@ class TrajectoryDetector:
         self._grouped = config.detection.grouped
         # Another gateway may have a call of a restored run in flight; it is recorded only when it ends.
         self._restored_idle_s = config.detection.idle_s + config.replicas.timeout_s
-        self._waiting = WaitingRuns(
-            registry.log.broker, project, self._idle_s + _RESTART_S, self._restored_idle_s
-        )
+        self._waiting = WaitingRuns(registry.log.broker, project, self._idle_s + _RESTART_S, self._restored_idle_s)
         self._taken: dict[int, _Taken] = {}
         """By `id` of the call."""
         self._to_put: list[WaitingRun] = []

@@ -65,9 +65,7 @@ class Dispatcher:
                 if failed or (attempt.status < 500 and attempt.status != 404):
                     return attempt
                 if reason := malformed(exchange.call.fields):
-                    raise ApiError(
-                        400, "invalid_body", f"The inference server can't read the call: {reason}."
-                    )
+                    raise ApiError(400, "invalid_body", f"The inference server can't read the call: {reason}.")
                 # Not its body, which may repeat the call: the server's own log has more.
                 log.warning("server suspected", replica=replica.name, status=attempt.status)
                 replica.suspect()
@@ -97,9 +95,7 @@ class Dispatcher:
         streamed = False
         try:
             body = upstream_body(call, lease.version, answer_id=exchange.answer_id)
-            reply = await upstream.request(
-                "POST", call.served_by, body, timeout_s=self._gateway.replicas.timeout_s
-            )
+            reply = await upstream.request("POST", call.served_by, body, timeout_s=self._gateway.replicas.timeout_s)
             exchange.mark_sent(lease, started_at)
             streamed = call.stream and reply.status == 200
             return Attempt(lease, reply, b"" if streamed else await reply.read())

@@ -62,9 +62,7 @@ class Groups:
             # The group may be that of a trajectory, whose id names it.
             named = await self._log.opening(event.group)
             if named is not None and (named.event.group, named.event.model) == (event.group, event.model):
-                event = msgspec.structs.replace(
-                    event, owner=named.event.owner, group_size=named.event.group_size
-                )
+                event = msgspec.structs.replace(event, owner=named.event.owner, group_size=named.event.group_size)
         owner = await self._owner_by_outcome(keys_of(event))
         if owner is not None:
             event = msgspec.structs.replace(event, owner=owner)

@@ -35,11 +35,7 @@ class CallHandler:
     """Answers plain and streamed calls."""
 
     def __init__(
-        self,
-        gateway: GatewayConfig,
-        fleet: Fleet,
-        router: VersionRouter,
-        detector: TrajectoryDetector | None = None,
+        self, gateway: GatewayConfig, fleet: Fleet, router: VersionRouter, detector: TrajectoryDetector | None = None
     ) -> None:
         """`detector` is told of every captured call that was answered, before the client gets the answer."""
         self._detector = detector
@@ -136,9 +132,7 @@ class CallHandler:
 
     # -- records -------------------------------------------------------------------------------------------------
 
-    def begin_record(
-        self, exchange: Exchange, status: Status, answer: Callable[[], Answer]
-    ) -> asyncio.Task[None]:
+    def begin_record(self, exchange: Exchange, status: Status, answer: Callable[[], Answer]) -> asyncio.Task[None]:
         """Record a captured call with this answer, also if the caller is cancelled. `settle` waits for it."""
         exchange.recorded_in.begin_work()
         recording = asyncio.ensure_future(self._record_and_report(exchange, status, answer))
@@ -146,9 +140,7 @@ class CallHandler:
         recording.add_done_callback(self._recording.discard)
         return recording
 
-    async def _record_and_report(
-        self, exchange: Exchange, status: Status, answer: Callable[[], Answer]
-    ) -> None:
+    async def _record_and_report(self, exchange: Exchange, status: Status, answer: Callable[[], Answer]) -> None:
         try:
             exchange.answer = answer()
             await self._record(exchange, status)

@@ -137,9 +137,7 @@ class Identity:
         elif calls and b"content-length" not in request.headers:
             self._api_keys.spend(request.owner, calls)
 
-    async def trajectory(
-        self, access: Access, url: str | None, headers: Headers, call: Call
-    ) -> Trajectory | None:
+    async def trajectory(self, access: Access, url: str | None, headers: Headers, call: Call) -> Trajectory | None:
         """The open trajectory of a call, or `None`. `url` is the one that the path names. Raises `ApiError`."""
         named = _named_run(url, headers, call.params.metadata)
         if access.trajectory:
@@ -200,9 +198,7 @@ def _named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | Non
     in_header = headers.get(ATTEMPT_HEADER, b"")
     return _NamedRun(
         (url or "", str(body.get("journeywork_trajectory") or ""), _name_in(headers, TRAJECTORY_HEADER)),
-        _name_in(headers, GROUP_HEADER)
-        if GROUP_HEADER in headers
-        else str(body.get("journeywork_group") or ""),
+        _name_in(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or ""),
         int(in_header) if in_header.isdigit() and len(in_header) < 9 else 0,
     )
 

@@ -25,9 +25,7 @@ from rollout_gateway.http.errors import ApiError
 
 E = TypeVar("E", bound=Event)
 T = TypeVar("T")
-_VALUES = (
-    "task", "text", "role", "name", "source", "scenarios", "rollout", "rewards", "metrics", "tasks", "measures",
-)  # fmt: skip
+_VALUES = ("task", "text", "role", "name", "source", "scenarios", "rollout", "rewards", "metrics", "tasks", "measures")
 _JSON = ("metadata", "request", "response")
 """The numbers of a response are the inference server's, such as times: a pattern of digits would match each."""
 _TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "routed_experts", "token_ids"))
@@ -57,9 +55,7 @@ class Masks:
             try:
                 _masked_raw([""], (mask.pattern, ""))
             except ValueError as error:  # pyarrow's is one
-                raise ConfigError(
-                    f"gateway.masks: the pattern of {mask.name!r} can't be used: {error}"
-                ) from error
+                raise ConfigError(f"gateway.masks: the pattern of {mask.name!r} can't be used: {error}") from error
 
     async def check_call(self, body: bytes) -> None:
         """Raise a 400 `ApiError` for a call that could not be recorded with its texts masked."""
@@ -128,9 +124,14 @@ class Masks:
                     for name in _TOKENS & container.keys():
                         del container[name]
             changed |= {
-                "response": msgspec.json.encode(response), "prompt_ids": b"", "sampled_ids": b"", "logprobs": b"",
-                "forced": b"", "experts": b"", "request_hash": "",
-            }  # fmt: skip
+                "response": msgspec.json.encode(response),
+                "prompt_ids": b"",
+                "sampled_ids": b"",
+                "logprobs": b"",
+                "forced": b"",
+                "experts": b"",
+                "request_hash": "",
+            }
         changed = rewritten | changed
         return msgspec.structs.replace(event, **changed) if changed else event
 

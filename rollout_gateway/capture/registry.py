@@ -198,8 +198,7 @@ class Registry:
             self._forget_idle(lambda _: True, lambda: len(self._known) <= 0.9 * self._keep)
         if self._bytes[owner] > _OWNER_BYTES:
             self._forget_idle(
-                lambda t: t.opened.owner == owner and t is not known,
-                lambda: self._bytes[owner] <= 0.9 * _OWNER_BYTES,
+                lambda t: t.opened.owner == owner and t is not known, lambda: self._bytes[owner] <= 0.9 * _OWNER_BYTES
             )
         return known
 
@@ -277,9 +276,7 @@ class Registry:
             await run.read_calls()
         return self._remember(run)
 
-    async def complete(
-        self, trajectory: str, completion: Completion, *, inferred: bool = False
-    ) -> TrajectoryCompleted:
+    async def complete(self, trajectory: str, completion: Completion, *, inferred: bool = False) -> TrajectoryCompleted:
         """Complete a trajectory. Completing it again with the same results returns the first completion.
 
         Raises an `ApiError`: 404 if the trajectory is unknown; 409 if it was completed with other results or if its
@@ -312,9 +309,7 @@ class Registry:
             if await sources[reference.trajectory].stream_seq_of(reference.reply, reference.choice) is None:
                 raise no_such_call(reference)
 
-    async def _sources(
-        self, trajectory: str, model: str, references: Sequence[Reference]
-    ) -> dict[str, Trajectory]:
+    async def _sources(self, trajectory: str, model: str, references: Sequence[Reference]) -> dict[str, Trajectory]:
         """The trajectories that recorded these calls, by name. Raises as `check_references`."""
         sources: dict[str, Trajectory] = {}
         for name in dict.fromkeys(reference.trajectory for reference in references):

@@ -169,6 +169,13 @@ def _read(message: StoredMessage) -> WaitingRun:
     _, history, run_token = message.subject.rsplit(".", 2)
     state = msgspec.msgpack.decode(message.payload, type=_State)
     return WaitingRun(
-        name_of_token(run_token.removesuffix(_BRANCH)), history, state.calls, state.restored,
-        run_token.endswith(_BRANCH), state.cut, state.programs, message.place.at / 1e6, message.seq,
-    )  # fmt: skip
+        name_of_token(run_token.removesuffix(_BRANCH)),
+        history,
+        state.calls,
+        state.restored,
+        run_token.endswith(_BRANCH),
+        state.cut,
+        state.programs,
+        message.place.at / 1e6,
+        message.seq,
+    )

@@ -158,9 +158,7 @@ class Call:
     def add_reference(self, choice: Fields, reply: msgspec.Raw | None) -> None:
         """Name the exchange in a choice of the reply whose `id` is `reply`, if the trajectory wants that."""
         if self.referenced_in and reply is not None:
-            choice[REFERENCE] = Raw(
-                b'{"trajectory":%b,"reply":%b}' % (_encode(self.referenced_in), bytes(reply))
-            )
+            choice[REFERENCE] = Raw(b'{"trajectory":%b,"reply":%b}' % (_encode(self.referenced_in), bytes(reply)))
 
     def hash(self) -> str:
         """Return the SHA-256 of the endpoint and the fields in alphabetical order."""
@@ -184,9 +182,7 @@ class Call:
         """Which part of the reply a grammar constrains: nothing, tool calls if there are any (`strict` tools), or the
         whole reply."""
         fields = self.fields
-        if not _GRAMMAR_FIELDS.isdisjoint(fields) and not all(
-            is_null(fields.get(n)) for n in _GRAMMAR_FIELDS
-        ):
+        if not _GRAMMAR_FIELDS.isdisjoint(fields) and not all(is_null(fields.get(n)) for n in _GRAMMAR_FIELDS):
             return "all"
         form = fields.get("response_format")
         if form is not None and not is_null(form) and _type_of(form) != "text":

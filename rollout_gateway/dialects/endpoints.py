@@ -98,9 +98,7 @@ class _Message(msgspec.Struct):
 
 _usage_decoder = msgspec.json.Decoder(_Usage | None)
 _value_decoder = msgspec.json.Decoder()
-_TYPED = frozenset((
-    "choices", "message", "delta", "usage", "prompt_token_ids", "token_ids", "routed_experts",
-))  # fmt: skip
+_TYPED = frozenset(("choices", "message", "delta", "usage", "prompt_token_ids", "token_ids", "routed_experts"))
 """Fields of a reply or a choice that have decoders of their own."""
 MALFORMED = (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError)
 """What reading a reply raises if it is none."""
@@ -222,9 +220,7 @@ def pack_logprobs(raw: Raw | None) -> bytes:
     logprobs = _logprobs_decoder.decode(raw) if raw is not None else None
     if logprobs is None:
         return b""
-    return array(
-        "f", logprobs.token_logprobs or [entry.logprob for entry in logprobs.content or ()]
-    ).tobytes()
+    return array("f", logprobs.token_logprobs or [entry.logprob for entry in logprobs.content or ()]).tobytes()
 
 
 def merged(bodies: list[bytes]) -> Fields:

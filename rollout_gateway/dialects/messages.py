@@ -8,20 +8,19 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline.events import ExchangeRecorded
-from rollout_gateway.dialects.messages_input import (
-    MessagesRequest,
-    ToolChoice,
-    chat_messages,
-    system_text,
-    tools_of,
-)
+from rollout_gateway.dialects.messages_input import MessagesRequest, ToolChoice, chat_messages, system_text, tools_of
 from rollout_gateway.dialects.translate import Translation
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class _BlockFormat(NamedTuple):
@@ -57,10 +56,22 @@ class MessagesTranslation(Translation):
 
     path = "/v1/messages"
     kind = MessagesRequest
-    dropped = frozenset((
-        "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token",
-        "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
-    ))  # fmt: skip
+    dropped = frozenset(
+        (
+            "billing_policy",
+            "cache_control",
+            "context_management",
+            "diagnostics",
+            "fallback_credit_token",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "speed",
+            "thinking",
+            "user_profile_id",
+            "workspace_id",
+        )
+    )
     request: MessagesRequest
     _system_first = False
     """System messages further on are put into the first one."""
@@ -94,27 +105,28 @@ class MessagesTranslation(Translation):
             chat["tools"] = shown
             choice = request.tool_choice or ToolChoice()
             chat["tool_choice"] = {
-                "auto": "auto", "any": "required", "none": "none",
+                "auto": "auto",
+                "any": "required",
+                "none": "none",
                 "tool": {"type": "function", "function": {"name": choice.name}},
-            }[choice.type]  # fmt: skip
+            }[choice.type]
             if choice.disable_parallel_tool_use:
                 chat["parallel_tool_calls"] = False
         return chat
 
     def whole(self) -> dict[str, Any]:
         return {
-            "id": "msg_" + self.id.partition("-")[2], "type": "message", "role": "assistant",
-            "model": self.head.get("model", self.request.model), "content": self.blocks, **self._stop(),
+            "id": "msg_" + self.id.partition("-")[2],
+            "type": "message",
+            "role": "assistant",
+            "model": self.head.get("model", self.request.model),
+            "content": self.blocks,
+            **self._stop(),
             "usage": _usage(self.usage),
-        }  # fmt: skip
+        }
 
     def begin(self) -> bytes:
-        empty: dict[str, Any] = {
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(None),
-        }
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(None)}
         return self.event("message_start", message=self.whole() | empty)
 
     def open(self, kind: str, call_id: str, name: str) -> bytes:
@@ -180,10 +192,7 @@ def _error(error: dict[str, Any], status: int) -> dict[str, Any]:
 
 def _usage(usage: dict[str, Any] | None) -> dict[str, int]:
     usage = usage or {}
-    return {
-        "input_tokens": usage.get("prompt_tokens", 0),
-        "output_tokens": usage.get("completion_tokens") or 0,
-    }
+    return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens") or 0}
 
 
 def _arguments(text: str) -> dict[str, Any]:

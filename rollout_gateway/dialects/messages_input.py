@@ -47,12 +47,8 @@ class _ToolParam(msgspec.Struct):
             raise ApiError(400, "unsupported_tool", message, param="tools")
 
     def chat(self) -> dict[str, Any]:
-        parameters = (
-            self.input_schema if "type" in self.input_schema else {**self.input_schema, "type": "object"}
-        )
-        function: dict[str, Any] = {
-            "name": self.name, "description": self.description or "", "parameters": parameters
-        }  # fmt: skip
+        parameters = self.input_schema if "type" in self.input_schema else {**self.input_schema, "type": "object"}
+        function: dict[str, Any] = {"name": self.name, "description": self.description or "", "parameters": parameters}
         if self.strict is not None:
             function["strict"] = self.strict
         return {"type": "function", "function": function}

@@ -16,34 +16,86 @@ from rollout_gateway.dialects.calls import Fields, decode_field, is_null
 from rollout_gateway.http.errors import ApiError
 
 _SAMPLING = (
-    "logprobs", "max_completion_tokens", "max_tokens", "n", "seed", "stop", "temperature", "top_logprobs", "top_p",
-)  # fmt: skip
-FURTHER_SAMPLING = frozenset((
-    "frequency_penalty", "logit_bias", "presence_penalty",
-    # vLLM's own
-    "allowed_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output", "length_penalty", "min_p",
-    "min_tokens", "repetition_penalty", "skip_special_tokens", "spaces_between_special_tokens",
-    "stop_token_ids", "thinking_token_budget", "top_k", "truncate_prompt_tokens", "truncation_side",
-    "chat_template_kwargs", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "structural_tag",
-    "structured_outputs",
-))  # fmt: skip
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "n",
+    "seed",
+    "stop",
+    "temperature",
+    "top_logprobs",
+    "top_p",
+)
+FURTHER_SAMPLING = frozenset(
+    (
+        "frequency_penalty",
+        "logit_bias",
+        "presence_penalty",
+        # vLLM's own
+        "allowed_token_ids",
+        "bad_words",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "length_penalty",
+        "min_p",
+        "min_tokens",
+        "repetition_penalty",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop_token_ids",
+        "thinking_token_budget",
+        "top_k",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "chat_template_kwargs",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "structural_tag",
+        "structured_outputs",
+    )
+)
 """Fields that clients of `/v1/responses` and `/v1/messages` may send as well."""
 _FORM = (
-    "add_generation_prompt", "add_special_tokens", "continue_final_message", "documents", "include_reasoning",
-    "parallel_tool_calls", "reasoning_effort", "response_format", "return_token_ids", "return_token_strs",
-    "return_tokens_as_token_ids", "stream", "stream_options", "suffix", "tool_choice", "tools",
-)  # fmt: skip
+    "add_generation_prompt",
+    "add_special_tokens",
+    "continue_final_message",
+    "documents",
+    "include_reasoning",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "response_format",
+    "return_token_ids",
+    "return_token_strs",
+    "return_tokens_as_token_ids",
+    "stream",
+    "stream_options",
+    "suffix",
+    "tool_choice",
+    "tools",
+)
 SENT = FURTHER_SAMPLING | {"model", "messages", "prompt", *_SAMPLING, *_FORM}
 """Fields of a call that reach the inference server."""
-DROPPED = frozenset((
-    "metadata", "modalities", "moderation", "prediction", "prompt_cache_key", "prompt_cache_retention",
-    "safety_identifier", "service_tier", "store", "user", "verbosity", "web_search_options",
-))  # fmt: skip
+DROPPED = frozenset(
+    (
+        "metadata",
+        "modalities",
+        "moderation",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+        "web_search_options",
+    )
+)
 """Fields of OpenAI's API that ask nothing of a vLLM server. The log keeps them."""
 _TEMPLATE_VALUES = bool | int | float | str | None
-_NO_TEMPLATE_VALUES = frozenset(
-    ("chat_template", "tokenize", "tools", "documents", "conversation", "messages")
-)
+_NO_TEMPLATE_VALUES = frozenset(("chat_template", "tokenize", "tools", "documents", "conversation", "messages"))
 """Arguments of the function that renders the prompt, which a template's own values must not replace."""
 
 _URL = re.compile(r"https?://([a-z0-9.-]+)(?::[0-9]+)?(?:[/?#][^\\]*)?", re.IGNORECASE)
@@ -96,9 +148,7 @@ class Permitted:
             raise ApiError(400, "invalid_body", message, param="chat_template_kwargs") from error
         for name in values.keys() & _NO_TEMPLATE_VALUES:
             param = f"chat_template_kwargs.{name}"
-            raise ApiError(
-                400, "field_not_permitted", f"`{param}` is not permitted. Leave it out.", param=param
-            )
+            raise ApiError(400, "field_not_permitted", f"`{param}` is not permitted. Leave it out.", param=param)
 
     def _check_media(self, raw: msgspec.Raw) -> None:
         """Look at messages whose content is a list of parts. Text, which most messages are, is skipped undecoded."""

@@ -50,11 +50,23 @@ class ResponsesTranslation(Translation):
 
     path = "/v1/responses"
     kind = ResponsesRequest
-    dropped = frozenset((
-        "client_metadata", "context_management", "max_tool_calls", "moderation", "prompt_cache_key",
-        "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier",
-        "stream_options", "truncation", "user",
-    ))  # fmt: skip
+    dropped = frozenset(
+        (
+            "client_metadata",
+            "context_management",
+            "max_tool_calls",
+            "moderation",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "reasoning",
+            "safety_identifier",
+            "service_tier",
+            "stream_options",
+            "truncation",
+            "user",
+        )
+    )
     request: ResponsesRequest
 
     def __init__(self, body: bytes) -> None:
@@ -168,13 +180,9 @@ class ResponsesTranslation(Translation):
                 out = self._item_event(place, "response.function_call_arguments.done", **done)
             case "custom_tool_call":
                 if block["input"]:
-                    out = self._item_event(
-                        place, "response.custom_tool_call_input.delta", delta=block["input"]
-                    )
+                    out = self._item_event(place, "response.custom_tool_call_input.delta", delta=block["input"])
                 if not cut:
-                    out += self._item_event(
-                        place, "response.custom_tool_call_input.done", input=block["input"]
-                    )
+                    out += self._item_event(place, "response.custom_tool_call_input.done", input=block["input"])
             case "reasoning" | "message":
                 out = self._text_event(place, "done", text=self.text(place)) + self._part_event(place, "done")
         return out + self.event("response.output_item.done", output_index=place, item=block)

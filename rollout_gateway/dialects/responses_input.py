@@ -14,10 +14,23 @@ from rollout_gateway.http.errors import ApiError
 
 CUSTOM_INPUT = "input"
 """The only argument of a tool of type `custom`, which takes a text."""
-HOSTED = frozenset((
-    "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "computer_use",
-    "computer_use_preview", "local_shell", "shell", "apply_patch", "mcp", "tool_search", "computer",
-))  # fmt: skip
+HOSTED = frozenset(
+    (
+        "web_search",
+        "web_search_preview",
+        "file_search",
+        "code_interpreter",
+        "image_generation",
+        "computer_use",
+        "computer_use_preview",
+        "local_shell",
+        "shell",
+        "apply_patch",
+        "mcp",
+        "tool_search",
+        "computer",
+    )
+)
 """Types of tools that OpenAI runs itself or defines by name only. The gateway can neither run them nor show their
 schema to the model, so it leaves them out, as vLLM does."""
 
@@ -33,9 +46,7 @@ class ContentPart(msgspec.Struct):
         if self.image_url:
             return {"type": "image_url", "image_url": {"url": self.image_url}}
         if self.type in ("input_image", "input_file", "input_audio"):
-            message = (
-                f"Content of type {self.type!r} is not supported, but for an input_image with an image_url."
-            )
+            message = f"Content of type {self.type!r} is not supported, but for an input_image with an image_url."
             raise ApiError(400, "unsupported_content", message, param="input")
         return {"type": "text", "text": self.text or self.refusal}
 
@@ -140,9 +151,11 @@ class Tools:
         parameters = tool.parameters or {"type": "object"}
         if custom:
             parameters = {
-                "type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT],
+                "type": "object",
+                "properties": {CUSTOM_INPUT: {"type": "string"}},
+                "required": [CUSTOM_INPUT],
                 "additionalProperties": False,
-            }  # fmt: skip
+            }
         flat = flat_name(namespace, tool.name)
         self.names[flat] = ToolName(tool.name, namespace, custom)
         function: dict[str, Any] = {"name": flat, "parameters": parameters}
@@ -152,9 +165,7 @@ class Tools:
             function["strict"] = tool.strict
         self.chat.append({"type": "function", "function": function})
 
-    def choose(
-        self, asked: str | dict[str, Any] | None
-    ) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
+    def choose(self, asked: str | dict[str, Any] | None) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
         """Convert `tool_choice`. Returns the tools that the model is shown, and the `tool_choice` of the chat
         completion; `None` for the default, or if there is no tool to choose.
 
@@ -218,9 +229,7 @@ def add_item(messages: list[dict[str, Any]], item: InputItem, before: str = "") 
             arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
             add_call(messages, item.call_id, flat_name(item.namespace, item.name), arguments)
         case "function_call_output" | "custom_tool_call_output":
-            messages.append(
-                {"role": "tool", "tool_call_id": item.call_id, "content": _content(_output(item))}
-            )
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(_output(item))})
         case "reasoning":
             add_reasoning(messages, _reasoning(item))
         case kind if kind.removesuffix("_call") in HOSTED:

@@ -17,9 +17,18 @@ _Media = dict[str, Any] | str
 
 class _Part(Struct):
     type: Literal[
-        "text", "image_url", "input_audio", "audio_url", "video_url", "file", "refusal", "thinking", "reasoning",
-        "image_embeds", "image_pil",
-    ]  # fmt: skip
+        "text",
+        "image_url",
+        "input_audio",
+        "audio_url",
+        "video_url",
+        "file",
+        "refusal",
+        "thinking",
+        "reasoning",
+        "image_embeds",
+        "image_pil",
+    ]
     text: str | None = None
     image_url: _Media | None = None
     input_audio: _Media | None = None

@@ -18,24 +18,8 @@ import msgspec
 
 from pipeline.events import now_us
 from rollout_gateway.dialects.call_ids import CallIds, FunctionDelta, ToolDelta
-from rollout_gateway.dialects.calls import (
-    Answer,
-    Call,
-    Fields,
-    Raw,
-    SampledChoice,
-    decode_text,
-    is_null,
-    pack_ids,
-)
-from rollout_gateway.dialects.endpoints import (
-    ADDED,
-    check_values,
-    choices_decoder,
-    clean,
-    clean_choice,
-    pack_logprobs,
-)
+from rollout_gateway.dialects.calls import Answer, Call, Fields, Raw, SampledChoice, decode_text, is_null, pack_ids
+from rollout_gateway.dialects.endpoints import ADDED, check_values, choices_decoder, clean, clean_choice, pack_logprobs
 
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
@@ -48,9 +32,7 @@ _NUMBER = rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 _EVENT = (
     rb'data: (\{"id":"[^"\\]*","object":"chat\.completion\.chunk","created":\d+,"model":"[^"\\]*",'
     rb'"choices":\[\{"index":0,"delta":\{"content":(' + _STRING + rb')\},"logprobs":)'
-    rb'\{"content":\[\{"token":"[^"\\]*(?:\\.[^"\\]*)*","logprob":('
-    + _NUMBER
-    + rb'),"bytes":(?:\[[0-9,]*\]|null),'
+    rb'\{"content":\[\{"token":"[^"\\]*(?:\\.[^"\\]*)*","logprob":(' + _NUMBER + rb'),"bytes":(?:\[[0-9,]*\]|null),'
     rb'"top_logprobs":\[\]\}\]\}'
     rb',"finish_reason":null,"token_ids":\[(\d{1,9})\]\}\]\}'
 )
@@ -218,9 +200,7 @@ class StreamCapture:
         `msgspec.DecodeError`."""
         index = _index_decoder.decode(choice["index"]) if "index" in choice else 0
         if not 0 <= index < self._expected:
-            raise msgspec.ValidationError(
-                f"a choice has the index {index} where {self._expected} were asked for"
-            )
+            raise msgspec.ValidationError(f"a choice has the index {index} where {self._expected} were asked for")
         state = self._choices.setdefault(index, _Choice())
         piece = choice.get("delta", _NULL)
         empty = bytes(piece) in (b"null", b"{}")
@@ -327,9 +307,7 @@ def _join_deltas(deltas: list[_Delta]) -> Raw:
 def _join_functions(*parts: dict[str, Any] | None) -> dict[str, Any]:
     """Join the parts that one chunk holds of a function's name and arguments."""
     told = [part for part in parts if part]
-    texts = {
-        name: [part[name] for part in told if part.get(name) is not None] for name in ("name", "arguments")
-    }
+    texts = {name: [part[name] for part in told if part.get(name) is not None] for name in ("name", "arguments")}
     return {**(told[0] if told else {}), **{name: "".join(text) for name, text in texts.items() if text}}
 
 

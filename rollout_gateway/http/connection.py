@@ -25,9 +25,19 @@ _CHUNKS, _LEAST_CHUNK = 10_000, 16
 _AHEAD = 32
 """Requests that may wait for their answers on one connection."""
 _UNIQUE = frozenset(
-    (b"host", b"authorization", b"x-api-key", b"content-length", b"transfer-encoding", b"origin", b"forwarded",
-     b"x-journeywork-trajectory", b"x-journeywork-group", b"x-journeywork-attempt")
-)  # fmt: skip
+    (
+        b"host",
+        b"authorization",
+        b"x-api-key",
+        b"content-length",
+        b"transfer-encoding",
+        b"origin",
+        b"forwarded",
+        b"x-journeywork-trajectory",
+        b"x-journeywork-group",
+        b"x-journeywork-attempt",
+    )
+)
 """Headers that decide who sent a request or where it ends. A request with two of one kind is refused."""
 
 
@@ -136,9 +146,7 @@ class Connection(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         self._chunks += 1
         if self._chunks > _CHUNKS and self._body_size < self._chunks * _LEAST_CHUNK:
-            message = (
-                f"The body is in over {_CHUNKS:,} chunks of less than {_LEAST_CHUNK} bytes: send larger ones."
-            )
+            message = f"The body is in over {_CHUNKS:,} chunks of less than {_LEAST_CHUNK} bytes: send larger ones."
             raise ApiError(400, "chunks_too_small", message)
 
     def on_body(self, body: bytes) -> None:

@@ -7,10 +7,17 @@ from collections.abc import Sequence
 import msgspec
 
 _KINDS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
-    410: "conflict_error", 429: "rate_limit_error", 500: "api_error", 502: "api_error",
-    503: "service_unavailable_error", 504: "timeout_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    410: "conflict_error",
+    429: "rate_limit_error",
+    500: "api_error",
+    502: "api_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
 """`type` in OpenAI's format, by status. Of any other status: `invalid_request_error`."""
 _RETRY_AFTER_S = {429: 1, 503: 5}
 

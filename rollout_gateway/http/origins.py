@@ -63,9 +63,7 @@ class OriginPolicy:
             address = address_of(name)
             # A literal IP address cannot be rebound through DNS, so it is accepted.
             if address is None or (self._loopback and not address.is_loopback):
-                message = (
-                    f"This gateway does not serve the host name {name[:200]!r}: add it to gateway.http.hosts."
-                )
+                message = f"This gateway does not serve the host name {name[:200]!r}: add it to gateway.http.hosts."
                 raise ApiError(421, "unknown_host", message)
         if len(self._known) < _KNOWN_HOSTS:
             self._known.add(host)
@@ -73,12 +71,8 @@ class OriginPolicy:
     def base_url(self, request: Request) -> str:
         """Return the start of the URL by which clients reach this gateway: `gateway.public_url`, else the request's
         `Host`."""
-        return (
-            self._public or f"http://{request.headers.get(b'host', b'').decode('latin-1') or request.server}"
-        )
+        return self._public or f"http://{request.headers.get(b'host', b'').decode('latin-1') or request.server}"
 
 
 def _foreign(source: str) -> ApiError:
-    return ApiError(
-        403, "foreign_origin", f"Requests of {source} are refused: the gateway serves programs only."
-    )
+    return ApiError(403, "foreign_origin", f"Requests of {source} are refused: the gateway serves programs only.")

@@ -19,10 +19,7 @@ from rollout_gateway.http.errors import ApiError, ClientGoneError
 Address = tuple[str, int | None] | None
 Headers = dict[bytes, bytes]
 HeaderList = Iterable[tuple[bytes, bytes]]
-SSE_HEADERS: HeaderList = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-)
+SSE_HEADERS: HeaderList = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 CLOSE = (b"connection", b"close")
 JSON = b"application/json"
 LINGER_S = 2.0
@@ -160,9 +157,7 @@ class Request:
                     self._unread = message.get("more_body", False)
                     most -= len(message.get("body", b""))
 
-    async def answer(
-        self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = JSON
-    ) -> None:
+    async def answer(self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = JSON) -> None:
         """Write a whole answer. If the body of the request is not complete, the connection ends with it."""
         if not self._abandoned and b"expect" not in self.headers and self.announced <= _DISCARD_LIMIT:
             await self._discard(_DISCARD_LIMIT)

@@ -87,12 +87,7 @@ async def _drain(tasks: set[asyncio.Task[None]], grace_s: float, cut_off: Callab
 
 @asynccontextmanager
 async def run_server(
-    handler: Handler,
-    listener: socket.socket,
-    limits: HttpConfig,
-    *,
-    grace_s: float,
-    cut_off: Callable[[], None],
+    handler: Handler, listener: socket.socket, limits: HttpConfig, *, grace_s: float, cut_off: Callable[[], None]
 ) -> AsyncIterator[None]:
     """Answer requests on `listener` with `handler` while the block runs.
 
@@ -110,9 +105,7 @@ async def run_server(
                 await request.answer(500, internal_error().body())
 
     state = State(limits)
-    config = uvicorn.Config(
-        app, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False
-    )
+    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(config, state), sock=listener, backlog=4096)
     checking = asyncio.ensure_future(_check_deadlines(state))

@@ -93,9 +93,7 @@ class Upstream:
             self._sessions[pooled] = session
         return session
 
-    async def request(
-        self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 300.0
-    ) -> UpstreamReply:
+    async def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 300.0) -> UpstreamReply:
         """Send a request and wait for the head of its reply. The whole reply must have come within `timeout_s` seconds.
 
         If the caller is cancelled, the connection is closed, which tells the server to stop. Raises `UpstreamError`."""
@@ -122,9 +120,7 @@ class Upstream:
             )
         return UpstreamReply(response, self.url)
 
-    async def fetch(
-        self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 10.0
-    ) -> tuple[int, bytes]:
+    async def fetch(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 10.0) -> tuple[int, bytes]:
         """Send a request. Returns status and body of the reply. Raises `UpstreamError`."""
         reply = await self.request(method, path, body, timeout_s=timeout_s)
         return reply.status, await reply.read()

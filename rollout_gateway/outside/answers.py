@@ -19,15 +19,28 @@ from rollout_gateway.outside.requests import OutsideCall
 Document = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 UNREADABLE = (
-    msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, ApiError
-)  # fmt: skip
+    msgspec.MsgspecError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    ApiError,
+)
 """What reading an answer raises that is none of its dialect."""
 _SET = frozenset(("id", "index", "name", "role", "type"))
 """Texts of a delta that come whole, and perhaps again in each delta."""
 _FINISHES = {
-    "end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls",
-    "completed": "stop", "in_progress": "", "max_output_tokens": "length", "refusal": "content_filter",
-}  # fmt: skip
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "tool_use": "tool_calls",
+    "completed": "stop",
+    "in_progress": "",
+    "max_output_tokens": "length",
+    "refusal": "content_filter",
+}
 
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -46,8 +59,7 @@ class Usage(msgspec.Struct):
     def cost_usd(self, table: OutsideConfig) -> float:
         """What the provider charges by the prices of its table."""
         cached, written = (
-            table.input_usd if price is None else price
-            for price in (table.cached_input_usd, table.cache_write_usd)
+            table.input_usd if price is None else price for price in (table.cached_input_usd, table.cache_write_usd)
         )
         plain = self.input - self.cached - self.written
         millions = plain * table.input_usd + self.cached * cached + self.written * written
@@ -118,9 +130,7 @@ class OutsideAnswer:
             self.native["usage"] = usage
         told: dict[int, Document] = self.native.setdefault("choices", {})
         for choice in choices:
-            said = told.setdefault(
-                int(choice.get("index", 0)), {"message": {"role": "assistant", "content": None}}
-            )
+            said = told.setdefault(int(choice.get("index", 0)), {"message": {"role": "assistant", "content": None}})
             _merge(said["message"], choice.get("delta") or {})
             said["finish_reason"] = choice.get("finish_reason") or said.get("finish_reason")
         finished = sum(bool(said["finish_reason"]) for said in told.values())
@@ -157,11 +167,7 @@ class OutsideAnswer:
         kind, items = event["type"], self.native.get("output", [])
         if isinstance(event.get("response"), dict):
             self.native = event["response"]
-            self.finishing = self.ended = kind in (
-                "response.completed",
-                "response.incomplete",
-                "response.failed",
-            )
+            self.finishing = self.ended = kind in ("response.completed", "response.incomplete", "response.failed")
             if kind == "response.failed":
                 self.error = f"the provider ended the stream: {_short(self.native.get('error'))}"
         elif kind in ("response.output_item.added", "response.output_item.done"):
@@ -178,14 +184,10 @@ class OutsideAnswer:
         try:
             told = self.native.get("usage") or {}
             if self._call.dialect == "messages":
-                cached, written = (
-                    told.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation")
-                )
+                cached, written = (told.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation"))
                 read = Usage(told["input_tokens"] + cached + written, cached, written, told["output_tokens"])
             else:
-                first, second = (
-                    ("prompt", "completion") if self._call.dialect == "chat" else ("input", "output")
-                )
+                first, second = ("prompt", "completion") if self._call.dialect == "chat" else ("input", "output")
                 cached = (told.get(f"{first}_tokens_details") or {}).get("cached_tokens") or 0
                 read = Usage(told[f"{first}_tokens"], cached, 0, told[f"{second}_tokens"])
             return msgspec.convert(msgspec.to_builtins(read), Usage)
@@ -203,16 +205,15 @@ class OutsideAnswer:
             fields = {"model": native.get("model"), "native": native}
             if used is not None:
                 fields["usage"] = {
-                    "prompt_tokens": used.input, "completion_tokens": used.output,
+                    "prompt_tokens": used.input,
+                    "completion_tokens": used.output,
                     "prompt_tokens_details": {"cached_tokens": used.cached},
-                }  # fmt: skip
+                }
         identity = native.get("id")
         fields |= {"id": identity if isinstance(identity, str) else "", "object": "chat.completion"}
         choices = [
             SampledChoice(
-                number,
-                finish_reason=str(choice["finish_reason"] or ""),
-                fields=_raw(choice | {"index": number}),
+                number, finish_reason=str(choice["finish_reason"] or ""), fields=_raw(choice | {"index": number})
             )
             for number, choice in enumerate(told)
         ]
@@ -245,9 +246,7 @@ class OutsideAnswer:
         for more in messages[1:]:
             message |= more | {"content": "\n".join(filter(None, (message["content"], more["content"])))}
         finish = (
-            "tool_calls"
-            if message.get("tool_calls") and reason == "completed"
-            else _FINISHES.get(str(reason), reason)
+            "tool_calls" if message.get("tool_calls") and reason == "completed" else _FINISHES.get(str(reason), reason)
         )
         return [{"message": message, "finish_reason": finish}]
 
@@ -270,9 +269,7 @@ def replay_native(dialect: str, recorded: Raw) -> bytes:
         events = [{"type": "message_start", "message": native | {"content": [], "stop_reason": None}}]
         for place, block in enumerate(native["content"]):
             texts = {
-                name: block[name]
-                for name in ("text", "thinking", "signature")
-                if isinstance(block.get(name), str)
+                name: block[name] for name in ("text", "thinking", "signature") if isinstance(block.get(name), str)
             }
             deltas: list[Document] = [{"type": f"{name}_delta", name: text} for name, text in texts.items()]
             empty = block | dict.fromkeys(texts, "")
@@ -285,10 +282,7 @@ def replay_native(dialect: str, recorded: Raw) -> bytes:
             events += [{"type": "content_block_delta", "index": place, "delta": delta} for delta in deltas]
             events.append({"type": "content_block_stop", "index": place})
         stop = {name: native.get(name) for name in ("stop_reason", "stop_sequence")}
-        events += [
-            {"type": "message_delta", "delta": stop, "usage": native["usage"]},
-            {"type": "message_stop"},
-        ]
+        events += [{"type": "message_delta", "delta": stop, "usage": native["usage"]}, {"type": "message_stop"}]
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)) for event in events)
 
 

@@ -23,9 +23,7 @@ class Provider:
         name = table.api_key_env
         self.table, self._key = table, os.environ.get(name, "") if name else ""
         if name and not (self._key and self._key.isascii() and self._key.isprintable()):
-            raise ConfigError(
-                f"outside.api_key_env: the environment has no key in {name}: set it for the gateway"
-            )
+            raise ConfigError(f"outside.api_key_env: the environment has no key in {name}: set it for the gateway")
         self.url = table.url.rstrip("/")
         self._calls = 0
         self._session: aiohttp.ClientSession | None = None
@@ -49,9 +47,13 @@ class Provider:
         try:
             with upstream_errors(self.url):
                 response = await self._session.post(
-                    self.url + path, data=body, headers=headers_for(headers, self.table.dialect, self._key),
-                    timeout=timeout, allow_redirects=False, skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-                )  # fmt: skip
+                    self.url + path,
+                    data=body,
+                    headers=headers_for(headers, self.table.dialect, self._key),
+                    timeout=timeout,
+                    allow_redirects=False,
+                    skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
+                )
         except BaseException:
             self._calls -= 1
             raise

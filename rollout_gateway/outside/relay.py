@@ -51,14 +51,20 @@ class _OutsideExchange(Exchange):
 
     def _own_fields(self, choice: SampledChoice) -> dict[str, Any]:
         fields: dict[str, Any] = {
-            "step": -1, "prompt_ids": b"", "sampled_ids": b"", "logprobs": b"", "error": self.error,
+            "step": -1,
+            "prompt_ids": b"",
+            "sampled_ids": b"",
+            "logprobs": b"",
+            "error": self.error,
             "failed_providers": tuple(self.failed),
-        }  # fmt: skip
+        }
         if self.usage is not None and (not self.answer.choices or choice is self.answer.choices[0]):
             fields |= {
-                "input_tokens": self.usage.input, "cached_tokens": self.usage.cached,
-                "output_tokens": self.usage.output, "cost_usd": self.cost_usd,
-            }  # fmt: skip
+                "input_tokens": self.usage.input,
+                "cached_tokens": self.usage.cached,
+                "output_tokens": self.usage.output,
+                "cost_usd": self.cost_usd,
+            }
         return fields
 
 
@@ -160,11 +166,7 @@ class Relay:
                 if not redirects and (provider is free[-1] or not failed):
                     return reply
                 reply.close()
-                what = (
-                    f"{reply.status}, a redirection: is outside.url right?"
-                    if redirects
-                    else str(reply.status)
-                )
+                what = f"{reply.status}, a redirection: is outside.url right?" if redirects else str(reply.status)
                 message = f"The provider of {call.params.model!r} answered {what}"
                 failure = ApiError(502, "upstream_failed", message)
             if provider is not free[-1]:
@@ -236,9 +238,7 @@ class Relay:
 
     # -- the record ------------------------------------------------------------------------------------------------
 
-    async def _record_failure(
-        self, exchange: _OutsideExchange, answer: OutsideAnswer, error: Exception
-    ) -> None:
+    async def _record_failure(self, exchange: _OutsideExchange, answer: OutsideAnswer, error: Exception) -> None:
         """Record a call that was sent and not answered, if it belongs to a run."""
         gone = isinstance(error, ClientGoneError)
         answer.error = "the agent left before the answer" if gone else str(error)
@@ -275,9 +275,7 @@ async def _repeat(request: Request, call: OutsideCall, before: Fields) -> int:
         await request.answer(200, bytes(before.get("native") or msgspec.json.encode(before)))
         return 200
     await request.start(SSE_HEADERS)
-    await request.write(
-        replay(before) if call.dialect == "chat" else replay_native(call.dialect, before["native"])
-    )
+    await request.write(replay(before) if call.dialect == "chat" else replay_native(call.dialect, before["native"]))
     await request.end()
     return 200
 
@@ -295,9 +293,7 @@ def _as_api_error(call: OutsideCall, error: UpstreamError) -> ApiError:
         return ApiError(504, "upstream_timeout", f"{provider} did not answer within outside.timeout_s.")
     if not error.sent:
         return ApiError(502, "upstream_unreachable", f"{provider} can't be reached.")
-    return ApiError(
-        502, "upstream_broke_off", f"{provider} ended the connection before its answer was complete."
-    )
+    return ApiError(502, "upstream_broke_off", f"{provider} ended the connection before its answer was complete.")
 
 
 def _events(data: bytes) -> tuple[list[bytes], bytes]:

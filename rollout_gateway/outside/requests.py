@@ -22,11 +22,30 @@ PATHS = {"chat": CHAT, "responses": ResponsesTranslation.path, "messages": Messa
 
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
-_NOT_PASSED = frozenset((
-    b"host", b"content-length", b"content-encoding", b"connection", b"keep-alive", b"proxy-authenticate",
-    b"proxy-authorization", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect",
-    b"accept-encoding", b"cookie", b"set-cookie", b"origin", b"forwarded", b"authorization", b"x-api-key",
-))  # fmt: skip
+_NOT_PASSED = frozenset(
+    (
+        b"host",
+        b"content-length",
+        b"content-encoding",
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"expect",
+        b"accept-encoding",
+        b"cookie",
+        b"set-cookie",
+        b"origin",
+        b"forwarded",
+        b"authorization",
+        b"x-api-key",
+    )
+)
 """Headers of one connection, of the gateway's own keys, and cookies, which are another origin's."""
 _NOT_PASSED_PREFIXES = (b"x-journeywork-", b"x-forwarded-")
 
@@ -86,16 +105,20 @@ def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) ->
     choices = head.n if isinstance(head.n, int) and 0 < head.n <= 128 else 1
     recorded = _as_chat(speaking[0].dialect, body)
     return OutsideCall(
-        recorded, _fields_decoder.decode(recorded), params, path, choices, sent=body, dialect=speaking[0].dialect,
+        recorded,
+        _fields_decoder.decode(recorded),
+        params,
+        path,
+        choices,
+        sent=body,
+        dialect=speaking[0].dialect,
         tables=speaking,
-    )  # fmt: skip
+    )
 
 
 def headers_for(headers: Headers, dialect: str, key: str) -> dict[str, str]:
     """Return the headers for a provider: the agent's, but for those of its connection and its key to the gateway."""
-    passed = {
-        name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items() if passes(name)
-    }
+    passed = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items() if passes(name)}
     passed["accept-encoding"] = "identity"  # the gateway reads the answer
     if key:
         name, value = ("x-api-key", key) if dialect == "messages" else ("authorization", f"Bearer {key}")
@@ -136,11 +159,7 @@ def _as_chat(dialect: str, body: bytes) -> bytes:
         made: Translation
         if dialect == "messages":
             # What the provider runs itself has no schema.
-            _keep(
-                request,
-                "tools",
-                lambda tool: tool.get("input_schema") or tool.get("type", "custom") == "custom",
-            )
+            _keep(request, "tools", lambda tool: tool.get("input_schema") or tool.get("type", "custom") == "custom")
             made = MessagesTranslation(_encode(request))
         else:
             # The gateway wrote none of these ids and sealed none of this reasoning.
@@ -151,15 +170,7 @@ def _as_chat(dialect: str, body: bytes) -> bytes:
                 item.pop("encrypted_content", None)
             made = ResponsesTranslation(_encode(request))
         return made.call().body
-    except (
-        ApiError,
-        msgspec.DecodeError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-    ):
+    except (ApiError, msgspec.DecodeError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError):
         return body
 
 

@@ -57,15 +57,17 @@ async def next_logprobs(server: Upstream, model: str) -> list[dict[str, float]]:
 
     Raises `AdapterError`, `UpstreamError`."""
     request = {
-        "model": model, "prompt": _PROMPTS, "max_tokens": 1, "temperature": 1, "logprobs": _TOP_LOGPROBS,
+        "model": model,
+        "prompt": _PROMPTS,
+        "max_tokens": 1,
+        "temperature": 1,
+        "logprobs": _TOP_LOGPROBS,
         "return_tokens_as_token_ids": True,
-    }  # fmt: skip
+    }
     data = msgspec.json.encode(request)
     status, body = await server.fetch("POST", "/v1/completions", data, timeout_s=120)
     if status != 200:
-        raise AdapterError(
-            f"the probe was answered {status}: {body[:300].decode(errors='replace')}", permanent=False
-        )
+        raise AdapterError(f"the probe was answered {status}: {body[:300].decode(errors='replace')}", permanent=False)
     choices = sorted(msgspec.json.decode(body, type=_Completion).choices, key=lambda c: c.index)
     return [c.logprobs.top_logprobs[0] for c in choices]
 

@@ -135,10 +135,14 @@ class ServerController:
                 done = await self._load_wanted()
                 self._complete = self._complete or done
                 if self._complete:
-                    await self._registration.set(SamplerRecord(
-                        url=self._advertised, models=(*self._policies.models, *self._policies.branches),
-                        server_start=self.server_start, refused=self._refusals(),
-                    ))  # fmt: skip
+                    await self._registration.set(
+                        SamplerRecord(
+                            url=self._advertised,
+                            models=(*self._policies.models, *self._policies.branches),
+                            server_start=self.server_start,
+                            refused=self._refusals(),
+                        )
+                    )
                 if done and self._has_unused:
                     self._has_unused = False
                     await self._delete_unused()
@@ -199,9 +203,7 @@ class ServerController:
         self._found = set(folders.values())  # none of them is deleted before it is adopted
         self.server_start, self._checked = server_start, time.monotonic()
         for version in self._expected() - folders.keys():
-            log.warning(
-                "the inference server lacks an adapter that it had loaded", replica=self.name, version=version
-            )
+            log.warning("the inference server lacks an adapter that it had loaded", replica=self.name, version=version)
             # Until the log says so, gateways send the server no calls. The log may have lost its end, and with it that
             # the adapter was unloaded.
             await self._publish_unloaded(version)
@@ -302,9 +304,12 @@ class ServerController:
         Return its sequence."""
         # Retention reads this event too: it deletes no adapter from the object store while a server holds it.
         event = PolicyUnloaded(
-            project=self._config.project, model=parse_version(version)[0], version=version, replica=self.name,
+            project=self._config.project,
+            model=parse_version(version)[0],
+            version=version,
+            replica=self.name,
             server_start=self.server_start,
-        )  # fmt: skip
+        )
         return (await self._context.broker.publish(event)).seq
 
     async def _unload_released(self, version: str) -> bool:
@@ -346,10 +351,17 @@ class ServerController:
             message = "the adapter changes nothing: its logprobs equal those of the base model"
             raise AdapterError(message, permanent=True)
         event = PolicyLoaded(
-            project=self._config.project, model=model, step=step, version=version, replica=self.name,
-            adapter_sha256=checkpoint.event.adapter_sha256, probe_delta=delta, load_s=(now_us() - started_at) / 1e6,
-            started_at=started_at, server_start=self.server_start,
-        )  # fmt: skip
+            project=self._config.project,
+            model=model,
+            step=step,
+            version=version,
+            replica=self.name,
+            adapter_sha256=checkpoint.event.adapter_sha256,
+            probe_delta=delta,
+            load_s=(now_us() - started_at) / 1e6,
+            started_at=started_at,
+            server_start=self.server_start,
+        )
         crash.point("sampler.adapter_loaded")
         self._loaded_seq = (await self._context.broker.publish(event)).seq
         self.loaded[version] = folder

@@ -55,9 +55,7 @@ class Registration:
             try:
                 await key_value.delete(self._broker, streams.FLEET.name, self._key)
             except BrokerError as error:
-                log.warning(
-                    "the server's record stays until it expires", replica=self._name, error=str(error)
-                )
+                log.warning("the server's record stays until it expires", replica=self._name, error=str(error))
 
     async def _write(self) -> None:
         async with self._writing:  # one write at a time, so that the last one on the log is the newest

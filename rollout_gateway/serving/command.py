@@ -27,9 +27,12 @@ from pipeline.terminal.parsers import command_parser, exit_on_error
 from pipeline.terminal.printing import visible
 
 _DONE = {
-    "promote": "promoted", "pin": "pinned", "rollback": "the decision after it was taken back", "split": "split",
+    "promote": "promoted",
+    "pin": "pinned",
+    "rollback": "the decision after it was taken back",
+    "split": "split",
     "follow": "follows the newest",
-}  # fmt: skip
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,9 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print the gateway's answer")
     decision = argparse.ArgumentParser(add_help=False, parents=[common])
     decision.add_argument("--reason", default="", help="it is kept on the log, and `list` shows it")
-    decision.add_argument(
-        "--by", default="", help="who decides; with API keys, the key's name is recorded instead"
-    )
+    decision.add_argument("--by", default="", help="who decides; with API keys, the key's name is recorded instead")
 
     def command(name: str, help_text: str, *, listing: bool = False) -> argparse.ArgumentParser:
         return commands.add_parser(name, parents=[common if listing else decision], help=help_text)
@@ -58,9 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     models = command("list", "show the version of each model name, and why", listing=True)
     models.add_argument("model", nargs="?", help="one model; default: all")
     command("promote", "route a model name to a version").add_argument("version", help=version)
-    command("pin", "keep serving a version while newer ones are trained").add_argument(
-        "version", help=version
-    )
+    command("pin", "keep serving a version while newer ones are trained").add_argument("version", help=version)
     command("rollback", "take back the last decision; again: the one before it").add_argument(
         "model", help="name of the model"
     )
@@ -93,9 +92,7 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
 def _list(gateway: GatewayApi, args: argparse.Namespace) -> None:
     policies = [p for p in gateway.ask("GET", "/v1/policies")["data"] if args.model in (None, p["model"])]
     if args.model is not None and not policies:
-        raise GatewayError(
-            f"the gateway serves no model {args.model!r}; `journeywork policy list` shows the models"
-        )
+        raise GatewayError(f"the gateway serves no model {args.model!r}; `journeywork policy list` shows the models")
     if args.json:
         sys.stdout.write(json.dumps(policies) + "\n")
         return

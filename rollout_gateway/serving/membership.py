@@ -43,13 +43,7 @@ class Membership:
     """Updates the replicas of a fleet and writes this gateway's record."""
 
     def __init__(
-        self,
-        config: Config,
-        broker: Broker,
-        policies: Policies,
-        fleet: Fleet,
-        router: VersionRouter,
-        gateway: str,
+        self, config: Config, broker: Broker, policies: Policies, fleet: Fleet, router: VersionRouter, gateway: str
     ) -> None:
         """`gateway`: the id of this gateway process, unique in the project."""
         self._settings, self._ttl_s = config.gateway.replicas, config.sampler.ttl_s

@@ -63,9 +63,7 @@ class _Model:
 class Pacing:
     """Admits new groups while few enough are ahead of the trainer."""
 
-    def __init__(
-        self, project: str, broker: Broker, models: Iterable[str], *, limit: int, forget_s: float
-    ) -> None:
+    def __init__(self, project: str, broker: Broker, models: Iterable[str], *, limit: int, forget_s: float) -> None:
         """`limit`: maximum number of groups of a model that are ahead; 0 for no limit. `forget_s`: seconds after which
         a group no longer counts."""
         self._project, self._broker, self._limit = project, broker, limit
@@ -170,9 +168,7 @@ class Pacing:
 
     async def follow(self) -> None:
         """Follow discards, and stop counting their groups. Never returns."""
-        discarded = follow_events(
-            self._broker, [GroupDiscarded], lambda: self._next_seq, project=self._project
-        )
+        discarded = follow_events(self._broker, [GroupDiscarded], lambda: self._next_seq, project=self._project)
         async for recorded in discarded:
             self._next_seq = recorded.seq + 1
             if _ends(recorded.event):

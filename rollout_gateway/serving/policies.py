@@ -124,9 +124,7 @@ class Policies:
         model = self.state(version.rpartition("@")[0])
         if model is None:
             return False
-        return version in model.checkpoints or (
-            version == version_name(model.name, 0) and model.name in self.models
-        )
+        return version in model.checkpoints or (version == version_name(model.name, 0) and model.name in self.models)
 
     def checkpoint(self, version: str) -> Checkpoint | None:
         """Return the published checkpoint of `version`; `None` for a base version, which has no adapter, and for an
@@ -238,8 +236,14 @@ class Policies:
                 continue
             place = recorded.place
             letter = DeadLettered(
-                project="", stream=recorded.stream, stream_seq=place.seq, stream_at=place.at,
-                original_subject=recorded.subject, consumer="gateway", reason="unsigned", detail=why,
+                project="",
+                stream=recorded.stream,
+                stream_seq=place.seq,
+                stream_at=place.at,
+                original_subject=recorded.subject,
+                consumer="gateway",
+                reason="unsigned",
+                detail=why,
                 payload=encode(recorded.event),
-            )  # fmt: skip
+            )
             await broker.publish_raw(f"{letter.subject()}.{place.seq}-{place.at}", encode(letter), {})

@@ -64,9 +64,12 @@ class SplitDecision(VersionDecision, frozen=True, kw_only=True, forbid_unknown_f
 
 
 BODIES: dict[Action, type[Decision]] = {
-    "promote": VersionDecision, "pin": VersionDecision, "rollback": Decision, "split": SplitDecision,
+    "promote": VersionDecision,
+    "pin": VersionDecision,
+    "rollback": Decision,
+    "split": SplitDecision,
     "follow": Decision,
-}  # fmt: skip
+}
 """The body of each decision."""
 
 

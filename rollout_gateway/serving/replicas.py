@@ -120,9 +120,7 @@ class Fleet:
     def add(self, url: str) -> Replica:
         """Add the replica at `url`, or return it if it is known."""
         name = replica_name(url)
-        existing = next(
-            (r for r in (*self.replicas, *self._departed) if r.upstream.url == url.rstrip("/")), None
-        )
+        existing = next((r for r in (*self.replicas, *self._departed) if r.upstream.url == url.rstrip("/")), None)
         replica = existing or Replica(url, self._api_key)
         self._departed = [r for r in self._departed if r is not replica]
         self.replicas = sorted([*(r for r in self.replicas if r.name != name), replica], key=lambda r: r.name)

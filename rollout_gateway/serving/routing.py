@@ -20,11 +20,7 @@ class VersionRouter:
     loaded when a call asks for it."""
 
     def __init__(
-        self,
-        policies: Policies,
-        fleet: Fleet,
-        bases: Mapping[str, str] | None = None,
-        outside: Collection[str] = (),
+        self, policies: Policies, fleet: Fleet, bases: Mapping[str, str] | None = None, outside: Collection[str] = ()
     ) -> None:
         """`policies` has read the log: a model name begins at the newest version that any server has loaded, which
         other gateways may have served already. `bases` holds the base of each model; it is a name of `<model>@0`.
@@ -41,11 +37,7 @@ class VersionRouter:
     def name(self, model: str) -> str:
         """Return the model name of `model`, which is a model name, an exact version or a base."""
         model = self._bases.get(model, model)
-        return (
-            model
-            if model in self.outside or self._policies.state(model) is not None
-            else model.rpartition("@")[0]
-        )
+        return model if model in self.outside or self._policies.state(model) is not None else model.rpartition("@")[0]
 
     def check(self, model: str, opening: TrajectoryOpened | None) -> None:
         """Check that `model` is a known model name or version, and belongs to the model of the trajectory.
@@ -97,9 +89,7 @@ class VersionRouter:
     def refuse_outside(self, model: str) -> None:
         """Raise a 400 `ApiError` if `model` is an outside model, which no inference server here can be asked about."""
         if model in self.outside:
-            message = (
-                f"{model!r} is a provider's model: it takes model calls, and nothing that needs its tokens."
-            )
+            message = f"{model!r} is a provider's model: it takes model calls, and nothing that needs its tokens."
             raise ApiError(400, "outside_model", message, param="model")
 
     def current(self, model: str) -> str:

@@ -41,9 +41,7 @@ def _matrix(stacked: torch.Tensor, slot: int) -> torch.Tensor:
     return weights.squeeze(0) if weights.ndim == 3 else weights
 
 
-def expand(
-    y_NO: torch.Tensor, x_NR: torch.Tensor, b_LOR: torch.Tensor, groups: Groups, add: bool = True
-) -> None:
+def expand(y_NO: torch.Tensor, x_NR: torch.Tensor, b_LOR: torch.Tensor, groups: Groups, add: bool = True) -> None:
     """Add x · Bᵀ to `y_NO`, in its precision. With `add=False`, set `y_NO` to it, and to 0 without adapter.
 
     Columns that only one of `y_NO` and `b_LOR` has are left alone: model and adapter may pad differently."""

@@ -33,12 +33,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
         return bool(rows.shape[0] == self.indices_len[0])
 
     def add_lora_embedding(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_b_stacked: torch.Tensor,
-        add_inputs: bool = True,
-        **kwargs: Any,
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
     ) -> None:
         if not self._covers(x):
             super().add_lora_embedding(y, x, lora_b_stacked, add_inputs, **kwargs)
@@ -59,9 +54,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
     ) -> None:
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         if buffer is not None or kwargs or not self._covers(x):
-            super().add_lora_linear(
-                y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer=buffer, **kwargs
-            )
+            super().add_lora_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer=buffer, **kwargs)
             return
         grouped.add_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, self._tokens)
 
@@ -81,6 +74,4 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
             super().add_lora_logits(y, x, lora_a_stacked, lora_b_stacked, scale, buffer=buffer, **kwargs)
             return
         width = min(y.shape[1], lora_b_stacked.shape[-2])
-        grouped.add_linear(
-            y, x, (lora_a_stacked,), (lora_b_stacked[..., :width, :],), scale, (width,), self._samples
-        )
+        grouped.add_linear(y, x, (lora_a_stacked,), (lora_b_stacked[..., :width, :],), scale, (width,), self._samples)

@@ -30,9 +30,7 @@ def register() -> None:
     from vllm import __version__ as version
 
     if not version.startswith(TESTED):
-        _LOG.warning(
-            "LoRA on CPU is left to vLLM %s; Journeywork's plugin is tested with %s only", version, TESTED
-        )
+        _LOG.warning("LoRA on CPU is left to vLLM %s; Journeywork's plugin is tested with %s only", version, TESTED)
         return
     wrapper = current_platform.get_punica_wrapper()
     if wrapper == REPLACED:

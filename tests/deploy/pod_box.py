@@ -64,10 +64,7 @@ class Cluster:
         names |= {name: f"{hosts[name]}.trainer" for name in templates if name.startswith("trainer")}
         (self.folder / "hosts").write_text(
             "127.0.0.1 localhost\n"
-            + "".join(
-                f"{address} {hosts[pod]} {names.get(pod, '')}\n"
-                for pod, address in self.net.addresses.items()
-            )
+            + "".join(f"{address} {hosts[pod]} {names.get(pod, '')}\n" for pod, address in self.net.addresses.items())
         )
         for pod, template in templates.items():
             volumes = self._volumes(pod, template["spec"])
@@ -90,9 +87,7 @@ class Cluster:
         """The name that Kubernetes gives to the pod of a workload: that of a StatefulSet and of a JobSet is known
         before."""
         workload, _, index = workload.partition("-")
-        kind = next(
-            o["kind"] for o in self.objects if o["metadata"]["name"] == workload and o["kind"] in _WORKLOADS
-        )
+        kind = next(o["kind"] for o in self.objects if o["metadata"]["name"] == workload and o["kind"] in _WORKLOADS)
         return {"StatefulSet": f"{workload}-0", "JobSet": f"{workload}-train-0-{index or 0}"}.get(
             kind, f"{workload}-5d4f8-x7k2p"
         )
@@ -122,9 +117,25 @@ class Cluster:
 
     def sandbox(self, container: Container) -> list[str]:
         """The command before a container's command."""
-        argv = [*self.net.enter(container.pod), "bwrap", "--unshare-user", "--uid", str(UID), "--gid", str(UID),
-                "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", container.host, "--die-with-parent",
-                "--new-session", "--cap-drop", "ALL", "--clearenv"]  # fmt: skip
+        argv = [
+            *self.net.enter(container.pod),
+            "bwrap",
+            "--unshare-user",
+            "--uid",
+            str(UID),
+            "--gid",
+            str(UID),
+            "--unshare-pid",
+            "--unshare-ipc",
+            "--unshare-uts",
+            "--hostname",
+            container.host,
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+            "--clearenv",
+        ]
         argv += [*machine("--ro-bind"), *settings_of(self.folder)]
         for mount in container.spec["volumeMounts"]:
             path, writable = container.volumes[mount["name"]]
@@ -196,9 +207,7 @@ class Cluster:
 
     def stop(self, names: Sequence[str]) -> dict[str, int]:
         """SIGTERM to the first process of each container, as nodes send it; their exit codes."""
-        processes = {
-            name: process for name in names if (process := self.containers[name].process) is not None
-        }
+        processes = {name: process for name in names if (process := self.containers[name].process) is not None}
         for process in processes.values():
             terminate_inside(process)
         # No node waits longer.
@@ -216,11 +225,7 @@ class Cluster:
             f"jetstream {{ store_dir: {json.dumps(str(folder))}\n sync_interval: always }}\n"
         )
         server = VENV / "bin" / "nats-server"
-        argv = [
-            str(server if server.exists() else shutil.which("nats-server")),
-            "-c",
-            str(folder / "nats.conf"),
-        ]
+        argv = [str(server if server.exists() else shutil.which("nats-server")), "-c", str(folder / "nats.conf")]
         self.start_beside("nats", argv)
 
     def start_beside(self, pod: str, argv: Sequence[str]) -> None:

@@ -119,9 +119,7 @@ def test_every_file_and_claim_that_a_pod_names_exists(objects: list[Object]) -> 
                     assert ref["key"] in content(objects, "Secret", ref["name"])
             for source in container.get("envFrom", ()):
                 ref = source["secretRef"]
-                by_hand = f"create secret generic {ref['name']} " in (ROOT / "docs" / "install.md").read_text(
-                    "utf-8"
-                )
+                by_hand = f"create secret generic {ref['name']} " in (ROOT / "docs" / "install.md").read_text("utf-8")
                 assert by_hand or ("Secret", ref["name"]) in names
 
 
@@ -153,9 +151,7 @@ def test_a_pod_gets_its_own_keys_only(objects: list[Object]) -> None:
 def test_every_service_selects_a_pod_and_its_port(objects: list[Object]) -> None:
     for service in (o for o in objects if o["kind"] == "Service"):
         (pod,) = [
-            pod
-            for _, pod in pods(objects)
-            if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+            pod for _, pod in pods(objects) if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
         ]
         ports = {p["name"]: p["containerPort"] for c in pod["spec"]["containers"] for p in c.get("ports", ())}
         for port in service["spec"]["ports"]:
@@ -167,9 +163,7 @@ def test_every_service_selects_a_pod_and_its_port(objects: list[Object]) -> None
     for name, pod in pods(objects):
         for container in pod["spec"]["containers"]:
             ports = {p["name"] for p in container.get("ports", ())}
-            probes = [
-                container[p] for p in ("startupProbe", "readinessProbe", "livenessProbe") if p in container
-            ]
+            probes = [container[p] for p in ("startupProbe", "readinessProbe", "livenessProbe") if p in container]
             assert probes or name == "provision"
             assert all(p["httpGet"]["port"] in ports for p in probes if "httpGet" in p)
 
@@ -182,9 +176,7 @@ def test_ports_and_names_are_those_of_the_settings(objects: list[Object], config
     assert port("Deployment", "gateway") == config.gateway.port
     assert port("StatefulSet", "store", 1) == config.ui.port == UiConfig().port
     replicas = named(objects, "StatefulSet", "vllm")["spec"]["replicas"]
-    assert list(config.vllm.urls) == [
-        f"http://vllm-{i}.vllm:{port('StatefulSet', 'vllm')}" for i in range(replicas)
-    ]
+    assert list(config.vllm.urls) == [f"http://vllm-{i}.vllm:{port('StatefulSet', 'vllm')}" for i in range(replicas)]
     assert config.ui.gateway_url == f"http://gateway:{config.gateway.port}"
     assert config.nats.address == "nats://nats:4222"
     # Nobody is served without a key, and nothing without the trainer's signature.
@@ -192,9 +184,7 @@ def test_ports_and_names_are_those_of_the_settings(objects: list[Object], config
     assert len(config.signing.keys) == 1
     (job,) = named(objects, "JobSet", "trainer")["spec"]["replicatedJobs"]
     env = variables(objects, "trainer")
-    assert (
-        job["template"]["spec"]["parallelism"] == job["template"]["spec"]["completions"] == int(env["NODES"])
-    )
+    assert job["template"]["spec"]["parallelism"] == job["template"]["spec"]["completions"] == int(env["NODES"])
     assert int(env["PROCESSES"]) * int(env["NODES"]) == config.trainer.processes
 
 
@@ -204,7 +194,7 @@ def test_ports_and_names_are_those_of_the_settings(objects: list[Object], config
         ("large", "2", "", "starts 4 (2 machines with 2 each): set it to 4"),
         ("small", "4", "components: [../../components/several-trainers]\n", "starts 2 (2 machines with 1 each)"),
     ],
-)  # fmt: skip
+)
 def test_other_processes_than_those_of_the_pods_are_refused(
     overlay: str, wrong: str, more: str, told: str, tmp_path: Path
 ) -> None:
@@ -307,17 +297,7 @@ def test_keys_stay_when_an_overlay_is_prepared_again(tmp_path: Path) -> None:
     assert made.read_text() == first
     assert {p.stat().st_mode & 0o077 for p in (made.parent, made)} == {0}
     # A further key is the gateway's when it is prepared again.
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline",
-        "keys",
-        "add",
-        "--run-dir",
-        str(made.parent),
-        "--name",
-        "agents",
-    ]
+    command = [sys.executable, "-m", "pipeline", "keys", "add", "--run-dir", str(made.parent), "--name", "agents"]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     prepare(folder)
     assert 'name = "agents"' in content(render(folder), "Secret", "api-keys")["keys.toml"]
@@ -383,6 +363,6 @@ def test_the_network_lets_through_what_the_documentation_lists(objects: list[Obj
     config = content(objects, "ConfigMap", "settings")["config.toml"]
     for address in re.findall(r'"((?:http|nats)://[^"]+)"', config):
         parts = urlsplit(address)
-        assert any(
-            to == str(parts.hostname).rpartition(".")[2] and port == str(parts.port) for _, to, port in found
-        ), address
+        assert any(to == str(parts.hostname).rpartition(".")[2] and port == str(parts.port) for _, to, port in found), (
+            address
+        )

@@ -26,10 +26,7 @@ def make_venv(tmp_path: Path, *, version: str, uv: bool) -> subprocess.Completed
     for name in ("bash", "dirname", "uname", "touch", "mkdir", "cp", "cat"):
         (tools / name).symlink_to(f"/usr/bin/{name}")
     text = FAKE.format(
-        version=version,
-        python="/usr/bin/python3",
-        tuple=tuple(map(int, version.split("."))),
-        calls=tmp_path / "calls",
+        version=version, python="/usr/bin/python3", tuple=tuple(map(int, version.split("."))), calls=tmp_path / "calls"
     )
     for name in ("python3", "uv")[: 1 + uv]:
         (tools / name).write_text(text)

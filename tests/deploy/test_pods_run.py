@@ -67,9 +67,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     shutil.copytree(ROOT / "examples" / "tictactoe" / "model", models / "base")
     (tmp_path / "node").mkdir()
     try:
-        made = Cluster(
-            objects, tmp_path / "node", models, {"vllm": ["python", "-c", _DOUBLE]} if DOUBLE else {}
-        )
+        made = Cluster(objects, tmp_path / "node", models, {"vllm": ["python", "-c", _DOUBLE]} if DOUBLE else {})
     except (subprocess.CalledProcessError, OSError) as error:
         pytest.skip(f"this machine makes no network namespaces: {error}")
     values = json.loads((overlay / "prepared" / "nats-users.json").read_text())

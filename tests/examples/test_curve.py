@@ -57,9 +57,7 @@ EXAMPLES = [path.parent for path in Path(curve.__file__).parents[1].glob("*/curv
 def test_the_demos_picture_is_drawn_from_its_recorded_data_and_fits_a_phone() -> None:
     folder = Path(curve.__file__).parents[2] / "docs" / "pictures"
     picture = (folder / "curve.svg").read_text("utf-8")
-    assert curve.draw(json.loads((folder / "curve.json").read_text("utf-8"))) == picture, (
-        "run `make pictures`"
-    )
+    assert curve.draw(json.loads((folder / "curve.json").read_text("utf-8"))) == picture, "run `make pictures`"
     assert 'width="302.4pt"' in picture[:2000]  # 420 px
 
 

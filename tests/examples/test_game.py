@@ -6,17 +6,7 @@ import random
 
 import pytest
 
-from examples.tictactoe.game import (
-    CELLS,
-    EMPTY,
-    Game,
-    completing,
-    describe,
-    free_cells,
-    has_won,
-    opening_seed,
-    put,
-)
+from examples.tictactoe.game import CELLS, EMPTY, Game, completing, describe, free_cells, has_won, opening_seed, put
 
 
 def play_out(seed: str, mover: random.Random) -> Game:

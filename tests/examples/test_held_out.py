@@ -51,13 +51,7 @@ class Gateway:
             {"index": i, "text": first_free(c), "finish_reason": "length", "logprobs": None}
             for i, c in enumerate(cells)
         ]
-        answer = {
-            "id": "c",
-            "object": "text_completion",
-            "created": 0,
-            "model": "m@3",
-            "choices": choices[::-1],
-        }
+        answer = {"id": "c", "object": "text_completion", "created": 0, "model": "m@3", "choices": choices[::-1]}
         return httpx.Response(200, json=answer)
 
 

@@ -21,9 +21,7 @@ def test_no_sentence_is_both_trained_and_held_out() -> None:
     trained = {sentence for part in PARTS for sentence in part["train"]}
     held_out = {sentence for part in PARTS for sentence in part["held_out"]}
     assert not trained & held_out
-    assert sum(len(part[split]) for part in PARTS for split in ("train", "held_out")) == len(
-        trained | held_out
-    )
+    assert sum(len(part[split]) for part in PARTS for split in ("train", "held_out")) == len(trained | held_out)
 
 
 def test_messages_go_through_all_teams_and_urgencies() -> None:
@@ -60,8 +58,7 @@ def test_a_field_counts_if_it_is_right(answer: str, right: tuple[int, ...]) -> N
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.floats() | st.text(),
-        lambda s: st.lists(s) | st.dictionaries(st.text(), s),
+        st.none() | st.booleans() | st.floats() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
     )
 )
 def test_any_answer_has_its_fields_counted(answer: object) -> None:

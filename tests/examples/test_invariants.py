@@ -37,34 +37,47 @@ def call(run: str, seq: int, step: int, begin: int, **more: Any) -> ExchangeReco
 
 def checkpoint(step: int, group: str) -> CheckpointPublished:
     return CheckpointPublished(
-        project="p", model="m", step=step, version=f"m@{step}", parent=f"m@{step - 1}", batch_id=f"b{step}",
-        groups=(group,), group_seqs=pack_seqs([1]), config_hash="c", adapter="a", adapter_sha256=f"s{step}",
-        adapter_bytes=3, at=START + 30_000_000,
-    )  # fmt: skip
+        project="p",
+        model="m",
+        step=step,
+        version=f"m@{step}",
+        parent=f"m@{step - 1}",
+        batch_id=f"b{step}",
+        groups=(group,),
+        group_seqs=pack_seqs([1]),
+        config_hash="c",
+        adapter="a",
+        adapter_sha256=f"s{step}",
+        adapter_bytes=3,
+        at=START + 30_000_000,
+    )
 
 
 def history() -> dict[str, Event]:
     """A sound history: two runs of two calls, a group, a checkpoint and its load; one more call by the checkpoint."""
     made: dict[str, Event] = {}
     for run in ("t0", "t1"):
-        made[f"open {run}"] = TrajectoryOpened(
-            project="p", trajectory=run, model="m", group="train-0", at=START
-        )
+        made[f"open {run}"] = TrajectoryOpened(project="p", trajectory=run, model="m", group="train-0", at=START)
         for seq in range(2):
             made[f"call {run} {seq}"] = call(run, seq, 0, 1 + 10 * seq)
         made[f"complete {run}"] = TrajectoryCompleted(
             project="p", trajectory=run, model="m", group="train-0", exchanges=2, reward=1.0, at=START + 25_000_000
-        )  # fmt: skip
+        )
     members = tuple(Member(trajectory=t, reward=r, exchanges=2) for t, r in (("t0", 1.0), ("t1", 0.0)))
     made["scored"] = GroupScored(project="p", group="train-0", model="m", judge="j", members=members)
     made["checkpoint"] = checkpoint(1, "train-0")
     made["loaded"] = PolicyLoaded(
-        project="p", model="m", step=1, version="m@1", replica="r0", adapter_sha256="s1", probe_delta=0.5,
-        load_s=0.1, at=START + 31_000_000,
-    )  # fmt: skip
-    made["open t2"] = TrajectoryOpened(
-        project="p", trajectory="t2", model="m", group="train-1", at=START + 32_000_000
+        project="p",
+        model="m",
+        step=1,
+        version="m@1",
+        replica="r0",
+        adapter_sha256="s1",
+        probe_delta=0.5,
+        load_s=0.1,
+        at=START + 31_000_000,
     )
+    made["open t2"] = TrajectoryOpened(project="p", trajectory="t2", model="m", group="train-1", at=START + 32_000_000)
     made["call t2 0"] = call("t2", 0, 1, 33, group="train-1")
     return made
 
@@ -104,7 +117,7 @@ FAULTS: dict[str, tuple[str, Event | dict[str, Any]]] = {
     "outside of -1 to 1": ("scored", {"members": (Member(trajectory="t0", reward=9.0, exchanges=2),)}),
     "not numbered from 0": ("call t0 1", {"seq": 5}),
     "two calls of a run with one number": ("call t0 0 again", call("t0", 0, 0, 1)),
-}  # fmt: skip
+}
 """By a part of the finding's name: the event that has the fault, and what is changed in it, or the event itself."""
 
 

@@ -24,9 +24,16 @@ def test_results_that_come_late_by_an_answers_id_train_each_game_once(tmp_path: 
     double.start()
     try:
         run(
-            "examples.tictactoe.job", *flags, *UNCHECKED, "--set", "gateway.detection.idle_s=2",
-            "--run-dir", str(run_dir), "--vllm-url", double.url,
-        )  # fmt: skip
+            "examples.tictactoe.job",
+            *flags,
+            *UNCHECKED,
+            "--set",
+            "gateway.detection.idle_s=2",
+            "--run-dir",
+            str(run_dir),
+            "--vllm-url",
+            double.url,
+        )
     finally:
         double.stop()
     report = json.loads((run_dir / "report.json").read_text())

@@ -47,13 +47,19 @@ def test_script_and_notebook_train_and_compare_held_out_scenarios(
         with installation(tmp_path / "run", double.url, **settings) as up:
             monkeypatch.setenv("JOURNEYWORK_URL", up.url)
             said = run(
-                f"examples.{name}.train", "--steps", "2", "--held-out", "2", "--run-dir", str(tmp_path / "script"),
-                "--base", str(base),
-            )  # fmt: skip
+                f"examples.{name}.train",
+                "--steps",
+                "2",
+                "--held-out",
+                "2",
+                "--run-dir",
+                str(tmp_path / "script"),
+                "--base",
+                str(base),
+            )
             cells = run_notebook(
-                f"{name}.ipynb", tmp_path, monkeypatch, BASE_MODEL=str(base), STEPS="1", HELD_OUT="2",
-                MAX_TOKENS="24",
-            )  # fmt: skip
+                f"{name}.ipynb", tmp_path, monkeypatch, BASE_MODEL=str(base), STEPS="1", HELD_OUT="2", MAX_TOKENS="24"
+            )
     finally:
         double.stop()
     assert re.search(f"less that of the base model: {DIFFERENCE}", said)

@@ -65,26 +65,17 @@ def test_each_call_continues_the_tokens_of_the_one_before(tokenizer: Any) -> Non
                 assert prompt[: len(before)] == before
                 sampled = tokenizer.apply_chat_template([*chat, message], return_dict=False)[len(prompt) :]
                 before, calls = prompt + sampled, calls + 1
-                assert len(sampled) in (
-                    2,
-                    7,
-                    5,
-                )  # a look at the schema or an answer; a query with or without city
+                assert len(sampled) in (2, 7, 5)  # a look at the schema or an answer; a query with or without city
                 if tool_calls := message.get("tool_calls"):
                     ids = [
                         {
                             **one,
                             "id": "x",
-                            "function": {
-                                **one["function"],
-                                "arguments": json.dumps(one["function"]["arguments"]),
-                            },
+                            "function": {**one["function"], "arguments": json.dumps(one["function"]["arguments"])},
                         }
                         for one in tool_calls
                     ]
-                    said = ChatCompletionMessage(role="assistant", tool_calls=ids).model_dump(
-                        exclude_none=True
-                    )
+                    said = ChatCompletionMessage(role="assistant", tool_calls=ids).model_dump(exclude_none=True)
                     (function,) = (one["function"] for one in said["tool_calls"])
                     assert list(function) == ["arguments", "name"]
                     # vLLM gives the template the arguments as an object.
@@ -96,10 +87,7 @@ def test_each_call_continues_the_tokens_of_the_one_before(tokenizer: Any) -> Non
 
 def attempt(*said: tuple[str, str] | str) -> list[dict[str, Any]]:
     """An attempt at `TASK`: queries with their results, looks at the schema (an empty query), and an answer."""
-    chat: list[dict[str, Any]] = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": TASK.question},
-    ]
+    chat: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK.question}]
     for turn in said:
         if isinstance(turn, str):
             chat.append({"role": "assistant", "content": turn})
@@ -122,15 +110,7 @@ ATTEMPTS = {
     "no answer": attempt(LOOK, LOOK, LOOK, LOOK),
     "only an error": attempt(LOOK, ("SELECT sum(cost) FROM orders", "Error: no such column: cost"), "7"),
 }
-WORTH = {
-    "good": 1.0,
-    "long": 0.95,
-    "misread": 0.45,
-    "wrong city": 0.45,
-    "guess": 0,
-    "no answer": 0,
-    "only an error": 0,
-}
+WORTH = {"good": 1.0, "long": 0.95, "misread": 0.45, "wrong city": 0.45, "guess": 0, "no answer": 0, "only an error": 0}
 
 
 def ruler_prompt(names: Sequence[str]) -> Prompt:

@@ -13,15 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
 from examples.tictactoe.agent import MAX_TOKENS
 from examples.tictactoe.game import CELLS, Game, describe, free_cells
-from examples.tictactoe.make_model import (
-    ILLEGAL,
-    MODEL_DIR,
-    STRONG,
-    make_tokenizer,
-    prospects,
-    taught_game,
-    teach,
-)
+from examples.tictactoe.make_model import ILLEGAL, MODEL_DIR, STRONG, make_tokenizer, prospects, taught_game, teach
 from trainer.tiny import choice_loss, make_model
 
 
@@ -47,9 +39,7 @@ def test_the_committed_model_imitates_the_teacher(tokenizer: Any) -> None:
     """How well it knows the teacher bounds what it can be trained to, so a worse base must not slip in."""
     model = Qwen3ForCausalLM.from_pretrained(MODEL_DIR)
     with torch.no_grad():
-        divergence = choice_loss(
-            model, tokenizer, CELLS, [taught_game(f"test/{number}") for number in range(200)]
-        )
+        divergence = choice_loss(model, tokenizer, CELLS, [taught_game(f"test/{number}") for number in range(200)])
     assert 0 < divergence.item() < 0.05
 
 
@@ -96,9 +86,7 @@ def test_the_teacher_knows_and_rarely_does() -> None:
     assert share["c2"] == 0
     assert sum(share[c] for c in ("a1", "b1", "a2", "b2")) == pytest.approx(ILLEGAL)
     assert max(prospects(board).values()) == 1
-    assert (
-        prospects("." * 9)[4] < max(prospects("." * 9).values()) < 1
-    )  # corners are worth more than the centre
+    assert prospects("." * 9)[4] < max(prospects("." * 9).values()) < 1  # corners are worth more than the centre
     for marks in itertools.islice(itertools.product("xo.", repeat=9), 0, 19683, 97):
         if "." in marks:
             assert sum(teach("".join(marks))) == pytest.approx(1)

@@ -22,27 +22,19 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::P
 
 def run(name: str, cwd: Path, monkeypatch: pytest.MonkeyPatch, **env: str) -> list[Any]:
     """Run a notebook in a kernel of this Python. Returns its code cells; a cell that raises fails the test."""
-    for key, value in {
-        "PYTHONPATH": str(ROOT),
-        "IPYTHONDIR": str(cwd),
-        "JUPYTER_PLATFORM_DIRS": "1",
-        **env,
-    }.items():
+    for key, value in {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(cwd), "JUPYTER_PLATFORM_DIRS": "1", **env}.items():
         monkeypatch.setenv(key, value)
     notebook = nbformat.read(FOLDER / name, as_version=4)
     # A port that Jupyter has chosen is the kernel's only a second later, when a server of another test may have it.
     sockets = Config(KernelManager={"transport": "ipc", "ip": str(cwd / "kernel")})
-    NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(cwd)}}, config=sockets
-    ).execute()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(cwd)}}, config=sockets).execute()
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def shown(cell: Any) -> str:
     """All that a cell shows, as text."""
     return "".join(
-        output.get("text", "") + "".join(str(v) for v in output.get("data", {}).values())
-        for output in cell.outputs
+        output.get("text", "") + "".join(str(v) for v in output.get("data", {}).values()) for output in cell.outputs
     )
 
 
@@ -64,12 +56,7 @@ def test_a_starter_project_trains_and_is_evaluated_and_the_notebooks_train_on_an
         assert {m["name"] for m in told["entrants"][0]["measures"]} == {"reward", "right"}
         url = running.url
         cells = run(
-            "train.ipynb",
-            tmp_path,
-            monkeypatch,
-            JOURNEYWORK_URL=url,
-            JOURNEYWORK_MODEL="tictactoe",
-            PASSES="1",
+            "train.ipynb", tmp_path, monkeypatch, JOURNEYWORK_URL=url, JOURNEYWORK_MODEL="tictactoe", PASSES="1"
         )
         assert " over 40" in shown(cells[-3])
         assert "reward   tictactoe@0 " in shown(cells[-2])
@@ -85,9 +72,5 @@ def test_a_starter_project_trains_and_is_evaluated_and_the_notebooks_train_on_an
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_no_outputs_are_kept(path: Path) -> None:
     cells = json.loads(path.read_text("utf-8"))["cells"]
-    assert all(
-        not cell["outputs"] and cell["execution_count"] is None
-        for cell in cells
-        if cell["cell_type"] == "code"
-    )
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells if cell["cell_type"] == "code")
     assert path.stat().st_size < 20_000

@@ -25,10 +25,7 @@ def test_the_packaged_model_is_a_language_model(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     losses = []
-    for text in (
-        "The capital of France is the city of Paris.",
-        "Paris France the of capital city is the of The.",
-    ):
+    for text in ("The capital of France is the city of Paris.", "Paris France the of capital city is the of The."):
         ids = tokenizer(text, return_tensors="pt").input_ids
         with torch.no_grad():
             losses.append(float(model(input_ids=ids, labels=ids).loss))

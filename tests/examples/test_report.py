@@ -19,10 +19,7 @@ def played(name: str, *wins: float | None) -> EntrantResult:
     """An entrant that won this share of each batch of 20 games; `None`: the batch failed."""
     tasks = [
         TaskResult(
-            str(n),
-            {"win": share, "loss": 0.9 - share, "games": 20.0, **REST} if share is not None else {},
-            1,
-            0,
+            str(n), {"win": share, "loss": 0.9 - share, "games": 20.0, **REST} if share is not None else {}, 1, 0
         )
         for n, share in enumerate(wins)
     ]
@@ -50,9 +47,7 @@ def test_the_difference_is_that_of_the_same_batches() -> None:
 
 def test_pairing_tells_more_than_two_separate_samples() -> None:
     shares = [n / 400 for n in range(350)]
-    low, high = difference(
-        report(played("m@0", *shares), played("m@9", *(s + 0.1 + s / 100 for s in shares)))
-    )["ci95"]
+    low, high = difference(report(played("m@0", *shares), played("m@9", *(s + 0.1 + s / 100 for s in shares))))["ci95"]
     own_low, own_high = win_rate(played("m@0", *shares))["ci95"]
     assert high - low < (own_high - own_low) / 1.5
 

@@ -6,16 +6,7 @@ import random
 
 import pytest
 
-from examples.support.desk import (
-    ACTIONS,
-    MOODS,
-    VOUCHER,
-    keeps_all_rules,
-    kept_rules,
-    reply_to,
-    score,
-    ticket,
-)
+from examples.support.desk import ACTIONS, MOODS, VOUCHER, keeps_all_rules, kept_rules, reply_to, score, ticket
 from examples.support.make_model import taught, words
 from trainer import tiny
 
@@ -35,9 +26,7 @@ def test_each_rule_is_broken_alone() -> None:
     for broken, reply in replies.items():
         assert {rule for rule, kept in kept_rules(ASKED.text, reply).items() if not kept} == ({broken} - {""})
         assert keeps_all_rules(ASKED.text, reply) == (broken == "")
-        assert score(f"[user] {ASKED.text}", f"[assistant] {reply}\n") == {"": 1.0, "action": 0.6}.get(
-            broken, 0.8
-        )
+        assert score(f"[user] {ASKED.text}", f"[assistant] {reply}\n") == {"": 1.0, "action": 0.6}.get(broken, 0.8)
 
 
 def test_a_reply_with_every_action_keeps_the_rule_of_none() -> None:

@@ -28,22 +28,13 @@ EXAMPLES: dict[str, list[str]] = {
             *(("query", {"sql": f"SELECT count(*) FROM orders WHERE item = '{item}'"}) for item in ITEMS),
         )
     ],
-    "support": [
-        f"{first} {action} Your order is 12." for first in MOODS.values() for action in ACTIONS.values()
-    ],
+    "support": [f"{first} {action} Your order is 12." for first in MOODS.values() for action in ACTIONS.values()],
 }
 """For each example, the words that the double answers with: with arbitrary ones, all rewards would be equal."""
 FREQUENT = [message("train", number).right for number in range(12)]
 """Answers of the demo's agents: right for some messages, in part for others."""
 SMALL = ["--steps", "2", "--held-out", "4", "--set", "trainer.groups_per_step=2"]
-UNCHECKED = [
-    "--set",
-    "trainer.logprob_bound=1e9",
-    "--set",
-    "trainer.check_share=0.0",
-    "--set",
-    "ui.enabled=false",
-]
+UNCHECKED = ["--set", "trainer.logprob_bound=1e9", "--set", "trainer.check_share=0.0", "--set", "ui.enabled=false"]
 """The double's logprobs are not the model's. Nobody looks at the dashboard."""
 SHORT = ["--end-every", "2"]
 """Short replies of the double: a run whose prompt outgrows the model's length fails."""
@@ -52,9 +43,13 @@ SHORT = ["--end-every", "2"]
 def run(*command: str) -> str:
     """The output of a Python module. Its errors go to the test's."""
     done = subprocess.run(
-        [sys.executable, "-m", *command], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        [sys.executable, "-m", *command],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     return done.stdout
 
 
@@ -70,9 +65,18 @@ def test_an_example_trains_two_steps_and_compares_them_with_its_base(name: str, 
     double.start()
     try:
         said = run(
-            f"examples.{name}.train", *SMALL, *UNCHECKED, "--run-dir", str(run_dir), "--base", str(base),
-            "--config", "examples/common/two_cores.toml", "--vllm-url", double.url,
-        )  # fmt: skip
+            f"examples.{name}.train",
+            *SMALL,
+            *UNCHECKED,
+            "--run-dir",
+            str(run_dir),
+            "--base",
+            str(base),
+            "--config",
+            "examples/common/two_cores.toml",
+            "--vllm-url",
+            double.url,
+        )
     finally:
         double.stop()
     report = json.loads((run_dir / "report.json").read_text())
@@ -80,13 +84,9 @@ def test_an_example_trains_two_steps_and_compares_them_with_its_base(name: str, 
     assert report["before"]["count"] == report["after"]["count"] == report["difference"]["count"] == 4
     assert report["failed"] == 0
     assert "paired difference" in said
-    trained = rows(
-        run_dir, "SELECT step, count(DISTINCT group_id) AS groups FROM lineage GROUP BY step ORDER BY step"
-    )
+    trained = rows(run_dir, "SELECT step, count(DISTINCT group_id) AS groups FROM lineage GROUP BY step ORDER BY step")
     assert trained == [{"step": 1, "groups": 2}, {"step": 2, "groups": 2}]
-    assert rows(run_dir, "SELECT count(*) AS n FROM rewards WHERE split = 'train' AND reward IS NULL") == [
-        {"n": 0}
-    ]
+    assert rows(run_dir, "SELECT count(*) AS n FROM rewards WHERE split = 'train' AND reward IS NULL") == [{"n": 0}]
     assert len((ROOT / "examples" / name / "train.py").read_text().splitlines()) <= 150
 
 
@@ -102,10 +102,29 @@ def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
     double.start()
     try:
         said = run(
-            "examples.inbox.demo", "--steps", "2", "--held-out", "8", "--seconds", "600", "--way", way, "--delay", "1",
-            "--base", str(base), "--run-dir", str(run_dir), "--vllm-url", double.url, *UNCHECKED,
-            "--set", "vllm.max_model_len=0", "--set", "gateway.detection.idle_s=2",
-        )  # fmt: skip
+            "examples.inbox.demo",
+            "--steps",
+            "2",
+            "--held-out",
+            "8",
+            "--seconds",
+            "600",
+            "--way",
+            way,
+            "--delay",
+            "1",
+            "--base",
+            str(base),
+            "--run-dir",
+            str(run_dir),
+            "--vllm-url",
+            double.url,
+            *UNCHECKED,
+            "--set",
+            "vllm.max_model_len=0",
+            "--set",
+            "gateway.detection.idle_s=2",
+        )
     finally:
         double.stop()
     report = json.loads((run_dir / "report.json").read_text())

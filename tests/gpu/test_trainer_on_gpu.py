@@ -43,9 +43,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
     return make
 
 
-def batch(
-    groups: int = 2, members: int = 4, shared: int = 24, own: int = 16
-) -> tuple[list[Example], list[int]]:
+def batch(groups: int = 2, members: int = 4, shared: int = 24, own: int = 16) -> tuple[list[Example], list[int]]:
     """Groups with a common beginning; the recorded logprobs are of a uniform sampler, off the model's own."""
     rng = np.random.default_rng(0)
     examples, group_of = [], []
@@ -57,7 +55,7 @@ def batch(
             logprobs = np.where(trained, -math.log(families.VOCAB), np.nan).astype(np.float32)
             sequence = TokenSequence(
                 "t", ids, trained, logprobs, np.where(trained, 0, -1).astype(np.int32), np.ones(len(ids), np.float32)
-            )  # fmt: skip
+            )
             examples.append(Example(sequence, float(rng.normal())))
             group_of.append(group)
     return examples, group_of
@@ -180,12 +178,8 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
 def test_gradient_checkpointing_is_on_by_default_and_changes_no_gradient(make_engine: MakeEngine) -> None:
     engine = make_engine(dtype="float32", **{"memory.packing": "padded"})
     assert engine.model.checkpointing == torch.cuda.is_available()
-    on = gradient(
-        make_engine(dtype="float32", **{"memory.packing": "padded", "memory.gradient_checkpointing": "on"})
-    )
-    off = gradient(
-        make_engine(dtype="float32", **{"memory.packing": "padded", "memory.gradient_checkpointing": "off"})
-    )
+    on = gradient(make_engine(dtype="float32", **{"memory.packing": "padded", "memory.gradient_checkpointing": "on"}))
+    off = gradient(make_engine(dtype="float32", **{"memory.packing": "padded", "memory.gradient_checkpointing": "off"}))
     assert on[0] == pytest.approx(off[0], rel=1e-4, abs=1e-5)
     assert float((on[1] - off[1]).norm() / off[1].norm()) < 1e-3
 
@@ -201,16 +195,12 @@ def test_the_trainer_takes_its_share_of_the_memory(make_engine: MakeEngine) -> N
 
 
 @pytest.mark.parametrize(("kind", "package"), [("fp8", "torchao"), ("4bit", "bitsandbytes")])
-def test_a_quantised_base_model_takes_less_memory_and_learns(
-    make_engine: MakeEngine, kind: str, package: str
-) -> None:
+def test_a_quantised_base_model_takes_less_memory_and_learns(make_engine: MakeEngine, kind: str, package: str) -> None:
     pytest.importorskip(package)
 
     def bytes_of(engine: Engine) -> int:
         frozen = [p for p in engine.model.peft.parameters() if not p.requires_grad]
-        return sum(
-            getattr(p, "qdata", p).nbytes for p in frozen
-        )  # torchao's tensors tell the size of the whole ones
+        return sum(getattr(p, "qdata", p).nbytes for p in frozen)  # torchao's tensors tell the size of the whole ones
 
     settings = {"loss.importance_sampling": "none", "loss.epsilon": 10.0}
     engine = make_engine(**settings, **{"memory.quantization": kind})

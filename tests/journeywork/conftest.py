@@ -11,9 +11,7 @@ from tests.rollout_gateway.conftest import GatewayProcess, shared
 
 
 @pytest.fixture(scope="module")
-def gateway(
-    tmp_path_factory: pytest.TempPathFactory, inference_double: VllmServer
-) -> Iterator[GatewayProcess]:
+def gateway(tmp_path_factory: pytest.TempPathFactory, inference_double: VllmServer) -> Iterator[GatewayProcess]:
     """A gateway for the tests of a module, before the double and with a log of its own (`config.nats`)."""
     with shared(tmp_path_factory.mktemp("gateway"), inference_double.url) as process:
         yield process

@@ -57,10 +57,7 @@ async def test_calls_wait_for_a_gateway_that_restarts(gateway: GatewayProcess) -
 def test_a_url_without_a_scheme_fails_at_once(client: type[Journeywork] | type[AsyncJourneywork]) -> None:
     """httpx reports such a URL as a transport error, which would be retried for `wait_s`."""
     for url, said in (
-        (
-            "localhost:8000",
-            r"'localhost:8000' must begin with http:// or https://: write 'http://localhost:8000'",
-        ),
+        ("localhost:8000", r"'localhost:8000' must begin with http:// or https://: write 'http://localhost:8000'"),
         ("ftp://gateway", "must begin with http:// or https://$"),
         ("http://", "'http://' names no host"),
         ("http://:8000", "names no host"),

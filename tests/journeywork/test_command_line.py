@@ -16,9 +16,15 @@ from pipeline.running.state import process_start
 def test_numbers_are_read_within_their_bounds() -> None:
     assert (at_least_one("7"), not_negative("0"), not_negative("0.5")) == (7, 0.0, 0.5)
     for kind, text in (
-        (at_least_one, "0"), (at_least_one, "-1"), (at_least_one, "1.5"), (at_least_one, "²"),
-        (not_negative, "-1"), (not_negative, "nan"), (not_negative, "inf"), (not_negative, "x"),
-    ):  # fmt: skip
+        (at_least_one, "0"),
+        (at_least_one, "-1"),
+        (at_least_one, "1.5"),
+        (at_least_one, "²"),
+        (not_negative, "-1"),
+        (not_negative, "nan"),
+        (not_negative, "inf"),
+        (not_negative, "x"),
+    ):
         with pytest.raises(argparse.ArgumentTypeError, match=f"not '{text}'"):
             kind(text)
 
@@ -49,9 +55,7 @@ def test_the_gateway_of_the_run_that_runs_comes_before_newer_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
-    for at, (name, pid) in enumerate(
-        {"running": os.getpid(), "ended": 2**22 + 1, "before": os.getpid()}.items(), 1
-    ):
+    for at, (name, pid) in enumerate({"running": os.getpid(), "ended": 2**22 + 1, "before": os.getpid()}.items(), 1):
         since = process_start(pid) if name == "running" else "an earlier boot 5"
         state = tmp_path / "runs" / name / "state.json"
         state.parent.mkdir(parents=True)

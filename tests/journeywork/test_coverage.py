@@ -33,9 +33,7 @@ def test_of_shares_at_every_share(count: int) -> None:
         assert chance[(low <= share) & (share <= high)].sum() >= 0.95, share
 
 
-def _missed(
-    count: int, name: str, mean: float, interval: Callable[[np.random.Generator], tuple[float, float]]
-) -> int:
+def _missed(count: int, name: str, mean: float, interval: Callable[[np.random.Generator], tuple[float, float]]) -> int:
     rng = np.random.default_rng(list(f"{name}/{count}".encode()))
     ends = (interval(rng) for _ in range(_REPEATS))
     return sum(not low - 1e-9 <= mean <= high + 1e-9 for low, high in ends)
@@ -45,10 +43,7 @@ MEANS: dict[str, tuple[float, Callable[[np.random.Generator, int], Values]]] = {
     "uniform": (0.5, lambda rng, n: rng.random(n)),
     "skewed": (0.05, lambda rng, n: rng.beta(0.1, 1.9, n)),
     "almost always 1": (0.98, lambda rng, n: (rng.random(n) < 0.98).astype(float)),
-    "rarely 1, else about 0.3": (
-        0.314,
-        lambda rng, n: np.where(rng.random(n) < 0.02, 1, rng.uniform(0.2, 0.4, n)),
-    ),
+    "rarely 1, else about 0.3": (0.314, lambda rng, n: np.where(rng.random(n) < 0.02, 1, rng.uniform(0.2, 0.4, n))),
     "-1, 0 or 1": (-0.1, lambda rng, n: rng.choice([-1.0, 0.0, 1.0], n, p=[0.4, 0.3, 0.3])),
     "normal, of unknown range": (5.0, lambda rng, n: rng.normal(5, 3, n)),
 }

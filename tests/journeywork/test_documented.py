@@ -84,9 +84,7 @@ async def close_clients(scope: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.slow
-async def test_the_snippets_of_a_page_run(
-    page: str, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_snippets_of_a_page_run(page: str, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     make = openai.OpenAI
     monkeypatch.setattr(openai, "OpenAI", lambda **options: closed_after_test(make(**options)))
     found = [adapted(text, gateway.url) for text in snippets(page)]

@@ -76,11 +76,7 @@ def test_what_is_no_answer_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 async def test_each_row_of_a_file_is_given_once(
-    start_front: StartGateway,
-    nats_config: NatsConfig,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
+    start_front: StartGateway, nats_config: NatsConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     gateway = start_front()
     for name in ("a", "b"):
@@ -96,28 +92,13 @@ async def test_each_row_of_a_file_is_given_once(
         {"ranking": ["b", "a"], "about": "run", "name": "by run"},
         {"trajectory": "a", "role": "nobody", "thumb": "up"},
     ]
-    names = [
-        "trajectory",
-        "answer",
-        "about",
-        "call",
-        "role",
-        "name",
-        "value",
-        "scale",
-        "thumb",
-        "ranking",
-        "text",
-    ]
+    names = ["trajectory", "answer", "about", "call", "role", "name", "value", "scale", "thumb", "ranking", "text"]
     file = tmp_path / f"given.{kind}"
     if kind == "csv":
         cells = [
-            [json.dumps(row[n]) if isinstance(row.get(n), list) else row.get(n, "") for n in names]
-            for row in rows
+            [json.dumps(row[n]) if isinstance(row.get(n), list) else row.get(n, "") for n in names] for row in rows
         ]
-        quoted = [
-            ",".join('"' + str(cell).replace('"', '""') + '"' for cell in line) for line in [names, *cells]
-        ]
+        quoted = [",".join('"' + str(cell).replace('"', '""') + '"' for cell in line) for line in [names, *cells]]
         file.write_text("\n".join(quoted))
     else:
         pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), file)
@@ -135,10 +116,13 @@ async def test_each_row_of_a_file_is_given_once(
     assert "nobody" in refused[4]
     given = {(s.trajectory, s.name, s.value, s.text, s.source) for s in await signals(nats_config)}
     assert given == {
-        ("a", "stars", 0.75, "", "file"), ("b", "feedback", 1.0, "yes, please", "file"),
-        ("a", "feedback", 1.0, "", "file"), ("b", "feedback", 0.0, "", "file"),
-        ("b", "by run", 1.0, "", "file"), ("a", "by run", 0.0, "", "file"),
-    }  # fmt: skip
+        ("a", "stars", 0.75, "", "file"),
+        ("b", "feedback", 1.0, "yes, please", "file"),
+        ("a", "feedback", 1.0, "", "file"),
+        ("b", "feedback", 0.0, "", "file"),
+        ("b", "by run", 1.0, "", "file"),
+        ("a", "by run", 0.0, "", "file"),
+    }
 
 
 def test_a_file_that_can_t_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,13 +144,15 @@ class _Langfuse:
         categories = {"categories": [{"label": "bad", "value": 0}, {"label": "good", "value": 2}]}
         self.configs = {"stars": numbers, "words": categories}
         self.scores = [
-            self.score("quality", 0.5, comment="well"), self.score("stars", 4, configId="stars"),
-            self.score("words", "good", "CATEGORICAL", configId="words"), self.score("ok", True, "BOOLEAN"),
+            self.score("quality", 0.5, comment="well"),
+            self.score("stars", 4, configId="stars"),
+            self.score("words", "good", "CATEGORICAL", configId="words"),
+            self.score("ok", True, "BOOLEAN"),
             self.score("fix", "b2", "CORRECTION", subject={"kind": "observation", "id": "call-0", "traceId": "t"}),
             self.score("gone", "other", "CATEGORICAL", configId="words"),
             self.score("session", 1, subject={"kind": "session", "id": "s"}),
             self.score("foreign", 1, subject={"kind": "trace", "id": "other"}),
-        ]  # fmt: skip
+        ]
 
     @staticmethod
     def score(name: str, value: Any, kind: str = "NUMERIC", **more: Any) -> dict[str, Any]:
@@ -184,9 +170,7 @@ class _Langfuse:
             case ["v2", "observations"]:
                 run = {"id": "run", "metadata": {"trajectory": "a"}}
                 call = {"id": "call-0", "metadata": {"trajectory": "a", "seq": 0}}
-                return httpx.Response(
-                    200, json={"data": [run, call] if asked["traceId"] == "t" else [], "meta": {}}
-                )
+                return httpx.Response(200, json={"data": [run, call] if asked["traceId"] == "t" else [], "meta": {}})
             case ["score-configs", name]:
                 return httpx.Response(200, json=self.configs[name])
         return httpx.Response(404)
@@ -198,9 +182,7 @@ def test_peoples_scores_in_langfuse_are_rows(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(f"LANGFUSE_{name}", "http://langfuse")
     transport = httpx.MockTransport(langfuse.answer)
     client = httpx.Client
-    monkeypatch.setattr(
-        langfuse_scores.httpx, "Client", lambda **options: client(**options, transport=transport)
-    )
+    monkeypatch.setattr(langfuse_scores.httpx, "Client", lambda **options: client(**options, transport=transport))
     given = {row["name"]: row for row in langfuse_scores.rows(7)}
     keys = [row.pop("key") for row in given.values()]
     about = {"trajectory": "a", "source": "langfuse"}
@@ -213,13 +195,7 @@ def test_peoples_scores_in_langfuse_are_rows(monkeypatch: pytest.MonkeyPatch) ->
     }
     langfuse.scores[0]["value"] = 0.75
     again = [row["key"] for row in langfuse_scores.rows(7)]
-    assert [before == after for before, after in zip(keys, again, strict=True)] == [
-        False,
-        True,
-        True,
-        True,
-        True,
-    ]
+    assert [before == after for before, after in zip(keys, again, strict=True)] == [False, True, True, True, True]
     monkeypatch.delenv("LANGFUSE_SECRET_KEY")
     with pytest.raises(ValueError, match="set LANGFUSE_BASE_URL"):
         next(langfuse_scores.rows(7))

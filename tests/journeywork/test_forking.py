@@ -20,13 +20,7 @@ __all__ = ["object_store", "s3_server"]  # fixtures
 
 
 def add_version(
-    lake: Path,
-    project: str,
-    name: str,
-    step: int,
-    files: tuple[str, ...] = (ADAPTER, EVENT),
-    *,
-    branch: str = "main",
+    lake: Path, project: str, name: str, step: int, files: tuple[str, ...] = (ADAPTER, EVENT), *, branch: str = "main"
 ) -> None:
     folder = lake / checkpoint_folder(project, branch, name, step)
     folder.mkdir(parents=True)
@@ -54,12 +48,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("names", "version"),
-    [
-        ("", "p.1/main/m@40"),
-        ("#m", "p.1/main/m@40"),
-        ("#m@2", "p.1/main/m@2"),
-        ("#p.1/tried/m", "p.1/tried/m@7"),
-    ],
+    [("", "p.1/main/m@40"), ("#m", "p.1/main/m@40"), ("#m@2", "p.1/main/m@2"), ("#p.1/tried/m", "p.1/tried/m@7")],
 )
 def test_a_source_names_a_version(run: Path, names: str, version: str) -> None:
     assert settings_of(f"{run}{names}") == {
@@ -98,9 +87,7 @@ def test_a_version_in_object_storage_is_a_source(
     monkeypatch.setenv("AWS_ENDPOINT_URL", object_store["s3_endpoint"])
     bucket, root = fs.FileSystem.from_uri(object_store["dir"])
     fs.copy_files(str(run / "store"), root, fs.LocalFileSystem(), bucket)
-    assert (
-        settings_of(f"{object_store['dir']}#m@2")["models.0.start"] == f"{object_store['dir']}#p.1/main/m@2"
-    )
+    assert settings_of(f"{object_store['dir']}#m@2")["models.0.start"] == f"{object_store['dir']}#p.1/main/m@2"
 
 
 def test_names_with_a_slash_are_escaped(tmp_path: Path) -> None:

@@ -13,13 +13,7 @@ import anyio.to_thread
 import httpx
 import pytest
 
-from journeywork import (
-    AsyncJourneywork,
-    GatewayUnavailableError,
-    Journeywork,
-    JourneyworkError,
-    TooManyExceptionsError,
-)
+from journeywork import AsyncJourneywork, GatewayUnavailableError, Journeywork, JourneyworkError, TooManyExceptionsError
 from journeywork.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
@@ -73,9 +67,7 @@ async def test_many_runs_keep_64_in_flight_and_outlive_a_restart() -> None:
     assert not any(g.exceptions for g in groups)
     assert len(stub.opened) == len(stub.completed) == 256
     assert all(body["outcome"] == "scored" for body in stub.completed.values())
-    assert sorted(b["attempt"] for b in stub.opened.values() if b["group"] == groups[3].name) == list(
-        range(1, 9)
-    )
+    assert sorted(b["attempt"] for b in stub.opened.values() if b["group"] == groups[3].name) == list(range(1, 9))
 
 
 async def test_an_exception_is_kept_and_its_run_has_no_result(stub: StubGateway) -> None:
@@ -144,9 +136,7 @@ async def test_plain_functions_run_in_threads(stub: StubGateway) -> None:
 
     def play() -> list[float]:
         with Journeywork(stub.url) as client:
-            groups = client.gather(
-                "m", ["a", "bc"], rollout, group_size=3, describe=str.upper, progress=False
-            )
+            groups = client.gather("m", ["a", "bc"], rollout, group_size=3, describe=str.upper, progress=False)
         return [r for g in groups for r in g.rewards]
 
     assert await anyio.to_thread.run_sync(play) == [0.5] * 6
@@ -178,9 +168,7 @@ async def test_what_can_t_be_gathered_is_said_so(
 
 
 @pytest.mark.parametrize("plain", [True, False])
-async def test_a_rollout_that_is_cancelled_by_itself_is_a_failure_of_its_own(
-    stub: StubGateway, plain: bool
-) -> None:
+async def test_a_rollout_that_is_cancelled_by_itself_is_a_failure_of_its_own(stub: StubGateway, plain: bool) -> None:
     async def awaits_what_is_cancelled(run: Trajectory, task: int) -> float:
         if task == 1:
             lost: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -348,9 +336,7 @@ async def test_a_run_that_somebody_else_completed_stays_as_it_is(stub: StubGatew
 async def test_a_reward_that_never_arrived_is_no_reward_of_its_group(stub: StubGateway) -> None:
     stub.away = True
     async with AsyncJourneywork(stub.url, wait_s=0.1) as client:
-        (group,) = await client.gather(
-            "m", [1], lambda run, task: 1.0, group_size=2, max_exceptions=2, progress=False
-        )
+        (group,) = await client.gather("m", [1], lambda run, task: 1.0, group_size=2, max_exceptions=2, progress=False)
         assert group.rewards == group.scored == []
         assert [type(e) for e in group.exceptions] == [GatewayUnavailableError] * 2
         stub.away = False
@@ -366,8 +352,5 @@ async def test_an_empty_id_is_refused(stub: StubGateway) -> None:
         for request in (client.get, client.complete):
             with pytest.raises(ValueError, match="the id of the trajectory is empty"):
                 await request("")
-    with (
-        Journeywork(stub.url) as blocking,
-        pytest.raises(ValueError, match="the id of the trajectory is empty"),
-    ):
+    with Journeywork(stub.url) as blocking, pytest.raises(ValueError, match="the id of the trajectory is empty"):
         await anyio.to_thread.run_sync(blocking.get, "")

@@ -28,14 +28,25 @@ async def play(run: Trajectory, task: str) -> float:
 
 
 async def run(
-    stub: StubGateway, rollout: Any = play, scenarios: Any = SCENARIOS, model: str = "m",
-    client: AsyncJourneywork | None = None, **options: Any,
-) -> LoopResult:  # fmt: skip
+    stub: StubGateway,
+    rollout: Any = play,
+    scenarios: Any = SCENARIOS,
+    model: str = "m",
+    client: AsyncJourneywork | None = None,
+    **options: Any,
+) -> LoopResult:
     """A loop named `night`, one epoch long, on a gateway whose trainer is far away."""
     chosen = {
-        "name": "night", "steps": 100, "groups_per_step": 1000, "group_size": SIZE, "concurrency": 6, "epochs": 1,
-        "describe": str, "poll_s": 0.03, **options,
-    }  # fmt: skip
+        "name": "night",
+        "steps": 100,
+        "groups_per_step": 1000,
+        "group_size": SIZE,
+        "concurrency": 6,
+        "epochs": 1,
+        "describe": str,
+        "poll_s": 0.03,
+        **options,
+    }
     async with client or stub.client() as client:
         return await loop(client, model, scenarios, rollout, LoopOptions(**chosen))
 
@@ -55,9 +66,7 @@ class AgentsGateway(StubGateway):
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         group = unquote(path.partition("?")[0].removeprefix("/v1/groups/"))
-        if path.startswith("/v1/groups/") and group not in {
-            opened["group"] for opened in self.opened.values()
-        }:
+        if path.startswith("/v1/groups/") and group not in {opened["group"] for opened in self.opened.values()}:
             return 404, {"error": {"message": f"Group {group} is unknown", "code": "group_not_found"}}
         return super().answer(method, path, body)
 
@@ -114,11 +123,7 @@ async def test_a_loop_goes_on_where_the_log_says() -> None:
     assert played(stub) == dict.fromkeys(SCENARIOS, SIZE)
     assert (result.resumed, result.played) == (9, 11)
     assert stub.completed["night-1-2"] == {"outcome": "no_result"}
-    assert {n for n, o in stub.opened.items() if "." in o["group"]} == {
-        "night-1.1-0",
-        "night-2.1-0",
-        "night-2.1-1",
-    }
+    assert {n for n, o in stub.opened.items() if "." in o["group"]} == {"night-1.1-0", "night-2.1-0", "night-2.1-1"}
     assert (again.resumed, again.played) == (20, 0)
 
 

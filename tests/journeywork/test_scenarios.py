@@ -52,8 +52,7 @@ async def test_batches_are_requested_until_there_are_enough_and_show_existing_ta
 
 
 @pytest.mark.parametrize(
-    ("reply", "written"),
-    [('{"scenarios": [{"task": "the same", "difficulty": 1}]}', [1]), ("no", []), (500, [])],
+    ("reply", "written"), [('{"scenarios": [{"task": "the same", "difficulty": 1}]}', [1]), ("no", []), (500, [])]
 )
 async def test_a_model_without_new_tasks_is_an_error_and_those_there_are_were_kept(
     reply: Answer, written: list[int]
@@ -61,20 +60,14 @@ async def test_a_model_without_new_tasks_is_an_error_and_those_there_are_were_ke
     kept: list[int] = []
     async with ScoringServer(lambda _: reply).run() as server:
         with pytest.raises(ScenarioError):
-            await write_scenarios(
-                Writer("m", server.url, "k"), "A finder.", 3, (), lambda s: kept.append(len(s))
-            )
+            await write_scenarios(Writer("m", server.url, "k"), "A finder.", 3, (), lambda s: kept.append(len(s)))
     assert kept == written
 
 
 def test_text_around_the_json_is_skipped_and_another_form_is_not_read() -> None:
     reply = 'Here:\n```json\n{"scenarios": [{"task": " do a ", "difficulty": 2}]}\n```'
     assert [(s.task, s.difficulty) for s in parse_scenarios(reply)] == [("do a", 2)]
-    for wrong in (
-        '["do a"]',
-        '{"scenarios": [{"task": "a", "difficulty": 9}]}',
-        '{"scenarios": [{"task": "a"}]}',
-    ):
+    for wrong in ('["do a"]', '{"scenarios": [{"task": "a", "difficulty": 9}]}', '{"scenarios": [{"task": "a"}]}'):
         assert parse_scenarios(wrong) == []
 
 
@@ -98,16 +91,7 @@ def test_the_command_writes_and_appends(
             raise ScenarioError("out of ideas")
 
     monkeypatch.setattr(command, "write_scenarios", write)
-    common = [
-        "--describe",
-        str(tmp_path / "task.md"),
-        "--out",
-        str(out),
-        "--model",
-        "m",
-        "--api-base",
-        "http://x",
-    ]
+    common = ["--describe", str(tmp_path / "task.md"), "--out", str(out), "--model", "m", "--api-base", "http://x"]
 
     def status(*more: str) -> int:
         try:

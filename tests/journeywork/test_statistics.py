@@ -47,16 +47,7 @@ def test_little_is_known_of_little() -> None:
 
 
 def test_quantiles_of_student_are_the_tables() -> None:
-    table = {
-        1: 12.70620,
-        2: 4.30265,
-        3: 3.18245,
-        6: 2.44691,
-        8: 2.30600,
-        10: 2.22814,
-        13: 2.16037,
-        30: 2.04227,
-    }
+    table = {1: 12.70620, 2: 4.30265, 3: 3.18245, 6: 2.44691, 8: 2.30600, 10: 2.22814, 13: 2.16037, 30: 2.04227}
     for freedom, quantile in table.items():
         assert t95(freedom) == pytest.approx(quantile, rel=3e-5)
     assert t95(10**9) == pytest.approx(1.959964)

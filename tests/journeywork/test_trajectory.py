@@ -26,11 +26,7 @@ def test_numbers_of_any_kind_become_floats() -> None:
 @pytest.mark.parametrize(
     ("fields", "kind", "said"),
     [
-        (
-            {"rewards": 0.5},
-            TypeError,
-            "rewards must be a dict of numbers by name, not 0.5; the reward of the run is",
-        ),
+        ({"rewards": 0.5}, TypeError, "rewards must be a dict of numbers by name, not 0.5; the reward of the run is"),
         ({"metrics": [1.0]}, TypeError, r"metrics must be a dict of numbers by name, not \[1.0\]$"),
         ({"metrics": {"a\nb": 1.0}}, ValueError, r"a name in metrics must be printable text, not 'a\\nb'"),
         ({"metrics": {1: 1.0}}, ValueError, "a name in metrics must be printable text, not 1"),

@@ -37,7 +37,12 @@ def write_adapter(folder: Path, seed: int, scale: float = 0.05) -> None:
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {
-        "peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "bias": "none", "task_type": "CAUSAL_LM",
-        "target_modules": sorted({name.rpartition(".")[2] for name in layers}), "base_model_name_or_path": str(BASE),
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "base_model_name_or_path": str(BASE),
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))

@@ -21,10 +21,21 @@ def exchange(
 ) -> ExchangeRecorded:
     """An exchange of trajectory `t` whose `at` is unique."""
     return ExchangeRecorded(
-        project="p", trajectory="t", seq=seq, choice=choice, model="m", policy_version="m@1", step=1, request=request,
-        response=more.pop("response", b"{}"), prompt_ids=pack_ids(prompt), sampled_ids=pack_ids(sampled),
-        logprobs=pack_logprobs([-0.5] * len(sampled)), at=1_000_000 * (seq + 1) + choice, **more,
-    )  # fmt: skip
+        project="p",
+        trajectory="t",
+        seq=seq,
+        choice=choice,
+        model="m",
+        policy_version="m@1",
+        step=1,
+        request=request,
+        response=more.pop("response", b"{}"),
+        prompt_ids=pack_ids(prompt),
+        sampled_ids=pack_ids(sampled),
+        logprobs=pack_logprobs([-0.5] * len(sampled)),
+        at=1_000_000 * (seq + 1) + choice,
+        **more,
+    )
 
 
 def chat(messages: list[str], temperature: float = 1.0) -> bytes:
@@ -42,11 +53,7 @@ def answer(text: str) -> bytes:
 def choices(tokens: list[int], layers: int = 2, k: int = 2) -> bytes:
     """Choices of experts as vLLM returns them: for all tokens but the last one, by the token and its place."""
     file, count = io.BytesIO(), max(len(tokens) - 1, 0)
-    seeds = (
-        np.array(tokens[:count], np.int64)[:, None] * 7
-        + np.arange(count)[:, None] * 31
-        + np.arange(layers * k)
-    )
+    seeds = np.array(tokens[:count], np.int64)[:, None] * 7 + np.arange(count)[:, None] * 31 + np.arange(layers * k)
     np.save(file, (seeds % 251).astype(np.uint8).reshape(count, layers, k))
     return file.getvalue()
 
@@ -84,9 +91,7 @@ def runs(draw: st.DrawFn) -> list[ExchangeRecorded]:
             sampled = [draw(st.integers(4, 7))] * draw(st.sampled_from([0, 1, CHUNK]))
             reply = draw(st.sampled_from(["yes", "x" * 100, '"quoted" \\ ä'])) * (1 + len(sampled) // 10)
             out.append(exchange(seq, prompt, sampled, request, choice=choice, response=answer(reply)))
-            routed = draw(
-                st.sampled_from([b"", b"", choices(prompt + sampled), choices([9, *prompt]), b"no file"])
-            )
+            routed = draw(st.sampled_from([b"", b"", choices(prompt + sampled), choices([9, *prompt]), b"no file"]))
             out[-1] = msgspec.structs.replace(out[-1], experts=routed)
             heard.append((prompt + sampled, [*messages, reply] if draw(st.booleans()) else messages))
     return out

@@ -52,9 +52,7 @@ class Token:
 class RefusalError(Exception):
     """An error answer instead of a completion."""
 
-    def __init__(
-        self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> None:
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
@@ -77,12 +75,7 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 class Double:
     def __init__(
-        self,
-        model: Path,
-        name: str,
-        words: Sequence[str] = (),
-        end_every: int = _END_EVERY,
-        context: int = CONTEXT,
+        self, model: Path, name: str, words: Sequence[str] = (), end_every: int = _END_EVERY, context: int = CONTEXT
     ) -> None:
         """`words` are the texts, each of them one token, that replies are made of; by default all printable tokens.
         On average, one token in `end_every` ends the reply."""
@@ -95,9 +88,7 @@ class Double:
         texts = {i: self.tokenizer.decode([i]) for i in range(len(self.tokenizer)) if i not in special}
         # A token that is part of a character has no text of its own.
         self._plain = [
-            i
-            for i, text in texts.items()
-            if (text in words if words else text.isascii() and text.isprintable())
+            i for i, text in texts.items() if (text in words if words else text.isascii() and text.isprintable())
         ]
         if words and len(self._plain) != len(set(words)):
             raise ValueError(f"not every one of {words} is one token of {model}")
@@ -177,9 +168,7 @@ class Double:
         if (top := body.get("prompt_logprobs")) is None:
             return None
         if top > MAX_LOGPROBS:
-            raise RefusalError(
-                400, f"Requested prompt logprobs of {top}, which is greater than {MAX_LOGPROBS}"
-            )
+            raise RefusalError(400, f"Requested prompt logprobs of {top}, which is greater than {MAX_LOGPROBS}")
         told: list[dict[str, Any] | None] = [None]
         for at in range(1, len(prompt)):
             logprobs = self.logprobs_after(body.get("model", self.name), prompt[:at])
@@ -239,14 +228,15 @@ def build(double: Double) -> Starlette:
     def head(body: dict[str, Any], kind: str) -> dict[str, Any]:
         prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
         return {
-            "id": prefix + (body.get("request_id") or next(ids)), "object": kind, "created": int(time.time()),
-            "model": body.get("model", double.name), "system_fingerprint": double.adapter_of(body),
-        }  # fmt: skip
+            "id": prefix + (body.get("request_id") or next(ids)),
+            "object": kind,
+            "created": int(time.time()),
+            "model": body.get("model", double.name),
+            "system_fingerprint": double.adapter_of(body),
+        }
 
     def usage(prompt: list[int], sampled: int) -> dict[str, Any]:
-        return {
-            "prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled,
-        }  # fmt: skip
+        return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
 
     async def chat(request: Request) -> Response:
         body = await read(request)
@@ -319,20 +309,24 @@ def build(double: Double) -> Starlette:
             sampled += len(tokens)
             text, reason = _finish(tokens, end)
             asked = body.get("logprobs")
-            entry: dict[str, Any] = {
-                "index": len(choices),
-                "text": text,
-                "finish_reason": reason,
-                "stop_reason": None,
-            }
-            entry["logprobs"] = None if asked is None else {
-                "tokens": [t.text for t in tokens], "token_logprobs": [t.logprob for t in tokens], "text_offset": [],
-                "top_logprobs": [
-                    {double.tokenizer.decode([i]): p for i, p in sorted(t.others.items(), key=lambda o: -o[1])[:asked]}
-                    | {t.text: t.logprob}
-                    for t in tokens
-                ],
-            }  # fmt: skip
+            entry: dict[str, Any] = {"index": len(choices), "text": text, "finish_reason": reason, "stop_reason": None}
+            entry["logprobs"] = (
+                None
+                if asked is None
+                else {
+                    "tokens": [t.text for t in tokens],
+                    "token_logprobs": [t.logprob for t in tokens],
+                    "text_offset": [],
+                    "top_logprobs": [
+                        {
+                            double.tokenizer.decode([i]): p
+                            for i, p in sorted(t.others.items(), key=lambda o: -o[1])[:asked]
+                        }
+                        | {t.text: t.logprob}
+                        for t in tokens
+                    ],
+                }
+            )
             entry["prompt_logprobs"] = double.prompt_logprobs(body, prompt)
             choices.append(
                 entry | ({"token_ids": [t.id for t in tokens], "prompt_token_ids": prompt} if ids_too else {})
@@ -399,16 +393,19 @@ def build(double: Double) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/health", health), Route("/metrics", metrics), Route("/version", version),
+            Route("/health", health),
+            Route("/metrics", metrics),
+            Route("/version", version),
             Route("/v1/models", models),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/load_lora_adapter", load, methods=["POST"]),
             Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
-            Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
         ],
         exception_handlers={RefusalError: refused},
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -418,9 +415,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--served-model-name", required=True)
-    parser.add_argument(
-        "--words", nargs="*", default=[], help="texts of one token each that replies are made of"
-    )
+    parser.add_argument("--words", nargs="*", default=[], help="texts of one token each that replies are made of")
     parser.add_argument("--end-every", type=int, default=_END_EVERY)
     parser.add_argument("--max-model-len", type=int, default=CONTEXT)
     given = parser.parse_args()

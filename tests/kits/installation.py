@@ -102,9 +102,7 @@ class Up:
 def program(command: Sequence[str], cwd: Path, **env: str) -> str:
     """Return what a program prints. Fails with its errors if it fails."""
     given = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run(
-        command, cwd=cwd, env=given, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -138,16 +136,12 @@ def started(
 
 
 @contextmanager
-def up(
-    folder: Path, run_dir: Path, *flags: str, settings: Sequence[str] = SMALL, cwd: Path = ROOT
-) -> Iterator[Up]:
+def up(folder: Path, run_dir: Path, *flags: str, settings: Sequence[str] = SMALL, cwd: Path = ROOT) -> Iterator[Up]:
     """As `started`, before a double of its own."""
     double = InferenceDouble(folder)
     double.start()
     try:
-        with started(
-            folder, run_dir, *flags, "--vllm-url", double.url, settings=settings, cwd=cwd
-        ) as running:
+        with started(folder, run_dir, *flags, "--vllm-url", double.url, settings=settings, cwd=cwd) as running:
             yield running
     finally:
         double.stop()
@@ -160,14 +154,8 @@ def run_groups(url: str, name: str, count: int, finished: list[str]) -> None:
         for group, attempt in itertools.product((f"{name}-{i}" for i in range(count)), range(2)):
             opening = {"model": "tictactoe", "group": group, "attempt": attempt}
             run = client.post("/v1/trajectories", json=opening).raise_for_status().json()
-            call = {
-                "model": "tictactoe",
-                "messages": [{"role": "user", "content": f"{group}"}],
-                "max_tokens": 4,
-            }
+            call = {"model": "tictactoe", "messages": [{"role": "user", "content": f"{group}"}], "max_tokens": 4}
             key = {"Authorization": f"Bearer {run['api_key']}"}
             client.post(f"{run['base_url']}/chat/completions", json=call, headers=key).raise_for_status()
-            client.post(
-                f"/v1/trajectories/{run['id']}/complete", json={"reward": float(attempt)}
-            ).raise_for_status()
+            client.post(f"/v1/trajectories/{run['id']}/complete", json={"reward": float(attempt)}).raise_for_status()
             finished.append(run["id"])

@@ -76,12 +76,19 @@ class LangfuseReceiver:
             for scope in resource.scope_spans:
                 for s in scope.spans:
                     span = Span(
-                        s.trace_id.hex(), s.span_id.hex(), s.parent_span_id.hex(), s.name, s.kind,
-                        s.start_time_unix_nano, s.end_time_unix_nano, s.status.message,
+                        s.trace_id.hex(),
+                        s.span_id.hex(),
+                        s.parent_span_id.hex(),
+                        s.name,
+                        s.kind,
+                        s.start_time_unix_nano,
+                        s.end_time_unix_nano,
+                        s.status.message,
                         {a.key: _value(a.value) for a in s.attributes},
                         [(e.name, {a.key: _value(a.value) for a in e.attributes}) for e in s.events],
-                        [(k.trace_id.hex(), k.span_id.hex()) for k in s.links], about,
-                    )  # fmt: skip
+                        [(k.trace_id.hex(), k.span_id.hex()) for k in s.links],
+                        about,
+                    )
                     self.spans[span.trace, span.id] = span
 
     def answer(self, method: str, target: str, body: bytes) -> tuple[int, Any]:
@@ -96,11 +103,7 @@ class LangfuseReceiver:
             if score["name"] not in refused:
                 self._take_score(score)
         if refused:
-            return 207, {
-                "accepted": self.posts,
-                "rejected": len(refused),
-                "errors": [f"no such name: {refused}"],
-            }
+            return 207, {"accepted": self.posts, "rejected": len(refused), "errors": [f"no such name: {refused}"]}
         return 202, {"message": "Accepted"}
 
     def _take_score(self, body: dict[str, Any]) -> None:

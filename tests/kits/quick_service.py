@@ -10,9 +10,7 @@ ACK_WAIT_S = 2.0
 """Long enough that a busy machine keeps alive what a process holds, which it does three times in this time."""
 
 
-def quick_consumers(
-    ack_wait_s: float = ACK_WAIT_S, *, endless: bool = False
-) -> tuple[streams.ConsumerSpec, ...]:
+def quick_consumers(ack_wait_s: float = ACK_WAIT_S, *, endless: bool = False) -> tuple[streams.ConsumerSpec, ...]:
     """Return the consumers with another acknowledgement time. The test's own broker must provision the same.
 
     `endless`: no number of redeliveries and deaths makes a dead letter."""

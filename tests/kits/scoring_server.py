@@ -39,8 +39,7 @@ _SCORE_KEY = re.compile(r'"(score_\w+)"')
 _HINT_KEY = re.compile(r'"(hint_\w+)"')
 _TURN_TOKEN = re.compile(r"<\|(?:im_start|start_header_id|system|start)\|>|\[INST\]|<<SYS>>|<start_of_turn>")
 _ORDER = re.compile(
-    r"(?:give|award|score|rate|assign|set)\b[^.\n]{0,80}?\b(?:1\.0|1|100|10/10|maximum|highest|full marks)",
-    re.I,
+    r"(?:give|award|score|rate|assign|set)\b[^.\n]{0,80}?\b(?:1\.0|1|100|10/10|maximum|highest|full marks)", re.I
 )
 
 
@@ -58,9 +57,7 @@ class Scorer:
         prompt = "\n".join(str(m["content"]) for m in messages if m["role"] == "user")
         nonce = next((m.group(1) for m in _NONCE.finditer(prompt)), "")
         hint_key = _HINT_KEY.search(str(messages[0]["content"]))
-        shown = {
-            name: text.rpartition(f"----- {nonce} followed -----")[2] for name, text in blocks(prompt, nonce)
-        }
+        shown = {name: text.rpartition(f"----- {nonce} followed -----")[2] for name, text in blocks(prompt, nonce)}
         value = _vote if hint_key else _worth
         scores = {name: value(text) for name, text in shown.items()}
         if self.first_bonus and scores:
@@ -101,11 +98,7 @@ def _fence(nonce: str) -> re.Pattern[str]:
 
 def blocks(prompt: str, nonce: str) -> list[tuple[str, str]]:
     """Id and text of each fenced trajectory, in the order shown."""
-    return [
-        (m.group(2), m.group(3))
-        for m in _fence(nonce).finditer(prompt)
-        if m.group(1) in ("trajectory", "call")
-    ]
+    return [(m.group(2), m.group(3)) for m in _fence(nonce).finditer(prompt) if m.group(1) in ("trajectory", "call")]
 
 
 def favoured(prompt: str, nonce: str, ids: list[str]) -> list[str]:
@@ -215,11 +208,7 @@ class ScoringServer:
             "created": 0,
             "model": request["model"],
             "choices": [
-                {
-                    "index": 0,
-                    "finish_reason": self.finish_reason,
-                    "message": {"role": "assistant", "content": text},
-                }
+                {"index": 0, "finish_reason": self.finish_reason, "message": {"role": "assistant", "content": text}}
             ],
             "usage": usage,
         }

@@ -42,9 +42,12 @@ def running(
     more = [] if stdout else ["--ready-fd", str(writing)]
     with log.open("ab") as sink, on_core(core):
         process = subprocess.Popen(
-            [*command, *more], stdout=writing if stdout else sink, stderr=sink, pass_fds=(writing,),
+            [*command, *more],
+            stdout=writing if stdout else sink,
+            stderr=sink,
+            pass_fds=(writing,),
             env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        )
     os.close(writing)
     try:
         with os.fdopen(reading) as pipe:
@@ -59,9 +62,7 @@ def running(
         raise RuntimeError(f"{' '.join(command)} did not stop in order: {log.read_text()[-3000:]}")
 
 
-def service(
-    module: str, config: Config, core: int | None = None
-) -> AbstractContextManager[tuple[psutil.Process, str]]:
+def service(module: str, config: Config, core: int | None = None) -> AbstractContextManager[tuple[psutil.Process, str]]:
     """Run a service of Journeywork with these settings, as `running` does."""
     settings = config.path("config.toml")
     save_config(config, settings)

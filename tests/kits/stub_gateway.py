@@ -122,9 +122,7 @@ class StubGateway:
             return JSONResponse(told, status)
 
         app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
-        server = uvicorn.Server(
-            uvicorn.Config(app, port=self.port, log_level="error", timeout_graceful_shutdown=1)
-        )
+        server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="error", timeout_graceful_shutdown=1))
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         async with anyio.create_task_group() as running:
             running.start_soon(server._serve)
@@ -146,9 +144,7 @@ class _DirectClient(AsyncJourneywork):
         super().__init__(gateway.url)
         self._gateway = gateway
 
-    async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> httpx.Response:
         await anyio.lowlevel.checkpoint()  # others may run, as while an answer comes
         status, told = self._gateway.answer(method, path, json.loads(json.dumps(body or {})))
         return httpx.Response(status, json=told)

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-needs_tmux = pytest.mark.skipif(
-    shutil.which("tmux") is None, reason="tmux is not installed: apt-get install tmux"
-)
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed: apt-get install tmux")
 
 
 class Terminal:
@@ -34,9 +32,7 @@ class Terminal:
 
     def screen(self) -> list[str]:
         """The lines of the screen."""
-        shown = subprocess.run(
-            [*self._base, "capture-pane", "-p"], check=True, capture_output=True, text=True
-        )
+        shown = subprocess.run([*self._base, "capture-pane", "-p"], check=True, capture_output=True, text=True)
         return shown.stdout.splitlines()
 
     def until(self, holds: Callable[[str], bool], timeout_s: float = 90.0) -> list[str]:

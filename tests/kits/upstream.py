@@ -24,9 +24,7 @@ class Upstream(ScoringServer):
         self.said: dict[str, list[int]] = {}
         """Reply id to the token ids that it sampled."""
 
-    async def _answer(
-        self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, Any]]:
+    async def _answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, Any]]:
         asked = json.loads(body) if body else {}
         match path:
             case "/health":
@@ -46,9 +44,7 @@ class Upstream(ScoringServer):
             case "/v1/completions":
                 likely = {str(i): -float(self._digest(asked["model"])[i]) for i in range(20)}
                 probes = range(len(asked["prompt"]))
-                return 200, {
-                    "choices": [{"index": i, "logprobs": {"top_logprobs": [likely]}} for i in probes]
-                }
+                return 200, {"choices": [{"index": i, "logprobs": {"top_logprobs": [likely]}} for i in probes]}
             case "/v1/chat/completions":
                 return 200, self._chat(asked)
         return 404, {"error": {"message": f"no {path}"}}
@@ -65,12 +61,19 @@ class Upstream(ScoringServer):
         self.said[name] = sampled
         text = "".join(chr(60 + t - 2) for t in sampled)
         return {
-            "id": name, "object": "chat.completion", "created": 0, "model": asked["model"],
+            "id": name,
+            "object": "chat.completion",
+            "created": 0,
+            "model": asked["model"],
             "prompt_token_ids": prompt,
-            "choices": [{
-                "index": 0, "finish_reason": "stop", "token_ids": sampled,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": {"content": [{"token": "x", "logprob": -3.0, "top_logprobs": []} for _ in sampled]},
-            }],
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "token_ids": sampled,
+                    "message": {"role": "assistant", "content": text},
+                    "logprobs": {"content": [{"token": "x", "logprob": -3.0, "top_logprobs": []} for _ in sampled]},
+                }
+            ],
             "usage": {"prompt_tokens": len(prompt), "completion_tokens": 3, "total_tokens": len(prompt) + 3},
-        }  # fmt: skip
+        }

@@ -28,44 +28,65 @@ _TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 
 _TEXT = {
-    "vocab_size": len(VOCABULARY), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048,
-    "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": VOCABULARY[END_OF_TURN], "pad_token_id": 0,
-}  # fmt: skip
-_QWEN_TEXT = _TEXT | {
-    "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0}
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY[END_OF_TURN],
+    "pad_token_id": 0,
 }
+_QWEN_TEXT = _TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0}}
 _VISION = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14}
 _QWEN_VISION = _VISION | {"depth": 2, "num_heads": 2, "out_hidden_size": 64}
 _CLIP_VISION = _VISION | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
 _QWEN = {
-    "image_token_id": VOCABULARY[IMAGE], "video_token_id": VOCABULARY[VIDEO],
-    "vision_start_token_id": VOCABULARY[START], "vision_end_token_id": VOCABULARY[END], "text_config": _QWEN_TEXT,
-}  # fmt: skip
+    "image_token_id": VOCABULARY[IMAGE],
+    "video_token_id": VOCABULARY[VIDEO],
+    "vision_start_token_id": VOCABULARY[START],
+    "vision_end_token_id": VOCABULARY[END],
+    "text_config": _QWEN_TEXT,
+}
 _CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _QWEN | {"vision_config": _QWEN_VISION | {"window_size": 56, "fullatt_block_indexes": [1]}},
     "qwen2_vl": _QWEN | {"vision_config": _QWEN_VISION | {"embed_dim": 64, "mlp_ratio": 2}},
     "qwen3_vl": _QWEN
     | {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}},
     "gemma3": {
-        "text_config": _TEXT | {"sliding_window": 16}, "vision_config": _CLIP_VISION, "mm_tokens_per_image": 4,
-        "image_token_id": VOCABULARY[IMAGE], "image_token_index": VOCABULARY[IMAGE],
-        "boi_token_index": VOCABULARY[START], "eoi_token_index": VOCABULARY[END],
+        "text_config": _TEXT | {"sliding_window": 16},
+        "vision_config": _CLIP_VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_id": VOCABULARY[IMAGE],
+        "image_token_index": VOCABULARY[IMAGE],
+        "boi_token_index": VOCABULARY[START],
+        "eoi_token_index": VOCABULARY[END],
     },
     "llava": {
-        "text_config": _TEXT | {"model_type": "llama"}, "image_token_id": VOCABULARY[IMAGE], "image_seq_length": 16,
+        "text_config": _TEXT | {"model_type": "llama"},
+        "image_token_id": VOCABULARY[IMAGE],
+        "image_seq_length": 16,
         "vision_config": _CLIP_VISION | {"model_type": "clip_vision_model", "projection_dim": 64},
     },
-}  # fmt: skip
+}
 _IMAGES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 56, "width": 56}}
 _QWEN_IMAGES = {
-    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
-    "min_pixels": 3136, "max_pixels": 12_544, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-}  # fmt: skip
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_pixels": 3136,
+    "max_pixels": 12_544,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma3": _IMAGES | {"image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 4},
-    "llava": _IMAGES
-    | {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 56, "width": 56}},
+    "llava": _IMAGES | {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 56, "width": 56}},
 }
 KINDS = tuple(_CONFIGURATIONS)
 QUESTION = "which color?"
@@ -86,9 +107,12 @@ def make_vision_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) -> 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=_SPECIAL[0], additional_special_tokens=_SPECIAL,
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=_SPECIAL[0],
+        additional_special_tokens=_SPECIAL,
         chat_template=_TEMPLATE,
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     (folder / "video_preprocessor_config.json").write_text(
         json.dumps(processor | {"video_processor_type": "Qwen2VLVideoProcessor"})

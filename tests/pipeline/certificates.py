@@ -39,9 +39,16 @@ class Authority:
         now = datetime.datetime.now(datetime.UTC)
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         uses = (
-            "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-            "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
-        )  # fmt: skip
+            "digital_signature",
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "key_cert_sign",
+            "crl_sign",
+            "encipher_only",
+            "decipher_only",
+        )
         usage = dict.fromkeys(uses, False) | {"key_cert_sign" if ca else "digital_signature": True}
         return (
             x509.CertificateBuilder()
@@ -56,9 +63,7 @@ class Authority:
             # RFC 5280's, which Python asks for from 3.13 on.
             .add_extension(x509.KeyUsage(**usage), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
-            )
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
 

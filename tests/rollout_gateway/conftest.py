@@ -19,14 +19,7 @@ import openai
 import pytest
 from safetensors.numpy import save
 
-from pipeline.config import (
-    Config,
-    FeedbackConfig,
-    GatewayConfig,
-    ModelConfig,
-    NatsConfig,
-    VllmConfig,
-)
+from pipeline.config import Config, FeedbackConfig, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
@@ -108,11 +101,7 @@ StartGateway = Callable[..., GatewayProcess]
 
 @contextlib.contextmanager
 def _gateways(
-    tmp_path: Path,
-    nats: NatsConfig,
-    models: tuple[ModelConfig, ...],
-    at: tuple[str, ...] = (),
-    **defaults: Any,
+    tmp_path: Path, nats: NatsConfig, models: tuple[ModelConfig, ...], at: tuple[str, ...] = (), **defaults: Any
 ) -> Iterator[StartGateway]:
     """Starts gateways on the test's log, and stops them at the end. Keyword arguments are gateway settings. `urls` are
     the inference servers, by default those `at`. The first gateway comes with a sampler agent for them."""
@@ -200,9 +189,7 @@ def shared(folder: Path, url: str, **settings: Any) -> Iterator[GatewayProcess]:
 
 
 @pytest.fixture(scope="module")
-def shared_gateway(
-    tmp_path_factory: pytest.TempPathFactory, vllm_server: VllmServer
-) -> Iterator[GatewayProcess]:
+def shared_gateway(tmp_path_factory: pytest.TempPathFactory, vllm_server: VllmServer) -> Iterator[GatewayProcess]:
     """One gateway for the tests of a module that do nothing but play in runs of their own."""
     with shared(tmp_path_factory.mktemp("shared"), vllm_server.url) as gateway:
         yield gateway
@@ -246,18 +233,23 @@ def adapter_tensors(seed: int, scale: float = 0.1) -> bytes:
         for name, count in heads.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             tensors[f"{prefix}.lora_A.weight"] = random.normal(size=(8, hidden)).astype(np.float32)
-            tensors[f"{prefix}.lora_B.weight"] = (
-                scale * random.normal(size=(count * model["head_dim"], 8))
-            ).astype(np.float32)
+            tensors[f"{prefix}.lora_B.weight"] = (scale * random.normal(size=(count * model["head_dim"], 8))).astype(
+                np.float32
+            )
     return save(tensors)
 
 
 def make_adapter(seed: int, scale: float = 0.1) -> bytes:
     """A LoRA adapter of rank 8 with random weights, as the tar that trainers publish. `scale` 0 changes nothing."""
     settings = {
-        "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none",
-        "task_type": "CAUSAL_LM", "base_model_name_or_path": str(VllmServer.base),
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(VllmServer.base),
+    }
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for file, data in (

@@ -127,12 +127,11 @@ class FakeVllm:
                 message = {"role": "assistant", "content": content}
                 logprobs = {"content": [{"logprob": -0.5}]}
                 choice = {
-                    "index": 0, "message": message, "finish_reason": "stop", "token_ids": [7], "logprobs": logprobs
-                }  # fmt: skip
-                return 200, {
-                    "id": "c",
-                    "model": body["model"],
-                    "choices": [choice],
-                    "prompt_token_ids": [1, 2],
+                    "index": 0,
+                    "message": message,
+                    "finish_reason": "stop",
+                    "token_ids": [7],
+                    "logprobs": logprobs,
                 }
+                return 200, {"id": "c", "model": body["model"], "choices": [choice], "prompt_token_ids": [1, 2]}
         return 404, {}

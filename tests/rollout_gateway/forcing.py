@@ -15,11 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-_SAID: Any = {
-    "name": "said",
-    "strict": True,
-    "schema": {"type": "string", "enum": ["a1 is mine", "b2 is mine"]},
-}
+_SAID: Any = {"name": "said", "strict": True, "schema": {"type": "string", "enum": ["a1 is mine", "b2 is mine"]}}
 """What it may say: a model of 1,024 positions hardly finds an end after thousands."""
 
 
@@ -29,9 +25,7 @@ def forced(path: str, body: dict[str, Any], tool: str, bias: dict[str, int]) -> 
     turns = body["input"] if responses else body["messages"]
     answered = turns[-1].get("role") == "tool" or str(turns[-1].get("type")).endswith("_output")
     name = tool if responses else _name(body.get("tools") or [], tool)
-    named: Any = (
-        {"type": "function", "name": name} if responses else {"type": "function", "function": {"name": name}}
-    )
+    named: Any = {"type": "function", "name": name} if responses else {"type": "function", "function": {"name": name}}
     out = {**body, "logit_bias": bias, "temperature": 1.0}
     if answered and responses:
         out["text"] = {"format": {"type": "json_schema", **_SAID}}

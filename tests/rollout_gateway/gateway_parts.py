@@ -62,14 +62,15 @@ class GatewayParts:
                 await changed.wait()
 
 
-def fleet_config(
-    nats: NatsConfig, folder: Path, wait_s: float = 20, max_loras: int = 4, **settings: Any
-) -> Config:
+def fleet_config(nats: NatsConfig, folder: Path, wait_s: float = 20, max_loras: int = 4, **settings: Any) -> Config:
     """Return settings of a gateway and of sampler agents. `settings` are those of the gateway."""
     config = Config(
-        project=PROJECT, run_dir=str(folder), nats=nats, vllm=VllmConfig(max_loras=max_loras),
+        project=PROJECT,
+        run_dir=str(folder),
+        nats=nats,
+        vllm=VllmConfig(max_loras=max_loras),
         models=(ModelConfig(name="tictactoe"),),
-    )  # fmt: skip
+    )
     quick = {"replicas.wait_s": wait_s, "replicas.health_interval_s": 0.2, **settings}
     return msgspec.structs.replace(config, gateway=with_values(config.gateway, quick))
 
@@ -81,9 +82,7 @@ async def gateway_parts(config: Config, name: str) -> AsyncIterator[GatewayParts
         made = GatewayParts(broker, config, name)
         await made.policies.rebuild(broker)
         tg.start_soon(made.members.run)
-        tg.start_soon(
-            made.policies.follow, broker, lambda recorded: made.members.policies_changed(recorded.event)
-        )
+        tg.start_soon(made.policies.follow, broker, lambda recorded: made.members.policies_changed(recorded.event))
         yield made
         tg.cancel_scope.cancel()
     await made.fleet.disconnect()

@@ -19,8 +19,11 @@ from tests.conftest import VllmServer, free_port
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 
 ASK: Any = {
-    "model": "tictactoe", "max_tokens": 5, "temperature": 1.0, "messages": [{"role": "user", "content": "a1=x b2=o"}]
-}  # fmt: skip
+    "model": "tictactoe",
+    "max_tokens": 5,
+    "temperature": 1.0,
+    "messages": [{"role": "user", "content": "a1=x b2=o"}],
+}
 
 
 async def exchanges(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:

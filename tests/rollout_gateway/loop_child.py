@@ -28,11 +28,7 @@ async def main() -> None:
             reply = await http.post(
                 f"{run.base_url}/chat/completions",
                 headers={"authorization": f"Bearer {run.api_key}"},
-                json={
-                    "model": run.model,
-                    "messages": [{"role": "user", "content": scenario}],
-                    "max_tokens": 2,
-                },
+                json={"model": run.model, "messages": [{"role": "user", "content": scenario}], "max_tokens": 2},
             )
             reply.raise_for_status()
             left -= 1
@@ -48,10 +44,16 @@ async def main() -> None:
             SCENARIOS,
             play,
             LoopOptions(
-                "night", steps=1, groups_per_step=1000, group_size=GROUP_SIZE, concurrency=CONCURRENCY, epochs=1,
-                describe=str, tries=5,
+                "night",
+                steps=1,
+                groups_per_step=1000,
+                group_size=GROUP_SIZE,
+                concurrency=CONCURRENCY,
+                epochs=1,
+                describe=str,
+                tries=5,
             ),
-        )  # fmt: skip
+        )
     told = {"played": result.played, "resumed": result.resumed, "incomplete": result.incomplete}
     sys.stdout.write(json.dumps(told) + "\n")
 

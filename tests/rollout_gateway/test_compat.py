@@ -43,9 +43,7 @@ def ours(script: str) -> Program:
 
 
 def theirs(script: str, *args: str, **more: bool) -> Program:
-    return Program(
-        lambda: [str(compat_bin() / "python"), "-W", "ignore", str(AGENTS / script), *args], **more
-    )
+    return Program(lambda: [str(compat_bin() / "python"), "-W", "ignore", str(AGENTS / script), *args], **more)
 
 
 def javascript(script: str) -> Program:
@@ -74,9 +72,7 @@ NAMELESS = "AI SDK"
 
 
 @pytest.fixture(scope="module")
-def front(
-    tmp_path_factory: pytest.TempPathFactory, long_vllm: VllmServer
-) -> Iterator[tuple[GatewayProcess, Tap]]:
+def front(tmp_path_factory: pytest.TempPathFactory, long_vllm: VllmServer) -> Iterator[tuple[GatewayProcess, Tap]]:
     folder = tmp_path_factory.mktemp("shared")
     with tapped(long_vllm.url) as tap, shared(folder, tap.url, **{"detection.enabled": True}) as gateway:
         yield gateway, tap
@@ -90,9 +86,7 @@ async def test_an_unmodified_agent_is_captured_token_by_token(
     (gateway, tap), program = front, PROGRAMS[name]
     before = len(tap.calls)
     opened = {"base_url": f"{gateway.url}/v1", "api_key": "none"} if name == NAMELESS else gateway.open()
-    env = client_environment(opened) | {
-        "AGENT_FOLDER": str(tmp_path), "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)
-    }  # fmt: skip
+    env = client_environment(opened) | {"AGENT_FOLDER": str(tmp_path), "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path)}
     with contextlib.ExitStack() as stack:
         if program.forced:
             bias = json.loads(env["AGENT_LOGIT_BIAS"])
@@ -123,9 +117,7 @@ async def test_an_unmodified_agent_is_captured_token_by_token(
         assert event.endpoint == program.endpoint
         (choice,) = json.loads(event.response)["choices"]
         texts.append(choice["message"])
-    called = [
-        json.loads(c["function"]["arguments"])["cell"] for t in texts for c in t.get("tool_calls") or ()
-    ]
+    called = [json.loads(c["function"]["arguments"])["cell"] for t in texts for c in t.get("tool_calls") or ()]
     assert not called or called == said["cells"]
     if program.streams:
         assert (len(calls), len(called), {call.streamed for call in calls}) == (4, 2, {True})

@@ -18,22 +18,69 @@ from tests.rollout_gateway.kit import ASK, exchanges
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
 ODD: list[Any] = [
-    None, True, -1, 0, 10**30, 1e308, "", "\u0000", "\ud83d\ude00", "x" * 300, "a/b", "*.>", [], [None], [[]],
-    {}, {"a": None}, {"role": 3}, [{"role": "user"}], [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    1e308,
+    "",
+    "\u0000",
+    "\ud83d\ude00",
+    "x" * 300,
+    "a/b",
+    "*.>",
+    [],
+    [None],
+    [[]],
+    {},
+    {"a": None},
+    {"role": 3},
+    [{"role": "user"}],
+    [{"role": "user", "content": [{"type": "text", "text": 5}]}],
     {"type": "json_schema"},
-]  # fmt: skip
+]
 FIELDS = (
-    "model", "messages", "stream", "n", "logprobs", "tools", "tool_choice", "response_format", "metadata", "prompt",
-    "input", "max_tokens", "stop", "id", "group", "reward", "rewards", "metrics", "outcome", "version",
-    "percent", "split", "trajectories", "return_token_ids", "stream_options",
-)  # fmt: skip
+    "model",
+    "messages",
+    "stream",
+    "n",
+    "logprobs",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "metadata",
+    "prompt",
+    "input",
+    "max_tokens",
+    "stop",
+    "id",
+    "group",
+    "reward",
+    "rewards",
+    "metrics",
+    "outcome",
+    "version",
+    "percent",
+    "split",
+    "trajectories",
+    "return_token_ids",
+    "stream_options",
+)
 AUTHORIZATIONS = ("", "Bearer", "Bearer jwr-", "Bearer jwr-!!.x", "Basic eA==", "Bearer jwr-AAAA.x")
 URLS = (
-    *_MODEL_CALLS, *(f"/t/fuzz{path}" for path in _MODEL_CALLS), "/v1/trajectories",
-    "/v1/trajectories/fuzz-x/complete", "/v1/groups/g/complete", "/v1/policies/tictactoe/split",
-    "/v1/policies/nope/promote", "/v1/trajectories/%00", "/t//v1/chat/completions",
-    "/t/%ff/v1/chat/completions", "/v1/models/%2f",
-)  # fmt: skip
+    *_MODEL_CALLS,
+    *(f"/t/fuzz{path}" for path in _MODEL_CALLS),
+    "/v1/trajectories",
+    "/v1/trajectories/fuzz-x/complete",
+    "/v1/groups/g/complete",
+    "/v1/policies/tictactoe/split",
+    "/v1/policies/nope/promote",
+    "/v1/trajectories/%00",
+    "/t//v1/chat/completions",
+    "/t/%ff/v1/chat/completions",
+    "/v1/models/%2f",
+)
 
 
 def bodies(source: random.Random, count: int) -> list[bytes]:
@@ -68,7 +115,7 @@ async def test_a_thousand_malformed_requests(gateway: GatewayProcess, broker: Br
                 "authorization": source.choice(AUTHORIZATIONS),
                 "traceparent": source.choice(("", "00-xyz", "0" * 55)),
                 "x-stainless-retry-count": source.choice(("0", "1", "x")),
-            }  # fmt: skip
+            }
             headers = {k: v for k, v in headers.items() if source.random() < 0.3}
             method = source.choice(("POST", "POST", "POST", "POST", "GET", "DELETE"))
             reply = client.request(method, url, content=data if method == "POST" else None, headers=headers)

@@ -20,19 +20,16 @@ pytestmark = pytest.mark.anyio
 
 MESSAGE = {"role": "assistant", "content": "hi"}
 CHOICE = {
-    "index": 0, "message": MESSAGE, "finish_reason": "stop", "token_ids": [7],
+    "index": 0,
+    "message": MESSAGE,
+    "finish_reason": "stop",
+    "token_ids": [7],
     "logprobs": {"content": [{"logprob": -0.5}]},
-}  # fmt: skip
+}
 
 
 def reply(**changed: Any) -> bytes:
-    body = {
-        "id": "chatcmpl-1",
-        "model": "tictactoe@0",
-        "choices": [CHOICE],
-        "prompt_token_ids": [1, 2],
-        **changed,
-    }
+    body = {"id": "chatcmpl-1", "model": "tictactoe@0", "choices": [CHOICE], "prompt_token_ids": [1, 2], **changed}
     return json.dumps(body).replace('"1e400"', "1e400").encode()
 
 
@@ -41,22 +38,34 @@ def stream(*events: Any) -> bytes:
     first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "a"}, "finish_reason": None}]}
     last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     lines = (json.dumps({**head, **event}) for event in (first, *events, last))
-    return (
-        b"".join(b"data: %b\n\n" % line.replace('"1e400"', "1e400").encode() for line in lines)
-        + b"data: [DONE]\n\n"
-    )
+    return b"".join(b"data: %b\n\n" % line.replace('"1e400"', "1e400").encode() for line in lines) + b"data: [DONE]\n\n"
 
 
 MALFORMED = (
-    reply(usage={"prompt_tokens": "1e400"}), reply(usage=5), reply(choices=[CHOICE] * 5000), reply(choices=[]),
-    reply(choices=[CHOICE | {"message": MESSAGE | {"tool_calls": 5}}]), reply(choices=[CHOICE | {"message": None}]),
-    reply(created="1e400"), reply(choices=[CHOICE | {"finish_reason": ["stop"]}]), b"[]", b"", b"{}", b"[" * 10_000,
-)  # fmt: skip
+    reply(usage={"prompt_tokens": "1e400"}),
+    reply(usage=5),
+    reply(choices=[CHOICE] * 5000),
+    reply(choices=[]),
+    reply(choices=[CHOICE | {"message": MESSAGE | {"tool_calls": 5}}]),
+    reply(choices=[CHOICE | {"message": None}]),
+    reply(created="1e400"),
+    reply(choices=[CHOICE | {"finish_reason": ["stop"]}]),
+    b"[]",
+    b"",
+    b"{}",
+    b"[" * 10_000,
+)
 MALFORMED_EVENTS = (
-    {"usage": {"prompt_tokens": "1e400"}}, {"usage": 5}, {"choices": 5}, {"choices": [{"index": "1e400", "delta": {}}]},
-    {"choices": [{"index": 0, "delta": {"tool_calls": 5}}]}, {"choices": [{"index": 7, "delta": {"content": "b"}}]},
-    {"choices": [{"index": 0, "delta": {}, "finish_reason": ["stop"]}]}, {"x": "1e400"}, {"error": 5},
-)  # fmt: skip
+    {"usage": {"prompt_tokens": "1e400"}},
+    {"usage": 5},
+    {"choices": 5},
+    {"choices": [{"index": "1e400", "delta": {}}]},
+    {"choices": [{"index": 0, "delta": {"tool_calls": 5}}]},
+    {"choices": [{"index": 7, "delta": {"content": "b"}}]},
+    {"choices": [{"index": 0, "delta": {}, "finish_reason": ["stop"]}]},
+    {"x": "1e400"},
+    {"error": 5},
+)
 
 
 class Scripted(FakeVllm):
@@ -132,10 +141,12 @@ async def test_a_malformed_reply_is_a_502_and_the_gateway_goes_on(
 
 
 ODD_MESSAGES: tuple[Any, ...] = (
-    {"role": "user", "tool_calls": 5}, {"role": "user", "content": "a", "tool_calls": {"a": 1}},
+    {"role": "user", "tool_calls": 5},
+    {"role": "user", "content": "a", "tool_calls": {"a": 1}},
     {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 10**30}}}]},
-    {"role": "assistant", "tool_calls": [5, {"function": 5}], "content": [5, {"text": 5}]}, {"role": 5, "content": 5},
-)  # fmt: skip
+    {"role": "assistant", "tool_calls": [5, {"function": 5}], "content": [5, {"text": 5}]},
+    {"role": 5, "content": 5},
+)
 
 
 async def test_odd_messages_are_detected_and_restored(

@@ -45,9 +45,7 @@ def talk(gateway: GatewayProcess, said: tuple[str, ...], api: str) -> None:
             case "chat":
                 reply: Any = openai.chat.completions.create(**ask).choices[0].message.content
             case "responses":
-                reply = openai.responses.create(
-                    model="tictactoe", input=messages, max_output_tokens=4
-                ).output_text
+                reply = openai.responses.create(model="tictactoe", input=messages, max_output_tokens=4).output_text
             case "messages":
                 reply = claude.messages.create(**ask).content
         messages.append({"role": "assistant", "content": reply or ""})
@@ -72,10 +70,16 @@ async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_s
     detection = {"detection.enabled": True, "detection.grouped": False, "detection.idle_s": 600.0}
     gateway = start_gateway(**detection)
     config = kit.settings(
-        str(VllmServer.base), tmp_path / "trainer", nats_config,
-        **{"groups_per_step": len(CHATS), "loss.baseline": "batch", "loss.advantage_scaling": "none",
-           "loss.turn_discount": DISCOUNT},
-    )  # fmt: skip
+        str(VllmServer.base),
+        tmp_path / "trainer",
+        nats_config,
+        **{
+            "groups_per_step": len(CHATS),
+            "loss.baseline": "batch",
+            "loss.advantage_scaling": "none",
+            "loss.turn_discount": DISCOUNT,
+        },
+    )
     models = (msgspec.structs.replace(config.models[0], name="tictactoe"),)
     async with ScoringServer().run() as model, Broker.connect(nats_config) as broker:
         rewards = (RewardConfig(name="next", kind="next_state"),)
@@ -107,8 +111,6 @@ async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_s
         expected = advantages[sequence.trajectory][calls]
         np.testing.assert_allclose(example.call_advantages, expected, rtol=0, atol=1e-10)
         trained |= {(sequence.trajectory, int(call)) for call in calls}
-    judged = {
-        t: max(int(call) for call in (*m.call_rewards, *(h.call for h in m.hints))) for t, m in worth.items()
-    }
+    judged = {t: max(int(call) for call in (*m.call_rewards, *(h.call for h in m.hints))) for t, m in worth.items()}
     assert trained == {(trajectory, call) for trajectory, last in judged.items() for call in range(last + 1)}
     assert step.metrics["tokens_unjudged"] > 0

@@ -20,9 +20,7 @@ def has_ipv6() -> bool:
     return True
 
 
-def test_another_program_that_listens_first_is_an_error_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_program_that_listens_first_is_an_error_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `SO_REUSEADDR`, two programs may bind a port of which none listens yet."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

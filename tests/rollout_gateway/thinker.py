@@ -79,20 +79,13 @@ class Thinker(FakeVllm):
         said = [(kind, list(text.encode())) for kind, text in pieces(message)]
         sampled = [token for _, ids in said for token in ids]
         reason = "tool_calls" if message.get("tool_calls") else "stop"
-        usage = {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(sampled),
-            "total_tokens": len(prompt + sampled),
-        }
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled), "total_tokens": len(prompt + sampled)}
         head = {"id": f"chatcmpl-{body['request_id']}", "created": 1, "model": body["model"]}
         if not body.get("stream"):
             choice = {"index": 0, "message": message, "finish_reason": reason, **_tokens(sampled)}
             return 200, {**head, "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
         chunks: list[dict[str, Any]] = [
-            {
-                "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
-                "prompt_token_ids": prompt,
-            }
+            {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": prompt}
         ]
         calls = enumerate(message.get("tool_calls") or ())
         for kind, ids in said:
@@ -103,10 +96,7 @@ class Thinker(FakeVllm):
             chunks.append({"choices": [{"index": 0, "delta": delta, **_tokens(ids)}]})
         chunks[-1]["choices"][0]["finish_reason"] = reason
         chunks.append({"choices": [], "usage": usage})
-        events = [
-            f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', **chunk})}\n\n"
-            for chunk in chunks
-        ]
+        events = [f"data: {json.dumps({**head, 'object': 'chat.completion.chunk', **chunk})}\n\n" for chunk in chunks]
         return 200, "".join([*events, "data: [DONE]\n\n"]).encode()
 
 
@@ -116,16 +106,9 @@ class Delegator(Thinker):
     def reply(self, body: dict[str, Any]) -> dict[str, Any]:
         spoken = [m for m in body["messages"] if m["role"] != "system"]
         asked, new = _text(spoken[_last_user(spoken)]["content"]), uuid.uuid4().hex
-        said: dict[str, Any] = {
-            "role": "assistant",
-            "reasoning": "Hm.",
-            "content": f"This is what came of it: {new}.",
-        }
+        said: dict[str, Any] = {"role": "assistant", "reasoning": "Hm.", "content": f"This is what came of it: {new}."}
         if "<summary>" in asked:
-            return {
-                **said,
-                "content": f"<summary>\nThe parser was mended in three places, see {new}.\n</summary>",
-            }
+            return {**said, "content": f"<summary>\nThe parser was mended in three places, see {new}.\n</summary>"}
         if spoken[-1]["role"] != "user":
             return said
         if "Delegate" in asked:
@@ -134,11 +117,7 @@ class Delegator(Thinker):
             calls = [_call("Agent", prompt=f"{task}, {number}.", **told) for number in range(2)]
             return {**said, "content": None, "tool_calls": calls}
         if "Look for" in asked:
-            return {
-                **said,
-                "content": None,
-                "tool_calls": [_call("Bash", command="echo a", description="say")],
-            }
+            return {**said, "content": None, "tool_calls": [_call("Bash", command="echo a", description="say")]}
         return said
 
 

@@ -40,8 +40,7 @@ def test_a_run_of_an_earlier_release_goes_on(file: Path, tmp_path: Path) -> None
         program([*JOURNEYWORK, "replay", "--run-dir", str(run_dir), "--branch", "again"], ROOT)
         run.until(
             lambda: (
-                run.query("SELECT count(*) AS groups FROM group_scored WHERE branch = 'again'")
-                == [{"groups": GROUPS}]
+                run.query("SELECT count(*) AS groups FROM group_scored WHERE branch = 'again'") == [{"groups": GROUPS}]
             )
         )
         run_groups(run.url, "after", GROUPS, [])

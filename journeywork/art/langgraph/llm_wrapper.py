@@ -84,9 +84,7 @@ def wrap_rollout(model: Model[Any], fn: Callable[P, Awaitable[T]]) -> Callable[P
     return rollout
 
 
-def init_chat_model(
-    model: str | None = None, *, model_provider: str | None = None, **kwargs: Any
-) -> ChatOpenAI:
+def init_chat_model(model: str | None = None, *, model_provider: str | None = None, **kwargs: Any) -> ChatOpenAI:
     """Return a LangChain chat model of the model that `wrap_rollout` was given, whose calls are recorded.
 
     `model` is its name in requests (default: that of the newest version). `kwargs` are those of LangChain's
@@ -98,7 +96,12 @@ def init_chat_model(
         raise RuntimeError("init_chat_model must be called in a function that wrap_rollout wraps")
     served, (blocking, waiting) = playing.model, playing.clients()
     options: dict[str, Any] = {
-        "model": model or served.get_inference_name(), "max_retries": 8, "base_url": served.inference_base_url,
-        "api_key": served.inference_api_key, "http_client": blocking, "http_async_client": waiting, **kwargs,
-    }  # fmt: skip
+        "model": model or served.get_inference_name(),
+        "max_retries": 8,
+        "base_url": served.inference_base_url,
+        "api_key": served.inference_api_key,
+        "http_client": blocking,
+        "http_async_client": waiting,
+        **kwargs,
+    }
     return ChatOpenAI(**options)

@@ -42,9 +42,7 @@ class LocalBackend(RemoteBackend):
 
     Starting one needs the package's extra `cpu` or `gpu` in the same environment."""
 
-    def __init__(
-        self, *, in_process: bool = False, path: str | None = None, up_options: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, *, in_process: bool = False, path: str | None = None, up_options: Sequence[str] = ()) -> None:
         """`path` defaults to `.art` in the working directory. `up_options` are further arguments of `journeywork up`,
         such as `("--set", "trainer.loss.type=dapo")`. `in_process` has no effect."""
         super().__init__()
@@ -123,9 +121,7 @@ class LocalBackend(RemoteBackend):
             raise UpError(f"model {model.name!r} is not trainable, so no installation is started for it")
         settings, without_effect = settings_of(model._internal_config)
         if without_effect:
-            log.warning(
-                "options without effect in _internal_config: %s (docs/art.md)", ", ".join(without_effect)
-            )
+            log.warning("options without effect in _internal_config: %s (docs/art.md)", ", ".join(without_effect))
         # A step for which the program chooses nothing is trained as ART trains it.
         defaults = {"optimizer.learning_rate": LEARNING_RATE, **loss_settings()}
         settings = {f"trainer.{name}": v for name, v in defaults.items() if v is not None} | settings

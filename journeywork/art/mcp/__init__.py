@@ -9,10 +9,4 @@
 from journeywork.art.mcp.generate_scenarios import generate_scenarios
 from journeywork.art.mcp.types import GeneratedScenario, GeneratedScenarioCollection, MCPResource, MCPTool
 
-__all__ = [
-    "GeneratedScenario",
-    "GeneratedScenarioCollection",
-    "MCPResource",
-    "MCPTool",
-    "generate_scenarios",
-]
+__all__ = ["GeneratedScenario", "GeneratedScenarioCollection", "MCPResource", "MCPTool", "generate_scenarios"]

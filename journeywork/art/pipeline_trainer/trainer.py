@@ -22,9 +22,7 @@ ScenarioT = TypeVar("ScenarioT")
 ConfigT = TypeVar("ConfigT")
 RolloutFn: TypeAlias = Callable[[TrainableModel[Any], ScenarioT, ConfigT], Awaitable[TrajectoryGroup]]
 Evaluated: TypeAlias = "list[Trajectory | TrajectoryGroup] | list[Trajectory] | list[TrajectoryGroup]"
-EvalFn: TypeAlias = Callable[
-    [TrainableModel[Any], int, ConfigT], Awaitable["Evaluated | dict[str, Evaluated]"]
-]
+EvalFn: TypeAlias = Callable[[TrainableModel[Any], int, ConfigT], Awaitable["Evaluated | dict[str, Evaluated]"]]
 
 _STATE = "_pipeline_trainer"
 """Key of what is played and evaluated in a model's state."""
@@ -168,11 +166,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             if self.eval_every_n_steps and self._step - self._evaluated >= self.eval_every_n_steps:
                 due.send_nowait(self._step)
                 self._evaluated = self._step
-            state = {
-                "scenario_offset": self._drawn,
-                "training_step": self._step,
-                "last_eval_step": self._evaluated,
-            }
+            state = {"scenario_offset": self._drawn, "training_step": self._step, "last_eval_step": self._evaluated}
             self.model.merge_state({_STATE: state})
 
     @property
@@ -190,9 +184,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 break
             if not group.trajectories and group.exceptions:
                 first = group.exceptions[0]
-                raise RuntimeError(
-                    f"every rollout of a group failed, the first by {first.type}: {first.message}"
-                )
+                raise RuntimeError(f"every rollout of a group failed, the first by {first.type}: {first.message}")
             if (version := _version(group)) is not None and self._step - version > self.max_steps_off_policy:
                 self._stale += 1
             elif trains(group):

@@ -42,8 +42,11 @@ class JudgeProcess:
         # A process: the judge is a service's code, which this package does not import.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "judge.commands.main", "serve"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
         self._writing, self._numbers = threading.Lock(), itertools.count()
         self._answers: dict[int, Future[dict[str, Any]]] = {}
         self.alive = True

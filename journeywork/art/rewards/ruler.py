@@ -34,9 +34,14 @@ that does not.
 _KEY = "JOURNEYWORK_RULER_KEY"
 """Beginning of the environment variable that hands a judge's key to its process."""
 _SETTINGS = {
-    "api_base": "api_base", "base_url": "api_base", "timeout": "request.timeout_s", "num_retries": "request.retries",
-    "max_retries": "request.retries", "temperature": "request.temperature", "max_tokens": "request.max_tokens",
-}  # fmt: skip
+    "api_base": "api_base",
+    "base_url": "api_base",
+    "timeout": "request.timeout_s",
+    "num_retries": "request.retries",
+    "max_retries": "request.retries",
+    "temperature": "request.temperature",
+    "max_tokens": "request.max_tokens",
+}
 """litellm's names of what is a setting of the judge. Everything else is a parameter of its requests."""
 
 
@@ -98,17 +103,10 @@ async def ruler_score_group(
     trajectories = scored.trajectories
     try:
         if any(trajectory.additional_histories for trajectory in trajectories):
-            raise ValueError(
-                "RULER shows a judge one conversation for each trajectory; one has additional_histories"
-            )
+            raise ValueError("RULER shows a judge one conversation for each trajectory; one has additional_histories")
         tools = trajectories[0].tools if trajectories else None
         scores = await ruler(
-            [t.messages() for t in trajectories],
-            judge_model,
-            extra_litellm_params,
-            rubric,
-            tools,
-            debug=debug,
+            [t.messages() for t in trajectories], judge_model, extra_litellm_params, rubric, tools, debug=debug
         )
     except Exception as error:
         if not swallow_exceptions:

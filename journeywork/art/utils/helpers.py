@@ -79,11 +79,7 @@ class DatasetBatch(Generic[T]):
 
 
 def iterate_dataset(
-    dataset: Sequence[T],
-    groups_per_step: int = 1,
-    num_epochs: int = 1,
-    initial_step: int = 0,
-    use_tqdm: bool = True,
+    dataset: Sequence[T], groups_per_step: int = 1, num_epochs: int = 1, initial_step: int = 0, use_tqdm: bool = True
 ) -> Iterator[DatasetBatch[T]]:
     """Yield the data set in batches of `groups_per_step`, shuffled anew in each epoch; the last one may be smaller.
 

@@ -77,9 +77,7 @@ def main() -> None:
             groups = journeywork.gather(MODEL, training(number), play, group_size=8)
             rewards = [value for group in groups for value in group.rewards]
             (version,) = (p["version"] for p in journeywork.policies() if p["model"] == MODEL)
-            print(
-                f"pass {number}: mean reward {sum(rewards) / max(len(rewards), 1):.3f}, now serving {version}"
-            )
+            print(f"pass {number}: mean reward {sum(rewards) / max(len(rewards), 1):.3f}, now serving {version}")
 
 
 if __name__ == "__main__":

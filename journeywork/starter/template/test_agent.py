@@ -29,9 +29,7 @@ def test_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
         return httpx.Response(200, json=body)
 
     client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(
-        Trajectory, "openai", {"base_url": "http://test/v1", "api_key": "k", "http_client": client}
-    )
+    monkeypatch.setattr(Trajectory, "openai", {"base_url": "http://test/v1", "api_key": "k", "http_client": client})
     run = Trajectory("t", "starter_model", "g", "http://test/v1", "k")
     assert asyncio.run(play(run, Task("t", "3+4=", 7))) == 1.0
     assert run.metrics["right"] == 1.0

@@ -25,9 +25,15 @@ SUITE = Path(__file__).with_name("compatibility")
 RESULT = Path(__file__).with_name("compatibility.json")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PACKAGES = (
-    "openpipe-art==0.5.18", "openai==2.54.0", "langgraph>=1.0", "langchain-openai>=1.0", "pytest>=9.2", "pyarrow",
-    *EXTRAS["pipeline"], "psutil>=7.2",
-)  # fmt: skip
+    "openpipe-art==0.5.18",
+    "openai==2.54.0",
+    "langgraph>=1.0",
+    "langchain-openai>=1.0",
+    "pytest>=9.2",
+    "pyarrow",
+    *EXTRAS["pipeline"],
+    "psutil>=7.2",
+)
 """OpenAI's client before 3.0: openpipe-art listens to httpx, and later clients bring another library. The last ones are
 what our judge needs besides."""
 
@@ -46,8 +52,20 @@ def outcomes(python: Path, package: str) -> dict[str, str]:
         report = Path(folder) / "report.xml"
         copy = shutil.copytree(SUITE, Path(folder) / SUITE.name, ignore=shutil.ignore_patterns("__pycache__"))
         env = {**os.environ, "ART_UNDER_TEST": package, "PYTHONPATH": str(ROOT)}
-        command = [str(python), "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider",
-                   f"--junitxml={report}", str(copy)]  # fmt: skip
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            "-q",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            folder,
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            str(copy),
+        ]
         subprocess.run(command, cwd=folder, env=env)
         cases = ET.parse(report).getroot().iter("testcase")
         return {case.get("name", ""): next((child.tag for child in case), "passed") for case in cases}
@@ -59,17 +77,20 @@ def main() -> int:
     python = parser.parse_args().python or environment(ROOT / "build" / "art-venv")
     theirs, ours = outcomes(python, "art"), outcomes(python, "journeywork.art")
     differing = {
-        name: [theirs.get(name), ours.get(name)]
-        for name in theirs | ours
-        if theirs.get(name) != ours.get(name)
+        name: [theirs.get(name), ours.get(name)] for name in theirs | ours if theirs.get(name) != ours.get(name)
     }
     versions = json.loads(
         subprocess.run(
-            [str(python), "-c", "import json; from importlib.metadata import version as v; "
-             "print(json.dumps({n: v(n) for n in ('openpipe-art', 'openai', 'langgraph')}))"],
-            check=True, capture_output=True,
+            [
+                str(python),
+                "-c",
+                "import json; from importlib.metadata import version as v; "
+                "print(json.dumps({n: v(n) for n in ('openpipe-art', 'openai', 'langgraph')}))",
+            ],
+            check=True,
+            capture_output=True,
         ).stdout
-    )  # fmt: skip
+    )
     result = {
         "versions": versions,
         "cases": len(theirs),

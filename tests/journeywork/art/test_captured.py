@@ -13,8 +13,10 @@ from journeywork.art.utils.litellm import convert_litellm_choice_to_openai
 
 NAMED = {"trajectory": "t", "reply": "chatcmpl-1"}
 FIELDS: dict[str, Any] = {
-    "finish_reason": "stop", "index": 1, "message": {"role": "assistant", "content": "hi", "tool_calls": None}
-}  # fmt: skip
+    "finish_reason": "stop",
+    "index": 1,
+    "message": {"role": "assistant", "content": "hi", "tool_calls": None},
+}
 
 
 class LitellmChoice:
@@ -35,9 +37,7 @@ def of(*items: Any) -> art.Trajectory:
 def test_a_choice_of_openais_client() -> None:
     choice = Choice.model_validate({**FIELDS, "journeywork": NAMED})
     assert references_of(of(choice), "t") == [{**NAMED, "choice": 1}]
-    assert references_of(of(choice, {"role": "user", "content": "u"}, choice), "t") == [
-        {**NAMED, "choice": 1}
-    ]
+    assert references_of(of(choice, {"role": "user", "content": "u"}, choice), "t") == [{**NAMED, "choice": 1}]
 
 
 def test_a_choice_of_litellm() -> None:

@@ -32,8 +32,11 @@ def test_the_chunks_of_a_data_set_share_one_schedule() -> None:
     options: dict[str, Any] = {"chunk_size": 3, "epochs": 2, "warmup_ratio": 0.25, "peak_lr": 1.0}
     chunks = list(create_sft_dataset_iterator(trajectories, **options))
     assert [(c.step, c.epoch, c.epoch_step, len(c.trajectories)) for c in chunks] == [
-        (0, 0, 0, 6), (3, 0, 3, 1), (4, 1, 0, 6), (7, 1, 3, 1),
-    ]  # fmt: skip
+        (0, 0, 0, 6),
+        (3, 0, 3, 1),
+        (4, 1, 0, 6),
+        (7, 1, 3, 1),
+    ]
     rates = [rate for c in chunks for rate in c.config.learning_rate]  # type: ignore[union-attr]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
     for epoch in (chunks[:2], chunks[2:]):

@@ -86,8 +86,10 @@ async def test_rollouts_at_the_same_time_do_not_mix(served: Served) -> None:
     for made, text in zip(await asyncio.gather(*map(wrap_rollout(model, play), "ab")), "ab", strict=True):
         conversations = [made, *made.additional_histories]
         assert [c.messages()[0].get("content") for c in conversations] == [
-            text, f"{text} in a thread", f"{text} as a stream"
-        ]  # fmt: skip
+            text,
+            f"{text} in a thread",
+            f"{text} as a stream",
+        ]
         assert all(c.messages()[1].get("content") == "after 1" for c in conversations)
     with pytest.raises(RuntimeError, match="wrap_rollout"):
         init_chat_model()

@@ -5,18 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = (
-    "torch",
-    "transformers",
-    "litellm",
-    "nats",
-    "msgspec",
-    "numpy",
-    "pyarrow",
-    "tqdm",
-    "langchain_core",
-    "rich",
-)
+HEAVY = ("torch", "transformers", "litellm", "nats", "msgspec", "numpy", "pyarrow", "tqdm", "langchain_core", "rich")
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

@@ -48,15 +48,11 @@ async def test_the_error_of_a_start_holds_what_the_program_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     backend = Backend(path=str(tmp_path))
-    backend.program = (
-        "import sys; sys.exit('x' * 3000 + '\\njourneywork: models.0.base is not on this machine')"
-    )
+    backend.program = "import sys; sys.exit('x' * 3000 + '\\njourneywork: models.0.base is not on this machine')"
     with pytest.raises(
         UpError, match=r"status 1 .*standard error ends with:\nx+\n.* is not on this machine$"
     ) as caught:
         await backend.url_of(model(tmp_path))
     assert len(str(caught.value)) < 2200
-    assert capfd.readouterr().err.endswith("x\njourneywork: models.0.base is not on this machine\n"), (
-        "shown too"
-    )
+    assert capfd.readouterr().err.endswith("x\njourneywork: models.0.base is not on this machine\n"), "shown too"
     await backend.close()

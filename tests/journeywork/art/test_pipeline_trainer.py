@@ -68,10 +68,21 @@ async def test_steps_are_trained_and_evaluated_and_the_next_trainer_goes_on(tmp_
 
     def trainer(**options: Any) -> PipelineTrainer[Any, Any]:
         return PipelineTrainer(
-            model, backend, group, scenarios(), "config", evaluate, num_rollout_workers=1, min_batch_size=2,
-            max_batch_size=2, max_steps_off_policy=1, eval_every_n_steps=2, learning_rate=1e-4, loss_fn="cispo",
+            model,
+            backend,
+            group,
+            scenarios(),
+            "config",
+            evaluate,
+            num_rollout_workers=1,
+            min_batch_size=2,
+            max_batch_size=2,
+            max_steps_off_policy=1,
+            eval_every_n_steps=2,
+            learning_rate=1e-4,
+            loss_fn="cispo",
             **options,
-        )  # fmt: skip
+        )
 
     await trainer(max_steps=2).train()
     assert [len(batch) for batch in backend.batches] == [2, 2]
@@ -92,9 +103,16 @@ async def test_a_group_waits_for_the_version_of_the_step_before_it(tmp_path: Pat
     backend.go_on = anyio.Event()
     model = await model_of(backend, tmp_path)
     trainer = PipelineTrainer(
-        model, backend, group, ({} for _ in range(2)), None, num_rollout_workers=1, min_batch_size=1,
-        max_batch_size=1, max_steps_off_policy=0,
-    )  # fmt: skip
+        model,
+        backend,
+        group,
+        ({} for _ in range(2)),
+        None,
+        num_rollout_workers=1,
+        min_batch_size=1,
+        max_batch_size=1,
+        max_steps_off_policy=0,
+    )
     async with anyio.create_task_group() as tg:
         tg.start_soon(trainer.train)
         await backend.began.wait()
@@ -108,13 +126,7 @@ async def test_what_can_not_be_trained(
 ) -> None:
     backend = Backend(step=9)
     model = await model_of(backend, tmp_path)
-    scenarios: list[dict[str, Any]] = [
-        {"rewards": [1, 1]},
-        {},
-        {"rewards": [0]},
-        {"rewards": "no numbers"},
-        {},
-    ]
+    scenarios: list[dict[str, Any]] = [{"rewards": [1, 1]}, {}, {"rewards": [0]}, {"rewards": "no numbers"}, {}]
 
     async def failing(model: Any, scenario: Any, config: Any) -> art.TrajectoryGroup:
         return art.TrajectoryGroup([ValueError("no key")])
@@ -131,9 +143,7 @@ async def test_what_can_not_be_trained(
     await trainer(min_batch_size=1).train()
     assert "training ends: 1 groups" in caplog.text
     model.merge_state({"_pipeline_trainer": {"scenario_offset": 0}})
-    with pytest.raises(
-        RuntimeError, match=r"every rollout of a group failed, the first by .*ValueError.*: no key"
-    ):
+    with pytest.raises(RuntimeError, match=r"every rollout of a group failed, the first by .*ValueError.*: no key"):
         await trainer(rollout_fn=failing).train()
     for wrong in ({"min_batch_size": 0}, {"max_batch_size": 1}, {"max_steps": -1}):
         with pytest.raises(ValueError, match="must be at least"):

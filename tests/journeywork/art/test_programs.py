@@ -71,16 +71,25 @@ async def test_a_program_trains_two_steps(name: str, tmp_path: Path, request: py
         pytest.skip(f"{name} can't be fetched from {program.repo}: {error}")
     base: Path = request.getfixturevalue("base")  # only for a program that could be fetched
     settings = {
-        "models.0.name": program.model, "models.0.base": str(base), "vllm.max_model_len": LENGTH, "vllm.max_loras": 3,
+        "models.0.name": program.model,
+        "models.0.base": str(base),
+        "vllm.max_model_len": LENGTH,
+        "vllm.max_loras": 3,
         "trainer.max_staleness": 1,
-    }  # fmt: skip
+    }
     async with ScoringServer(answer).run() as judge:
         with inference(program, base, tmp_path) as url, installation(tmp_path / "run", url, **settings) as up:
             environment = {
-                "JOURNEYWORK_URL": up.url, "BASE_MODEL": str(base), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT),
-                "OPENAI_API_KEY": "none", "OPENAI_BASE_URL": judge.url, "OPENROUTER_API_BASE": judge.url,
-                "WANDB_API_BASE": judge.url, **program.env,
-            }  # fmt: skip
+                "JOURNEYWORK_URL": up.url,
+                "BASE_MODEL": str(base),
+                "HOME": str(tmp_path),
+                "PYTHONPATH": str(ROOT),
+                "OPENAI_API_KEY": "none",
+                "OPENAI_BASE_URL": judge.url,
+                "OPENROUTER_API_BASE": judge.url,
+                "WANDB_API_BASE": judge.url,
+                **program.env,
+            }
             command = [sys.executable, "-m", "tests.journeywork.art.programs.runner", str(file)]
             done = await anyio.run_process(command, cwd=folder, env=os.environ | environment, check=False)
         assert done.returncode == 0, done.stdout.decode()[-2000:] + done.stderr.decode()[-4000:]

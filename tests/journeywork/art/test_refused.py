@@ -32,9 +32,13 @@ def answer(request: httpx.Request) -> httpx.Response:
 
 def group(*rewards: float, **fields: Any) -> art.TrajectoryGroup:
     choice = Choice.model_validate(
-        {"finish_reason": "stop", "index": 0, "message": {"role": "assistant", "content": "hi"},
-         "journeywork": {"trajectory": "t", "reply": "chatcmpl-1"}}
-    )  # fmt: skip
+        {
+            "finish_reason": "stop",
+            "index": 0,
+            "message": {"role": "assistant", "content": "hi"},
+            "journeywork": {"trajectory": "t", "reply": "chatcmpl-1"},
+        }
+    )
     return art.TrajectoryGroup(
         [art.Trajectory(messages_and_choices=[choice], reward=reward, **fields) for reward in rewards]
     )
@@ -51,9 +55,7 @@ async def train(*groups: art.TrajectoryGroup) -> None:
 async def test_a_number_that_is_not_finite_names_its_trajectory() -> None:
     with pytest.raises(ValueError, match=r"^trajectory 1 of group 1: reward must be finite, not nan$"):
         await train(group(0, 1), group(0, math.nan))
-    with pytest.raises(
-        ValueError, match=r"^trajectory 0 of group 0: metrics\['won'\] must be finite, not inf$"
-    ):
+    with pytest.raises(ValueError, match=r"^trajectory 0 of group 0: metrics\['won'\] must be finite, not inf$"):
         await train(group(0, 1, metrics={"won": math.inf}))
 
 
@@ -68,10 +70,7 @@ async def test_a_refused_reward_names_its_trajectory_and_the_reason() -> None:
     [
         ([], "there are no groups"),
         ([art.TrajectoryGroup([RuntimeError("x")])], "the 1 groups hold no trajectories, only exceptions"),
-        (
-            [group(1, 1), group(0)],
-            "no group has two trajectories with different rewards (2 groups were given)",
-        ),
+        ([group(1, 1), group(0)], "no group has two trajectories with different rewards (2 groups were given)"),
     ],
 )
 async def test_why_nothing_is_trained_is_logged(

@@ -92,9 +92,7 @@ async def test_a_process_that_dies_is_started_again_and_its_groups_are_scored(ne
 async def test_without_the_judge_it_says_what_to_install(
     new_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        sys, "executable", str(Path(sys.base_prefix, "bin", "python3"))
-    )  # no judge is installed there
+    monkeypatch.setattr(sys, "executable", str(Path(sys.base_prefix, "bin", "python3")))  # no judge is installed there
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"install journeywork\[judge\]"):

@@ -51,10 +51,7 @@ async def model(up: Up, tmp_path: Path) -> Any:
 
 async def choice_of(model: Any, text: str = "a1=x", **options: Any) -> Choice:
     completion = await model.openai_client().chat.completions.create(
-        model=model.get_inference_name(),
-        messages=[{"role": "user", "content": text}],
-        max_tokens=4,
-        **options,
+        model=model.get_inference_name(), messages=[{"role": "user", "content": text}], max_tokens=4, **options
     )
     choice: Choice = completion.choices[0]
     return choice
@@ -73,9 +70,7 @@ async def test_a_step_trains_what_it_was_given(up: Up, model: Any) -> None:
     before = await model.get_step()
     backend = model.backend()
     result = await backend.train(
-        model,
-        [await group(model, 0, 1), await group(model, 1, 0), await group(model, 0.5, 0.5)],
-        learning_rate=0.01,
+        model, [await group(model, 0, 1), await group(model, 1, 0), await group(model, 0.5, 0.5)], learning_rate=0.01
     )
     assert (result.step, await model.get_step()) == (before + 1, before + 1)
     assert result.version == f"{MODEL}@{before + 1}"
@@ -121,9 +116,7 @@ async def test_groups_without_a_difference_take_no_step(model: Any, caplog: pyte
 
 async def test_a_choice_without_a_recorded_call_is_named(model: Any) -> None:
     before = await model.get_step()
-    foreign = Choice(
-        finish_reason="stop", index=0, message=ChatCompletionMessage(role="assistant", content="by hand")
-    )
+    foreign = Choice(finish_reason="stop", index=0, message=ChatCompletionMessage(role="assistant", content="by hand"))
     bad = await trajectory(model, 1)
     bad.messages_and_choices += [{"role": "user", "content": "b"}, foreign]
     with pytest.raises(
@@ -178,9 +171,7 @@ async def test_choices_of_one_call_are_told_apart(model: Any) -> None:
         model=MODEL, messages=[{"role": "user", "content": "a1=x"}], max_tokens=4, n=2
     )
     made = [
-        art.Trajectory(
-            messages_and_choices=[{"role": "user", "content": "a1=x"}, choice], reward=choice.index
-        )
+        art.Trajectory(messages_and_choices=[{"role": "user", "content": "a1=x"}, choice], reward=choice.index)
         for choice in completion.choices
     ]
     assert [references_of(t, "t")[0]["choice"] for t in made] == [0, 1]
@@ -199,9 +190,7 @@ async def test_two_callers_train_at_once_each_with_its_own_loss(up: Up, tmp_path
     """By caller, the reward that tells its groups from the other's."""
 
     async def caller(name: str) -> list[int]:
-        made = art.TrainableModel(
-            name=MODEL, project="p", base_model=str(BASE), base_path=str(tmp_path / name)
-        )
+        made = art.TrainableModel(name=MODEL, project="p", base_model=str(BASE), base_path=str(tmp_path / name))
         backend = art.RemoteBackend(up.url)
         await made.register(backend)
         steps = []
@@ -242,9 +231,7 @@ async def test_validation_is_recorded_and_not_trained(up: Up, model: Any) -> Non
     assert '"val/reward": 0.5' in rows
     assert '"val/mine": 2.0' in rows
     assert '"val/won": 1.0' in rows
-    shown = (
-        Path(model.base_path) / "p" / "models" / MODEL / "trajectories" / "val" / f"{step:04}.jsonl"
-    ).read_text()
+    shown = (Path(model.base_path) / "p" / "models" / MODEL / "trajectories" / "val" / f"{step:04}.jsonl").read_text()
     assert shown.count("\n") == 1, "single trajectories are one group"
     assert await model.get_step() == step
 
@@ -274,17 +261,17 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
 
     monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
     model = art.TrainableModel(
-        name=MODEL, project="own", base_model=str(BASE),
+        name=MODEL,
+        project="own",
+        base_model=str(BASE),
         _internal_config=art.dev.InternalModelConfig(
             init_args={"max_seq_length": 256}, engine_args={"max_num_seqs": 4}
         ),
-    )  # fmt: skip
+    )
     said = [{"role": "user", "content": "a1=. b1=x"}, {"role": "assistant", "content": "a1"}]
     history = art.trajectories.History(messages_and_choices=said)
     tuning = art.Trajectory(messages_and_choices=said, additional_histories=[history])
-    async with BeforeTheDouble(
-        path=str(tmp_path), up_options=("--set", "trainer.logprob_bound=1000")
-    ) as backend:
+    async with BeforeTheDouble(path=str(tmp_path), up_options=("--set", "trainer.logprob_bound=1000")) as backend:
         await model.register(backend)
         assert model.base_path == str(tmp_path), "as in ART, its files go to the backend's folder"
         await backend.train(model, [await group(model, 0, 1)])

@@ -127,10 +127,7 @@ def test_the_command_prints_text_or_one_json_object(
     told = json.loads(printed.out)
     played = told.pop("played")
     assert told == {"culprit": "m@7", "before": "m@6", "threshold": 0.5, "alpha": 0.05, "comparisons": 5}
-    assert [(p["version"], p["mean"], p["lost"]) for p in played[:2]] == [
-        ("m@0", 1, False),
-        ("m@12", 0, True),
-    ]
+    assert [(p["version"], p["mean"], p["lost"]) for p in played[:2]] == [("m@0", 1, False), ("m@12", 0, True)]
     assert len(played) == 6
     assert all(p["runs"] > 0 for p in played)
 

@@ -29,9 +29,7 @@ PLAYED = ["--rollout", f"{KIT}:play", "--scenarios", f"{KIT}:held_out"]
 
 def evaluate(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipeline", "eval", *PLAYED, *args]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **env}
-    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **env})
 
 
 @pytest.mark.slow
@@ -40,17 +38,13 @@ async def test_versions_and_models_of_others_play_the_same_tasks(
 ) -> None:
     server, served = f"{inference_double.url}/v1", f"{inference_double.model}@0"
     entrants = ["tictactoe@0", "tictactoe", f"{server}#{served}"]
-    done = evaluate(
-        *entrants, "--url", gateway.url, "--attempts", "2", "--json",
-    )  # fmt: skip
+    done = evaluate(*entrants, "--url", gateway.url, "--attempts", "2", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [e["entrant"] for e in told["entrants"]] == entrants
     assert [e["version"] for e in told["entrants"]] == ["tictactoe@0", "tictactoe@0", ""]
     assert [(e["runs"], e["failed"], e["calls"]) for e in told["entrants"]] == [(6, 0, 6)] * 2 + [(6, 0, 0)]
-    assert all(
-        e["prompt_tokens"] > 0 < e["completion_tokens"] and e["call_s"] > 0 for e in told["entrants"][:2]
-    )
+    assert all(e["prompt_tokens"] > 0 < e["completion_tokens"] and e["call_s"] > 0 for e in told["entrants"][:2])
 
     async with Broker.connect(gateway.config.nats, name="test") as broker:
         events: list[Any] = [r.event for r in await broker.read(PolicyEvaluated, project=PROJECT)]
@@ -103,10 +97,7 @@ def test_a_stopped_run_is_no_gateway(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "state.json").write_text(json.dumps(state))
     with pytest.raises(SystemExit):
         main([*PLAYED, "m", "--run-dir", str(tmp_path)])
-    assert (
-        f"the run {tmp_path} is stopped: start it with `journeywork up`, or give --url"
-        in capsys.readouterr().err
-    )
+    assert f"the run {tmp_path} is stopped: start it with `journeywork up`, or give --url" in capsys.readouterr().err
 
 
 def test_what_a_rollout_prints_is_no_part_of_the_json() -> None:
@@ -128,9 +119,10 @@ def test_a_dry_run_plays_nothing(capfd: pytest.CaptureFixture[str], monkeypatch:
     assert plan == {"tasks": 3, "versions": {"m": "m@3", "http://127.0.0.1:9/v1#m": ""}}
     assert not stub.opened
     for wrong, said in (
-        (["x"], "no model 'x'"), (["m", "m"], "different names"),
+        (["x"], "no model 'x'"),
+        (["m", "m"], "different names"),
         (["--scenarios", f"{KIT}:NONE", "m"], "no tasks in"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(SystemExit) as ended:
             main([*asked, *wrong])
         assert ended.value.code == 2

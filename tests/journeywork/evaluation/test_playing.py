@@ -31,9 +31,7 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
 
     tasks = [0.0, 1.0, 3.0, 2.0, 2.0]  # equal tasks are tasks of their own
     async with stub.client() as client:
-        report = await play(
-            client, ["m", "m@7"], tasks, rollout, attempts=2, max_exceptions=4, progress=False
-        )
+        report = await play(client, ["m", "m@7"], tasks, rollout, attempts=2, max_exceptions=4, progress=False)
     assert {b["split"] for b in stub.opened.values()} == {"val"}
     assert {b["pinned"] for b in stub.opened.values()} == {"m@3", "m@7"}  # what `m` stood for
     assert len({b["group"] for b in stub.opened.values()}) == 10
@@ -51,9 +49,13 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
     assert reward["difference"] == pytest.approx(0.55)
     assert (reward["pairs"], win["name"]) == (4, "win")
     assert told["tasks"][2] == {
-        "task": "2", "reward": None, "metrics": {}, "attempts": 2, "failed": 2,
+        "task": "2",
+        "reward": None,
+        "metrics": {},
+        "attempts": 2,
+        "failed": 2,
         "trajectories": [b["id"] for b in stub.opened.values() if b["pinned"] == "m@7" and b["group"].endswith("-2-2")],
-    }  # fmt: skip
+    }
     assert "difference" not in stub.evaluations[0]["measures"][0]
 
 
@@ -110,13 +112,7 @@ async def test_a_policy_needs_a_gateway() -> None:
 
 @pytest.mark.parametrize(
     ("task", "name"),
-    [
-        ("a b\nc", "a b"),
-        ({"id": "s-1"}, "s-1"),
-        (type("T", (), {"id": 5})(), "5"),
-        (3.0, "7"),
-        ("x" * 300, "x" * 120),
-    ],
+    [("a b\nc", "a b"), ({"id": "s-1"}, "s-1"), (type("T", (), {"id": 5})(), "5"), (3.0, "7"), ("x" * 300, "x" * 120)],
 )
 def test_a_task_has_a_name(task: Any, name: str) -> None:
     assert task_name(task, 7) == name

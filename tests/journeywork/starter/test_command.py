@@ -90,9 +90,7 @@ def test_a_tiny_project_is_one_for_two_cores(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_tiny_project_makes_its_model_and_takes_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tiny_project_makes_its_model_and_takes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model of few steps, before the inference double, which plays the demo's model; the real one needs minutes
     (docs/install.md has the measurement)."""
     project = tmp_path / "p"

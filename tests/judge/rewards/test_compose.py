@@ -283,16 +283,8 @@ async def test_penalties_for_length_turns_and_context_are_named_parts_of_the_rew
         assert composer is not None
         scored = await composer(members)
     assert scored.final == {"short": 1.0, "long": 1.0 - 0.5 * 0.5 - 0.5 - 0.25, "endless": 1.0 - 0.5 - 1 - 1}
-    assert scored.components["long"] == {
-        AGENT: 1.0,
-        "solved": 1.0,
-        "brief": -0.5,
-        "few": -0.5,
-        "narrow": -0.25,
-    }
-    assert {v.judge_model for v in scored.verdicts} == {
-        AGENT, "penalty:length", "penalty:turns", "penalty:context"
-    }  # fmt: skip
+    assert scored.components["long"] == {AGENT: 1.0, "solved": 1.0, "brief": -0.5, "few": -0.5, "narrow": -0.25}
+    assert {v.judge_model for v in scored.verdicts} == {AGENT, "penalty:length", "penalty:turns", "penalty:context"}
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,7 @@ class Agents:
         name = f"{group}-{attempt}"
         # Now and then an event that exceeds the payload limit.
         padding = {"user": "x" * 40_000} if self.rng.random() < 0.1 else {}
-        opened = await self.post(
-            "/v1/trajectories", {"model": "tiny", "group": group, "attempt": attempt, "id": name}
-        )
+        opened = await self.post("/v1/trajectories", {"model": "tiny", "group": group, "attempt": attempt, "id": name})
         messages: list[dict[str, str]] = [{"role": "user", "content": group}]
         for turn in range(TURNS):
             body = {"model": "tiny", "messages": messages, "max_tokens": 3, **padding}
@@ -87,9 +85,7 @@ class Agents:
         for call, value in about.items():
             self.signals[name, call] = value
             answer = {"answer": self.replies[name, max(call, 0)], "about": "run" if call < 0 else "call"}
-            await self.post(
-                "/v1/feedback", {**answer, "name": "grade", "value": value, "key": f"{name}.{call}"}
-            )
+            await self.post("/v1/feedback", {**answer, "name": "grade", "value": value, "key": f"{name}.{call}"})
 
 
 @asynccontextmanager

@@ -69,9 +69,7 @@ async def in_log(broker: Broker) -> dict[tuple[str, int], bytes]:
     return found
 
 
-async def check(
-    broker: Broker, config: Config, agents: Agents, upstream: Upstream, least: tuple[int, int]
-) -> None:
+async def check(broker: Broker, config: Config, agents: Agents, upstream: Upstream, least: tuple[int, int]) -> None:
     """Check that log and files agree with each other and with what the agents received."""
     log = await in_log(broker)
     found = stored_events(lake_in(config.path("store")))
@@ -99,9 +97,7 @@ async def check(
     overdue = {e.group for e in events if isinstance(e, FeedbackTimedOut)}
     for e in (e for e in events if isinstance(e, GroupScored) and e.group not in overdue):
         for m in e.members:
-            assert m.reward == pytest.approx(
-                (agents.finished[m.trajectory] + agents.signals[m.trajectory, -1]) / 2
-            )
+            assert m.reward == pytest.approx((agents.finished[m.trajectory] + agents.signals[m.trajectory, -1]) / 2)
 
     # Each group is scored once with all its members; it is trained once, discarded once, or waits for another.
     scored = [e for e in events if isinstance(e, GroupScored)]

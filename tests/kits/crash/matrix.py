@@ -138,9 +138,7 @@ class Matrix:
                 self.gave_up(name)
                 chosen.append(point)
             else:
-                assert process.status == -signal.SIGKILL, (
-                    f"{name} ended with {process.status} at {process.where}"
-                )
+                assert process.status == -signal.SIGKILL, f"{name} ended with {process.status} at {process.where}"
                 self.endings.at[name, point] += 1
 
         while True:
@@ -163,9 +161,7 @@ class Matrix:
 
     def gave_up(self, name: str) -> None:
         self.endings.gave_up[name] += 1
-        assert self.endings.gave_up.total() <= self.may_give_up, (
-            f"{name} ends by itself: {self.endings.gave_up}"
-        )
+        assert self.endings.gave_up.total() <= self.may_give_up, f"{name} ends by itself: {self.endings.gave_up}"
 
     async def stop(self) -> None:
         """Ask every service to end, as a supervisor does."""
@@ -178,11 +174,7 @@ class Matrix:
 async def throw_garbage(broker: Broker) -> None:
     """Publish a message that is not an event on each stream from time to time. It must become a dead letter and stop no
     service."""
-    subjects = (
-        "rollout.exchange.p.garbage{}",
-        "policy.checkpoint.p.tiny.9{}",
-        "group.discarded.p.tiny.garbage{}",
-    )
+    subjects = ("rollout.exchange.p.garbage{}", "policy.checkpoint.p.tiny.9{}", "group.discarded.p.tiny.garbage{}")
     for i in range(100_000):
         # Seldom where every start reads from the beginning: each process finds all of it again.
         subject = subjects[0 if i % 10 else 1 + i // 10 % 2].format(i)
@@ -207,17 +199,26 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
     keys = folder / "keys"
     nats = msgspec.structs.replace(nats, users=str(keys), provision=False)
     return Config(
-        project="p", run_dir=str(folder), nats=nats, models=(ModelConfig(name="tiny", base=base),),
+        project="p",
+        run_dir=str(folder),
+        nats=nats,
+        models=(ModelConfig(name="tiny", base=base),),
         signing=signing.trusting_own_key(SigningConfig(seed=str(keys / "checkpoints.nk"))),
         vllm=VllmConfig(max_loras=10),
         gateway=GatewayConfig(port=free_port(), max_groups_ahead=16, replicas=ReplicasConfig(health_interval_s=0.5)),
-        judge=JudgeConfig(group_size=GROUP, rewards=REWARDS), feedback=FeedbackConfig(wait_s=30.0),
+        judge=JudgeConfig(group_size=GROUP, rewards=REWARDS),
+        feedback=FeedbackConfig(wait_s=30.0),
         trainer=TrainerConfig(
-            groups_per_step=2, max_staleness=8, check_share=0.0, logprob_bound=1e9, lora=LoraConfig(rank=4),
-            optimizer=OptimizerConfig(learning_rate=1e-3), memory=MemoryConfig(tokens_per_batch=1024),
+            groups_per_step=2,
+            max_staleness=8,
+            check_share=0.0,
+            logprob_bound=1e9,
+            lora=LoraConfig(rank=4),
+            optimizer=OptimizerConfig(learning_rate=1e-3),
+            memory=MemoryConfig(tokens_per_batch=1024),
         ),
         store=StoreConfig(flush_rows=40, flush_s=0.05, compact_s=0.1, compact_files=3, compact_grace_s=0.0),
-    )  # fmt: skip
+    )
 
 
 async def run_matrix(

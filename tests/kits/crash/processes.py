@@ -53,9 +53,7 @@ class ForkServer:
         """Start a process that dies at the stop point `where`, `<point>:<passage>`; empty: at none."""
         process = ServiceProcess(self, len(self._processes), where)
         self._processes[process.number] = process
-        self.order(
-            {"id": process.number, "service": service, "config": str(config or self._config), "crash": where}
-        )
+        self.order({"id": process.number, "service": service, "config": str(config or self._config), "crash": where})
         return process
 
     def order(self, order: dict[str, str | int]) -> None:
@@ -73,9 +71,7 @@ class ForkServer:
 
 
 @asynccontextmanager
-async def fork_server(
-    config: Path, *services: str, ack_wait_s: float = ACK_WAIT_S
-) -> AsyncIterator[ForkServer]:
+async def fork_server(config: Path, *services: str, ack_wait_s: float = ACK_WAIT_S) -> AsyncIterator[ForkServer]:
     """A fork server that has imported the services; at the end it and its processes are gone."""
     server = ForkServer(config, *services, ack_wait_s=ack_wait_s)
     async with anyio.create_task_group() as tg:

@@ -78,10 +78,7 @@ def test_a_body_is_not_read_before_the_key_is_checked(start_front: StartGateway)
     expect = "Expect: 100-continue\r\n"
     good = "Authorization: Bearer alice\r\n"
     for path, headers, size, status in (
-        *(
-            (path, expect, 60_000_000, 401)
-            for path in ("/v1/chat/completions", "/t/x/v1/messages", "/v1/trajectories")
-        ),
+        *((path, expect, 60_000_000, 401) for path in ("/v1/chat/completions", "/t/x/v1/messages", "/v1/trajectories")),
         ("/v1/chat/completions", "", 60_000_000, 401),
         ("/v1/chat/completions", good + expect, 100_000, 100),
         ("/v1/trajectories", good, 60_000_000, 413),  # more than a control call takes
@@ -104,21 +101,12 @@ def test_a_key_is_for_its_models(start_front: StartGateway) -> None:
     key.open()
     nowhere = key.ask("POST", "/v1/trajectories", {"model": "nowhere"})
     assert (nowhere.status_code, "chess" in nowhere.text) == (403, False)
-    statuses = [
-        key.status("GET", f"/v1/models/{m}") for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")
-    ]
+    statuses = [key.status("GET", f"/v1/models/{m}") for m in ("tictactoe", "tictactoe@0", "chess", "chess@0")]
     assert statuses == [200, 200, 404, 404]
-    assert key.ask("GET", "/v1/models/chess").text == key.ask("GET", "/v1/models/xxxxx").text.replace(
-        "xxxxx", "chess"
-    )
+    assert key.ask("GET", "/v1/models/chess").text == key.ask("GET", "/v1/models/xxxxx").text.replace("xxxxx", "chess")
     run = Caller(gateway, key.open()["api_key"])
     for caller in (key, run):
-        for path in (
-            "/v1/models",
-            "/v1/models/nowhere",
-            "/health",
-            *(["/v1/policies"] if caller is key else []),
-        ):
+        for path in ("/v1/models", "/v1/models/nowhere", "/health", *(["/v1/policies"] if caller is key else [])):
             said = caller.ask("GET", path).text
             assert ("chess" in said, caller.status("GET", "/v1/models/chess")) == (False, 404), (path, said)
     assert [p["model"] for p in other.ask("GET", "/v1/policies").json()["data"]] == ["tictactoe", "chess"]
@@ -148,12 +136,7 @@ def test_a_request_about_many_runs_counts_as_so_many_calls(start_front: StartGat
         ("group", "/v1/groups/g/complete", group_of(64), 200),
         ("ranking", "/v1/feedback", ranking_of(64), 201),
         ("run", "/v1/trajectories/made/complete", made, 400),  # its calls are none that may be referred to
-        (
-            "member",
-            "/v1/groups/h/complete",
-            {"trajectories": [{"id": "x", **made}], "model": "tictactoe"},
-            400,
-        ),
+        ("member", "/v1/groups/h/complete", {"trajectories": [{"id": "x", **made}], "model": "tictactoe"}, 400),
     ):
         caller = Caller(gateway, key)
         assert caller.status("POST", path, body) == status, key
@@ -171,21 +154,21 @@ def test_a_refused_request_costs_the_runs_that_it_looked_at(start_front: StartGa
     unknown = {"trajectories": [{"id": str(n)} for n in range(64)]}
     made = {"exchanges": [{"trajectory": str(n), "reply": "r"} for n in range(64)]}
     for key, path, bodies in (
-        ("a", "/v1/groups/g/complete", {
-            404: unknown, 400: {"trajectories": [{"id": "a"}] * 64}, 413: {**group_of(64), "task": "t" * 300_000},
-        }),
+        (
+            "a",
+            "/v1/groups/g/complete",
+            {404: unknown, 400: {"trajectories": [{"id": "a"}] * 64}, 413: {**group_of(64), "task": "t" * 300_000}},
+        ),
         ("f", "/v1/feedback", {404: ranking_of(64), 400: {"ranking": ["a"] * 64}}),
         ("b", "/v1/trajectories/made/complete", {404: made}),
-    ):  # fmt: skip
+    ):
         for status, body in bodies.items():
             assert Caller(gateway, key).status("POST", path, body) == status
         assert Caller(gateway, key).status("POST", path, bodies[404]) == 404, "each cost a single call"
     # A member is looked at, and the next one ends the request.
     half = {**group_of(64), "trajectories": group_of(32)["trajectories"] + unknown["trajectories"][32:]}
     assert Caller(gateway, "a").status("POST", "/v1/groups/g/complete", half) == 404
-    assert (
-        0 < int(Caller(gateway, "a").ask("GET", "/v1/models").headers["retry-after"]) < 64 / 5 * 60 / 2 + 60
-    )
+    assert 0 < int(Caller(gateway, "a").ask("GET", "/v1/models").headers["retry-after"]) < 64 / 5 * 60 / 2 + 60
 
 
 def test_a_group_is_completed_again_for_a_single_call(start_front: StartGateway) -> None:
@@ -207,9 +190,7 @@ def ranking_of(size: int) -> dict[str, Any]:
 
 async def test_a_decision_is_by_the_key_that_made_it(start_front: StartGateway, broker: Broker) -> None:
     gateway = start_front(keys=KEYS)
-    assert (
-        Caller(gateway, "boss").status("POST", "/v1/policies/tictactoe/follow", {"by": "someone else"}) == 200
-    )
+    assert Caller(gateway, "boss").status("POST", "/v1/policies/tictactoe/follow", {"by": "someone else"}) == 200
     Caller(gateway, "alice").open(id="mine")
     decided = await broker.read_last(PolicyPromoted)
     opened = await broker.read_last(TrajectoryOpened)
@@ -224,16 +205,22 @@ async def test_a_decision_is_by_the_key_that_made_it(start_front: StartGateway, 
 def test_rewards_have_a_bound(start_front: StartGateway) -> None:
     gateway = start_front(max_reward=10.0)
     for body in (
-        {"reward": 1e9}, {"reward": -10.5}, {"rewards": {"style": 11}},
-        {"rewards": {str(n): 10 for n in range(200)}}, {"rewards": {"a": -6, "b": -5}},
-    ):  # fmt: skip
+        {"reward": 1e9},
+        {"reward": -10.5},
+        {"rewards": {"style": 11}},
+        {"rewards": {str(n): 10 for n in range(200)}},
+        {"rewards": {"a": -6, "b": -5}},
+    ):
         gateway.open(id="r", group="g")
         refused = gateway.complete("r", **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "reward_out_of_range")
         group = {"trajectories": [{"id": "r", **body}]}
         assert httpx.post(f"{gateway.url}/v1/groups/g/complete", json=group).status_code == 400
-    for body in ({"rewards": {str(n): 0 for n in range(257)}}, {"metrics": {str(n): 0 for n in range(257)}},
-                 {"metrics": {"large": 1e308}}):  # fmt: skip
+    for body in (
+        {"rewards": {str(n): 0 for n in range(257)}},
+        {"metrics": {str(n): 0 for n in range(257)}},
+        {"metrics": {"large": 1e308}},
+    ):
         refused = gateway.complete("r", **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
     for text, named in (
@@ -266,9 +253,11 @@ def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None
         ("groups/g/complete", {"trajectories": [], "reward": 1}, "reward", "unknown field `reward`"),
         ("groups/g/complete", {"trajectories": [{"id": "r", "rewrad": 1}]}, "trajectories[0].rewrad", "`rewrad`"),
         ("policies/tictactoe/pin", {"versoin": "tictactoe@0"}, "versoin", "unknown field `versoin`"),
-        *(("trajectories", {"model": "tictactoe", "group_size": n}, "group_size", counts)
-          for n in (1.5, -1, 2**31, "x")),
-    ):  # fmt: skip
+        *(
+            ("trajectories", {"model": "tictactoe", "group_size": n}, "group_size", counts)
+            for n in (1.5, -1, 2**31, "x")
+        ),
+    ):
         refused = httpx.post(f"{gateway.url}/v1/{path}", json=body)
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["param"]) == (400, "invalid_body", field), error

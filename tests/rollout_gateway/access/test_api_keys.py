@@ -126,11 +126,7 @@ def test_an_end_bounds_a_key() -> None:
     api_keys = ApiKeys(GatewayConfig(keys=keys))
     statuses = [status(lambda k=k: api_keys.authenticate(k)) for k in ("past", "future")]  # type: ignore[misc]
     assert statuses == [401, 200]
-    assert [status(lambda k=k: api_keys.charge(k, "m")) for k in ("past", "future", "gone")] == [
-        401,
-        200,
-        401,
-    ]  # type: ignore[misc]
+    assert [status(lambda k=k: api_keys.charge(k, "m")) for k in ("past", "future", "gone")] == [401, 200, 401]  # type: ignore[misc]
     api_keys.charge("", "m")  # opened before there were keys
     for wrong in ({"expires": "soon"}, {"sha256": "abc"}):
         with pytest.raises(ConfigError, match="'k'"):
@@ -214,9 +210,7 @@ def test_an_invalid_key_is_not_made(
     keys_cli.main([*command, "--expires", "2999-01-31"])
 
 
-def test_keys_come_and_go_while_the_gateway_runs(
-    start_front: StartGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_come_and_go_while_the_gateway_runs(start_front: StartGateway, capsys: pytest.CaptureFixture[str]) -> None:
     gateway = start_front()
     file = gateway.folder / "keys.toml"
     assert httpx.get(f"{gateway.url}/v1/policies").status_code == 200

@@ -29,23 +29,17 @@ def code(reply: httpx.Response) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-async def test_a_group_belongs_to_the_key_that_opened_it_first(
-    start_front: StartGateway, broker: Broker
-) -> None:
+async def test_a_group_belongs_to_the_key_that_opened_it_first(start_front: StartGateway, broker: Broker) -> None:
     gateway = start_front(keys=KEYS)
     alice, boss = (Caller(gateway, name) for name in ("alice", "boss"))
     alice.open(id="a1", group="g", group_size=2)
     own = alice.open()["id"]
-    dated = alice.open(group=new_dated_id("g"))[
-        "group"
-    ]  # a run of this name would open the group of its name
+    dated = alice.open(group=new_dated_id("g"))["group"]  # a run of this name would open the group of its name
 
     def refused(key: str) -> None:
         caller = Caller(gateway, key)
         for group, split in product(("g", own), ("train", "val")):
-            joined = caller.ask(
-                "POST", "/v1/trajectories", opening(id="b1", group=group, group_size=1, split=split)
-            )
+            joined = caller.ask("POST", "/v1/trajectories", opening(id="b1", group=group, group_size=1, split=split))
             assert code(joined) == (409, "group_exists")
         assert caller.call(**{"x-journeywork-trajectory": "b2", "x-journeywork-group": "g"}) == 409
         assert code(caller.ask("POST", "/v1/trajectories", opening(id=dated))) == (409, "group_exists")
@@ -62,18 +56,14 @@ async def test_a_group_belongs_to_the_key_that_opened_it_first(
     assert alice.call(**{"x-journeywork-trajectory": "a3", "x-journeywork-group": "g"}) == LET_IN
     for name in ("a2", "a3"):
         assert alice.ask("GET", f"/v1/trajectories/{name}").json()["group_size"] == 2
-    openings = [
-        r.event for r in await broker.read(GroupOpened, project=PROJECT, group="g", model="tictactoe")
-    ]
+    openings = [r.event for r in await broker.read(GroupOpened, project=PROJECT, group="g", model="tictactoe")]
     assert [(e.owner, e.group_size) for e in openings] == [("alice", 2)]
     opened = [r.event for r in await broker.read(TrajectoryOpened, project=PROJECT)]
     assert {e.group_size for e in opened if (e.group, e.split) == ("g", "train")} == {2}
 
 
 @pytest.mark.parametrize("said", [(), ("assistant", "user")])
-def test_no_key_opens_another_keys_detected_groups_first(
-    start_front: StartGateway, said: tuple[str, ...]
-) -> None:
+def test_no_key_opens_another_keys_detected_groups_first(start_front: StartGateway, said: tuple[str, ...]) -> None:
     """Who knows the name of a key, and what its agents say first, still can't tell how their group will be named."""
     gateway = start_front(keys=KEYS, **{"detection.enabled": True})
     messages = [{"role": role, "content": "play"} for role in ("user", *said)]
@@ -100,9 +90,7 @@ def test_a_key_that_fills_the_limit_of_groups_holds_up_no_other_key(start_front:
     assert opened(alice, "a1") == (201, "")
 
 
-async def test_every_way_to_open_a_group_takes_room_within_the_limit(
-    start_front: StartGateway, broker: Broker
-) -> None:
+async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front: StartGateway, broker: Broker) -> None:
     """By the control API, by the headers and the metadata of a call, by completing a group of recorded calls."""
     gateway = start_front(keys=KEYS, max_groups_ahead=2)
     alice = Caller(gateway, "alice")
@@ -158,9 +146,7 @@ async def test_a_groups_state_is_for_its_key(start_front: StartGateway, broker: 
         assert bob.open(group=group)["group"] == group
 
 
-async def test_a_batch_carries_its_owner_and_names_its_groups(
-    start_front: StartGateway, broker: Broker
-) -> None:
+async def test_a_batch_carries_its_owner_and_names_its_groups(start_front: StartGateway, broker: Broker) -> None:
     gateway = start_front(keys=KEYS)
     alice = Caller(gateway, "alice")
     alice.open(id="a1", group="g")
@@ -182,13 +168,7 @@ def test_an_evaluation_belongs_to_the_key_that_recorded_it_first(start_front: St
     alice, bob, boss, chess = (Caller(gateway, name) for name in ("alice", "bob", "boss", "chess"))
     alice.open(id="a1")
     path = "/v1/evaluations"
-    result = {
-        "evaluation": "e",
-        "entrant": "tictactoe@0",
-        "model": "tictactoe",
-        "version": "tictactoe@0",
-        "runs": 1,
-    }
+    result = {"evaluation": "e", "entrant": "tictactoe@0", "model": "tictactoe", "version": "tictactoe@0", "runs": 1}
     other = {**result, "position": 1, "kind": "external", "model": "litellm:x", "version": ""}
     tasks = [{"task": "t", "reward": 0.5, "trajectories": ["a1"]}]
     assert code(bob.ask("POST", path, {**result, "tasks": tasks})) == (404, "trajectory_not_found")

@@ -42,7 +42,7 @@ RIGHTS = {
     "its token, opened with key_completes": TOKEN._replace(run=[200, LET_IN, LET_IN, 403, 200], feedback=(201, "")),
     "the token of another run": TOKEN._replace(run=[403] * 5, feedback=(403, "wrong_key")),
     **dict.fromkeys(("", "wrong", "jwr-%.", "jwr-dW5rbm93bg." + "A" * 32, "its token, forged"), NOBODY),
-}  # fmt: skip
+}
 EVERY = (
     *KEYS,
     KeyConfig(sha256=key_config("caller").sha256, name="alice", calls_only=True),
@@ -55,10 +55,13 @@ def elsewhere(caller: Caller) -> list[int]:
     return [
         caller.status(method, path, body)
         for method, path, body in (
-            ("POST", "/v1/trajectories", {"model": "tictactoe"}), ("GET", "/v1/models", None),
-            ("GET", "/v1/policies", None), ("GET", "/metrics", None), ("POST", "/v1/policies/tictactoe/follow", {}),
+            ("POST", "/v1/trajectories", {"model": "tictactoe"}),
+            ("GET", "/v1/models", None),
+            ("GET", "/v1/policies", None),
+            ("GET", "/metrics", None),
+            ("POST", "/v1/policies/tictactoe/follow", {}),
         )
-    ]  # fmt: skip
+    ]
 
 
 async def test_what_each_key_may_do(start_front: StartGateway, nats_config: NatsConfig) -> None:
@@ -69,10 +72,7 @@ async def test_what_each_key_may_do(start_front: StartGateway, nats_config: Nats
     for number, who in enumerate(RIGHTS):
         opened = alice.open(id=f"r{number}", group="g", key_completes="key_completes" in who)
         own = opened["api_key"]
-        tokens = {
-            "its token, forged": f"{own.partition('.')[0]}.{'A' * 32}",
-            "the token of another run": other,
-        }
+        tokens = {"its token, forged": f"{own.partition('.')[0]}.{'A' * 32}", "the token of another run": other}
         key = tokens.get(who, own if who.startswith("its token") else who)
         caller, path = Caller(gateway, key), f"/v1/trajectories/{opened['id']}"
         feedback = error(caller.ask("POST", f"{path}/feedback", {"thumb": "up"}))
@@ -81,9 +81,7 @@ async def test_what_each_key_may_do(start_front: StartGateway, nats_config: Nats
         of_answer = error(caller.ask("POST", "/v1/feedback", answer))
         assert of_answer == ((404, "exchange_not_found") if feedback[0] == 201 else feedback), who
         found[who] = Rights(caller.about(opened["id"]), feedback, elsewhere(caller))
-        if (
-            RIGHTS[who] is NOBODY
-        ):  # runs that are open, completed or unknown look alike, whatever is done to them
+        if RIGHTS[who] is NOBODY:  # runs that are open, completed or unknown look alike, whatever is done to them
             for run in ("r0", "unknown", "%00"):
                 assert caller.about(run) == [401] * 5, (who, run)
                 refusals.add(caller.ask("GET", f"/v1/trajectories/{run}").content)
@@ -106,8 +104,15 @@ async def test_what_each_key_may_do(start_front: StartGateway, nats_config: Nats
     # A feedback key learns nothing of the run's content, and has no other endpoint.
     (told,) = fan.ask("POST", "/v1/trajectories/other/feedback", {"thumb": "up"}).json()["signals"]
     assert told == {"trajectory": "other", "call": -1, "run": "open", "use": "history", "repeated": False}
-    for path in ("/tokenize", "/v1/evaluations", "/v1/policies/tictactoe/pin", "/v1/messages", "/v1/responses",
-                 "/v1/completions", "/v1/messages/count_tokens"):  # fmt: skip
+    for path in (
+        "/tokenize",
+        "/v1/evaluations",
+        "/v1/policies/tictactoe/pin",
+        "/v1/messages",
+        "/v1/responses",
+        "/v1/completions",
+        "/v1/messages/count_tokens",
+    ):
         assert fan.status("POST", path, {"model": "tictactoe"}) == 403, path
     assert [fan.status("GET", path) for path in ("/v1/models/tictactoe", "/v1/groups/g")] == [403, 403]
     health = [Caller(gateway, key).ask("GET", "/health").json() for key in ("", "wrong", "fan", "alice")]
@@ -125,10 +130,7 @@ def test_a_key_owns_what_it_opened_at_every_gateway_and_after_a_restart(start_fr
     for replica in (gateway, other):
         assert Caller(replica, "bob").about("a") == RIGHTS["bob"].run
     assert Caller(other, "alice").about("a") == RIGHTS["alice"].run
-    assert [Caller(gateway, key).status("GET", "/v1/trajectories/a") for key in ("alice", "bob")] == [
-        200,
-        404,
-    ]
+    assert [Caller(gateway, key).status("GET", "/v1/trajectories/a") for key in ("alice", "bob")] == [200, 404]
 
 
 def test_a_trajectorys_own_key_does_not_grade_it_without_keys_either(start_front: StartGateway) -> None:

@@ -17,12 +17,7 @@ cells, text, chunks = [], "", 0
 def say(choice: Any) -> Any:
     global text, chunks
     with client.messages.stream(
-        model="tictactoe",
-        messages=messages,
-        tools=[move],
-        tool_choice=choice,
-        max_tokens=75,
-        extra_body=extra,
+        model="tictactoe", messages=messages, tools=[move], tool_choice=choice, max_tokens=75, extra_body=extra
     ) as stream:
         for event in stream:
             chunks += 1
@@ -31,9 +26,7 @@ def say(choice: Any) -> Any:
     messages.append(
         {
             "role": "assistant",
-            "content": [
-                b.model_dump(include={"type", "text", "id", "name", "input"}) for b in message.content
-            ],
+            "content": [b.model_dump(include={"type", "text", "id", "name", "input"}) for b in message.content],
         }
     )
     return message.content
@@ -43,8 +36,6 @@ for board in ("a1=x", "b2=o"):
     messages.append({"role": "user", "content": board})
     (use,) = [b for b in say({"type": "tool", "name": "move"}) if b.type == "tool_use"]
     cells.append(use.input["cell"])
-    messages.append(
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "ok"}]}
-    )
+    messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "ok"}]})
     say({"type": "none"})
 print(json.dumps({"cells": cells, "text": text, "chunks": chunks}))

@@ -13,9 +13,18 @@ import tempfile
 from pathlib import Path
 
 QWEN_TOOLS = [
-    "agent", "enter_worktree", "exit_worktree", "get_goal", "list_agents", "record_artifact", "report_findings",
-    "send_message", "skill", "task_stop", "update_goal",
-]  # fmt: skip
+    "agent",
+    "enter_worktree",
+    "exit_worktree",
+    "get_goal",
+    "list_agents",
+    "record_artifact",
+    "report_findings",
+    "send_message",
+    "skill",
+    "task_stop",
+    "update_goal",
+]
 """Tools of qwen-code's own that `tools.core` does not leave out."""
 kind, node, program, python, *turns = sys.argv[1:]
 turns = turns or ["a1=x", "b2=o"]
@@ -31,13 +40,16 @@ environment = {**os.environ, "HOME": str(home), "NO_COLOR": "1", "GAME_LOG": str
 def run(*arguments: str) -> str:
     command = [program] if kind == "claude" else [node, program]
     done = subprocess.run(
-        [*command, *arguments], cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, timeout=150,
-    )  # fmt: skip
+        [*command, *arguments],
+        cwd=work,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     if done.returncode:
-        raise SystemExit(
-            f"{program} {arguments}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        )
+        raise SystemExit(f"{program} {arguments}: {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
     return done.stdout
 
 
@@ -74,9 +86,12 @@ def claude(*arguments: str) -> str:
 
 if kind == "claude":
     environment |= {
-        "CLAUDE_CONFIG_DIR": str(home), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1",
-        "ANTHROPIC_MODEL": "tictactoe", "ANTHROPIC_SMALL_FAST_MODEL": "tictactoe",
-    }  # fmt: skip
+        "CLAUDE_CONFIG_DIR": str(home),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "ANTHROPIC_MODEL": "tictactoe",
+        "ANTHROPIC_SMALL_FAST_MODEL": "tictactoe",
+    }
     games = {"command": python, "args": [server], "env": {"GAME_LOG": str(log)}}
     (home / "mcp.json").write_text(json.dumps({"mcpServers": {"games": games}}))
     text = "".join(claude(turn, *(["--continue"] if number else [])) for number, turn in enumerate(turns))
@@ -120,9 +135,7 @@ else:
     environment["QWEN_SYSTEM_MD"] = str(folder / "system.md")
     settings = {
         "security": {"auth": {"selectedType": "openai"}},
-        "mcpServers": {
-            "games": {"command": python, "args": [server], "env": {"GAME_LOG": str(log)}, "trust": True}
-        },
+        "mcpServers": {"games": {"command": python, "args": [server], "env": {"GAME_LOG": str(log)}, "trust": True}},
         # Its own tools and its memory would make prompts of 76,000 characters, which vLLM reads for a minute on a CPU.
         "tools": {"core": ["read_file"], "toolSearch": {"enabled": False}},
         "permissions": {"deny": QWEN_TOOLS},

@@ -23,9 +23,7 @@ lm = dspy.LM(
     cache=False,
     max_tokens=75,
     logit_bias=json.loads(os.environ["AGENT_LOGIT_BIAS"]),
-    extra_body={
-        "structured_outputs": {"regex": r"\[\[ ## cell ## \]\]\n(a1|b2)\n\n\[\[ ## completed ## \]\]"}
-    },
+    extra_body={"structured_outputs": {"regex": r"\[\[ ## cell ## \]\]\n(a1|b2)\n\n\[\[ ## completed ## \]\]"}},
 )
 dspy.configure(lm=lm)
 play = dspy.Predict(Play)

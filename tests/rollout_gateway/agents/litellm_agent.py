@@ -16,10 +16,17 @@ def say(choice: Any) -> Any:
     global text, count
     chunks = list(
         litellm.completion(
-            model="openai/tictactoe", messages=messages, tools=[MOVE], tool_choice=choice, max_tokens=75,
-            seed=1, stream=True, stream_options={"include_usage": True}, extra_body=bias,
+            model="openai/tictactoe",
+            messages=messages,
+            tools=[MOVE],
+            tool_choice=choice,
+            max_tokens=75,
+            seed=1,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=bias,
         )
-    )  # fmt: skip
+    )
     count += len(chunks)
     message = litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message
     text += message.content or ""

@@ -16,14 +16,10 @@ model = LitellmTextbasedModel(
     model_kwargs={
         "max_tokens": 75,
         "logit_bias": json.loads(os.environ["AGENT_LOGIT_BIAS"]),
-        "extra_body": {
-            "structured_outputs": {"regex": r"THOUGHT: a\n\n```mswea_bash_command\necho (a1|b2)\n```"}
-        },
+        "extra_body": {"structured_outputs": {"regex": r"THOUGHT: a\n\n```mswea_bash_command\necho (a1|b2)\n```"}},
     },
 )
-agent = DefaultAgent(
-    model, LocalEnvironment(), system_template="Play.", instance_template="{{task}}", step_limit=2
-)
+agent = DefaultAgent(model, LocalEnvironment(), system_template="Play.", instance_template="{{task}}", step_limit=2)
 done = agent.run("a1=x")
 assert done["exit_status"] == "LimitsExceeded", done
 observed = [re.findall("<output>\n(.*)", str(m["content"])) for m in agent.messages if m["role"] == "user"]

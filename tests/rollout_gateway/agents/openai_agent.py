@@ -16,9 +16,15 @@ cells, text, chunks = [], "", 0
 def say(choice: Any) -> Any:
     global text, chunks
     with client.chat.completions.stream(
-        model="tictactoe", messages=messages, tools=[MOVE], tool_choice=choice, max_completion_tokens=75,
-        logit_bias=bias, seed=1, stream_options={"include_usage": True},
-    ) as stream:  # fmt: skip
+        model="tictactoe",
+        messages=messages,
+        tools=[MOVE],
+        tool_choice=choice,
+        max_completion_tokens=75,
+        logit_bias=bias,
+        seed=1,
+        stream_options={"include_usage": True},
+    ) as stream:
         for event in stream:
             chunks += event.type == "chunk"
             text += event.delta if event.type == "content.delta" else ""

@@ -63,15 +63,11 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 
 def test_what_is_no_evaluation_is_refused(gateway: GatewayProcess) -> None:
     replies = [(more, post(gateway, **more)) for more, _, _ in REFUSED]
-    found = [
-        (more, reply.status_code, reply.json().get("error", {}).get("code", "")) for more, reply in replies
-    ]
+    found = [(more, reply.status_code, reply.json().get("error", {}).get("code", "")) for more, reply in replies]
     assert found == REFUSED
 
 
-async def test_a_completed_run_tells_its_tokens_and_seconds(
-    gateway: GatewayProcess, nats_config: NatsConfig
-) -> None:
+async def test_a_completed_run_tells_its_tokens_and_seconds(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
     opened = gateway.open()
     agent = gateway.agent(opened)
     agent.chat.completions.create(**ASK)

@@ -13,15 +13,7 @@ import pytest
 
 from journeywork import Journeywork, JourneyworkError
 from judge.feedback import RunFeedback, counting, feedback_on
-from pipeline.config import (
-    Config,
-    FeedbackConfig,
-    JudgeConfig,
-    ModelConfig,
-    NatsConfig,
-    RewardConfig,
-    TrainerConfig,
-)
+from pipeline.config import Config, FeedbackConfig, JudgeConfig, ModelConfig, NatsConfig, RewardConfig, TrainerConfig
 from pipeline.events import GroupDiscarded, GroupScored, Member, SignalGiven, TrajectoryOpened
 from pipeline.log.broker import Broker
 from rollout_gateway.api.feedback import _use
@@ -36,9 +28,7 @@ pytestmark = [pytest.mark.anyio]
 
 
 def give(gateway: GatewayProcess, run: str = "", **body: Any) -> httpx.Response:
-    return httpx.post(
-        f"{gateway.url}/v1/{f'trajectories/{run}/' if run else ''}feedback", json=body, timeout=60
-    )
+    return httpx.post(f"{gateway.url}/v1/{f'trajectories/{run}/' if run else ''}feedback", json=body, timeout=60)
 
 
 async def signals(nats: NatsConfig) -> list[SignalGiven]:
@@ -56,22 +46,9 @@ def error(reply: httpx.Response) -> tuple[int, str]:
 def test_an_answers_names_hold_its_run() -> None:
     for run in ("t-20261122T093012Z-5f1c", "a.b/c d", "chatcmpl-x.0123456789abcdef", "é%41"):
         name = new_answer_id(run)
-        for prefix in (
-            "chatcmpl-",
-            "cmpl-",
-            "resp_i-chatcmpl-",
-            "resp_n-chatcmpl-",
-            "fc_12-chatcmpl-",
-            "msg_",
-        ):
+        for prefix in ("chatcmpl-", "cmpl-", "resp_i-chatcmpl-", "resp_n-chatcmpl-", "fc_12-chatcmpl-", "msg_"):
             assert (trajectory_of(prefix + name), unwrapped(prefix + name)) == (run, name)
-    for foreign in (
-        "chatcmpl-5f",
-        "msg_",
-        "t-1",
-        "chatcmpl-%GG.0123456789abcdef",
-        "chatcmpl-%FF.0123456789abcdef",
-    ):
+    for foreign in ("chatcmpl-5f", "msg_", "t-1", "chatcmpl-%GG.0123456789abcdef", "chatcmpl-%FF.0123456789abcdef"):
         assert trajectory_of(foreign) in (None, "%GG")
 
 
@@ -87,9 +64,7 @@ def answers(client: openai.OpenAI, anthropic_client: anthropic.Anthropic) -> dic
         "message": anthropic_client.messages.create(**message).id,
     }
     with client.responses.stream(**ask) as events:
-        ids["response, streamed"] = next(
-            event.response.id for event in events if event.type == "response.created"
-        )
+        ids["response, streamed"] = next(event.response.id for event in events if event.type == "response.created")
     with anthropic_client.messages.stream(**message) as stream:
         ids["message, streamed"] = stream.get_final_message().id
     return ids
@@ -172,9 +147,11 @@ async def test_a_retried_call_is_answered_from_the_log_with_its_id(
 
     def ask(**headers: str) -> tuple[str, str]:
         reply = httpx.post(
-            f"{opened['base_url']}/chat/completions", json={**ASK, "stream": stream}, timeout=60,
+            f"{opened['base_url']}/chat/completions",
+            json={**ASK, "stream": stream},
+            timeout=60,
             headers={"authorization": f"Bearer {opened['api_key']}", **headers},
-        )  # fmt: skip
+        )
         (name,) = set(re.findall(r'"id": ?"(chatcmpl[^"]*)"', reply.text))
         text = re.findall(r'"content": ?"((?:[^"\\]|\\.)*)"', reply.text)
         return str(name), "".join(json.loads(f'"{piece}"') for piece in text)
@@ -217,18 +194,32 @@ async def test_what_a_body_says(start_front: StartGateway, nats_config: NatsConf
     assert {(s.model, s.split, s.call, s.by) for s in given} == {("tictactoe", "val", -1, "")}
     assert {(s.name, s.source) for s in given} == {("n", "test"), ("feedback", "api")}
     refused: list[dict[str, Any]] = [
-        {}, {"value": 1, "thumb": "up"}, {"correction": "x", "text": "y"}, {"value": 5.1}, {"value": "1"},
-        {"scale": [0, 1]}, {"value": 1, "scale": [1, 1]}, {"value": 3, "scale": [0, 2]}, {"values": 1},
+        {},
+        {"value": 1, "thumb": "up"},
+        {"correction": "x", "text": "y"},
+        {"value": 5.1},
+        {"value": "1"},
+        {"scale": [0, 1]},
+        {"value": 1, "scale": [1, 1]},
+        {"value": 3, "scale": [0, 2]},
+        {"values": 1},
         {"thumb": "sideways"},
-        {"text": "x" * 65537}, {"thumb": "up", "name": ""}, {"thumb": "up", "key": "x" * 201},
-        {"thumb": "up", "call": -2}, {"thumb": "up", "answer": "r"}, {"ranking": ["r", "s"]},
-    ]  # fmt: skip
+        {"text": "x" * 65537},
+        {"thumb": "up", "name": ""},
+        {"thumb": "up", "key": "x" * 201},
+        {"thumb": "up", "call": -2},
+        {"thumb": "up", "answer": "r"},
+        {"ranking": ["r", "s"]},
+    ]
     for body in refused:
         assert give(gateway, "r", **body).status_code == 400, body
     for body in (
-        {"thumb": "up"}, {"ranking": ["r"]}, {"ranking": ["r", "r"]}, {"ranking": ["r", "s"], "value": 1},
+        {"thumb": "up"},
+        {"ranking": ["r"]},
+        {"ranking": ["r", "r"]},
+        {"ranking": ["r", "s"], "value": 1},
         {"answer": "chatcmpl-1", "ranking": ["r", "s"]},
-    ):  # fmt: skip
+    ):
         assert give(gateway, **body).status_code == 400, body
     wrong = give(gateway, trajectory="r", thumb="up")
     assert (error(wrong), wrong.json()["error"]["param"]) == ((400, "invalid_body"), "trajectory")
@@ -236,9 +227,7 @@ async def test_what_a_body_says(start_front: StartGateway, nats_config: NatsConf
     assert len(await signals(nats_config)) == len(given)
 
 
-async def test_the_state_of_the_run_is_told(
-    start_front: StartGateway, broker: Broker, nats_config: NatsConfig
-) -> None:
+async def test_the_state_of_the_run_is_told(start_front: StartGateway, broker: Broker, nats_config: NatsConfig) -> None:
     gateway = start_front()
     for name in ("open", "done", "lost", "won"):
         gateway.open(id=name)
@@ -246,18 +235,11 @@ async def test_the_state_of_the_run_is_told(
         gateway.complete(name, reward=0)
     await broker.publish(
         GroupDiscarded(
-            project=PROJECT,
-            group="lost",
-            model="tictactoe",
-            trajectories=("lost",),
-            reason="late",
-            by="judge",
+            project=PROJECT, group="lost", model="tictactoe", trajectories=("lost",), reason="late", by="judge"
         )
     )
     members = (Member(trajectory="won", reward=1.0),)
-    await broker.publish(
-        GroupScored(project=PROJECT, group="won", model="tictactoe", judge="j", members=members)
-    )
+    await broker.publish(GroupScored(project=PROJECT, group="won", model="tictactoe", judge="j", members=members))
     old = "t-20200101T000000Z-" + "0" * 20
     about: list[tuple[dict[str, Any], Any]] = [
         ({"run": "open"}, {"run": "open"}),
@@ -329,9 +311,7 @@ def test_what_the_settings_make_of_a_signal_is_told(said: dict[str, Any], use: s
 def test_feedback_that_scores_a_discarded_run_says_so(state: dict[str, str], late: Any, use: str) -> None:
     rewards = (RewardConfig(name="result", kind="feedback"),)
     config = Config(judge=JudgeConfig(rewards=rewards), feedback=FeedbackConfig(late=late))
-    signal = SignalGiven(
-        project="p", signal="s", trajectory="t", model="m", group="t", name="result", value=1.0
-    )
+    signal = SignalGiven(project="p", signal="s", trajectory="t", model="m", group="t", name="result", value=1.0)
     assert _use(config, signal, "agent", state) == use
 
 

@@ -21,12 +21,7 @@ from tests.rollout_gateway.kit import key_config
 
 pytestmark = [pytest.mark.anyio]
 
-KEYS = (
-    key_config("alice"),
-    key_config("bob"),
-    key_config("boss", role="operator"),
-    key_config("fan", role="feedback"),
-)
+KEYS = (key_config("alice"), key_config("bob"), key_config("boss", role="operator"), key_config("fan", role="feedback"))
 
 
 async def test_the_text_that_a_request_or_a_run_records_is_bounded(
@@ -38,18 +33,13 @@ async def test_the_text_that_a_request_or_a_run_records_is_bounded(
     for name in names:
         alice.open(id=name)
     longest = "é" * 65536
-    assert error(alice.ask("POST", "/v1/feedback", {"ranking": names * 2, "text": longest})) == (
-        413,
-        "body_too_large",
-    )
+    assert error(alice.ask("POST", "/v1/feedback", {"ranking": names * 2, "text": longest})) == (413, "body_too_large")
     assert not await signals(nats_config)
     assert alice.status("POST", "/v1/feedback", {"ranking": names, "text": longest, "key": "k"}) == 201
     path = "/v1/trajectories/r0/feedback"
     (given,) = [signal for signal in await signals(nats_config) if signal.trajectory == "r0"]
     for number in range(60):
-        await broker.publish(
-            msgspec.structs.replace(given, signal=f"alice:k{number}", value=None, kind="text")
-        )
+        await broker.publish(msgspec.structs.replace(given, signal=f"alice:k{number}", value=None, kind="text"))
     told = [alice.status("POST", path, {"text": longest, "key": f"k{number}"}) for number in range(60, 64)]
     assert told == [201, 201, 201, 409]
     # A retry, a short text and another key's text are taken.
@@ -90,17 +80,16 @@ async def test_a_key_is_one_signal(start_front: StartGateway, nats_config: NatsC
         assert told["repeated"] is repeated
     assert error(alice.ask("POST", path, {"thumb": "down", "key": "k"})) == (409, "request_exists")
     # A ranking of which one member is refused changes nothing.
-    assert error(alice.ask("POST", "/v1/feedback", {"ranking": ["s", "r"], "key": "k"})) == (
-        409,
-        "request_exists",
-    )
+    assert error(alice.ask("POST", "/v1/feedback", {"ranking": ["s", "r"], "key": "k"})) == (409, "request_exists")
     # Contradictory feedback is two signals, and so is that of another key under the same id.
     assert alice.status("POST", path, {"thumb": "down", "key": "l"}) == 201
     assert boss.status("POST", path, {"thumb": "down", "key": "k"}) == 201
     given = await signals(nats_config)
     assert [(s.signal, s.value, s.by) for s in given] == [
-        ("alice:k", 1.0, "alice"), ("alice:l", -1.0, "alice"), ("boss:k", -1.0, "boss"),
-    ]  # fmt: skip
+        ("alice:k", 1.0, "alice"),
+        ("alice:l", -1.0, "alice"),
+        ("boss:k", -1.0, "boss"),
+    ]
     # A ranking of other runs under the same key adds theirs.
     for runs, told_before in ((["s", "t"], [False, False]), (["s", "r"], [True, False])):
         told = alice.ask("POST", "/v1/feedback", {"ranking": runs, "key": "m"}).json()["signals"]
@@ -131,9 +120,7 @@ async def test_feedback_costs_the_mebibytes_of_the_run_that_it_reads(
         assert sorted(pool.map(give, "abcd")) == [201, 429, 429, 429]
 
 
-async def test_a_run_and_a_group_have_a_largest_size(
-    start_gateway_alone: StartGateway, fake_vllm: FakeVllm
-) -> None:
+async def test_a_run_and_a_group_have_a_largest_size(start_gateway_alone: StartGateway, fake_vllm: FakeVllm) -> None:
     urls = (fake_vllm.url,)
     gateway = await anyio.to_thread.run_sync(
         lambda: start_gateway_alone(urls=urls, max_run_bytes=3000, max_group_size=2)
@@ -149,9 +136,7 @@ async def test_a_run_and_a_group_have_a_largest_size(
         assert caller.status("POST", "/v1/trajectories/r/complete", {"reward": 1}) == 200
         groups = [
             caller.ask("POST", "/v1/trajectories", {"model": "tictactoe", "group": "g", "group_size": 3}),
-            caller.ask(
-                "POST", "/v1/groups/g/complete", {"trajectories": [{"id": f"m{n}"} for n in range(3)]}
-            ),
+            caller.ask("POST", "/v1/groups/g/complete", {"trajectories": [{"id": f"m{n}"} for n in range(3)]}),
         ]
         assert [error(reply) for reply in groups] == [(413, "group_too_large")] * 2
 

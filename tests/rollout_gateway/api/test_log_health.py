@@ -22,9 +22,7 @@ from tests.conftest import NatsServer
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_log_that_takes_no_writes_is_told(
-    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_log_that_takes_no_writes_is_told(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loghealth, "PROBE_EVERY_S", 0.05)
     config = NatsConfig(url=nats_server.url, ack_timeout_s=0.5)
     assert nats_server.process is not None

@@ -33,11 +33,11 @@ async def test_counts_are_read_as_they_were_counted_and_labels_are_escaped() -> 
     families = {f.name: f for f in text_string_to_metric_families(metrics.text().decode())}
     (calls,) = families["journeywork_calls"].samples
     assert (calls.name, calls.labels, calls.value) == (
-        "journeywork_calls_total", {"endpoint": "/v1/chat/completions", "status": "200"}, 3,
-    )  # fmt: skip
-    buckets = {
-        s.labels["le"]: s.value for s in families["journeywork_call_seconds"].samples if "le" in s.labels
-    }
+        "journeywork_calls_total",
+        {"endpoint": "/v1/chat/completions", "status": "200"},
+        3,
+    )
+    buckets = {s.labels["le"]: s.value for s in families["journeywork_call_seconds"].samples if "le" in s.labels}
     assert (buckets["0.005"], buckets["0.05"], buckets["120.0"], buckets["+Inf"]) == (1, 2, 2, 3)
     (ready,) = families["journeywork_replica_ready"].samples
     assert (ready.labels["replica"], ready.value) == ('a"b\\c\nd', 1)

@@ -40,9 +40,7 @@ def reference(choice: Any) -> dict[str, Any]:
     return {**choice.journeywork, "choice": choice.index}
 
 
-def complete_group(
-    gateway: GatewayProcess, group: str, *members: dict[str, Any], **body: Any
-) -> httpx.Response:
+def complete_group(gateway: GatewayProcess, group: str, *members: dict[str, Any], **body: Any) -> httpx.Response:
     url = f"{gateway.url}/v1/groups/{group}/complete"
     return httpx.post(url, json={"model": "tictactoe", "trajectories": members, **body}, timeout=60)
 
@@ -51,9 +49,7 @@ def without_place(event: ExchangeRecorded) -> ExchangeRecorded:
     return msgspec.structs.replace(event, trajectory="", group="", seq=0, copied_from="")
 
 
-async def test_calls_of_one_trajectory_become_the_members_of_a_group(
-    gateway: GatewayProcess, broker: Broker
-) -> None:
+async def test_calls_of_one_trajectory_become_the_members_of_a_group(gateway: GatewayProcess, broker: Broker) -> None:
     agent = gateway.agent(gateway.open(id="calls", split="val", references=True))
     first = agent.chat.completions.create(**{**ASK, "n": 2}).choices
     second = agent.chat.completions.create(**ASK).choices[0]
@@ -139,12 +135,7 @@ async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> No
     for name in ("", "x" * 600):  # the trainer reads the groups of a batch from the log by their names
         batch = {"id": "b", "groups": ["g", name]}
         assert refused({"exchanges": [good], "batch": batch}) == (400, "invalid_name")
-    for name, value in (
-        ("optimizer.learning_rate", -1),
-        ("loss.type", "nope"),
-        ("lora.rank", 4),
-        ("loss", 1),
-    ):
+    for name, value in (("optimizer.learning_rate", -1), ("loss.type", "nope"), ("lora.rank", 4), ("loss", 1)):
         batch = {**BATCH, "settings": {name: value}}
         assert refused({"exchanges": [good], "batch": batch}) == (400, "invalid_settings")
     own = gateway.open(id="own", group="g", key_completes=True)
@@ -184,16 +175,27 @@ async def test_what_became_of_a_group(gateway: GatewayProcess, nats_config: Nats
         for name, reason in (("g2", "late"), ("g3", "no_variance")):
             await broker.publish(
                 GroupDiscarded(
-                    project=PROJECT, group=name, model="tictactoe", trajectories=("t",), reason=reason, by="judge",
+                    project=PROJECT,
+                    group=name,
+                    model="tictactoe",
+                    trajectories=("t",),
+                    reason=reason,
+                    by="judge",
                     detail="why",
                 )
-            )  # fmt: skip
+            )
     assert (state("g1")["status"], state("g1")["version"]) == ("trained", "tictactoe@1")
     scored = GroupScored(project=PROJECT, group="g4", model="tictactoe", judge="j", members=())
     letter = DeadLettered(
-        project="", stream="GROUPS", stream_seq=9, original_subject=scored.subject(), consumer="trainer",
-        reason="sampler_mismatch", detail="too far", payload=encode(scored),
-    )  # fmt: skip
+        project="",
+        stream="GROUPS",
+        stream_seq=9,
+        original_subject=scored.subject(),
+        consumer="trainer",
+        reason="sampler_mismatch",
+        detail="too far",
+        payload=encode(scored),
+    )
     elsewhere = msgspec.structs.replace(scored, project="another", group="g2")
     async with Broker.connect(nats_config) as broker:
         for seq, payload in ((7, b"\xff no event"), (8, encode(elsewhere)), (9, encode(scored))):
@@ -210,11 +212,7 @@ async def test_what_became_of_a_group(gateway: GatewayProcess, nats_config: Nats
         assert state("g5")["status"] == "dead"
         await broker.publish(msgspec.structs.replace(scored, group="g5"))  # it was retried
         assert state("g5")["status"] == "waiting"
-    assert (state("g3")["status"], state("g3")["reason"], state("g3")["detail"]) == (
-        "discarded",
-        "no_variance",
-        "why",
-    )
+    assert (state("g3")["status"], state("g3")["reason"], state("g3")["detail"]) == ("discarded", "no_variance", "why")
     unknown = httpx.get(f"{gateway.url}/v1/groups/g1", params={"model": "nope"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 

@@ -83,11 +83,23 @@ class Gateway:
             response = {"id": f"r{seq}", "choices": [{"message": {"role": "assistant", "content": said}}]}
             return [
                 ExchangeRecorded(
-                    project="test", trajectory=run.id, model="m", group=run.opened.group, seq=seq, choice=0,
-                    request=request, response=msgspec.json.encode(response), policy_version="m@0", step=0,
-                    prompt_ids=b"", sampled_ids=b"", logprobs=b"", status="complete", request_hash=str(seq),
+                    project="test",
+                    trajectory=run.id,
+                    model="m",
+                    group=run.opened.group,
+                    seq=seq,
+                    choice=0,
+                    request=request,
+                    response=msgspec.json.encode(response),
+                    policy_version="m@0",
+                    step=0,
+                    prompt_ids=b"",
+                    sampled_ids=b"",
+                    logprobs=b"",
+                    status="complete",
+                    request_hash=str(seq),
                 )
-            ]  # fmt: skip
+            ]
 
         await run.record(make)
 
@@ -117,9 +129,7 @@ async def exchanges(gateway: Gateway, run: str) -> int:
     return await gateway.registry.log.broker.count(ExchangeRecorded, project="test", trajectory=run)
 
 
-async def test_calls_that_say_the_same_at_once_on_two_gateways_continue_different_runs(
-    nats_config: NatsConfig,
-) -> None:
+async def test_calls_that_say_the_same_at_once_on_two_gateways_continue_different_runs(nats_config: NatsConfig) -> None:
     """Eight agents got the same first answer. Their second calls come at once, to any gateway."""
     async with gateways(nats_config, 2) as both:
         begun = [await both[n % 2].ask([user("task")], "same") for n in range(8)]
@@ -143,9 +153,7 @@ async def test_a_call_that_fails_leaves_its_run_to_the_repeated_call(nats_config
         assert (await b.detector.find(more, "m", "alice")).id == run.id
 
 
-async def test_a_silent_run_is_completed_once_and_not_while_it_goes_on_elsewhere(
-    nats_config: NatsConfig,
-) -> None:
+async def test_a_silent_run_is_completed_once_and_not_while_it_goes_on_elsewhere(nats_config: NatsConfig) -> None:
     async with gateways(nats_config, 2) as (a, b):
         silent, _ = await a.ask([user("silent")], "one")
         run, history = await a.ask([user("task")], "one")
@@ -177,9 +185,7 @@ async def test_the_time_without_any_gateway_is_no_silence(nats_config: NatsConfi
         assert (await after.ask([*history, user("more")], "two"))[0].id == run.id
 
 
-async def test_a_gateway_that_starts_restores_runs_whose_process_died_in_a_call(
-    nats_config: NatsConfig,
-) -> None:
+async def test_a_gateway_that_starts_restores_runs_whose_process_died_in_a_call(nats_config: NatsConfig) -> None:
     async with gateways(nats_config, 1) as (before,):
         run, history = await before.ask([user("task")], "one")
         await before.detector.find(_call([*history, user("more")]), "m", "alice")
@@ -188,9 +194,7 @@ async def test_a_gateway_that_starts_restores_runs_whose_process_died_in_a_call(
         assert again.id == run.id
 
 
-async def test_a_restored_run_that_went_on_elsewhere_is_not_continued_from_its_old_end(
-    nats_config: NatsConfig,
-) -> None:
+async def test_a_restored_run_that_went_on_elsewhere_is_not_continued_from_its_old_end(nats_config: NatsConfig) -> None:
     async with gateways(nats_config, 1) as (a,):
         run, history = await a.ask([user("task")], "one")
         taken = await a.detector.find(_call([*history, user("more")]), "m", "alice")
@@ -212,8 +216,6 @@ def test_a_tag_that_is_never_closed_takes_linear_time(tag: str) -> None:
 
 
 def test_what_a_client_adds_to_a_text_is_left_out() -> None:
-    reminders = (
-        "<system-reminder>x <system-reminder> y</system-reminder>b<system-reminder>\nz</system-reminder>"
-    )
+    reminders = "<system-reminder>x <system-reminder> y</system-reminder>b<system-reminder>\nz</system-reminder>"
     text = f"a {reminders} c <system-reminder>"
     assert CallMessages.read("alice", "m", [user(text)], []).texts == {"a b c <system-reminder>"}

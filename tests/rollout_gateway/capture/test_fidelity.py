@@ -22,10 +22,17 @@ NAMED: Any = {"tools": [MOVE], "tool_choice": {"type": "function", "function": {
 FORMAT: Any = {
     "response_format": {
         "type": "json_schema",
-        "json_schema": {"name": "cell", "schema": {"type": "object", "properties": {"cell": {"enum": ["a1", "b2"]}},
-                                                   "required": ["cell"], "additionalProperties": False}},
+        "json_schema": {
+            "name": "cell",
+            "schema": {
+                "type": "object",
+                "properties": {"cell": {"enum": ["a1", "b2"]}},
+                "required": ["cell"],
+                "additionalProperties": False,
+            },
+        },
     }
-}  # fmt: skip
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -94,15 +101,11 @@ async def test_plain_and_streamed_record_what_was_sampled(
     passed: Any = {**body, "seed": 7}
     # vLLM words a streamed tool call differently from a plain one; the tokens are the same.
     with openai.OpenAI(base_url=f"{vllm_server.url}/v1", api_key="none") as straight:
-        streamed = joined(
-            list(straight.chat.completions.create(**{**passed, "model": "tictactoe@0"}, stream=True))
-        )
+        streamed = joined(list(straight.chat.completions.create(**{**passed, "model": "tictactoe@0"}, stream=True)))
     opened = shared_gateway.open()
     client = shared_gateway.agent(opened)
     reply = client.chat.completions.create(**passed)
-    chunks = list(
-        client.chat.completions.create(**passed, stream=True, stream_options={"include_usage": True})
-    )
+    chunks = list(client.chat.completions.create(**passed, stream=True, stream_options={"include_usage": True}))
     async with Broker.connect(shared_gateway.config.nats) as broker:
         events = await exchanges(broker, opened["id"])
     n = body.get("n", 1)
@@ -113,9 +116,10 @@ async def test_plain_and_streamed_record_what_was_sampled(
         assert recorded["index"] == event.choice
         choice = said["choices"][event.choice] if event.seq == 0 else None
         wanted = (
-            (choice["message"]["content"] or "", tools_of(choice["message"])) if choice
+            (choice["message"]["content"] or "", tools_of(choice["message"]))
+            if choice
             else (streamed[event.choice]["content"], streamed[event.choice]["tools"])
-        )  # fmt: skip
+        )
         assert (recorded["message"]["content"] or "", tools_of(recorded["message"])) == wanted
     assert joined(chunks) == streamed
     for choice in said["choices"]:
@@ -152,14 +156,13 @@ async def test_a_strict_tool_that_is_left_alone_forces_nothing(
     assert unpack_mask(cut.forced).tolist() == [1]
 
 
-async def test_completions_record_what_was_sampled(
-    shared_gateway: GatewayProcess, vllm_server: VllmServer
-) -> None:
+async def test_completions_record_what_was_sampled(shared_gateway: GatewayProcess, vllm_server: VllmServer) -> None:
     body: Any = {"prompt": ["a1=x", "b2=o c3"], "n": 2, "max_tokens": 6, "seed": 3, "temperature": 1.0}
     said = httpx.post(
         f"{vllm_server.url}/v1/completions",
-        json={**body, "model": "tictactoe@0", "logprobs": 0, "return_token_ids": True}, timeout=60,
-    ).json()  # fmt: skip
+        json={**body, "model": "tictactoe@0", "logprobs": 0, "return_token_ids": True},
+        timeout=60,
+    ).json()
     opened = shared_gateway.open()
     client = shared_gateway.agent(opened)
     reply = client.completions.create(model="tictactoe", **body)

@@ -61,9 +61,7 @@ class Model(FakeVllm):
         if "Search" in asked:
             return calls("search", query=asked)
         if "Delegate" in asked:
-            return calls(
-                "Task", prompt=f"Look for the cause of the failure {self.sampled()} and report what you find."
-            )
+            return calls("Task", prompt=f"Look for the cause of the failure {self.sampled()} and report what you find.")
         if SUMMARY in asked:
             return says(
                 f"<analysis>\nThe user asked for a mended parser, and {self.sampled()} came first.\n</analysis>\n"
@@ -107,9 +105,7 @@ class Agent:
 
     async def respond(self, items: list[Message]) -> None:
         tools = [{"type": "function", "name": "read", "parameters": {}}]
-        answer = await self.post(
-            "/v1/responses", instructions="You are Codex.", input=items, tools=tools, store=False
-        )
+        answer = await self.post("/v1/responses", instructions="You are Codex.", input=items, tools=tools, store=False)
         items += answer["output"]
 
 
@@ -118,10 +114,7 @@ def user(content: str) -> Message:
 
 
 def claude_result(block: Message, result: str) -> Message:
-    return {
-        "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": block["id"], "content": result}],
-    }
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block["id"], "content": result}]}
 
 
 @asynccontextmanager
@@ -140,9 +133,7 @@ async def completed(gateway: GatewayProcess) -> list[TrajectoryCompleted]:
     await anyio.to_thread.run_sync(lambda: gateway.restart(**{"detection.idle_s": NO_TIME_S}))
     async with Broker.connect(gateway.config.nats) as broker:
         with anyio.fail_after(60):
-            while len(done := await broker.read(TrajectoryCompleted)) < len(
-                await broker.read(TrajectoryOpened)
-            ):
+            while len(done := await broker.read(TrajectoryCompleted)) < len(await broker.read(TrajectoryOpened)):
                 await anyio.sleep(0.02)  # their time of silence passes
         runs = sorted((r.event for r in done), key=lambda e: -e.exchanges)
         assert sum(e.exchanges for e in runs) == len(await broker.read(ExchangeRecorded))
@@ -187,11 +178,7 @@ async def claude_code(agent: Agent, compacts: Literal["", "all", "but the end"])
         messages.append(user(SUMMARY))
         (summary,) = await agent.claude("You summarize conversations.", messages, ())
         kept = summary["text"].partition("<summary>")[2].removesuffix("</summary>").strip()
-        messages[:] = [
-            user(f"This session continues an earlier one.\n\nSummary:\n{kept}"),
-            *end,
-            user("Go on."),
-        ]
+        messages[:] = [user(f"This session continues an earlier one.\n\nSummary:\n{kept}"), *end, user("Go on.")]
         await agent.claude(system, messages, MAIN)
     messages.append(user("Thank you."))
     await agent.claude(system, messages, MAIN)
@@ -214,9 +201,7 @@ async def test_codex_compaction_goes_on_in_the_same_run(start_gateway_alone: Sta
         asked = [user("<environment_context>/repo</environment_context>"), user("Please read the parser.")]
         items = list(asked)
         await agent.respond(items)
-        items.append(
-            {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "def f(): ..."}
-        )
+        items.append({"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "def f(): ..."})
         await agent.respond(items)
         items.append(user(SUMMARY))
         await agent.respond(items)
@@ -232,9 +217,7 @@ async def test_codex_compaction_goes_on_in_the_same_run(start_gateway_alone: Sta
     assert len(wholes(runs)) == 1
 
 
-async def test_a_trimmed_history_and_a_handoff_go_on_in_the_same_run(
-    start_gateway_alone: StartGateway,
-) -> None:
+async def test_a_trimmed_history_and_a_handoff_go_on_in_the_same_run(start_gateway_alone: StartGateway) -> None:
     """LangGraph's `trim_messages` keeps the system prompt and the end. The Agents SDK hands the whole history to an
     agent with another prompt and other tools."""
 
@@ -259,9 +242,7 @@ async def test_a_trimmed_history_and_a_handoff_go_on_in_the_same_run(
     assert len(wholes(runs)) == 2
 
 
-async def test_arguments_that_are_no_json_come_back_in_the_same_run(
-    start_gateway_alone: StartGateway,
-) -> None:
+async def test_arguments_that_are_no_json_come_back_in_the_same_run(start_gateway_alone: StartGateway) -> None:
     """Claude Code sends them back under a name of its own."""
     model = Model()
     model.malformed = True
@@ -274,9 +255,7 @@ async def test_arguments_that_are_no_json_come_back_in_the_same_run(
     assert [run.exchanges for run in await completed(gateway)] == [2]
 
 
-async def test_what_may_belong_to_several_runs_is_a_part_and_so_are_they(
-    start_gateway_alone: StartGateway,
-) -> None:
+async def test_what_may_belong_to_several_runs_is_a_part_and_so_are_they(start_gateway_alone: StartGateway) -> None:
     """Runs of two tasks come to the same summary. The rest of one is nobody's, and none of the three is compared with
     runs that are whole."""
     model = Model()

@@ -51,8 +51,11 @@ async def test_a_run_is_on_the_log_exactly_as_it_was(
     logprobs = [entry["logprob"] for entry in said["choices"][0]["logprobs"]["content"]]
     assert unpack_logprobs(event.logprobs).tolist() == pytest.approx(logprobs, abs=1e-4)
     assert (event.policy_version, event.step, event.group, event.finish_reason) == (
-        "tictactoe@0", 0, "g1", said["choices"][0]["finish_reason"],
-    )  # fmt: skip
+        "tictactoe@0",
+        0,
+        "g1",
+        said["choices"][0]["finish_reason"],
+    )
     assert json.loads(event.request)["messages"] == ASK["messages"]
     assert json.loads(event.response) == json.loads(reply.model_dump_json(exclude_unset=True))
     (completed,) = await broker.read(TrajectoryCompleted)
@@ -166,17 +169,18 @@ async def test_a_client_that_leaves_is_recorded_as_that(gateway: GatewayProcess,
             break
     answer = done.json()
     assert {name: answer[name] for name in ("outcome", "reward", "exchanges", "calls")} == {
-        "outcome": "no_result", "reward": None, "exchanges": len(events), "calls": 1
-    }  # fmt: skip
+        "outcome": "no_result",
+        "reward": None,
+        "exchanges": len(events),
+        "calls": 1,
+    }
     assert answer["sampled_tokens"] == sum(len(e.sampled_ids) // 4 for e in events)
     assert {(e.seq, e.status) for e in events} == {(0, "cancelled")}
     assert all(len(e.sampled_ids) == len(e.logprobs) for e in events)
     assert any(e.sampled_ids for e in events)
 
 
-async def test_bad_input_gets_a_clear_error_and_loses_nothing(
-    gateway: GatewayProcess, broker: Broker
-) -> None:
+async def test_bad_input_gets_a_clear_error_and_loses_nothing(gateway: GatewayProcess, broker: Broker) -> None:
     opened = gateway.open(id="bad")
     client = gateway.agent(opened, max_retries=0)
     url = f"{opened['base_url']}/chat/completions"
@@ -204,10 +208,7 @@ async def test_bad_input_gets_a_clear_error_and_loses_nothing(
         client.chat.completions.create(
             **{**ASK, "messages": [{"role": "user", "content": "much " * 1000}]}, stream=True
         )
-    assert error(httpx.post(f"{gateway.url}/v1/trajectories", json={"model": "nope"})) == (
-        404,
-        "model_not_found",
-    )
+    assert error(httpx.post(f"{gateway.url}/v1/trajectories", json={"model": "nope"})) == (404, "model_not_found")
     assert error(httpx.post(f"{gateway.url}/v1/trajectories", json={"model": 3})) == (400, "invalid_body")
     assert error(httpx.get(f"{gateway.url}/v1/trajectories/unheard-of")) == (404, "trajectory_not_found")
     assert error(gateway.complete("unheard-of")) == (404, "trajectory_not_found")
@@ -220,9 +221,7 @@ async def test_bad_input_gets_a_clear_error_and_loses_nothing(
 async def test_opening_again_is_answered_alike(gateway: GatewayProcess) -> None:
     first = gateway.open(id="same", group="g")
     assert gateway.open(id="same", group="g") == first
-    refused = httpx.post(
-        f"{gateway.url}/v1/trajectories", json={"model": "tictactoe", "id": "same", "group": "h"}
-    )
+    refused = httpx.post(f"{gateway.url}/v1/trajectories", json={"model": "tictactoe", "id": "same", "group": "h"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "trajectory_exists")
     assert httpx.get(f"{gateway.url}/v1/trajectories/same").json()["status"] == "open"
 

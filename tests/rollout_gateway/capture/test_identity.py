@@ -40,9 +40,7 @@ async def test_a_key_is_in_no_log(start_gateway: StartGateway, broker: Broker) -
 @pytest.mark.inference
 async def test_a_call_may_name_and_open_its_trajectory(start_gateway: StartGateway, broker: Broker) -> None:
     gateway = start_gateway()
-    headers = {
-        "x-journeywork-trajectory": "h1", "x-journeywork-group": "g", "x-journeywork-attempt": "2"
-    }  # fmt: skip
+    headers = {"x-journeywork-trajectory": "h1", "x-journeywork-group": "g", "x-journeywork-attempt": "2"}
     client = gateway.client(default_headers=headers)
     client.chat.completions.create(**ASK)
     client.chat.completions.create(**ASK)
@@ -58,9 +56,7 @@ async def test_a_call_may_name_and_open_its_trajectory(start_gateway: StartGatew
 
 
 @pytest.mark.inference
-async def test_groups_beyond_the_bound_are_told_to_wait(
-    start_gateway: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_groups_beyond_the_bound_are_told_to_wait(start_gateway: StartGateway, nats_config: NatsConfig) -> None:
     gateway = start_gateway(max_groups_ahead=2)
     for group in ("g1", "g2", "g1"):
         gateway.open(group=group)
@@ -76,9 +72,7 @@ async def test_groups_beyond_the_bound_are_told_to_wait(
         async with httpx.AsyncClient() as client:
             while True:
                 again_asked = time.monotonic()
-                again = await client.post(
-                    f"{gateway.url}/v1/trajectories", json={"model": "tictactoe", "group": "g3"}
-                )
+                again = await client.post(f"{gateway.url}/v1/trajectories", json={"model": "tictactoe", "group": "g3"})
                 if again.status_code == 201:
                     break
                 await anyio.sleep(0.1)  # as an agent that was told to wait
@@ -101,9 +95,7 @@ async def test_groups_discarded_while_the_log_was_away_are_no_longer_ahead(
     nats_server.kill()
     await anyio.to_thread.run_sync(nats_server.start)
     await broker.publish(
-        GroupDiscarded(
-            project=PROJECT, group="g1", model="tictactoe", trajectories=(), reason="too_small", by="judge"
-        )
+        GroupDiscarded(project=PROJECT, group="g1", model="tictactoe", trajectories=(), reason="too_small", by="judge")
     )
     with anyio.fail_after(60):
         async with httpx.AsyncClient(timeout=60) as client:

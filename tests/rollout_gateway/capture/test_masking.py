@@ -18,14 +18,7 @@ from hypothesis import strategies as st
 
 from pipeline import events
 from pipeline.config import ConfigError, MaskConfig
-from pipeline.events import (
-    Event,
-    ExchangeRecorded,
-    PolicyEvaluated,
-    SignalGiven,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-)
+from pipeline.events import Event, ExchangeRecorded, PolicyEvaluated, SignalGiven, TrajectoryCompleted, TrajectoryOpened
 from pipeline.events.evaluation import TaskResult
 from pipeline.log.broker import Broker
 from pipeline.security import users
@@ -41,9 +34,7 @@ def documented_pattern() -> str:
     """The pattern for mail addresses that docs/store.md gives."""
     page = Path(__file__).parents[3] / "docs" / "store.md"
     return str(
-        tomllib.loads(page.read_text("utf-8").split("```toml\n")[1].split("```")[0])["gateway"]["masks"][0][
-            "pattern"
-        ]
+        tomllib.loads(page.read_text("utf-8").split("```toml\n")[1].split("```")[0])["gateway"]["masks"][0]["pattern"]
     )
 
 
@@ -63,9 +54,7 @@ def play(gateway: GatewayProcess, name: str, text: str, *, stream: bool = False)
         for turn in range(2):
             ask: Any = [{"role": "user", "content": f"a{turn + 1}=x {text}"}]
             if stream:
-                chunks = agent.chat.completions.create(
-                    model="tictactoe", messages=ask, max_tokens=4, stream=True
-                )
+                chunks = agent.chat.completions.create(model="tictactoe", messages=ask, max_tokens=4, stream=True)
                 said += "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
             else:
                 reply = agent.chat.completions.create(model="tictactoe", messages=ask, max_tokens=4)
@@ -75,10 +64,7 @@ def play(gateway: GatewayProcess, name: str, text: str, *, stream: bool = False)
         given = {"text": f"ask {text}", "key": "one", "name": text, "source": text}
         assert httpx.post(about, json=given).status_code == 201
         assert (
-            gateway.complete(
-                name, rewards={text: 1.0}, metrics={text: 2.0}, metadata={"to": text}
-            ).status_code
-            == 200
+            gateway.complete(name, rewards={text: 1.0}, metrics={text: 2.0}, metadata={"to": text}).status_code == 200
         )
         assert gateway.open(id=f"{name}-again", metadata={"to": text})
     return said
@@ -108,11 +94,7 @@ async def test_a_masked_text_is_in_no_file_and_its_call_has_no_tokens(
         events = [r.event for r in await broker.read(kind) if r.event.trajectory in MASKED]
         recorded = [msgspec.json.decode(event.metadata) for event in events]
         assert recorded == [{"who": {"[mail]": ["[mail]"]}, **more}] * 2
-    found = [
-        file
-        for file in nats_server.folder.rglob("*")
-        if file.is_file() and SECRET.encode() in file.read_bytes()
-    ]
+    found = [file for file in nats_server.folder.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()]
     assert not found
 
 
@@ -122,18 +104,24 @@ async def masked(event: E, *masks: MaskConfig) -> E:
 
 def exchange(request: Any, response: Any) -> ExchangeRecorded:
     return ExchangeRecorded(
-        project=PROJECT, trajectory="t", seq=0, model="m", policy_version="m@0", step=0,
-        request=msgspec.json.encode(request), response=msgspec.json.encode(response),
-        prompt_ids=b"1234", sampled_ids=b"1234", logprobs=b"1234", request_hash="h",
-    )  # fmt: skip
+        project=PROJECT,
+        trajectory="t",
+        seq=0,
+        model="m",
+        policy_version="m@0",
+        step=0,
+        request=msgspec.json.encode(request),
+        response=msgspec.json.encode(response),
+        prompt_ids=b"1234",
+        sampled_ids=b"1234",
+        logprobs=b"1234",
+        request_hash="h",
+    )
 
 
 async def test_an_answer_that_is_split_into_tokens_is_masked_whole() -> None:
     tokens = {"content": [{"token": "jane.doe"}, {"token": "@example.com"}]}
-    message = {
-        "content": f"It is {SECRET}.",
-        "tool_calls": [{"function": {"arguments": f'{{"to":"{SECRET}"}}'}}],
-    }
+    message = {"content": f"It is {SECRET}.", "tool_calls": [{"function": {"arguments": f'{{"to":"{SECRET}"}}'}}]}
     event = exchange({"n": 1}, {"choices": [{"message": message, "logprobs": tokens, "token_ids": [7]}]})
     event = await masked(event, MAIL)
     assert b"jane" not in bytes(event.response)
@@ -143,13 +131,7 @@ async def test_an_answer_that_is_split_into_tokens_is_masked_whole() -> None:
 
 @pytest.mark.parametrize(
     "address",
-    [
-        "Jane.Doe@EXAMPLE.COM",
-        "a@mail.example.co.uk",
-        "jörg@münchen.example",
-        "x+y_z%1@a-b.example",
-        "<a@b.example>",
-    ],
+    ["Jane.Doe@EXAMPLE.COM", "a@mail.example.co.uk", "jörg@münchen.example", "x+y_z%1@a-b.example", "<a@b.example>"],
 )
 async def test_the_documented_pattern_leaves_nothing_of_an_address(address: str) -> None:
     event = await masked(exchange({"a": f"to {address}, please"}, {}))
@@ -180,9 +162,7 @@ async def test_what_can_not_be_searched_is_not_recorded(raw: bytes, field: str) 
     assert (event.prompt_ids, event.sampled_ids, event.logprobs, event.request_hash) == (b"", b"", b"", "")
 
 
-@pytest.mark.parametrize(
-    "first", [f'"{SECRET}"', f'["{ESCAPED}"]', f'{{"to": "{SECRET}"}}', "4111111111111111"]
-)
+@pytest.mark.parametrize("first", [f'"{SECRET}"', f'["{ESCAPED}"]', f'{{"to": "{SECRET}"}}', "4111111111111111"])
 async def test_the_first_value_of_a_key_that_is_there_twice_is_not_recorded(first: str) -> None:
     raw = b'{"a": %b, "b": 1, "a": "x"}' % first.encode()
     before = msgspec.structs.replace(exchange({}, {}), request=raw)
@@ -198,20 +178,17 @@ async def test_numbers_of_requests_and_names_are_masked() -> None:
     event = await masked(msgspec.structs.replace(exchange({}, {}), role=SECRET))
     assert (event.role, event.prompt_ids) == ("[mail]", b"")
     completed = await masked(
-        TrajectoryCompleted(project="p", trajectory="t", model="m", group="g", rewards={SECRET: 1.0, "a": 2.0},
-                            metrics={SECRET: 3.0})
-    )  # fmt: skip
-    assert (completed.rewards, completed.metrics) == ({"[mail]": 1.0, "a": 2.0}, {"[mail]": 3.0})
-    signal = SignalGiven(
-        project="p", signal="s", trajectory="t", model="m", group="g", name=SECRET, source=SECRET
+        TrajectoryCompleted(
+            project="p", trajectory="t", model="m", group="g", rewards={SECRET: 1.0, "a": 2.0}, metrics={SECRET: 3.0}
+        )
     )
+    assert (completed.rewards, completed.metrics) == ({"[mail]": 1.0, "a": 2.0}, {"[mail]": 3.0})
+    signal = SignalGiven(project="p", signal="s", trajectory="t", model="m", group="g", name=SECRET, source=SECRET)
     given = await masked(signal)
     assert (given.name, given.source) == ("[mail]", "[mail]")
     task = TaskResult(task=SECRET, metrics={SECRET: 1.0}, trajectories=("t",))
     evaluated = await masked(
-        PolicyEvaluated(
-            project="p", evaluation="e", entrant="m@1", model="m", tasks=(task,), scenarios=SECRET
-        )
+        PolicyEvaluated(project="p", evaluation="e", entrant="m@1", model="m", tasks=(task,), scenarios=SECRET)
     )
     assert evaluated.tasks == (TaskResult(task="[mail]", metrics={"[mail]": 1.0}, trajectories=("t",)),)
     assert evaluated.scenarios == "[mail]"
@@ -237,12 +214,13 @@ async def test_a_call_that_could_not_be_recorded_is_refused(fields: dict[str, An
 
 async def test_people_are_named_by_pseudonyms() -> None:
     """An erasure finds them by their names, and a mask keeps names that it matches from the record."""
-    await Masks([MAIL]).check_call(
-        b'{"user": "user-17", "metadata": {"subject": "user-17"}, "prompt": ["a", "b"]}'
-    )
+    await Masks([MAIL]).check_call(b'{"user": "user-17", "metadata": {"subject": "user-17"}, "prompt": ["a", "b"]}')
     with pytest.raises(ApiError, match=r"`metadata.subject` .* Name the person by a pseudonym"):
-        await masked(TrajectoryOpened(project="p", trajectory="t", model="m", group="g",
-                                      metadata=msgspec.json.encode({"subject": SECRET})))  # fmt: skip
+        await masked(
+            TrajectoryOpened(
+                project="p", trajectory="t", model="m", group="g", metadata=msgspec.json.encode({"subject": SECRET})
+            )
+        )
 
 
 def test_a_bad_pattern_is_named() -> None:
@@ -255,9 +233,12 @@ def test_a_bad_pattern_is_named() -> None:
 async def test_no_pattern_and_no_escapes_take_more_than_linear_time(pattern: str) -> None:
     slow = MaskConfig(name="x", pattern=pattern)
     for said in (
-        "a" * 200_000 + "!", "\\" * 500_000 + "!", "\\u005c" + "u005c" * 100_000, r"\ud800" * 100_000,
+        "a" * 200_000 + "!",
+        "\\" * 500_000 + "!",
+        "\\u005c" + "u005c" * 100_000,
+        r"\ud800" * 100_000,
         r"\n.\q" * 100_000,
-    ):  # fmt: skip
+    ):
         assert (await masked(exchange({"k": said}, {}), slow)).prompt_ids
 
 
@@ -282,17 +263,32 @@ def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_ident
     """A field of a new event that can hold a person's words belongs to `masking._VALUES` or `_JSON`."""
     tokens = {"prompt_ids", "sampled_ids", "logprobs", "forced", "experts", "top_ids", "top_logprobs"}
     identifiers = {
-        "project", "trajectory", "model", "group", "owner", "pinned", "signal", "by", "policy_version", "version",
-        "other", "finish_reason", "endpoint", "request_hash", "replica", "copied_from", "evaluation", "entrant",
-        "teacher", "request",
-    }  # fmt: skip
+        "project",
+        "trajectory",
+        "model",
+        "group",
+        "owner",
+        "pinned",
+        "signal",
+        "by",
+        "policy_version",
+        "version",
+        "other",
+        "finish_reason",
+        "endpoint",
+        "request_hash",
+        "replica",
+        "copied_from",
+        "evaluation",
+        "entrant",
+        "teacher",
+        "request",
+    }
     of_operators = {"reason", "evidence"}  # of a promotion
     (gateway,) = [user for user in users.USERS if user.name == "gateway"]
     kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]
     published = [
-        k
-        for k in kinds
-        if any(f"{k.__struct_config__.tag}.".startswith(p.rstrip(">")) for p in gateway.publishes)
+        k for k in kinds if any(f"{k.__struct_config__.tag}.".startswith(p.rstrip(">")) for p in gateway.publishes)
     ]
     assert ExchangeRecorded in published
     texts = {
@@ -319,8 +315,11 @@ UMLAUT = json.dumps({"to": "j\u00fcrgen.m\u00fcller@example.com", "at": "C:\\new
     ("masks", "said", "recorded"),
     [
         # JSON in a text stays JSON, where its values alone match.
-        ([MAIL], f'{{"to":"{ESCAPED}","text":"a \\"b\\"\\nc","n":1.0}}',
-         '{"to":"[mail]","text":"a \\"b\\"\\nc","n":1.0}'),
+        (
+            [MAIL],
+            f'{{"to":"{ESCAPED}","text":"a \\"b\\"\\nc","n":1.0}}',
+            '{"to":"[mail]","text":"a \\"b\\"\\nc","n":1.0}',
+        ),
         ([MAIL], f'{{"text":"\\"{SECRET}\\""}}', '{"text":"\\"[mail]\\""}'),
         ([GREEDY], f'[{{"to":"{SECRET}","n":1}}]', '[{"to":"[mail]","n":1}]'),
         ([CARD], '{"card":4111111111111111}', '{"card":"[card]"}'),
@@ -339,10 +338,12 @@ UMLAUT = json.dumps({"to": "j\u00fcrgen.m\u00fcller@example.com", "at": "C:\\new
         # Masks are applied in their order, and none brings back what another one removed.
         ([PIN, MAIL], f"1234\\u0041 {ESCAPED}", "[pin]A [mail]"),
         ([MaskConfig(name="a", pattern="sk-[a-z]+"), MaskConfig(name="b", pattern=r"\[a\]")], "sk-abc", "[b]"),
-        *(([MaskConfig(name=name, pattern=MAIL.pattern)], f"my {SECRET}", f"my [{name}]")
-          for name in (r"\0", r"a\9", "a\\", 'a"b')),
+        *(
+            ([MaskConfig(name=name, pattern=MAIL.pattern)], f"my {SECRET}", f"my [{name}]")
+            for name in (r"\0", r"a\9", "a\\", 'a"b')
+        ),
     ],
-)  # fmt: skip
+)
 async def test_what_is_recorded_of_a_text(masks: list[MaskConfig], said: str, recorded: Any) -> None:
     before = exchange({"k": said}, {})
     event = await masked(before, *masks)
@@ -352,20 +353,14 @@ async def test_what_is_recorded_of_a_text(masks: list[MaskConfig], said: str, re
     assert found != said or event is before  # byte for byte
 
 
-@given(
-    st.text(alphabet='\\"\n\t/nu0d8é\U0001f600 {}[],:', max_size=12), st.sampled_from(["request", "response"])
-)
-async def test_a_secret_of_any_characters_is_in_no_text_however_json_writes_it(
-    middle: str, field: str
-) -> None:
+@given(st.text(alphabet='\\"\n\t/nu0d8é\U0001f600 {}[],:', max_size=12), st.sampled_from(["request", "response"]))
+async def test_a_secret_of_any_characters_is_in_no_text_however_json_writes_it(middle: str, field: str) -> None:
     """As it is, as a key, in the arguments of a tool call, and in JSON that is broken off."""
     mask = MaskConfig(name="x", pattern="KEY-(?s:.)*?-END")
     secret = f"KEY-{middle}-END"
     said = [json.dumps({"user": secret, "n": 1}, ensure_ascii=plain) for plain in (True, False)]
     texts = {"text": secret, secret: 1, "arguments": said, "broken": [text[:-1] for text in said]}
-    event = await masked(
-        msgspec.structs.replace(exchange({}, {}), **{field: msgspec.json.encode(texts)}), mask
-    )
+    event = await masked(msgspec.structs.replace(exchange({}, {}), **{field: msgspec.json.encode(texts)}), mask)
     recorded = msgspec.json.decode(getattr(event, field))
     assert (recorded["text"], recorded["[x]"], event.prompt_ids) == ("[x]", 1, b"")
     assert [json.loads(text) for text in recorded["arguments"]] == [{"user": "[x]", "n": 1}] * 2

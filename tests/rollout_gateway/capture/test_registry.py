@@ -48,9 +48,19 @@ def watched(broker: Broker) -> Watched:
 
 def exchange(trajectory: str, seq: int) -> ExchangeRecorded:
     return ExchangeRecorded(
-        project="test", trajectory=trajectory, seq=seq, model="m", policy_version="m@0", step=0, request=b"{}",
-        response=b'{"id": "r%d"}' % seq, prompt_ids=b"", sampled_ids=b"", logprobs=b"", request_hash=f"h{seq}",
-    )  # fmt: skip
+        project="test",
+        trajectory=trajectory,
+        seq=seq,
+        model="m",
+        policy_version="m@0",
+        step=0,
+        request=b"{}",
+        response=b'{"id": "r%d"}' % seq,
+        prompt_ids=b"",
+        sampled_ids=b"",
+        logprobs=b"",
+        request_hash=f"h{seq}",
+    )
 
 
 async def record_run(broker: Broker, name: str) -> None:
@@ -194,12 +204,7 @@ async def test_the_openings_of_a_keys_runs_take_bounded_memory(broker: Broker) -
         for number in range(runs):
             metadata = b'{"a":"%b"}' % (b"x" * 900_000)
             event = TrajectoryOpened(
-                project="test",
-                trajectory=f"{owner}{number}",
-                model="m",
-                group=owner,
-                owner=owner,
-                metadata=metadata,
+                project="test", trajectory=f"{owner}{number}", model="m", group=owner, owner=owner, metadata=metadata
             )
             await registry.open(event, "")
 

@@ -35,10 +35,16 @@ def test_a_trajectory_key_is_known_by_its_signature() -> None:
         assert TOKENS.verify(key) == name
         prefix, _, mac = key.rpartition(".")
         for other in (
-            prefix, f"{prefix}.", f"{prefix}.{mac[:-1]}", f"{prefix}.{mac}A", f"{prefix}=.{mac}", key.upper(),
+            prefix,
+            f"{prefix}.",
+            f"{prefix}.{mac[:-1]}",
+            f"{prefix}.{mac}A",
+            f"{prefix}=.{mac}",
+            key.upper(),
             f"{prefix}.{mac[::-1]}",
-            TrajectoryTokens(b"1" * 32, "test").issue(name), TrajectoryTokens(b"0" * 32, "other").issue(name),
-        ):  # fmt: skip
+            TrajectoryTokens(b"1" * 32, "test").issue(name),
+            TrajectoryTokens(b"0" * 32, "other").issue(name),
+        ):
             assert TOKENS.verify(other) is None, other
     for other in ("", "jwr-", "jwr-.", "jwr-!!.x", "jwr-" + "A" * 5, "none", "jwr-\xff.ü"):
         assert TOKENS.verify(other) is None
@@ -50,12 +56,23 @@ def made(name: str, by: str, choices: int = 1) -> Callable[[int], list[ExchangeR
     def make(seq: int) -> list[ExchangeRecorded]:
         return [
             ExchangeRecorded(
-                project="test", trajectory=name, seq=seq, choice=choice, model="m", policy_version="m@0",
-                step=0, request=b"{}",
-                response=b"{}", prompt_ids=b"", sampled_ids=b"", logprobs=b"", request_hash=f"{by}{seq}", replica=by,
+                project="test",
+                trajectory=name,
+                seq=seq,
+                choice=choice,
+                model="m",
+                policy_version="m@0",
+                step=0,
+                request=b"{}",
+                response=b"{}",
+                prompt_ids=b"",
+                sampled_ids=b"",
+                logprobs=b"",
+                request_hash=f"{by}{seq}",
+                replica=by,
             )
             for choice in range(choices)
-        ]  # fmt: skip
+        ]
 
     return make
 

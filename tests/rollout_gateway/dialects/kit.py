@@ -13,9 +13,11 @@ from tests.kits.clients import closed_after_test
 from tests.rollout_gateway.conftest import GatewayProcess
 
 SCHEMA: Any = {
-    "type": "object", "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}}, "required": ["cell"],
+    "type": "object",
+    "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}},
+    "required": ["cell"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 RESPONSE_TOOL: Any = {"type": "function", "name": "move", "parameters": SCHEMA, "strict": True}
 
 
@@ -24,12 +26,16 @@ NO_SPACE = {"logit_bias": {str(token): -100 for token in (197, 198, 201, 220)}}
 
 CODEX: Any = [
     {"type": "function", "name": "exec", "parameters": {"type": "object"}, "strict": False},
-    {"type": "namespace", "name": "mcp__games", "description": "Games.",
-     "tools": [{"type": "function", "name": "move", "parameters": SCHEMA, "strict": True}]},
+    {
+        "type": "namespace",
+        "name": "mcp__games",
+        "description": "Games.",
+        "tools": [{"type": "function", "name": "move", "parameters": SCHEMA, "strict": True}],
+    },
     {"type": "custom", "name": "apply_patch", "description": "Patch.", "format": {"type": "text"}},
     {"type": "web_search", "external_web_access": True},
     {"type": "local_shell"},
-]  # fmt: skip
+]
 
 
 def claude(gateway: GatewayProcess, opened: dict[str, Any]) -> anthropic.Anthropic:
@@ -46,7 +52,15 @@ def completion(message: dict[str, Any]) -> dict[str, Any]:
 
 def recorded(request: dict[str, Any], message: dict[str, Any]) -> ExchangeRecorded:
     return ExchangeRecorded(
-        project="p", trajectory="t", seq=0, model="m", policy_version="m@0", step=0,
-        request=Raw(json.dumps(request).encode()), response=Raw(json.dumps(completion(message)).encode()),
-        prompt_ids=b"", sampled_ids=b"", logprobs=b"",
-    )  # fmt: skip
+        project="p",
+        trajectory="t",
+        seq=0,
+        model="m",
+        policy_version="m@0",
+        step=0,
+        request=Raw(json.dumps(request).encode()),
+        response=Raw(json.dumps(completion(message)).encode()),
+        prompt_ids=b"",
+        sampled_ids=b"",
+        logprobs=b"",
+    )

@@ -29,31 +29,45 @@ from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.dialects.kit import recorded
 
 ODD = (
-    "1e400", "1" + "0" * 30, '"\\ud83d"', "5", "-1", "0.5", '"x"', '""', "[]", "[[]]", "[5]", "{}", '{"a":5}', "null",
-    "true", "[" * 150 + "]" * 150, '{"a":' * 150 + "1" + "}" * 150, '"{\\"a\\": 1e400}"',
-)  # fmt: skip
+    "1e400",
+    "1" + "0" * 30,
+    '"\\ud83d"',
+    "5",
+    "-1",
+    "0.5",
+    '"x"',
+    '""',
+    "[]",
+    "[[]]",
+    "[5]",
+    "{}",
+    '{"a":5}',
+    "null",
+    "true",
+    "[" * 150 + "]" * 150,
+    '{"a":' * 150 + "1" + "}" * 150,
+    '"{\\"a\\": 1e400}"',
+)
 """JSON in the place of something else."""
 
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "exec", "arguments": '{"a": 1}'}}
 LOGPROBS = {"content": [{"token": "a", "logprob": -0.5, "bytes": [1], "top_logprobs": []}]}
-USAGE = {
-    "prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1},
-}  # fmt: skip
-HEAD = {
-    "id": "chatcmpl-7f",
-    "object": "chat.completion",
-    "created": 7,
-    "model": "m@0",
-    "prompt_token_ids": [1, 2],
-}
+USAGE = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}
+HEAD = {"id": "chatcmpl-7f", "object": "chat.completion", "created": 7, "model": "m@0", "prompt_token_ids": [1, 2]}
 REPLY = {
     **HEAD,
-    "choices": [{
-        "index": 0, "finish_reason": "stop", "stop_reason": None, "token_ids": [7], "logprobs": LOGPROBS,
-        "message": {"role": "assistant", "content": "a", "reasoning": "b", "tool_calls": [CALLED, CALLED]},
-    }],
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "token_ids": [7],
+            "logprobs": LOGPROBS,
+            "message": {"role": "assistant", "content": "a", "reasoning": "b", "tool_calls": [CALLED, CALLED]},
+        }
+    ],
     "usage": USAGE,
-}  # fmt: skip
+}
 
 
 def chunk(delta: Any, finish: str | None = None, **more: Any) -> dict[str, Any]:
@@ -62,47 +76,82 @@ def chunk(delta: Any, finish: str | None = None, **more: Any) -> dict[str, Any]:
 
 
 STREAM = [
-    chunk({"role": "assistant", "content": ""}), chunk({"content": "a"}), chunk({"reasoning": "b"}),
-    chunk({"tool_calls": [{"index": 0, **CALLED}]}), chunk({}, "stop", usage=USAGE),
+    chunk({"role": "assistant", "content": ""}),
+    chunk({"content": "a"}),
+    chunk({"reasoning": "b"}),
+    chunk({"tool_calls": [{"index": 0, **CALLED}]}),
+    chunk({}, "stop", usage=USAGE),
     {**HEAD, "choices": [], "usage": USAGE},
     {"error": {"message": "x", "code": 500}},
-]  # fmt: skip
+]
 
 TOOL = {"name": "exec", "description": "Runs.", "input_schema": {"type": "object"}}
 HISTORY = [
-    {"role": "system", "content": "Be safe."}, {"role": "user", "content": [{"type": "text", "text": "go"}]},
+    {"role": "system", "content": "Be safe."},
+    {"role": "user", "content": [{"type": "text", "text": "go"}]},
     {"role": "assistant", "content": None, "reasoning": "b", "tool_calls": [CALLED]},
     {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
-]  # fmt: skip
+]
 BLOCKS = [
     {"role": "user", "content": "go"},
-    {"role": "assistant", "content": [
-        {"type": "thinking", "thinking": "b"}, {"type": "tool_use", "id": "u", "name": "exec", "input": {"a": 1}},
-    ]},
-    {"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "u", "content": [{"type": "text", "text": "ok"}]}
-    ]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "b"},
+            {"type": "tool_use", "id": "u", "name": "exec", "input": {"a": 1}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "u", "content": [{"type": "text", "text": "ok"}]}],
+    },
     {"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL}}]},
-]  # fmt: skip
+]
 ITEMS = [
     {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be safe."}]},
     {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "b"}]},
     {"type": "function_call", "call_id": "c", "name": "exec", "arguments": "{}"},
     {"type": "function_call_output", "call_id": "c", "output": "ok"},
-]  # fmt: skip
+]
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat": (read_chat, {"model": "m", "messages": HISTORY,
-                         "tools": [{"type": "function", "function": {"name": "exec"}}],
-                         "tool_choice": "auto", "n": 1, "metadata": {"a": 1}, "response_format": {"type": "text"}}),
+    "chat": (
+        read_chat,
+        {
+            "model": "m",
+            "messages": HISTORY,
+            "tools": [{"type": "function", "function": {"name": "exec"}}],
+            "tool_choice": "auto",
+            "n": 1,
+            "metadata": {"a": 1},
+            "response_format": {"type": "text"},
+        },
+    ),
     "completions": (read_completion, {"model": "m", "prompt": ["a"], "n": 1}),
-    "messages": (MessagesTranslation, {"model": "m", "max_tokens": 5, "system": [{"type": "text", "text": "s"}],
-                                       "messages": BLOCKS, "tools": [TOOL], "tool_choice": {"type": "auto"},
-                                       "output_config": {"format": {"type": "json_schema", "schema": {}}}}),
-    "responses": (ResponsesTranslation, {"model": "m", "input": ITEMS, "instructions": "s", "metadata": {"a": 1},
-                                         "tools": [{"type": "function", "name": "exec", "parameters": {}}],
-                                         "tool_choice": {"type": "function", "name": "exec"},
-                                         "text": {"format": {"type": "text"}}}),
-}  # fmt: skip
+    "messages": (
+        MessagesTranslation,
+        {
+            "model": "m",
+            "max_tokens": 5,
+            "system": [{"type": "text", "text": "s"}],
+            "messages": BLOCKS,
+            "tools": [TOOL],
+            "tool_choice": {"type": "auto"},
+            "output_config": {"format": {"type": "json_schema", "schema": {}}},
+        },
+    ),
+    "responses": (
+        ResponsesTranslation,
+        {
+            "model": "m",
+            "input": ITEMS,
+            "instructions": "s",
+            "metadata": {"a": 1},
+            "tools": [{"type": "function", "name": "exec", "parameters": {}}],
+            "tool_choice": {"type": "function", "name": "exec"},
+            "text": {"format": {"type": "text"}},
+        },
+    ),
+}
 KINDS: tuple[type[Translation], ...] = (MessagesTranslation, ResponsesTranslation)
 
 

@@ -35,10 +35,7 @@ async def test_where_vllm_answers_the_gateway_does(gateway: GatewayProcess, vllm
                     reply = client.post(prefix + path, json={"model": model, **body})
                     assert (reply.status_code, reply.json()) == (200, wanted)
         assert client.post("/tokenize", json={"model": "nope", "prompt": "x"}).status_code == 404
-        for url in (
-            f"{gateway.url}/v1/messages/count_tokens",
-            f"{gateway.url}/t/aside/v1/messages/count_tokens",
-        ):
+        for url in (f"{gateway.url}/v1/messages/count_tokens", f"{gateway.url}/t/aside/v1/messages/count_tokens"):
             reply = httpx.post(url, json={"model": "tictactoe", "messages": messages}, timeout=60)
             assert reply.json() == {"input_tokens": 4}
     ask: Any = {"model": "tictactoe", "system": "Play.", "messages": messages}
@@ -92,9 +89,13 @@ async def test_tools_of_namespaces_are_called_by_their_own_names(
     opened = gateway.open(id="codex")
     history: list[Any] = [{"role": "user", "content": "a1=."}]
     body = {
-        "model": "tictactoe", "tools": CODEX, "max_output_tokens": 150, "stream": stream, **NO_SPACE,
+        "model": "tictactoe",
+        "tools": CODEX,
+        "max_output_tokens": 150,
+        "stream": stream,
+        **NO_SPACE,
         "tool_choice": {"type": "function", "name": "move"},
-    }  # fmt: skip
+    }
     for _ in range(2):
         reply = httpx.post(f"{opened['base_url']}/responses", json={**body, "input": history}, timeout=60)
         assert reply.status_code == 200, reply.text
@@ -126,10 +127,7 @@ async def test_a_tools_type_ends_no_header(gateway: GatewayProcess, stream: bool
         reply = client.post("/v1/responses", json=body)
         assert reply.status_code == 200, reply.text
         shown = reply.headers["x-journeywork-left-out"].split(", ")
-        assert shown[:2] == [
-            "computer??content-length??0????HTTP?1.1?200?OK??content-length??",
-            "web_search?",
-        ]
+        assert shown[:2] == ["computer??content-length??0????HTTP?1.1?200?OK??content-length??", "web_search?"]
         assert len(shown) == 16
         assert max(map(len, shown)) == 64
         assert client.get("/health").json() != "forged"

@@ -25,9 +25,7 @@ from rollout_gateway.http.errors import ApiError
     ],
 )
 @pytest.mark.parametrize("seed", [b"9" * 5000, b"9223372036854775808", b"1.5", b'"x"'])
-def test_a_seed_must_be_a_64_bit_integer(
-    read: Callable[[bytes], object], prompt: dict[str, Any], seed: bytes
-) -> None:
+def test_a_seed_must_be_a_64_bit_integer(read: Callable[[bytes], object], prompt: dict[str, Any], seed: bytes) -> None:
     body = {"model": "m", **prompt}
     read(msgspec.json.encode({**body, "seed": -(2**63)}))
     read(msgspec.json.encode({**body, "seed": None}))
@@ -39,15 +37,13 @@ def test_a_seed_must_be_a_64_bit_integer(
 
 def test_the_experts_of_an_answer_are_kept_and_not_shown_to_the_client() -> None:
     experts = b"\x93NUMPY and so on"
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": {"content": "x"},
-        "token_ids": [7],
-        "finish_reason": "stop",
-    }
+    choice: dict[str, Any] = {"index": 0, "message": {"content": "x"}, "token_ids": [7], "finish_reason": "stop"}
     call = read_chat(msgspec.json.encode({"model": "m", "messages": []}))
-    for field, kept in (({"routed_experts": base64.b64encode(experts).decode()}, experts),
-                        ({"routed_experts": None}, b""), ({}, b"")):  # fmt: skip
+    for field, kept in (
+        ({"routed_experts": base64.b64encode(experts).decode()}, experts),
+        ({"routed_experts": None}, b""),
+        ({}, b""),
+    ):
         body = msgspec.json.encode({"id": "a", "prompt_token_ids": [5, 6], "choices": [choice | field]})
         answer = read_answer(body, call)
         assert answer.choices[0].experts == kept
@@ -60,6 +56,4 @@ def test_logprobs_of_a_chat_completion_are_true_or_false(number: int) -> None:
     with pytest.raises(ApiError) as refused:
         read_chat(msgspec.json.encode({"model": "m", "messages": [], "logprobs": number}))
     assert (refused.value.status, refused.value.param) == (400, "logprobs")
-    assert read_completion(
-        msgspec.json.encode({"model": "m", "prompt": "x", "logprobs": number})
-    ).params.wants_logprobs
+    assert read_completion(msgspec.json.encode({"model": "m", "prompt": "x", "logprobs": number})).params.wants_logprobs

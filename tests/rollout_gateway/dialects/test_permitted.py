@@ -21,26 +21,48 @@ from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.kit import ASK
 
 REFUSED: dict[str, Any] = {
-    "chat_template": "{{ 7 * 7 }}", "kv_transfer_params": {"do_remote_decode": True}, "priority": -1000,
-    "mm_processor_kwargs": {}, "prompt_embeds": "AA==", "request_id": "r", "vllm_xargs": {}, "cache_salt": "s",
-    "use_beam_search": True, "prompt_logprobs": 20, "temprature": 1,
-}  # fmt: skip
+    "chat_template": "{{ 7 * 7 }}",
+    "kv_transfer_params": {"do_remote_decode": True},
+    "priority": -1000,
+    "mm_processor_kwargs": {},
+    "prompt_embeds": "AA==",
+    "request_id": "r",
+    "vllm_xargs": {},
+    "cache_salt": "s",
+    "use_beam_search": True,
+    "prompt_logprobs": 20,
+    "temprature": 1,
+}
 DROPPED: dict[str, Any] = {"user": "u", "store": True, "metadata": {"a": "b"}, "priority": None}
 
 
 CLAUDE: Any = {"model": "tictactoe", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
 OF_CLAUDE_CODE: Any = {
-    "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"}, "context_management": {"edits": []},
-    "output_config": {"effort": "high"}, "temperature": 1, "stream": True, "service_tier": "auto",
+    "metadata": {"user_id": "u"},
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": []},
+    "output_config": {"effort": "high"},
+    "temperature": 1,
+    "stream": True,
+    "service_tier": "auto",
     "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
-}  # fmt: skip
+}
 """Fields that Claude Code sends."""
 CODEX: Any = {"model": "tictactoe", "input": "x"}
 OF_CODEX: Any = {
-    "instructions": "x", "tools": [], "tool_choice": "auto", "parallel_tool_calls": False, "reasoning": None,
-    "store": False, "stream": True, "include": [], "prompt_cache_key": "k", "text": {"verbosity": "low"},
-    "client_metadata": {"a": "b"}, "service_tier": "auto",
-}  # fmt: skip
+    "instructions": "x",
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": None,
+    "store": False,
+    "stream": True,
+    "include": [],
+    "prompt_cache_key": "k",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"a": "b"},
+    "service_tier": "auto",
+}
 """Fields that Codex CLI sends."""
 
 
@@ -89,11 +111,11 @@ def test_a_templates_arguments_replace_nothing(name: str) -> None:
 def test_media_come_from_the_hosts_of_the_setting(url: str, permitted: bool) -> None:
     rules = Permitted(media_domains=["images.example.com"])
     for part in (
-        {"type": "image_url", "image_url": {"url": url}}, {"type": "input_image", "image_url": url}, {"video_url": url},
-    ):  # fmt: skip
-        refused = check(rules, messages=[{"role": "user", "content": [{"type": "text", "text": url}, part]}])[
-            1
-        ]
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "input_image", "image_url": url},
+        {"video_url": url},
+    ):
+        refused = check(rules, messages=[{"role": "user", "content": [{"type": "text", "text": url}, part]}])[1]
         assert (refused == "") is permitted, part
         assert permitted or refused == "messages[0].content"
         # Without the setting, nothing is fetched.

@@ -28,12 +28,7 @@ def test_a_call_is_what_its_chat_request_reads_as() -> None:
         "input": "x",
         "tools": CODEX,
     }
-    message = {
-        "model": "m",
-        "max_tokens": 3,
-        "messages": [{"role": "user", "content": "x"}],
-        "logit_bias": {"1": 2},
-    }
+    message = {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": 2}}
     for translation in (
         ResponsesTranslation(json.dumps(body).encode()),
         MessagesTranslation(json.dumps(message).encode()),
@@ -76,10 +71,7 @@ def test_the_model_is_shown_only_allowed_tools() -> None:
     patch, move = {"type": "custom", "name": "apply_patch"}, {"type": "function", "name": "move"}
     for mode in ("auto", "required"):
         asked = chat(patch, {"type": "web_search"}, mode=mode)
-        assert ([tool["function"]["name"] for tool in asked["tools"]], asked["tool_choice"]) == (
-            ["apply_patch"],
-            mode,
-        )
+        assert ([tool["function"]["name"] for tool in asked["tools"]], asked["tool_choice"]) == (["apply_patch"], mode)
     asked = chat(patch, move | {"namespace": "mcp__games"})
     assert {tool["function"]["name"] for tool in asked["tools"]} == {"apply_patch", "mcp__games__move"}
     for wrong in (
@@ -110,9 +102,7 @@ def test_an_output_of_a_tool_that_the_model_is_not_shown_is_refused_with_the_rea
     ):
         with pytest.raises(ApiError, match=f"is not shown tools of type '{tool}'"):
             chat(f"{tool}_call", output)
-    assert (
-        chat("function_call", [{"type": "input_text", "text": "done"}])["messages"][-1]["content"] == "done"
-    )
+    assert chat("function_call", [{"type": "input_text", "text": "done"}])["messages"][-1]["content"] == "done"
     with pytest.raises(ApiError, match="output of call 'c'"):
         chat("function_call", 3)
 
@@ -129,8 +119,7 @@ def test_input_items_keep_their_reasoning_and_their_namespace() -> None:
 def test_reasoning_items_of_a_turn_are_one_message() -> None:
     """Around a search that OpenAI's server made, and after the text."""
     first, second = (
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
-        for text in ("Search.", "Found.")
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in ("Search.", "Found.")
     )
     items = [first, {"type": "web_search_call"}, second, {"role": "assistant", "content": "a1"}, second]
     body = {"model": "m", "input": items}
@@ -164,10 +153,7 @@ def test_a_call_that_is_cut_says_so_and_invents_nothing(cut: str | None) -> None
     assert "response.function_call_arguments.done" not in [e["type"] for e in events]
     assert events[-1]["type"] == "response.incomplete"
     response = events[-1]["response"]
-    assert (response["status"], response["incomplete_details"]) == (
-        "incomplete",
-        {"reason": "max_output_tokens"},
-    )
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     for item in (response["output"][0], events[-2]["item"]):
         assert (item["status"], item["arguments"]) == ("incomplete", cut or "")
     whole = streamed([call_delta('{"cell": "a1"}', name="move"), {}], "tool_calls", tools=[RESPONSE_TOOL])
@@ -175,12 +161,7 @@ def test_a_call_that_is_cut_says_so_and_invents_nothing(cut: str | None) -> None
 
 
 def test_a_custom_tool_gets_its_text() -> None:
-    deltas = [
-        call_delta(None, name="apply_patch"),
-        call_delta('{"input": "*** Be'),
-        call_delta('gin\\n"}'),
-        {},
-    ]
+    deltas = [call_delta(None, name="apply_patch"), call_delta('{"input": "*** Be'), call_delta('gin\\n"}'), {}]
     events = streamed(deltas, "tool_calls", tools=CODEX)
     (item,) = events[-1]["response"]["output"]
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", "*** Begin\n")
@@ -192,9 +173,7 @@ def test_a_custom_tool_gets_its_text() -> None:
     assert (result["role"], result["content"]) == ("tool", "ok")
 
 
-@pytest.mark.parametrize(
-    "body", [b"Internal Server Error", b'{"detail": "x"}', b'{"error": "x"}', b"\xff", b""]
-)
+@pytest.mark.parametrize("body", [b"Internal Server Error", b'{"detail": "x"}', b'{"error": "x"}', b"\xff", b""])
 def test_an_error_that_is_not_in_openais_format_reads_as_anthropics(body: bytes) -> None:
     told = json.loads(messages_error(body, 500))
     assert told["error"] == {"type": "api_error", "message": body.decode(errors="replace")}

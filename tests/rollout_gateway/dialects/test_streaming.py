@@ -13,10 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.dialects.streaming import _PIECE, StreamCapture
 
-MOVE: Any = {
-    "type": "function",
-    "function": {"name": "move", "strict": True, "parameters": {"type": "object"}},
-}
+MOVE: Any = {"type": "function", "function": {"name": "move", "strict": True, "parameters": {"type": "object"}}}
 HEAD = {"id": "c-1", "object": "chat.completion.chunk", "created": 7, "model": "m@0"}
 
 
@@ -27,18 +24,11 @@ def chunk(content: str, token: int, **more: Any) -> dict[str, Any]:
 
 
 def stream(*said: str) -> bytes:
-    role = {
-        "index": 0,
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     chunks = [{**HEAD, "choices": [role], "prompt_token_ids": [1, 2, 3]}]
     chunks += [chunk(content, number) for number, content in enumerate(said)]
     chunks += [chunk("", 99, finish_reason="stop", stop_reason=None)]
-    out = [
-        b"data: %b\n\n" % json.dumps(c, ensure_ascii=False, separators=(",", ":")).encode() for c in chunks
-    ]
+    out = [b"data: %b\n\n" % json.dumps(c, ensure_ascii=False, separators=(",", ":")).encode() for c in chunks]
     return b"".join([*out, b"data: [DONE]\n\n"])
 
 

@@ -46,15 +46,9 @@ def calls(draw: st.DrawFn) -> list[list[Delta]]:
         )
         names = cut(name, draw(st.lists(st.integers(0, 5), max_size=2)))
         pieces = [{"name": part} for part in names]
-        pieces += [
-            {"arguments": part} for part in cut(arguments, draw(st.lists(st.integers(0, 9), max_size=3)))
-        ]
-        identity = (
-            f"call_{number}" if way != "indexes" or draw(st.booleans()) else draw(st.sampled_from((None, "")))
-        )
-        deltas: list[Delta] = [
-            {"index": number if way == "indexes" else 0, "function": piece} for piece in pieces
-        ]
+        pieces += [{"arguments": part} for part in cut(arguments, draw(st.lists(st.integers(0, 9), max_size=3)))]
+        identity = f"call_{number}" if way != "indexes" or draw(st.booleans()) else draw(st.sampled_from((None, "")))
+        deltas: list[Delta] = [{"index": number if way == "indexes" else 0, "function": piece} for piece in pieces]
         for delta in deltas if way == "ids in each" else deltas[:1]:
             delta |= {"id": identity, "type": "function"}
         out.append(deltas)
@@ -68,9 +62,7 @@ def replies(draw: st.DrawFn) -> list[Delta]:
     """The deltas of a reply: those of each call in their order, by turns with text and reasoning."""
     ways = [[{"tool_calls": [delta]} for delta in deltas] for deltas in draw(calls())]
     texts = st.sampled_from(("a", "b c", "\n", "", "\n\n"))
-    ways.append(
-        draw(st.lists(st.fixed_dictionaries({}, optional={"content": texts, "reasoning": texts}), max_size=5))
-    )
+    ways.append(draw(st.lists(st.fixed_dictionaries({}, optional={"content": texts, "reasoning": texts}), max_size=5)))
     out: list[Delta] = []
     while ways := [way for way in ways if way]:
         out.append(draw(st.sampled_from(ways)).pop(0))
@@ -104,8 +96,7 @@ def ids(message: dict[str, Any]) -> list[str]:
 
 def chunks(deltas: list[Delta]) -> list[dict[str, Any]]:
     out = [
-        {**HEAD, "choices": [{"index": 0, "delta": d, "finish_reason": None}]}
-        for d in ({"role": "assistant"}, *deltas)
+        {**HEAD, "choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in ({"role": "assistant"}, *deltas)
     ]
     return [*out, {**HEAD, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
 
@@ -211,9 +202,7 @@ def test_a_client_sends_back_what_was_recorded(
     assert ids(said[0]) == ids(message)
 
     first = recorded(json.loads(sink._translation.call().body), message)
-    second = msgspec.structs.replace(
-        recorded(json.loads(call.body), {"role": "assistant", "content": "ok"}), seq=1
-    )
+    second = msgspec.structs.replace(recorded(json.loads(call.body), {"role": "assistant", "content": "ok"}), seq=1)
     (conversation,), _ = build_conversations([first, second])
     assert conversation.follow_up(conversation.replies[0]) == (USER,)
     waiting = CallMessages.read("", "m", [USER], []).with_answer(message).histories[-1]
@@ -235,11 +224,7 @@ def test_an_error_of_null_is_none_and_any_other_ends_the_stream() -> None:
         capture, events = failed(first, fine)
         assert capture.error is None
         assert events[-1]["type"] == "response.completed"
-    for error, code in (
-        ({"message": "x", "code": 400}, 400),
-        ({"message": "x", "code": "busy"}, 500),
-        ("x", 500),
-    ):
+    for error, code in (({"message": "x", "code": 400}, 400), ({"message": "x", "code": "busy"}, 500), ("x", 500)):
         capture, events = failed(first, {"error": error})
         assert capture.error is not None
         assert (capture.error.message, capture.error.code) == ("x", code)

@@ -43,9 +43,7 @@ def results(calls: int) -> list[dict[str, Any]]:
     return [{"role": "tool", "tool_call_id": f"call_{i}", "content": "ok"} for i in range(calls)]
 
 
-turns = st.tuples(st.text(max_size=20), st.text(max_size=20), st.integers(0, 3)).filter(
-    lambda t: t[1] or t[2]
-)
+turns = st.tuples(st.text(max_size=20), st.text(max_size=20), st.integers(0, 3)).filter(lambda t: t[1] or t[2])
 
 
 @given(turns)
@@ -96,9 +94,7 @@ def test_reasoning_that_no_answer_followed_stays_a_turn() -> None:
         translated(ResponsesTranslation, input=[USER, stranger]).chat()
     sealed = base64.b64encode("é".encode()).decode()
     known = stranger | {"encrypted_content": sealed}
-    chat = translated(
-        ResponsesTranslation, input=[USER, known, {"role": "assistant", "content": "a1"}]
-    ).chat()
+    chat = translated(ResponsesTranslation, input=[USER, known, {"role": "assistant", "content": "a1"}]).chat()
     assert chat["messages"][1] == {"role": "assistant", "content": "a1", "reasoning": "é"}
 
 
@@ -145,8 +141,7 @@ def test_nothing_in_a_tool_result_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    [None, "AAAA", {}, {"type": "base64", "media_type": "image/png"}, {"type": "url"}, {"type": "file"}],
+    "source", [None, "AAAA", {}, {"type": "base64", "media_type": "image/png"}, {"type": "url"}, {"type": "file"}]
 )
 def test_an_image_without_data_is_refused_by_its_place(source: Any) -> None:
     image = {"type": "image", "source": source}
@@ -157,9 +152,7 @@ def test_an_image_without_data_is_refused_by_its_place(source: Any) -> None:
     assert str(refused.value.param).startswith("messages[1].content[1]")
 
 
-@pytest.mark.parametrize(
-    "part", [{"type": "input_file", "file_data": "AA"}, {"type": "input_image", "file_id": "f"}]
-)
+@pytest.mark.parametrize("part", [{"type": "input_file", "file_data": "AA"}, {"type": "input_image", "file_id": "f"}])
 def test_parts_of_responses_that_can_not_be_translated_are_refused(part: dict[str, Any]) -> None:
     for item in (
         {"role": "user", "content": [part]},
@@ -175,9 +168,7 @@ def test_a_deferred_tool_is_shown_where_a_search_found_it() -> None:
     def chat(*found: str) -> dict[str, Any]:
         references = [{"type": "tool_reference", "tool_name": name} for name in found]
         results = [{"type": "tool_result", "tool_use_id": "u", "content": references}]
-        return translated(
-            MessagesTranslation, messages=[{"role": "user", "content": results}], tools=tools
-        ).chat()
+        return translated(MessagesTranslation, messages=[{"role": "user", "content": results}], tools=tools).chat()
 
     asked = chat("move")
     assert [tool["function"]["name"] for tool in asked["tools"]] == ["exec"]
@@ -206,7 +197,7 @@ def test_tokens_that_vllm_counts_are_passed_on() -> None:
         ({}, 0, 0),
         ({"prompt_tokens_details": None, "completion_tokens_details": {"reasoning_tokens": None}}, 0, 0),
         ({"prompt_tokens_details": {"cached_tokens": 16}, "completion_tokens_details": {"reasoning_tokens": 5}}, 16, 5),
-    ):  # fmt: skip
+    ):
         told = answer | {"usage": answer["usage"] | details}
         usage = translated(ResponsesTranslation, input="go").answer(told)["usage"]
         assert usage["input_tokens_details"] == {"cached_tokens": cached}

@@ -41,9 +41,7 @@ async def run(start: StartGateway, program: Sequence[str], folder: Path, model: 
     """Run a program that names no run, and return what it printed."""
     await model.start()
     try:
-        gateway = await anyio.to_thread.run_sync(
-            lambda: start(urls=(model.url,), **{"detection.enabled": True})
-        )
+        gateway = await anyio.to_thread.run_sync(lambda: start(urls=(model.url,), **{"detection.enabled": True}))
         env = client_environment({"base_url": f"{gateway.url}/v1", "api_key": "none"})
         env["AGENT_FOLDER"] = str(folder)
         done = await anyio.to_thread.run_sync(

@@ -24,9 +24,25 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of vLLM's imports."""
 
 TEMPLATES = (
-    "qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_6", "qwen3_8", "qwen3_5_think", "gemma", "gemma3", "gemma4_v5",
-    "llama3_1", "cohere", "cohere2", "glm4moe", "deepseekv3", "phi3_5", "gptoss", "nemotron_3_nano", "lfm2_v2",
-)  # fmt: skip
+    "qwen2_5",
+    "qwen3",
+    "qwen3_instruct_2507",
+    "qwen3_6",
+    "qwen3_8",
+    "qwen3_5_think",
+    "gemma",
+    "gemma3",
+    "gemma4_v5",
+    "llama3_1",
+    "cohere",
+    "cohere2",
+    "glm4moe",
+    "deepseekv3",
+    "phi3_5",
+    "gptoss",
+    "nemotron_3_nano",
+    "lfm2_v2",
+)
 """System first or an error, no system, roles that alternate or an error, a developer of its own, none of these."""
 
 PARAMETERS = {"type": "object", "properties": {"cmd": {"type": "string"}}}
@@ -54,12 +70,17 @@ CLAUDE_CODE: dict[str, dict[str, Any]] = {
     "inline system without system": {"messages": [HELLO, said(text("Hi")), REMINDER, HELLO]},
     "inline attribution": {"messages": [{"role": "system", "content": [BILLING]}, HELLO]},
     "tool use": {
-        "system": [SYSTEM], "tools": [TOOL],
+        "system": [SYSTEM],
+        "tools": [TOOL],
         "messages": [HELLO, said(text("See"), USE), {"role": "user", "content": [RESULT, text("go on")]}],
     },
     "null fields": {
-        "system": None, "tools": [TOOL | {"description": None, "strict": None, "defer_loading": None}],
-        "stop_sequences": None, "temperature": None, "stream": None, "output_config": {"format": None},
+        "system": None,
+        "tools": [TOOL | {"description": None, "strict": None, "defer_loading": None}],
+        "stop_sequences": None,
+        "temperature": None,
+        "stream": None,
+        "output_config": {"format": None},
         "tool_choice": {"type": "auto", "name": None, "disable_parallel_tool_use": None},
         "messages": [{"role": "user", "content": [text("Hello") | {"id": None, "name": None, "thinking": None}]}],
     },
@@ -69,12 +90,23 @@ CLAUDE_CODE: dict[str, dict[str, Any]] = {
     "empty user": {"messages": [HELLO, said(text("Hi")), {"role": "user", "content": []}, HELLO]},
     "a tool is added": {
         "tools": [TOOL],
-        "messages": [HELLO, said(text("Hi")), {"role": "system", "content": [
-            {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL | {"name": "Grep"}}},
-            {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Bash"}},
-        ]}, HELLO],
+        "messages": [
+            HELLO,
+            said(text("Hi")),
+            {
+                "role": "system",
+                "content": [
+                    {
+                        "type": "tool_addition",
+                        "tool": {"type": "tool_definition", "definition": TOOL | {"name": "Grep"}},
+                    },
+                    {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Bash"}},
+                ],
+            },
+            HELLO,
+        ],
     },
-}  # fmt: skip
+}
 
 FUNCTION = {"type": "function", "name": "shell", "parameters": PARAMETERS, "strict": False}
 DEVELOPER = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be safe."}]}
@@ -98,13 +130,14 @@ CODEX: dict[str, dict[str, Any]] = {
     "developer alone": {"input": [DEVELOPER, ASKED]},
     "system first": {"input": [{"role": "system", "content": "Be safe."}, {"role": "user", "content": "Hello"}]},
     "tool use": {
-        "instructions": "You are Codex.", "tools": [FUNCTION],
+        "instructions": "You are Codex.",
+        "tools": [FUNCTION],
         "input": [DEVELOPER, ASKED, thought("Well"), answered("See"), CALLED, OUTPUT],
     },
     "text after a call": {"tools": [FUNCTION], "input": [ASKED, CALLED, answered("See"), OUTPUT]},
     "reasoning after text": {"input": [ASKED, answered("See"), thought("Well"), ASKED]},
     "reasoning alone": {"input": [ASKED, thought("Well"), ASKED]},
-}  # fmt: skip
+}
 
 
 @cache
@@ -135,10 +168,15 @@ def rendered(name: str, messages: list[Any], tools: list[dict[str, Any]] | None)
         conversation, _, _ = parse_chat_messages(messages, MODEL, form)
         return str(
             safe_apply_chat_template(
-                MODEL, _tokenizer(), conversation, tools=tools, chat_template=template(name), tokenize=False,
+                MODEL,
+                _tokenizer(),
+                conversation,
+                tools=tools,
+                chat_template=template(name),
+                tokenize=False,
                 add_generation_prompt=True,
             )
-        )  # fmt: skip
+        )
     except VLLMValidationError:
         return None
 
@@ -165,9 +203,7 @@ def vllm_responses(name: str, body: dict[str, Any]) -> str | None:
     from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
     request = ResponsesRequest.model_validate(deepcopy(body))
-    messages = construct_input_messages(
-        request_instructions=request.instructions, request_input=request.input
-    )
+    messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
     return rendered(name, messages, construct_tool_dicts(request.tools, request.tool_choice))
 
 

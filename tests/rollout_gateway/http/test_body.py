@@ -89,8 +89,7 @@ def test_lists_and_objects_have_a_bound_of_their_own() -> None:
 JSON = st.recursive(
     st.none() | st.integers() | st.text(alphabet='a\\",[]{}é:', max_size=5),
     lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(alphabet='"\\,{', max_size=3), inner, max_size=4)
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='"\\,{', max_size=3), inner, max_size=4)
     ),
     max_leaves=20,
 )

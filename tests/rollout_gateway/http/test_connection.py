@@ -79,9 +79,7 @@ async def test_trailers_are_dropped() -> None:
 
     head = CHUNKED.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer agent\r\nConnection: close\r\n\r\n")
     async with serve(look) as port:
-        said = await spoken(
-            port, head + b"2\r\nok\r\n0\r\nAuthorization: Bearer boss\r\nX-Api-Key: boss\r\n\r\n"
-        )
+        said = await spoken(port, head + b"2\r\nok\r\n0\r\nAuthorization: Bearer boss\r\nX-Api-Key: boss\r\n\r\n")
     assert answers(said) == [b"200 ok"]
     assert (seen[0][b"authorization"], b"x-api-key" in seen[0]) == (b"Bearer agent", False)
 
@@ -123,8 +121,7 @@ async def test_a_header_that_says_whose_a_request_is_comes_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "coding",
-    [b"gzip, chunked", b"identity, chunked", b"chunked, chunked", b"gzip", b"chunked\x0b", b"chunked x"],
+    "coding", [b"gzip, chunked", b"identity, chunked", b"chunked, chunked", b"gzip", b"chunked\x0b", b"chunked x"]
 )
 async def test_a_transfer_coding_other_than_chunked_is_refused(coding: bytes) -> None:
     """And what follows it is not read as a request."""
@@ -186,8 +183,7 @@ async def test_a_fault_of_the_handler_is_a_500_and_the_next_request_is_answered(
 
 
 @pytest.mark.parametrize(
-    "header",
-    [(b"x-types", b"a\r\ncontent-length: 0\r\n\r\nHTTP/1.1 200 OK\r\n\r\nforged"), (b"x: forged", b"")],
+    "header", [(b"x-types", b"a\r\ncontent-length: 0\r\n\r\nHTTP/1.1 200 OK\r\n\r\nforged"), (b"x: forged", b"")]
 )
 async def test_nothing_is_sent_of_an_answer_with_an_invalid_header(header: tuple[bytes, bytes]) -> None:
     """It is an error of the gateway, so it is on its log, and the connection ends."""
@@ -292,9 +288,7 @@ async def test_the_oldest_idle_connection_makes_room() -> None:
                         assert await until_closed(second) == b""
                         await third.send(get % b"slow")
                         async with await connect(get % b"slow") as fourth:
-                            assert (
-                                await until_closed(half) == b""
-                            )  # none is idle: the oldest unfinished request
+                            assert await until_closed(half) == b""  # none is idle: the oldest unfinished request
                             async with await anyio.connect_tcp("127.0.0.1", port) as fifth:
                                 assert (await until_closed(fifth))[9:12] == b"503"  # all are being answered
                             go.set()
@@ -347,10 +341,7 @@ async def test_bodies_that_are_not_whole_have_a_bound_together() -> None:
         return stream
 
     with anyio.fail_after(60):
-        async with (
-            serve(back, max_body_bytes=size, max_buffered_bytes=250_000) as port,
-            AsyncExitStack() as stack,
-        ):
+        async with serve(back, max_body_bytes=size, max_buffered_bytes=250_000) as port, AsyncExitStack() as stack:
             for _ in range(3):
                 first, second, last = [await begun(port, stack) for _ in range(3)]
                 for stream in (last, first, second):
@@ -369,9 +360,7 @@ async def test_bodies_that_are_not_whole_have_a_bound_together() -> None:
 
 
 async def test_an_owner_that_fills_the_bound_with_bodies_that_do_not_end_holds_up_itself() -> None:
-    head = (
-        b"POST / HTTP/1.1\r\nHost: x\r\nX-Owner: %b\r\nExpect: 100-continue\r\nContent-Length: 200000\r\n\r\n"
-    )
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nX-Owner: %b\r\nExpect: 100-continue\r\nContent-Length: 200000\r\n\r\n"
     part = b"x" * 100_000
 
     async def back(request: Request) -> None:
@@ -387,10 +376,7 @@ async def test_an_owner_that_fills_the_bound_with_bodies_that_do_not_end_holds_u
         return stream
 
     with anyio.fail_after(60):
-        async with (
-            serve(back, max_body_bytes=200_000, max_buffered_bytes=350_000) as port,
-            AsyncExitStack() as stack,
-        ):
+        async with serve(back, max_body_bytes=200_000, max_buffered_bytes=350_000) as port, AsyncExitStack() as stack:
             stalled = [await begun(b"attacker") for _ in range(3)]
             honest = await begun(b"honest")
             assert (await stalled[2].receive()).startswith(b"HTTP/1.1 503 ")

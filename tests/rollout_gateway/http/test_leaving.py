@@ -57,9 +57,7 @@ async def test_clients_that_leave_at_once_hold_no_server(
             assert {e.status for e in await exchanges(broker, "left")} <= {"cancelled"}
 
 
-async def test_stopping_cuts_calls_with_an_error(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
-) -> None:
+async def test_stopping_cuts_calls_with_an_error(start_gateway_alone: StartGateway, nats_config: NatsConfig) -> None:
     with Mortal() as server:
         gateway = start_gateway_alone(urls=(server.url,), drain_s=1.0)
         gateway.open(id="cut")
@@ -88,9 +86,7 @@ async def test_stopping_cuts_calls_with_an_error(
 
 
 @pytest.mark.vllm
-async def test_a_stream_that_is_cut_ends_with_an_error_event(
-    start_gateway: StartGateway, broker: Broker
-) -> None:
+async def test_a_stream_that_is_cut_ends_with_an_error_event(start_gateway: StartGateway, broker: Broker) -> None:
     gateway = start_gateway(drain_s=0.0)
     gateway.open(id="cut")
     assert gateway.process is not None

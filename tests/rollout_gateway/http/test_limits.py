@@ -45,9 +45,7 @@ async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(
         list(client.chat.completions.create(**slow, stream=True))
     assert broken.value.code == "upstream_timeout"
     events = await exchanges(broker, "slow")
-    assert {(e.seq, e.status, e.policy_version) for e in events} == {
-        (seq, "failed", "tictactoe@0") for seq in (0, 1)
-    }
+    assert {(e.seq, e.status, e.policy_version) for e in events} == {(seq, "failed", "tictactoe@0") for seq in (0, 1)}
     assert events[0].sampled_ids == b""
     assert all(len(e.sampled_ids) == len(e.logprobs) < 4 * 240 for e in events[1:])
     assert gateway.complete("slow", outcome="no_result").json()["exchanges"] == len(events)
@@ -67,9 +65,7 @@ async def begun(server: FakeVllm, client: openai.AsyncOpenAI) -> asyncio.Future[
     return calls
 
 
-async def test_calls_beyond_the_bound_are_told_to_wait(
-    start_gateway_alone: StartGateway, fake_vllm: FakeVllm
-) -> None:
+async def test_calls_beyond_the_bound_are_told_to_wait(start_gateway_alone: StartGateway, fake_vllm: FakeVllm) -> None:
     gateway = start_gateway_alone(urls=(fake_vllm.url,), max_calls=2)
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
         calls = await begun(fake_vllm, client)
@@ -175,9 +171,7 @@ def test_a_large_body_is_paid_for_before_it_is_read(start_front: StartGateway) -
     gateway.restart()
     token = Caller(gateway, "small").open(id="late")["api_key"]
     gateway.restart()
-    with httpx.Client(
-        base_url=gateway.url, timeout=60, headers={"authorization": f"Bearer {token}"}
-    ) as client:
+    with httpx.Client(base_url=gateway.url, timeout=60, headers={"authorization": f"Bearer {token}"}) as client:
         assert [client.post(chat, content=large).status_code for _ in range(2)] == [400, 429]
 
 

@@ -19,9 +19,7 @@ class Head:
 
     def __init__(self, method: str = "POST", **headers: str) -> None:
         self.method, self.server = method, "127.0.0.1:8700"
-        self.headers = {
-            name.replace("_", "-").encode(): value.encode("latin-1") for name, value in headers.items()
-        }
+        self.headers = {name.replace("_", "-").encode(): value.encode("latin-1") for name, value in headers.items()}
 
 
 def checked(config: GatewayConfig, **head: Any) -> int:
@@ -71,7 +69,7 @@ LOOPBACK = GatewayConfig()
         (GatewayConfig(host="0.0.0.0", http=HttpConfig(hosts=("gateway",))), "10.0.0.7:8080", 200),
         (GatewayConfig(host="0.0.0.0", http=HttpConfig(hosts=("gateway",))), "anything", 421),
     ],
-)  # fmt: skip
+)
 def test_the_name_has_to_be_ours(config: GatewayConfig, host: str, status: int) -> None:
     assert checked(config, host=host) == status
 
@@ -91,7 +89,7 @@ def test_the_name_has_to_be_ours(config: GatewayConfig, host: str, status: int) 
         ({"sec_fetch_site": "same-origin"}, 200),
         ({}, 200),
     ],
-)  # fmt: skip
+)
 def test_a_foreign_page_is_refused(head: dict[str, str], status: int) -> None:
     assert checked(LOOPBACK, host="localhost:8700", **head) == status
 
@@ -107,7 +105,7 @@ PUBLIC = "https://gw.example/jw"
         (LOOPBACK, {"host": "in", "x_forwarded_host": "evil.example", "forwarded": "host=evil.example"}, "http://in"),
         (GatewayConfig(public_url=PUBLIC + "/"), {"host": "in"}, PUBLIC),
     ],
-)  # fmt: skip
+)
 def test_the_url_that_clients_reach(config: GatewayConfig, head: dict[str, str], url: str) -> None:
     request: Any = Head(**head)
     assert OriginPolicy(config).base_url(request) == url

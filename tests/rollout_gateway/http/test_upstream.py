@@ -14,10 +14,19 @@ from rollout_gateway.http.upstream import Upstream, UpstreamError, UpstreamTimeo
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize(("url", "key"), [
-    ("http://a/x y", ""), ("http://a/\x0b", ""), ("http://a\x0b/", ""), ("http://a", "k\r\nX: y"),
-    ("http://a:70000", ""), ("http://a:b@c", "k"), ("ftp://a", ""), ("http://", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("http://a/x y", ""),
+        ("http://a/\x0b", ""),
+        ("http://a\x0b/", ""),
+        ("http://a", "k\r\nX: y"),
+        ("http://a:70000", ""),
+        ("http://a:b@c", "k"),
+        ("ftp://a", ""),
+        ("http://", ""),
+    ],
+)
 async def test_a_url_or_key_that_can_not_be_sent_is_refused(url: str, key: str) -> None:
     with pytest.raises(ValueError):
         Upstream(url, api_key=key)
@@ -68,9 +77,7 @@ async def test_the_api_key_goes_with_every_request_and_into_no_error() -> None:
     assert "sk-secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "said", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"]
-)
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"])
 async def test_a_reply_that_is_not_complete_in_time_is_a_timeout(said: bytes) -> None:
     async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(said)

@@ -45,13 +45,7 @@ class Provider:
         """Numbers of the requests whose client left."""
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._app,
-                host="127.0.0.1",
-                port=0,
-                log_config=None,
-                lifespan="off",
-                ws="none",
-                interface="asgi3",
+                self._app, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none", interface="asgi3"
             )
         )
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -91,10 +85,13 @@ class Provider:
         leaving.add_done_callback(lambda _: self.broke.append(number))
         if reply.body and isinstance(reply.body[0], float):
             await asyncio.sleep(reply.body[0])
-        await send({
-            "type": "http.response.start", "status": reply.status,
-            "headers": [(b"content-type", reply.kind.encode()), *more_headers],
-        })  # fmt: skip
+        await send(
+            {
+                "type": "http.response.start",
+                "status": reply.status,
+                "headers": [(b"content-type", reply.kind.encode()), *more_headers],
+            }
+        )
         for part in reply.body:
             if part is None:
                 return
@@ -130,15 +127,16 @@ USAGE = {
 
 def completion(text: str = "the answer", **more: Any) -> dict[str, Any]:
     message = {"role": "assistant", "content": text, "reasoning_content": "thought", **more}
-    choice = {
-        "index": 0,
-        "message": message,
-        "finish_reason": "tool_calls" if more.get("tool_calls") else "stop",
-    }
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if more.get("tool_calls") else "stop"}
     return {
-        "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "big-2026", "choices": [choice],
-        "usage": USAGE, "service_tier": "default",
-    }  # fmt: skip
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "big-2026",
+        "choices": [choice],
+        "usage": USAGE,
+        "service_tier": "default",
+    }
 
 
 def chunks(text: str = "the answer", usage: bool = True) -> list[Any]:
@@ -149,34 +147,35 @@ def chunks(text: str = "the answer", usage: bool = True) -> list[Any]:
 
     pieces = [chunk(content=word) for word in re.findall(r"\S+\s*", text)]
     calls = [
-        chunk(tool_calls=[
-            {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}
-        ]),
+        chunk(
+            tool_calls=[{"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}]
+        ),
         chunk(tool_calls=[{"index": 0, "function": {"arguments": '{"at":'}}]),
         chunk(tool_calls=[{"index": 0, "function": {"arguments": '"a1"}'}}]),
-    ]  # fmt: skip
-    last = [{**head, "choices": [], "usage": USAGE}] if usage else []
-    return [
-        chunk(role="assistant", content=""),
-        *pieces,
-        *calls,
-        chunk("tool_calls"),
-        *last,
-        b"data: [DONE]\n\n",
     ]
+    last = [{**head, "choices": [], "usage": USAGE}] if usage else []
+    return [chunk(role="assistant", content=""), *pieces, *calls, chunk("tool_calls"), *last, b"data: [DONE]\n\n"]
 
 
 MESSAGE: Any = {
-    "id": "msg_1", "type": "message", "role": "assistant", "model": "big-2026", "stop_reason": "tool_use",
+    "id": "msg_1",
+    "type": "message",
+    "role": "assistant",
+    "model": "big-2026",
+    "stop_reason": "tool_use",
     "stop_sequence": None,
     "content": [
-        {"type": "thinking", "thinking": "thought", "signature": "c2ln"}, {"type": "text", "text": "the answer"},
+        {"type": "thinking", "thinking": "thought", "signature": "c2ln"},
+        {"type": "text", "text": "the answer"},
         {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "a1"}},
     ],
     "usage": {
-        "input_tokens": 50, "cache_read_input_tokens": 40, "cache_creation_input_tokens": 10, "output_tokens": 20,
+        "input_tokens": 50,
+        "cache_read_input_tokens": 40,
+        "cache_creation_input_tokens": 10,
+        "output_tokens": 20,
     },
-}  # fmt: skip
+}
 
 
 def message_events() -> list[Any]:
@@ -190,9 +189,10 @@ def message_events() -> list[Any]:
         ],
     ]
     starts = [
-        {"type": "thinking", "thinking": "", "signature": ""}, {"type": "text", "text": ""},
+        {"type": "thinking", "thinking": "", "signature": ""},
+        {"type": "text", "text": ""},
         {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}},
-    ]  # fmt: skip
+    ]
     events: list[Any] = [
         {"type": "message_start", "message": {**MESSAGE, "content": [], "stop_reason": None, "usage": usage}},
         {"type": "ping"},
@@ -202,48 +202,64 @@ def message_events() -> list[Any]:
         events += [{"type": "content_block_delta", "index": place, "delta": delta} for delta in deltas[place]]
         events.append({"type": "content_block_stop", "index": place})
     stop = {"stop_reason": "tool_use", "stop_sequence": None}
-    return [
-        *events,
-        {"type": "message_delta", "delta": stop, "usage": {"output_tokens": 20}},
-        {"type": "message_stop"},
-    ]
+    return [*events, {"type": "message_delta", "delta": stop, "usage": {"output_tokens": 20}}, {"type": "message_stop"}]
 
 
 RESPONSE: Any = {
-    "id": "resp_1", "object": "response", "created_at": 1, "model": "big-2026", "status": "completed",
-    "incomplete_details": None, "error": None, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
+    "id": "resp_1",
+    "object": "response",
+    "created_at": 1,
+    "model": "big-2026",
+    "status": "completed",
+    "incomplete_details": None,
+    "error": None,
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
     "output": [
-        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "thought"}],
-         "encrypted_content": "gAAAA-sealed"},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "thought"}],
+            "encrypted_content": "gAAAA-sealed",
+        },
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
-        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
-         "content": [{"type": "output_text", "text": "the answer", "annotations": []}]},
-        {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "look", "arguments": '{"at":"a1"}',
-         "status": "completed"},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "the answer", "annotations": []}],
+        },
+        {
+            "type": "function_call",
+            "id": "fc_1",
+            "call_id": "call_1",
+            "name": "look",
+            "arguments": '{"at":"a1"}',
+            "status": "completed",
+        },
     ],
     "usage": {
-        "input_tokens": 100, "input_tokens_details": {"cached_tokens": 40}, "output_tokens": 20,
-        "output_tokens_details": {"reasoning_tokens": 5}, "total_tokens": 120,
+        "input_tokens": 100,
+        "input_tokens_details": {"cached_tokens": 40},
+        "output_tokens": 20,
+        "output_tokens_details": {"reasoning_tokens": 5},
+        "total_tokens": 120,
     },
-}  # fmt: skip
+}
 
 
 def response_events() -> list[Any]:
     items: list[Any] = RESPONSE["output"]
-    events: list[Any] = [
-        {"type": "response.created", "response": {**RESPONSE, "output": [], "status": "in_progress"}}
-    ]
+    events: list[Any] = [{"type": "response.created", "response": {**RESPONSE, "output": [], "status": "in_progress"}}]
     for place, item in enumerate(items):
         begun = {**item, "content": []} if item["type"] == "message" else item
         events.append({"type": "response.output_item.added", "output_index": place, "item": begun})
         if item["type"] == "message":
             at = {"item_id": item["id"], "output_index": place, "content_index": 0, "logprobs": []}
-            events.append(
-                {"type": "response.content_part.added", **at, "part": {**item["content"][0], "text": ""}}
-            )
-            events += [
-                {"type": "response.output_text.delta", **at, "delta": text} for text in ("the ", "answer")
-            ]
+            events.append({"type": "response.content_part.added", **at, "part": {**item["content"][0], "text": ""}})
+            events += [{"type": "response.output_text.delta", **at, "delta": text} for text in ("the ", "answer")]
         events.append({"type": "response.output_item.done", "output_index": place, "item": item})
     events.append({"type": "response.completed", "response": RESPONSE})
     return [{**event, "sequence_number": number} for number, event in enumerate(events)]

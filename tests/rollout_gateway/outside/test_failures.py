@@ -63,7 +63,7 @@ SAME: dict[str, tuple[Reply, bool, str]] = {
     "error chunk": (stream(*chunks()[:3], _ERROR | {"error": {"message": "overloaded"}}), True, "overloaded"),
     "stream broken": (stream(*chunks()[:3], ends=False), True, "the stream broke off"),
     "stream cut": (stream(*chunks()[:3]), True, "the stream ended before its last event"),
-}  # fmt: skip
+}
 
 
 async def test_agent_sees_what_a_direct_call_shows_and_the_record_says_why(
@@ -95,9 +95,10 @@ async def test_provider_that_can_not_be_reached_or_is_too_slow(
     )
     provider.says(Reply(200, [5.0, b"{}"]), Reply(200, [b'{"id":', None]))
     for name, code, error in (
-        ("master", 502, "can't be reached"), ("slow", 504, "outside.timeout_s"),
+        ("master", 502, "can't be reached"),
+        ("slow", 504, "outside.timeout_s"),
         ("breaking", 502, "ended the connection"),
-    ):  # fmt: skip
+    ):
         run = gateway.open(model=name)
         reply = httpx.post(f"{run['base_url']}/chat/completions", json={**ASK, "model": name}, timeout=30)
         assert reply.status_code == code, name
@@ -157,9 +158,11 @@ async def test_killed_gateway_sends_nothing_twice_and_loses_nothing_that_was_ans
     """In the middle of a stream nothing is recorded or repeated. Behind the record, before the answer's end, the
     client's retry is answered from the log."""
     gateway = start_outside(
-        table(provider), table(provider, dialect="messages"), table(provider, dialect="responses"),
+        table(provider),
+        table(provider, dialect="messages"),
+        table(provider, dialect="responses"),
         crash_at="gateway.before_answer:2",
-    )  # fmt: skip
+    )
     run = gateway.open(model="master")
     provider.says(stream(*chunks()))
     key = {"authorization": f"Bearer {run['api_key']}"}
@@ -212,9 +215,11 @@ async def test_providers_key_is_in_no_file_and_no_answer(
     run = gateway.open(model="master")
     leaks = {"headers": {"x-key": KEY}}
     for reply, streamed in (
-        (whole(_ERROR, status=401, **leaks), False), (whole(completion(KEY), **leaks), False),
-        (stream(*chunks(f"a {KEY} b")), True), (Reply(500, [KEY.encode()], "text/plain"), False),
-    ):  # fmt: skip
+        (whole(_ERROR, status=401, **leaks), False),
+        (whole(completion(KEY), **leaks), False),
+        (stream(*chunks(f"a {KEY} b")), True),
+        (Reply(500, [KEY.encode()], "text/plain"), False),
+    ):
         provider.says(reply)
         _, body = ask(run["base_url"], streamed, authorization=f"Bearer {run['api_key']}")
         assert KEY.encode() not in body
@@ -223,9 +228,7 @@ async def test_providers_key_is_in_no_file_and_no_answer(
     gateway.stop()
     events = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=run["id"])
     assert len(events) == 4
-    assert all(KEY.encode() not in encode(e.event) for e in events), (
-        "nor in lake and backups, which are made of it"
-    )
+    assert all(KEY.encode() not in encode(e.event) for e in events), "nor in lake and backups, which are made of it"
     files = [Path(folder) / name for folder, _, names in os.walk(tmp_path) for name in names]
     assert any(KEY.encode() in path.read_bytes() for path in files) is False
     assert {path.name for path in files} >= {"config.toml", "gateway.log"}

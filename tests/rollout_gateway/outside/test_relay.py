@@ -33,39 +33,51 @@ pytestmark = pytest.mark.anyio
 TOOL = {"type": "object", "properties": {"at": {"type": "string"}}}
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
 CHAT: Any = {
-    "model": "master", "temperature": 0.2, "reasoning_effort": "high", "metadata": {"model": "master"},
+    "model": "master",
+    "temperature": 0.2,
+    "reasoning_effort": "high",
+    "metadata": {"model": "master"},
     "messages": [
         {"role": "system", "content": 'say "model": "master"'},
-        {"role": "user", "content": [
-            {"type": "text", "text": "grüße"}, {"type": "image_url", "image_url": {"url": IMAGE}},
-        ]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "grüße"}, {"type": "image_url", "image_url": {"url": IMAGE}}],
+        },
     ],
     "tools": [{"type": "function", "function": {"name": "look", "parameters": TOOL}}, {"type": "web_search"}],
-}  # fmt: skip
+}
 MESSAGES: Any = {
-    "model": "master", "max_tokens": 100,
+    "model": "master",
+    "max_tokens": 100,
     "system": [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}],
     "thinking": {"type": "enabled", "budget_tokens": 1024},
     "messages": [
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": MESSAGE["content"]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "toolu_1", "content": "empty"},
-            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
-        ]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "empty"},
+                {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+            ],
+        },
     ],
     "tools": [{"name": "look", "input_schema": TOOL}, {"type": "web_search_20250305", "name": "web_search"}],
-}  # fmt: skip
+}
 RESPONSES: Any = {
-    "model": "master", "instructions": "be", "store": False, "include": ["reasoning.encrypted_content"],
+    "model": "master",
+    "instructions": "be",
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
     "input": [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "look"}]},
         *RESPONSE["output"],
         {"type": "function_call_output", "call_id": "call_1", "output": "empty"},
     ],
     "tools": [{"type": "function", "name": "look", "parameters": TOOL}, {"type": "web_search"}],
-    "reasoning": {"effort": "high"}, "prompt_cache_key": "k",
-}  # fmt: skip
+    "reasoning": {"effort": "high"},
+    "prompt_cache_key": "k",
+}
 DIALECTS: dict[str, tuple[str, Any, Any, list[Any]]] = {
     "chat": ("/chat/completions", CHAT, completion(), chunks()),
     "messages": ("/messages?beta=true", MESSAGES, MESSAGE, message_events()),
@@ -80,9 +92,14 @@ def post(url: str, path: str, body: Any, streamed: bool, **headers: str) -> tupl
         body["stream_options"] = {"include_usage": True}
     encoded = json.dumps(body, ensure_ascii=False).encode()
     headers = {
-        "content-type": "application/json", "x-api-key": "agent", "authorization": "Bearer agent",
-        "anthropic-version": "2023-06-01", "user-agent": "agent/1", "x-stainless-retry-count": "0", **headers,
-    }  # fmt: skip
+        "content-type": "application/json",
+        "x-api-key": "agent",
+        "authorization": "Bearer agent",
+        "anthropic-version": "2023-06-01",
+        "user-agent": "agent/1",
+        "x-stainless-retry-count": "0",
+        **headers,
+    }
     with httpx.stream("POST", url + path, content=encoded, headers=headers, timeout=60) as reply:
         return reply.status_code, dict(reply.headers), b"".join(reply.iter_raw())
 
@@ -114,20 +131,13 @@ async def test_bytes_are_those_of_a_direct_call_and_the_record_has_text_usage_an
     assert not any(value == "agent" or run["api_key"] in value for value in second.headers.values())
 
     (event,) = await exchanges(broker, run["id"])
-    assert (event.status, event.error, event.policy_version, event.step) == (
-        "complete",
-        "",
-        "outside:master",
-        -1,
-    )
+    assert (event.status, event.error, event.policy_version, event.step) == ("complete", "", "outside:master", -1)
     assert (event.prompt_ids, event.sampled_ids, event.logprobs) == (b"", b"", b"")
     assert event.replica == provider.url
     assert event.streamed == streamed
     assert (event.input_tokens, event.cached_tokens, event.output_tokens) == (100, 40, 20)
     written = 10 if dialect == "messages" else 0
-    assert event.cost_usd == pytest.approx(
-        ((60 - written) * 2.5 + 40 * 1.25 + written * 3.75 + 20 * 10) / 1e6
-    )
+    assert event.cost_usd == pytest.approx(((60 - written) * 2.5 + 40 * 1.25 + written * 3.75 + 20 * 10) / 1e6)
     assert event.at > event.started_at > 0
     recorded = json.loads(event.response)
     (choice,) = recorded["choices"]
@@ -141,20 +151,16 @@ async def test_bytes_are_those_of_a_direct_call_and_the_record_has_text_usage_an
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"at": "a1"})
     asked = json.loads(event.request)
     assert asked["model"] == "master"
-    assert [m["role"] for m in asked["messages"]][-1] == {
-        "chat": "user",
-        "messages": "user",
-        "responses": "tool",
-    }[dialect]
+    assert [m["role"] for m in asked["messages"]][-1] == {"chat": "user", "messages": "user", "responses": "tool"}[
+        dialect
+    ]
     assert any(tool.get("function", {}).get("name") == "look" for tool in asked["tools"])
     done = gateway.complete(run["id"], reward=1.0).json()
     assert (done["exchanges"], done["calls"]) == (1, 1)
 
 
 async def test_unmodified_clients(start_outside: StartOutside, provider: Provider, broker: Broker) -> None:
-    gateway = start_outside(
-        table(provider), table(provider, dialect="responses"), table(provider, dialect="messages")
-    )
+    gateway = start_outside(table(provider), table(provider, dialect="responses"), table(provider, dialect="messages"))
     run = gateway.open(model="master")
     client = gateway.agent(run, max_retries=0)
     ask: Any = {"model": "master", "messages": [{"role": "user", "content": "hi"}]}
@@ -172,9 +178,7 @@ async def test_unmodified_clients(start_outside: StartOutside, provider: Provide
     with client.responses.stream(model="master", input="hi", extra_headers=repeated) as events:
         assert events.get_final_response().output_text == "the answer"
     claude = closed_after_test(
-        anthropic.Anthropic(
-            base_url=run["base_url"].removesuffix("/v1"), api_key=run["api_key"], max_retries=0
-        )
+        anthropic.Anthropic(base_url=run["base_url"].removesuffix("/v1"), api_key=run["api_key"], max_retries=0)
     )
     provider.says(stream(*message_events()))
     with claude.messages.stream(model="master", max_tokens=9, messages=ask["messages"]) as events:
@@ -194,17 +198,13 @@ async def test_unmodified_clients(start_outside: StartOutside, provider: Provide
     assert gateway.client().models.retrieve("master").owned_by == "outside"
 
 
-async def test_several_choices_share_one_usage(
-    start_outside: StartOutside, provider: Provider, broker: Broker
-) -> None:
+async def test_several_choices_share_one_usage(start_outside: StartOutside, provider: Provider, broker: Broker) -> None:
     answer = completion()
     answer["choices"] = [answer["choices"][0] | {"index": i} for i in range(2)]
     provider.says(whole(answer))
     gateway = start_outside(table(provider))
     run = gateway.open(model="master")
-    gateway.agent(run).chat.completions.create(
-        model="master", n=2, messages=[{"role": "user", "content": "hi"}]
-    )
+    gateway.agent(run).chat.completions.create(model="master", n=2, messages=[{"role": "user", "content": "hi"}])
     first, second = await exchanges(broker, run["id"])
     assert (first.choice, second.choice) == (0, 1)
     assert first.cost_usd
@@ -245,12 +245,7 @@ def test_keys_and_runs_limit_who_may_spend(start_outside: StartOutside, provider
 
     def ask(key: str, **body: Any) -> int:
         return post(
-            url,
-            "/chat/completions",
-            {**hi, **body},
-            False,
-            authorization=f"Bearer {key}",
-            **{"x-api-key": ""},
+            url, "/chat/completions", {**hi, **body}, False, authorization=f"Bearer {key}", **{"x-api-key": ""}
         )[0]
 
     assert ask("all") == 200
@@ -264,12 +259,7 @@ def test_keys_and_runs_limit_who_may_spend(start_outside: StartOutside, provider
     mixed = {"x-journeywork-trajectory": opened["id"], "authorization": "Bearer all", "x-api-key": ""}
     assert post(url, "/chat/completions", hi, False, **mixed)[0] == 200
     refused = post(
-        url,
-        "/messages",
-        {**MESSAGES, "model": "master"},
-        False,
-        authorization="Bearer all",
-        **{"x-api-key": ""},
+        url, "/messages", {**MESSAGES, "model": "master"}, False, authorization="Bearer all", **{"x-api-key": ""}
     )
     assert refused[0] == 400
     assert json.loads(refused[2])["error"]["message"].endswith("Post the call to /v1/chat/completions.")
@@ -284,9 +274,7 @@ def test_key_that_is_missing_ends_the_gateway(
     start_outside: StartOutside, provider: Provider, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setenv("TEST_OTHER_KEY", missing)
-    with pytest.raises(
-        RuntimeError, match=r"outside.api_key_env: the environment has no key in TEST_OTHER_KEY"
-    ):
+    with pytest.raises(RuntimeError, match=r"outside.api_key_env: the environment has no key in TEST_OTHER_KEY"):
         start_outside(table(provider, api_key_env="TEST_OTHER_KEY"))
 
 

@@ -54,9 +54,7 @@ async def test_a_compressed_archive_is_not_unpacked(broker: Broker, tmp_path: Pa
         await AdapterFiles(tmp_path, broker).ensure("m@1", digest, digest, {})
 
 
-async def test_only_adapters_that_no_server_may_have_loaded_are_deleted(
-    broker: Broker, tmp_path: Path
-) -> None:
+async def test_only_adapters_that_no_server_may_have_loaded_are_deleted(broker: Broker, tmp_path: Path) -> None:
     digest = "0123456789abcdef" * 4
     earlier = AdapterFiles(tmp_path, broker)
     left = [earlier.path(f"m@{step}", digest) for step in (1, 2)]

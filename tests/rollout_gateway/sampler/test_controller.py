@@ -52,9 +52,7 @@ async def test_what_a_restarted_agent_finds_in_its_server_stays_on_the_disk_unti
         await publish_adapter(broker, step)
     earlier = Agent(broker, config, fake_vllm, disk)
     await earlier.policies.rebuild(broker)
-    events = {
-        v: c.event for v in earlier.policies.versions("tictactoe") if (c := earlier.policies.checkpoint(v))
-    }
+    events = {v: c.event for v in earlier.policies.versions("tictactoe") if (c := earlier.policies.checkpoint(v))}
     folders = {
         version: await earlier.files.ensure(version, event.adapter, event.adapter_sha256, event.files)
         for version, event in events.items()
@@ -62,10 +60,16 @@ async def test_what_a_restarted_agent_finds_in_its_server_stays_on_the_disk_unti
     folders["tictactoe@3"] = folders["tictactoe@3"].rename(earlier.files.path("tictactoe@3", "f" * 64))
     fake_vllm.loaded = {version: str(folder) for version, folder in folders.items()} | {"mine": "/mine"}
     loaded = PolicyLoaded(
-        project=PROJECT, model="tictactoe", step=2, version="tictactoe@2", replica=replica_name(fake_vllm.url),
-        adapter_sha256=events["tictactoe@2"].adapter_sha256, server_start=str(fake_vllm.life), probe_delta=1.0,
+        project=PROJECT,
+        model="tictactoe",
+        step=2,
+        version="tictactoe@2",
+        replica=replica_name(fake_vllm.url),
+        adapter_sha256=events["tictactoe@2"].adapter_sha256,
+        server_start=str(fake_vllm.life),
+        probe_delta=1.0,
         load_s=1.0,
-    )  # fmt: skip
+    )
     await broker.publish(loaded)
 
     agent = Agent(broker, config, fake_vllm, disk)
@@ -120,9 +124,16 @@ async def test_what_the_log_says_beyond_what_the_server_holds_is_corrected_at_th
     await agent.reach_server()
     (published,) = await broker.read(CheckpointPublished)
     loaded = PolicyLoaded(
-        project=PROJECT, model="tictactoe", step=1, version="tictactoe@1", replica=replica_name(fake_vllm.url),
-        adapter_sha256=published.event.adapter_sha256, server_start=str(fake_vllm.life), probe_delta=1.0, load_s=1.0,
-    )  # fmt: skip
+        project=PROJECT,
+        model="tictactoe",
+        step=1,
+        version="tictactoe@1",
+        replica=replica_name(fake_vllm.url),
+        adapter_sha256=published.event.adapter_sha256,
+        server_start=str(fake_vllm.life),
+        probe_delta=1.0,
+        load_s=1.0,
+    )
     await broker.publish(loaded)
     await agent.policies.rebuild(broker)
     agent.controller.loaded["mine"] = fake_vllm.loaded["mine"] = "/mine"

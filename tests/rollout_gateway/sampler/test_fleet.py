@@ -26,13 +26,7 @@ from tests.kits.power import Power
 from tests.kits.sampler import SamplerThread
 from tests.rollout_gateway.conftest import PROJECT, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
-from tests.rollout_gateway.gateway_parts import (
-    GatewayParts,
-    fleet_config,
-    gateway_parts,
-    parts,
-    sampler_config,
-)
+from tests.rollout_gateway.gateway_parts import GatewayParts, fleet_config, gateway_parts, parts, sampler_config
 from tests.rollout_gateway.kit import Calls, older_than_before
 
 pytestmark = pytest.mark.anyio
@@ -54,9 +48,7 @@ class UnloadsNoted(FakeVllm):
             self.unloaded_while_served += served & {version}
 
 
-async def call_until(
-    gateway: GatewayParts, lane: str, stop: anyio.Event, wrong: list[str], calls: Calls
-) -> None:
+async def call_until(gateway: GatewayParts, lane: str, stop: anyio.Event, wrong: list[str], calls: Calls) -> None:
     """Make one call after the other of a trajectory. Each must be answered with the adapter that its label names."""
     await gateway.open(lane)
     while not stop.is_set():
@@ -64,10 +56,7 @@ async def call_until(
         status, answer = await gateway.call(lane)
         calls.append((began, time.monotonic(), parse_version(answer.get("model", "?@-1"))[1]))
         made_with = "" if status != 200 else answer["choices"][0]["message"]["content"]
-        if (
-            not made_with.startswith(subject_token(answer.get("model", "?")))
-            and answer["model"] != "tictactoe@0"
-        ):
+        if not made_with.startswith(subject_token(answer.get("model", "?"))) and answer["model"] != "tictactoe@0":
             wrong.append(f"{status} {answer}")
 
 
@@ -188,10 +177,19 @@ async def test_why_a_server_takes_no_calls_is_logged_once_and_answered(
             await gateway.call()
         await publish_adapter(gateway.broker, 1)
         (published,) = await gateway.broker.read(CheckpointPublished)
-        await gateway.broker.publish(PolicyLoaded(
-            project=PROJECT, model="tictactoe", step=1, version="tictactoe@1", replica=name, server_start="1",
-            adapter_sha256=published.event.adapter_sha256, probe_delta=1.0, load_s=1.0,
-        ))  # fmt: skip
+        await gateway.broker.publish(
+            PolicyLoaded(
+                project=PROJECT,
+                model="tictactoe",
+                step=1,
+                version="tictactoe@1",
+                replica=name,
+                server_start="1",
+                adapter_sha256=published.event.adapter_sha256,
+                probe_delta=1.0,
+                load_s=1.0,
+            )
+        )
         await gateway.until(lambda: gateway.policies.newest_loaded("tictactoe"))
         record = b'{"url": "%s", "models": ["tictactoe"], "server_start": "1"}' % server.url.encode()
         await key_value.put(gateway.broker, streams.FLEET.name, sampler_key(PROJECT, name), record, 60)
@@ -252,9 +250,7 @@ async def test_adapters_that_the_server_does_not_have_loaded_are_deleted(
     await server.stop()
 
 
-async def test_a_name_waits_for_the_version_that_it_resolved_to(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_a_name_waits_for_the_version_that_it_resolved_to(nats_config: NatsConfig, tmp_path: Path) -> None:
     """The only server with the newest version fails, and the other one has an older one."""
     fast, slow = FakeVllm(), FakeVllm()
     async with parts(nats_config, tmp_path, [fast, slow]) as gateway:

@@ -54,15 +54,7 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
     followed = policy("follow", "tictactoe", "--reason", "enough")
     assert followed.startswith("tictactoe: tictactoe@2\n  why: follows the newest at")
     events = [r.event for r in await broker.read(PolicyPromoted)]
-    assert [e.action for e in events] == [
-        "pin",
-        "rollback",
-        "split",
-        "promote",
-        "rollback",
-        "promote",
-        "follow",
-    ]
+    assert [e.action for e in events] == ["pin", "rollback", "split", "promote", "rollback", "promote", "follow"]
     assert events[0].reason == "better on held-out tasks"
     (listed,) = json.loads(policy("list", "--json"))
     assert (listed["decision"]["action"], listed["decision"]["reason"]) == ("follow", "enough")
@@ -114,10 +106,11 @@ def test_the_gateway_and_the_key_of_a_run_are_found(
 
 def test_refused_versions_are_named() -> None:
     policy = {
-        "model": "m", "version": "m@0", "newest": "m@1", "loaded": [], "refused": {"m@1": "it changes nothing"},
+        "model": "m",
+        "version": "m@0",
+        "newest": "m@1",
+        "loaded": [],
+        "refused": {"m@1": "it changes nothing"},
         "decision": None,
-    }  # fmt: skip
-    assert describe(policy).splitlines()[2:] == [
-        "  newest m@1, loaded none",
-        "  refused m@1: it changes nothing",
-    ]
+    }
+    assert describe(policy).splitlines()[2:] == ["  newest m@1, loaded none", "  refused m@1: it changes nothing"]

@@ -64,9 +64,7 @@ def test_the_caller_chooses_the_id(server: VllmServer) -> None:
     streamed = post(server, "/v1/chat/completions", **ASK, stream=True, request_id=name)
     ids = re.findall(r'"id": ?"(chatcmpl[^"]*)"', streamed.text)
     assert set(ids) == {f"chatcmpl-{name}"}
-    completion = post(
-        server, "/v1/completions", model="tictactoe@0", prompt="a1=x", max_tokens=2, request_id=name
-    )
+    completion = post(server, "/v1/completions", model="tictactoe@0", prompt="a1=x", max_tokens=2, request_id=name)
     assert completion.json()["id"] == f"cmpl-{name}"
 
 
@@ -74,9 +72,7 @@ def test_the_caller_chooses_the_id(server: VllmServer) -> None:
 def test_a_teacher_tells_the_logprobs_of_a_prompt_of_ids(server: VllmServer, top: int) -> None:
     """And of the most probable tokens, with which the sampled one may be one more. No token comes before the first."""
     ids = post(server, "/tokenize", model="tictactoe@0", prompt="a1=x b2=o c3=.").json()["tokens"]
-    reply = post(
-        server, "/v1/completions", model="tictactoe@0", prompt=ids, max_tokens=1, prompt_logprobs=top
-    )
+    reply = post(server, "/v1/completions", model="tictactoe@0", prompt=ids, max_tokens=1, prompt_logprobs=top)
     first, *told = reply.json()["choices"][0]["prompt_logprobs"]
     assert first is None
     assert len(told) == len(ids) - 1
@@ -85,10 +81,7 @@ def test_a_teacher_tells_the_logprobs_of_a_prompt_of_ids(server: VllmServer, top
         assert {entry[str(token)]["rank"], *ranks} >= set(range(1, top + 1))
         assert len(entry) <= top + 1
         assert all(e["logprob"] < 0 for e in entry.values())
-    assert (
-        post(server, "/v1/completions", model="tictactoe@0", prompt=ids, prompt_logprobs=21).status_code
-        == 400
-    )
+    assert post(server, "/v1/completions", model="tictactoe@0", prompt=ids, prompt_logprobs=21).status_code == 400
 
 
 def test_a_prompt_has_the_ids_that_tokenizing_it_gives(server: VllmServer) -> None:
@@ -105,9 +98,7 @@ def test_the_end_of_sequence_is_a_sampled_token_and_no_text(server: VllmServer) 
         said = chat(server, return_token_ids=True, seed=seed, max_tokens=60)
         (choice,) = said["choices"]
         if choice["finish_reason"] == "stop":
-            text = post(server, "/detokenize", model="tictactoe@0", tokens=choice["token_ids"][:-1]).json()[
-                "prompt"
-            ]
+            text = post(server, "/detokenize", model="tictactoe@0", tokens=choice["token_ids"][:-1]).json()["prompt"]
             assert text == choice["message"]["content"]
             return
     pytest.fail("no reply of 40 ended by itself")
@@ -117,8 +108,7 @@ def test_equal_seeds_give_equal_replies(server: VllmServer) -> None:
     one, two = (chat(server, seed=3, temperature=1.0, return_token_ids=True)["choices"][0] for _ in range(2))
     assert one["token_ids"] == two["token_ids"]
     others = {
-        tuple(chat(server, seed=s, temperature=1.0, return_token_ids=True)["choices"][0]["token_ids"])
-        for s in range(8)
+        tuple(chat(server, seed=s, temperature=1.0, return_token_ids=True)["choices"][0]["token_ids"]) for s in range(8)
     }
     assert len(others) > 1
 
@@ -127,9 +117,11 @@ def test_a_stream_says_what_the_whole_reply_says(server: VllmServer) -> None:
     asked = {"seed": 5, "temperature": 1.0, "return_token_ids": True, "logprobs": True, "max_tokens": 20}
     whole = chat(server, **asked)
     with httpx.stream(
-        "POST", f"{server.url}/v1/chat/completions", timeout=60,
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        timeout=60,
         json={**ASK, **asked, "stream": True, "stream_options": {"include_usage": True}},
-    ) as reply:  # fmt: skip
+    ) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     assert lines.pop() == "[DONE]"
     chunks = [json.loads(line) for line in lines]
@@ -148,13 +140,7 @@ def test_a_stream_says_what_the_whole_reply_says(server: VllmServer) -> None:
 
 def test_completions_take_token_ids(server: VllmServer) -> None:
     prompt = chat(server, return_token_ids=True)["prompt_token_ids"]
-    asked = {
-        "model": "tictactoe@0",
-        "prompt": prompt,
-        "max_tokens": 3,
-        "logprobs": 2,
-        "return_token_ids": True,
-    }
+    asked = {"model": "tictactoe@0", "prompt": prompt, "max_tokens": 3, "logprobs": 2, "return_token_ids": True}
     (choice,) = post(server, "/v1/completions", **asked).json()["choices"]
     assert choice["prompt_token_ids"] == prompt
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) <= 3
@@ -163,16 +149,9 @@ def test_completions_take_token_ids(server: VllmServer) -> None:
 
 @pytest.mark.parametrize(
     ("more", "status"),
-    [
-        ({"model": "nobody"}, 404),
-        ({"max_tokens": 5000}, 400),
-        ({"messages": []}, 400),
-        ({"messages": 3}, 400),
-    ],
+    [({"model": "nobody"}, 404), ({"max_tokens": 5000}, 400), ({"messages": []}, 400), ({"messages": 3}, 400)],
 )
-def test_what_can_t_be_answered_is_an_openai_error(
-    server: VllmServer, more: dict[str, Any], status: int
-) -> None:
+def test_what_can_t_be_answered_is_an_openai_error(server: VllmServer, more: dict[str, Any], status: int) -> None:
     reply = post(server, "/v1/chat/completions", **{**ASK, **more})
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (status, status)
@@ -208,9 +187,7 @@ def test_adapters_are_loaded_served_and_unloaded(server: VllmServer, tmp_path: P
     assert "contract@1" not in listed()
     assert post(server, "/v1/unload_lora_adapter", lora_name="contract@1").status_code == 404
     assert post(server, "/v1/chat/completions", **{**ASK, "model": "contract@1"}).status_code == 404
-    missing = post(
-        server, "/v1/load_lora_adapter", lora_name="contract@2", lora_path=str(Path(folder) / "nothing")
-    )
+    missing = post(server, "/v1/load_lora_adapter", lora_name="contract@2", lora_path=str(Path(folder) / "nothing"))
     assert missing.status_code in (400, 404)
 
 

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def gateways(
-    nats: NatsConfig, count: int, *, limit: int, forget_s: float = 600
-) -> AsyncIterator[list[Pacing]]:
+async def gateways(nats: NatsConfig, count: int, *, limit: int, forget_s: float = 600) -> AsyncIterator[list[Pacing]]:
     """So many gateways' pacing, each with a connection of its own, and following."""
     async with AsyncExitStack() as stack:
         found = []
@@ -62,9 +60,7 @@ async def admitted(pacing: Pacing, group: str, split: str = "train") -> bool:
 
 
 def discard(group: str) -> Any:
-    return GroupDiscarded(
-        project="p", model="m", group=group, trajectories=("t",), reason="stale", by="trainer"
-    )
+    return GroupDiscarded(project="p", model="m", group=group, trajectories=("t",), reason="stale", by="trainer")
 
 
 async def test_gateways_that_admit_at_once_stay_within_the_limit_together(nats_config: NatsConfig) -> None:

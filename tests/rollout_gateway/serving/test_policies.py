@@ -48,23 +48,24 @@ async def test_a_step_that_is_no_canonical_number_is_an_unknown_version(
             split = await post("/v1/policies/tictactoe/split", version="tictactoe@0", other=name)
             assert split == (404, "model_not_found", "other")
         for action, body, field in (
-            ("promote", {}, "version"), ("pin", {}, "version"), ("pin", {"version": ""}, "version"),
-            ("split", {}, "version"), ("split", {"version": "tictactoe@0"}, "other"),
-            ("follow", {"by": "x" * 201}, "by"), ("rollback", {"reason": "x" * 5000}, "reason"),
-        ):  # fmt: skip
+            ("promote", {}, "version"),
+            ("pin", {}, "version"),
+            ("pin", {"version": ""}, "version"),
+            ("split", {}, "version"),
+            ("split", {"version": "tictactoe@0"}, "other"),
+            ("follow", {"by": "x" * 201}, "by"),
+            ("rollback", {"reason": "x" * 5000}, "reason"),
+        ):
             assert await post(f"/v1/policies/tictactoe/{action}", **body) == (400, "invalid_body", field)
         forged = await post("/v1/policies/tictactoe/follow", request="a\nNats-Rollup: all")
         assert forged[:2] == (400, "invalid_name")
         reply = await client.post(
-            "/v1/chat/completions",
-            json={"model": "tictactoe", "messages": [{"role": "user", "content": "hi"}]},
+            "/v1/chat/completions", json={"model": "tictactoe", "messages": [{"role": "user", "content": "hi"}]}
         )
         assert reply.status_code == 200, reply.text
 
 
-async def test_a_base_version_loaded_as_an_adapter_is_unloaded(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_a_base_version_loaded_as_an_adapter_is_unloaded(nats_config: NatsConfig, tmp_path: Path) -> None:
     server = FakeVllm()
     server.loaded["tictactoe@0"] = "/elsewhere"
     async with parts(nats_config, tmp_path, [server]):
@@ -113,9 +114,7 @@ async def test_a_retired_version_is_told_with_what_can_be_named_and_how_it_is_se
             assert "train --adopt" in error["message"]
 
 
-async def test_a_branch_is_served_beside_main_under_a_name_of_its_own(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_a_branch_is_served_beside_main_under_a_name_of_its_own(nats_config: NatsConfig, tmp_path: Path) -> None:
     server = FakeVllm()
     async with parts(nats_config, tmp_path, [server]) as gateway:
         main, branch = gateway.policies.models["tictactoe"], "tictactoe+stricter"
@@ -128,9 +127,7 @@ async def test_a_branch_is_served_beside_main_under_a_name_of_its_own(
         assert set(server.loaded) == {"tictactoe@1"}  # nobody has asked for the branch
         assert gateway.policies.names(branch) == [branch, f"{branch}@1", f"{branch}@2"]
         for name, version in ((branch, f"{branch}@2"), (f"{branch}@1", f"{branch}@1")):
-            opened = TrajectoryOpened(
-                project=PROJECT, trajectory=version, model=branch, group=version, split="val"
-            )
+            opened = TrajectoryOpened(project=PROJECT, trajectory=version, model=branch, group=version, split="val")
             await gateway.registry.open(opened, "")
             assert (await gateway.call(version, model=name))[0] == 200
             assert version in server.loaded

@@ -72,9 +72,7 @@ async def test_a_slow_replica_holds_back_a_version_only_if_all_must_have_it(
         assert proofs == {r.name: 1 for r in gateway.fleet.replicas}
 
 
-async def test_a_dead_replica_is_left_out_and_comes_back_proved(
-    nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_a_dead_replica_is_left_out_and_comes_back_proved(nats_config: NatsConfig, tmp_path: Path) -> None:
     one, two = FakeVllm(), FakeVllm()
     async with parts(nats_config, tmp_path, [one, two]) as gateway:
         await publish_adapter(gateway.broker, 1)

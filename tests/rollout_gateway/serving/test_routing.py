@@ -60,6 +60,4 @@ async def test_a_recorded_pin_that_is_no_version_of_the_trajectorys_model_is_ref
 
 
 def opening(trajectory: str, pinned: str = "") -> TrajectoryOpened:
-    return TrajectoryOpened(
-        project=PROJECT, trajectory=trajectory, model="tictactoe", group="g", pinned=pinned
-    )
+    return TrajectoryOpened(project=PROJECT, trajectory=trajectory, model="tictactoe", group="g", pinned=pinned)

@@ -82,18 +82,14 @@ def worst_layer() -> float:
         # The last slot is the one that `journeywork up` leaves empty.
         used = torch.tensor([1.0] * adapters + [0.0], dtype=dtype)[:, None, None, None]
         a, b = (
-            tuple(
-                used * torch.randn(adapters + 1, 1, *shape, generator=generator).to(dtype) for shape in shapes
-            )
+            tuple(used * torch.randn(adapters + 1, 1, *shape, generator=generator).to(dtype) for shape in shapes)
             for shapes in ([(8, 16)] * len(widths), [(width, 8) for width in widths])
         )
         for layer in ("linear", "logits", "embedding"):
             count = len(samples) if layer == "logits" else rows
             x, y = (torch.randn(count, n, generator=generator).to(dtype) for n in (16, sum(widths)))
             difference = apply(ours, layer, y, x, a, b).double() - apply(theirs, layer, y, x, a, b).double()
-            sizes = apply(
-                theirs, layer, y.abs(), x.abs(), *(tuple(w.abs() for w in m) for m in (a, b))
-            ).double()
+            sizes = apply(theirs, layer, y.abs(), x.abs(), *(tuple(w.abs() for w in m) for m in (a, b))).double()
             worst = max(worst, float((difference.abs() / (28 * torch.finfo(dtype).eps * sizes)).max()))
     return worst
 
@@ -130,9 +126,7 @@ def main() -> None:
         seed=0,
     )
     layers: list[str] = engine.apply_model(
-        lambda model: sorted(
-            {type(m.punica_wrapper).__name__ for m in model.modules() if hasattr(m, "punica_wrapper")}
-        )
+        lambda model: sorted({type(m.punica_wrapper).__name__ for m in model.modules() if hasattr(m, "punica_wrapper")})
     )[0]
     adapters: list[LoRARequest | None] = []
     for number in range(1, SLOTS + 1):

@@ -57,9 +57,7 @@ class Batch:
             slots.sort()
         a, b = normal(adapters + 1, 1, rank, inputs), normal(adapters + 1, 1, outputs, rank)
         a[-1] = b[-1] = 0
-        return cls(
-            torch.tensor(slots), normal(rows, inputs), normal(rows, outputs), a, b, rng.choice((1.0, 0.25))
-        )
+        return cls(torch.tensor(slots), normal(rows, inputs), normal(rows, outputs), a, b, rng.choice((1.0, 0.25)))
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor, count: int) -> None:
@@ -91,9 +89,7 @@ def test_the_second_product_equals_that_of_vllm(kernels: ModuleType, seed: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(8))
-def test_a_layer_of_several_parts_equals_that_of_vllm(
-    kernels: ModuleType, seed: int, dtype: torch.dtype
-) -> None:
+def test_a_layer_of_several_parts_equals_that_of_vllm(kernels: ModuleType, seed: int, dtype: torch.dtype) -> None:
     """As the layer for queries, keys and values, whose parts have columns of one output."""
     batch, other = Batch.draw(seed, dtype), Batch.draw(seed, dtype)
     parts = ((batch.a, batch.b), (other.a * 0.5, torch.cat((other.b, other.b), dim=2)))

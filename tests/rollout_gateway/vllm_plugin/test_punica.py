@@ -66,8 +66,7 @@ def test_an_engine_samples_the_same_tokens(report: dict[str, Any], batch: str) -
 def test_the_base_model_stays_itself_beside_full_slots(report: dict[str, Any]) -> None:
     """In a batch with three adapters, vLLM's kernels give the base model's requests the adapter in the last slot."""
     ours, theirs, alone = (
-        answers[3::4]
-        for answers in (report["ours"]["full"], report["theirs"]["full"], report["ours"]["alone"])
+        answers[3::4] for answers in (report["ours"]["full"], report["theirs"]["full"], report["ours"]["alone"])
     )
     assert token_ids(ours) == token_ids(alone)
     assert logprob_difference(ours, alone) < ROUNDING

@@ -54,13 +54,16 @@ def test_on_cpu_the_class_is_replaced_once(platform: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpu", "switch", "version"),
-    [(False, "", ""), (True, "off", ""), (True, "OFF", ""), (True, "", "0.99.1")],
+    ("cpu", "switch", "version"), [(False, "", ""), (True, "off", ""), (True, "OFF", ""), (True, "", "0.99.1")]
 )
 def test_other_platforms_and_versions_are_left_alone_and_it_can_be_switched_off(
-    platform: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    cpu: bool, switch: str, version: str,
-) -> None:  # fmt: skip
+    platform: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cpu: bool,
+    switch: str,
+    version: str,
+) -> None:
     platform._cpu = cpu
     monkeypatch.setenv(plugin.SWITCH, switch)
     if version:

@@ -41,9 +41,7 @@ def answers(count: int) -> Any:
     shared = [{"role": "system", "content": "the one goal"}, user("go")]
     return art.TrajectoryGroup(
         [
-            art.Trajectory(
-                messages_and_choices=[*shared, said(f"reply number {n}")], reward=n, metrics={"w": 1}
-            )
+            art.Trajectory(messages_and_choices=[*shared, said(f"reply number {n}")], reward=n, metrics={"w": 1})
             for n in range(1, count + 1)
         ]
     )
@@ -103,10 +101,7 @@ def test_ruler_scores_lists_of_messages(served: Served) -> None:
         tools=[TOOL],
     )
     made = asyncio.run(run)
-    assert [(s.trajectory_id, s.explanation, s.score) for s in made] == [
-        ("1", "why 1", 0.1),
-        ("2", "why 2", 0.2),
-    ]
+    assert [(s.trajectory_id, s.explanation, s.score) for s in made] == [("1", "why 1", 0.1), ("2", "why 2", 0.2)]
     assert "find" in json.dumps(served.requests[0][1]["messages"])
 
 
@@ -126,14 +121,8 @@ def test_tools_and_resources_of_a_server() -> None:
     assert (made.uri, made.name, made.description, made.mime_type) == ("u", "n", "", "text/plain")
 
 
-def generated(
-    served: Served, tools: Any = ({"name": "find", "description": "finds"},), **options: Any
-) -> Any:
-    options = {
-        "generator_model": "gen",
-        "generator_api_key": "key",
-        "generator_base_url": served.url,
-    } | options
+def generated(served: Served, tools: Any = ({"name": "find", "description": "finds"},), **options: Any) -> Any:
+    options = {"generator_model": "gen", "generator_api_key": "key", "generator_base_url": served.url} | options
     return asyncio.run(part("mcp").generate_scenarios(list(tools), num_scenarios=3, **options))
 
 
@@ -167,11 +156,7 @@ def test_the_chat_model_of_a_wrapped_rollout(served: Served) -> None:
     prebuilt = pytest.importorskip("langgraph.prebuilt")
     langgraph = part("langgraph")
     model = art.Model(
-        name="gpt",
-        project="p",
-        inference_api_key="k",
-        inference_base_url=served.url,
-        inference_model_name="gpt",
+        name="gpt", project="p", inference_api_key="k", inference_base_url=served.url, inference_model_name="gpt"
     )
 
     async def rollout(_: Any, text: str) -> Any:
@@ -184,8 +169,5 @@ def test_the_chat_model_of_a_wrapped_rollout(served: Served) -> None:
 
     made = asyncio.run(langgraph.wrap_rollout(model, rollout)(model, "hello"))
     assert (made.reward, made.metadata) == (0.5, {"a": 1})
-    assert [(m["role"], m["content"]) for m in made.messages()] == [
-        ("user", "hello"),
-        ("assistant", "after 1"),
-    ]
+    assert [(m["role"], m["content"]) for m in made.messages()] == [("user", "hello"), ("assistant", "after 1")]
     assert isinstance(made.messages_and_choices[1], Choice)

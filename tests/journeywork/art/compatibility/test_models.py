@@ -49,11 +49,7 @@ def test_a_trainable_model() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "arguments"),
-    [
-        ("Model", {"name": "a"}),
-        ("Model", {"project": "p"}),
-        ("TrainableModel", {"name": "a", "project": "p"}),
-    ],
+    [("Model", {"name": "a"}), ("Model", {"project": "p"}), ("TrainableModel", {"name": "a", "project": "p"})],
 )
 def test_a_model_has_required_arguments(kind: str, arguments: dict[str, str]) -> None:
     with pytest.raises(TypeError):
@@ -73,11 +69,7 @@ def test_state_is_kept_and_merged(tmp_path: Path) -> None:
 
 def test_rows_of_the_history_have_the_names_and_means_of_art(tmp_path: Path) -> None:
     model = art.Model(
-        name="m",
-        project="p",
-        base_path=str(tmp_path),
-        inference_api_key="k",
-        inference_base_url="http://x/v1",
+        name="m", project="p", base_path=str(tmp_path), inference_api_key="k", inference_base_url="http://x/v1"
     )
     won = {"won": True, "reward": 5, "costs/search": 0.5}
     pair = [art.Trajectory(reward=1, metrics=won), art.Trajectory(reward=0, metrics={"won": False})]
@@ -103,12 +95,7 @@ def test_rows_of_the_history_have_the_names_and_means_of_art(tmp_path: Path) -> 
     named = {"exception_rate": 1 / 3, "reward": 2.0, "reward_std_dev": 0.5, "won": 0.5, "group_won": 9.0}
 
     def counted(scenarios: int, trajectories: int, **more: int) -> dict[str, int]:
-        numbers = {
-            "scenarios": scenarios,
-            "trajectories": trajectories,
-            "groups_submitted": scenarios,
-            **more,
-        }
+        numbers = {"scenarios": scenarios, "trajectories": trajectories, "groups_submitted": scenarios, **more}
         return {f"data/step_num_{name}": number for name, number in numbers.items()}
 
     def of(split: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -170,7 +157,12 @@ def steps(length: int, **options: Any) -> list[Any]:
 def test_a_data_set_is_divided_in_the_order_of_art_and_continued_at_a_step() -> None:
     made = steps(5, groups_per_step=2, num_epochs=2)
     assert [(b.step, b.epoch, b.epoch_step, b.items) for b in made] == [
-        (0, 0, 0, [2, 1]), (1, 0, 1, [0, 4]), (2, 0, 2, [3]), (3, 1, 0, [2, 3]), (4, 1, 1, [4, 0]), (5, 1, 2, [1])
-    ]  # fmt: skip
+        (0, 0, 0, [2, 1]),
+        (1, 0, 1, [0, 4]),
+        (2, 0, 2, [3]),
+        (3, 1, 0, [2, 3]),
+        (4, 1, 1, [4, 0]),
+        (5, 1, 2, [1]),
+    ]
     assert steps(0) == []
     assert steps(5, groups_per_step=2, num_epochs=2, initial_step=2) == made[2:]

@@ -62,20 +62,14 @@ def test_a_subclass_may_have_more_fields() -> None:
 
 def test_a_trajectory_is_logged_and_read_from_json() -> None:
     made = art.Trajectory(
-        messages_and_choices=[user("u"), said("x")],
-        reward=0.5,
-        metrics={"a": 2},
-        metadata={"b": None},
-        logs=["l"],
+        messages_and_choices=[user("u"), said("x")], reward=0.5, metrics={"a": 2}, metadata={"b": None}, logs=["l"]
     )
     shown = made.for_logging()
     assert [(m["role"], m["trainable"]) for m in shown["messages"]] == [("user", False), ("assistant", True)]
     assert (shown["reward"], shown["metadata"], shown["logs"]) == (0.5, {"b": None}, ["l"])
     made.messages_and_choices.pop()
     again = art.Trajectory.model_validate_json(made.model_dump_json())
-    assert (again.messages(), again.reward, again.metrics, again.metadata) == (
-        [user("u")], 0.5, {"a": 2}, {"b": None}
-    )  # fmt: skip
+    assert (again.messages(), again.reward, again.metrics, again.metadata) == ([user("u")], 0.5, {"a": 2}, {"b": None})
 
 
 def test_a_group_holds_trajectories_and_keeps_exceptions_as_values() -> None:
@@ -84,9 +78,12 @@ def test_a_group_holds_trajectories_and_keeps_exceptions_as_values() -> None:
     assert (len(group), list(group)) == (2, [one, other])
     assert (group.metadata, group.metrics, group.logs) == ({}, {}, [])
     group = art.TrajectoryGroup(
-        [*group.trajectories, ValueError("no")], exceptions=[KeyError("k")], metadata={"a": "b"}, metrics={"c": 1},
+        [*group.trajectories, ValueError("no")],
+        exceptions=[KeyError("k")],
+        metadata={"a": "b"},
+        metrics={"c": 1},
         logs=["d"],
-    )  # fmt: skip
+    )
     assert (group.metadata, group.metrics, group.logs) == ({"a": "b"}, {"c": 1}, ["d"])
     assert ["ValueError" in e.type for e in group.exceptions] == [True, False]
     assert group.exceptions[0].message == "no"
@@ -122,15 +119,20 @@ def test_groups_come_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("allowed", "good", "bad", "raised"),
     [
-        (1, 2, 1, False), (1, 2, 2, True), (2, 2, 2, False), (0.5, 2, 2, False), (0.5, 1, 3, True),
-        (0.25, 3, 1, False), (0.1, 2, 1, True), (100, 0, 3, False), (0, 1, 1, True),
+        (1, 2, 1, False),
+        (1, 2, 2, True),
+        (2, 2, 2, False),
+        (0.5, 2, 2, False),
+        (0.5, 1, 3, True),
+        (0.25, 3, 1, False),
+        (0.1, 2, 1, True),
+        (100, 0, 3, False),
+        (0, 1, 1, True),
     ],
-)  # fmt: skip
+)
 def test_so_many_exceptions_are_kept(allowed: float, good: int, bad: int, raised: bool) -> None:
     def groups() -> list[Any]:
-        return [
-            art.TrajectoryGroup([*(played(1) for _ in range(good)), *(failed(f"no {n}") for n in range(bad))])
-        ]
+        return [art.TrajectoryGroup([*(played(1) for _ in range(good)), *(failed(f"no {n}") for n in range(bad))])]
 
     if raised:
         with pytest.raises(RuntimeError, match="no"):

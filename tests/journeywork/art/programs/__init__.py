@@ -53,100 +53,189 @@ ANSWERS = ("yes", "no", "maybe")
 SQUARES = moves("A1 A2 A3 B1 B2 B3 C1 C2 C3")
 PROGRAMS = {
     "yes-no-maybe": Program(
-        MLX, ("dev/yes-no-maybe.py",), "012", ANSWERS,
-        ((r"range\(32\)", "range(3)"),), {"NUM_STEPS": "2"},
+        MLX, ("dev/yes-no-maybe.py",), "012", ANSWERS, ((r"range\(32\)", "range(3)"),), {"NUM_STEPS": "2"}
     ),
     "math-500": Program(
-        MATH, ("math_500.py",), "math-500-agent", (tool_call("run_python_code", code="print(np.sum([2, 2]))"),
-         tool_call("return_final_answer", answer="4", reference_message_ids=["1"]), "I do not know."),
-        ((r'f"math-500-agent-.*"', '"math-500-agent"'), ("\"max_steps\": 20", "\"max_steps\": 1"),
-         (r'load_dataset\(".*\)', 'Dataset.from_list([{"problem": f"{n} + {n}", "answer": str(2 * n), '
-          '"unique_id": str(n)} for n in range(2)])')),
+        MATH,
+        ("math_500.py",),
+        "math-500-agent",
+        (
+            tool_call("run_python_code", code="print(np.sum([2, 2]))"),
+            tool_call("return_final_answer", answer="4", reference_message_ids=["1"]),
+            "I do not know.",
+        ),
+        (
+            (r'f"math-500-agent-.*"', '"math-500-agent"'),
+            ('"max_steps": 20', '"max_steps": 1'),
+            (
+                r'load_dataset\(".*\)',
+                'Dataset.from_list([{"problem": f"{n} + {n}", "answer": str(2 * n), '
+                '"unique_id": str(n)} for n in range(2)])',
+            ),
+        ),
     ),
     "sft-rl-notebook": Program(
-        NOTEBOOKS, ("examples/sft/sft-rl.ipynb",), "summarizer-002", ("It is short.", "It is long."),
-        (("from async_lru import alru_cache", "alru_cache = lambda **_: lambda function: function"),
-         (r'_API_KEY"\] = ""', '_API_KEY"] = "none"'), (r'"https://[a-z./]+/v1"', 'os.environ["OPENAI_BASE_URL"]'),
-         ("val_size: int = 91, train_size: int = 3500", "val_size=1, train_size=24"),
-         ("EXAMPLES = 200", "EXAMPLES = 4"), ("STEPS = 1000", "STEPS = 2"),
-         (r'load_dataset\(".*\)', '{"repliqa_0": [{"document_id": n, "document_extracted": f"Document {n}.", '
-          '"question": "Is it short?", "answer": "Yes."} for n in range(25)]}')),
+        NOTEBOOKS,
+        ("examples/sft/sft-rl.ipynb",),
+        "summarizer-002",
+        ("It is short.", "It is long."),
+        (
+            ("from async_lru import alru_cache", "alru_cache = lambda **_: lambda function: function"),
+            (r'_API_KEY"\] = ""', '_API_KEY"] = "none"'),
+            (r'"https://[a-z./]+/v1"', 'os.environ["OPENAI_BASE_URL"]'),
+            ("val_size: int = 91, train_size: int = 3500", "val_size=1, train_size=24"),
+            ("EXAMPLES = 200", "EXAMPLES = 4"),
+            ("STEPS = 1000", "STEPS = 2"),
+            (
+                r'load_dataset\(".*\)',
+                '{"repliqa_0": [{"document_id": n, "document_extracted": f"Document {n}.", '
+                '"question": "Is it short?", "answer": "Yes."} for n in range(25)]}',
+            ),
+        ),
         {"WANDB_MODE": "disabled"},
     ),
     "distillation-notebook": Program(
-        NOTEBOOKS, ("examples/sft/distillation.ipynb",), "distillation-text-to-sql",
+        NOTEBOOKS,
+        ("examples/sft/distillation.ipynb",),
+        "distillation-text-to-sql",
         ("SELECT 1", "SELECT 2", "SELECT name FROM products"),
-        ((r'API_KEY = ""', 'API_KEY = "none"'), (r'"https://[a-z./]+/v1"', 'os.environ["OPENAI_BASE_URL"]'),
-         ("epochs=3", "epochs=1"), ("STEPS = 3", "STEPS = 1")),
+        (
+            (r'API_KEY = ""', 'API_KEY = "none"'),
+            (r'"https://[a-z./]+/v1"', 'os.environ["OPENAI_BASE_URL"]'),
+            ("epochs=3", "epochs=1"),
+            ("STEPS = 3", "STEPS = 1"),
+        ),
         {"WANDB_MODE": "disabled"},
     ),
     "yes-no-maybe-metrics": Program(
-        MLX, ("dev/yes-no-maybe-metrics.py",), "metrics", ANSWERS, (),
+        MLX,
+        ("dev/yes-no-maybe-metrics.py",),
+        "metrics",
+        ANSWERS,
+        (),
         {"MODEL_NAME": "metrics", "NUM_STEPS": "2", "ROLLOUTS_PER_PROMPT": "3", "EVAL_PROMPTS": "4"},
     ),
     "yes-no-maybe-kl-advantage": Program(
-        MLX, ("dev/yes-no-maybe-kl-advantage.py",), "kl", ANSWERS,
-        ((r"range\(32\)", "range(3)"),), {"MODEL_NAME": "kl", "NUM_STEPS": "2"},
+        MLX,
+        ("dev/yes-no-maybe-kl-advantage.py",),
+        "kl",
+        ANSWERS,
+        ((r"range\(32\)", "range(3)"),),
+        {"MODEL_NAME": "kl", "NUM_STEPS": "2"},
     ),
     "sft-warmup": Program(
-        MLX, ("dev/sft/sft-warmup.py",), "sft-warmup-", ANSWERS,
+        MLX,
+        ("dev/sft/sft-warmup.py",),
+        "sft-warmup-",
+        ANSWERS,
         ((r"k=8", "k=0"), (r"range\(10\)", "range(1)"), (r"\] \* 100", "] * 2")),
     ),
     "2048": Program(
-        ART, ("examples/2048/train.py", "examples/2048/rollout.py", "examples/2048/utils.py"),
-        "tutorial-001", moves("left right up down"),
-        (("TRAIN_STEPS = 40", "TRAIN_STEPS = 2"), ("SIMULTANEOUS_GAMES = 18", "SIMULTANEOUS_GAMES = 4"),
-         ("WINNING_VALUE = 128", "WINNING_VALUE = 16")),
+        ART,
+        ("examples/2048/train.py", "examples/2048/rollout.py", "examples/2048/utils.py"),
+        "tutorial-001",
+        moves("left right up down"),
+        (
+            ("TRAIN_STEPS = 40", "TRAIN_STEPS = 2"),
+            ("SIMULTANEOUS_GAMES = 18", "SIMULTANEOUS_GAMES = 4"),
+            ("WINNING_VALUE = 128", "WINNING_VALUE = 16"),
+        ),
     ),
     "2048-ruler-notebook": Program(
-        NOTEBOOKS, ("examples/2048/2048-ruler.ipynb",), "agent-002", moves("left right up down"),
+        NOTEBOOKS,
+        ("examples/2048/2048-ruler.ipynb",),
+        "agent-002",
+        moves("left right up down"),
         (*TRAIN_GAMES, (", 10\\):", ", 2):"), ('OPENAI_API_KEY = ""', 'OPENAI_API_KEY = "none"')),
     ),
     "auto-rl-notebook": Program(
-        NOTEBOOKS, ("examples/auto_rl.ipynb",), "grammarly-model-001",
+        NOTEBOOKS,
+        ("examples/auto_rl.ipynb",),
+        "grammarly-model-001",
         ("I am.", "I are.", "I is.", "<original>are</original><corrected>am</corrected>"),
-        (BASE, NO_GPU, ('OPENROUTER_API_KEY = ""', 'OPENROUTER_API_KEY = "none"'), ('inputs": 25', 'inputs": 2'),
-         ('num_epochs": 3', 'num_epochs": 2'), ("TEST_INPUTS = 5", "TEST_INPUTS = 2")),
+        (
+            BASE,
+            NO_GPU,
+            ('OPENROUTER_API_KEY = ""', 'OPENROUTER_API_KEY = "none"'),
+            ('inputs": 25', 'inputs": 2'),
+            ('num_epochs": 3', 'num_epochs": 2'),
+            ("TEST_INPUTS = 5", "TEST_INPUTS = 2"),
+        ),
     ),
     "pipeline": Program(
-        MLX, ("src/art/pipeline_trainer/yes_no_maybe_pipeline.py",), "pipeline-yes-no-maybe-", ANSWERS,
-        ((r"^from \. import", "from journeywork.art.pipeline_trainer import"), (r"\{datetime.*?\)\}", ""),
-         ("SCENARIO = 32", "SCENARIO = 4"), ("MAX_STEPS = 20", "MAX_STEPS = 2"), ("COUNT = 30", "COUNT = 3")),
+        MLX,
+        ("src/art/pipeline_trainer/yes_no_maybe_pipeline.py",),
+        "pipeline-yes-no-maybe-",
+        ANSWERS,
+        (
+            (r"^from \. import", "from journeywork.art.pipeline_trainer import"),
+            (r"\{datetime.*?\)\}", ""),
+            ("SCENARIO = 32", "SCENARIO = 4"),
+            ("MAX_STEPS = 20", "MAX_STEPS = 2"),
+            ("COUNT = 30", "COUNT = 3"),
+        ),
         {"TINKER_API_KEY": "none"},
     ),
     "trainability": Program(
-        MLX, ("dev/yes_no_maybe_trainability.py",), "trained", ANSWERS, (),
-        {"MODEL_NAME": "trained", "NUM_STEPS": "2", "ROLLOUTS_PER_PROMPT": "3", "EVAL_PROMPTS": "2",
-         "BACKEND": "megatron", "ART_PATH": "art"},
+        MLX,
+        ("dev/yes_no_maybe_trainability.py",),
+        "trained",
+        ANSWERS,
+        (),
+        {
+            "MODEL_NAME": "trained",
+            "NUM_STEPS": "2",
+            "ROLLOUTS_PER_PROMPT": "3",
+            "EVAL_PROMPTS": "2",
+            "BACKEND": "megatron",
+            "ART_PATH": "art",
+        },
     ),
     "tic-tac-toe": Program(
         ART,
         tuple(f"examples/tic_tac_toe/{name}.py" for name in ("tic-tac-toe", "rollout", "game_utils")),
         # Of 48 games some have a legal first move: four in five games end with the first one.
-        "llama-8b-007", SQUARES, ((r"range\(96\)", "range(48)"), ("STEP = 50", "STEP = 2")),
+        "llama-8b-007",
+        SQUARES,
+        ((r"range\(96\)", "range(48)"), ("STEP = 50", "STEP = 2")),
     ),
     "tic-tac-toe-notebook": Program(
-        NOTEBOOKS, ("examples/tic_tac_toe/tic-tac-toe.ipynb",), "001-script", SQUARES,
+        NOTEBOOKS,
+        ("examples/tic_tac_toe/tic-tac-toe.ipynb",),
+        "001-script",
+        SQUARES,
         (("ROLLOUTS_PER_STEP = 48", "ROLLOUTS_PER_STEP = 8"),),
     ),
     "tic-tac-toe-self-play": Program(
         ART,
-        tuple(f"examples/tic_tac_toe_self_play/{name}.py"
-              for name in ("train", "rollout", "game_utils", "gather_trajectory_groups_by_index")),
-        "llama-8b-student-001", SQUARES,
-        ((r"range\(96\)", "range(8)"), (r"range\(10\)", "range(2)"), ("STEP = 300", "STEP = 2"),
-         (r'"https://api\.openai\.com/v1"', 'os.environ["OPENAI_BASE_URL"]')),
+        tuple(
+            f"examples/tic_tac_toe_self_play/{name}.py"
+            for name in ("train", "rollout", "game_utils", "gather_trajectory_groups_by_index")
+        ),
+        "llama-8b-student-001",
+        SQUARES,
+        (
+            (r"range\(96\)", "range(8)"),
+            (r"range\(10\)", "range(2)"),
+            ("STEP = 300", "STEP = 2"),
+            (r'"https://api\.openai\.com/v1"', 'os.environ["OPENAI_BASE_URL"]'),
+        ),
     ),
     "prisoners-dilemma": Program(
-        ART, ("examples/prisoners-dilemma.ipynb",), "001", ("Cooperate", "Defect", "Well"),
+        ART,
+        ("examples/prisoners-dilemma.ipynb",),
+        "001",
+        ("Cooperate", "Defect", "Well"),
         (BASE, (r"1_000", "2"), (r"_ROUNDS = 10", "_ROUNDS = 2"), (r"range\(8\)", "range(4)")),
     ),
     "rock-paper-tool-use": Program(
-        ART, ("examples/rock-paper-tool-use.ipynb",), "001",
+        ART,
+        ("examples/rock-paper-tool-use.ipynb",),
+        "001",
         tuple(tool_call("play_move", move=move) for move in ("rock", "paper", "scissors")),
         (BASE, (r"1_000", "2"), (r"range\(64\)", "range(8)"), (r"range\(10\)", "range(4)")),
     ),
-}  # fmt: skip
+}
 
 
 def fetch(repo: str, path: str) -> str:
@@ -188,9 +277,5 @@ def write(program: Program, folder: Path) -> Path:
 
 def cells(notebook: str) -> str:
     """The code of a notebook, without cells for the shell, for IPython and for a GPU."""
-    sources = [
-        "".join(cell["source"]) for cell in json.loads(notebook)["cells"] if cell["cell_type"] == "code"
-    ]
-    return "\n".join(
-        source for source in sources if not re.search(r"^ *[%!]|^ *from unsloth", source, re.MULTILINE)
-    )
+    sources = ["".join(cell["source"]) for cell in json.loads(notebook)["cells"] if cell["cell_type"] == "code"]
+    return "\n".join(source for source in sources if not re.search(r"^ *[%!]|^ *from unsloth", source, re.MULTILINE))
