@@ -5,7 +5,8 @@
 
 TRL's `GRPOTrainer` with its own generation trains on the same messages, examples, group size, rank, rate and number of
 tokens, on both cores. Every ten steps it answers the held-out messages, by the most probable tokens; that time is not
-counted. It ends at the demo's score, or after `--seconds`. Writes benchmarks/results/peer.json.
+counted. It ends at the demo's score, after `--seconds`, or after twice the demo's steps. Writes
+benchmarks/results/peer.json.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from examples.common import packaged
 from examples.common.running import fast_bfloat16
 from examples.inbox.agent import MAX_TOKENS
-from examples.inbox.demo import GROUP_SIZE, GROUPS_PER_STEP, SETTINGS, WARM_START
+from examples.inbox.demo import SETTINGS, WARM_START
 from examples.inbox.messages import message, right_fields, share
+from examples.inbox.ways import GROUP_SIZE, GROUPS_PER_STEP
 from trainer.trl_trainers import plain_logprobs, trl_imports
 
 with trl_imports():
@@ -49,7 +51,7 @@ class _Looks(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         spent = time.perf_counter() - self._began - self._paused
-        if state.global_step % LOOK_STEPS == 0 or spent > self._seconds:
+        if state.global_step % LOOK_STEPS == 0 or spent > self._seconds or state.global_step == state.max_steps:
             began = time.perf_counter()
             self.rows.append({"step": state.global_step, "s": round(spent, 1), "solved": self._score()})
             self._paused += time.perf_counter() - began
@@ -114,6 +116,7 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
             learning_rate=settings["learning_rate"],
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=settings["warmup_steps"],
+            max_grad_norm=settings["max_grad_norm"],
             gradient_checkpointing=False,
             shuffle_dataset=False,
             report_to="none",
@@ -131,11 +134,12 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
         )
         trainer.train()
     last = looks.rows[-1]
+    reached = last["solved"] >= report["held_out"]["trained"]["value"]
     return {
         "seed": seed,
         "journeywork": {"s": report["train_s"], "steps": steps - 1, "solved": report["held_out"]["trained"]["value"]},
-        "trl": {**last, "reached": last["solved"] >= report["held_out"]["trained"]["value"], "looks": looks.rows},
-        "time_against_trl": round(report["train_s"] / last["s"], 3),
+        "trl": {**last, "reached": reached, "looks": looks.rows},
+        "time_against_trl": round(report["train_s"] / last["s"], 3) if reached else None,
     }
 
 

@@ -132,7 +132,6 @@ class Intake:
 
     async def _queue_or_discard(self, queue: ModelQueue, group: AdmittedGroup) -> None:
         event, seq = group.event, group.place.seq
-        await queue.requested.begin(event)
         group.earlier = await self._earlier_runs(queue, event, seq)
         refusal = await self.consumed.refuse_repeated(event, self._broker)
         if refusal is None:
@@ -142,6 +141,7 @@ class Intake:
         if refusal is not None:
             await self.discard(queue, group, refusal)
         else:
+            await queue.requested.begin(event)  # last: it ends if all that it holds is discarded meanwhile
             queue.add(group)
             self.changed.set()
 

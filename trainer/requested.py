@@ -72,10 +72,11 @@ class RequestedBatches:
             prefix = subject_filter(GroupScored, project=event.project, model=event.model, group=name)
             if any(subject.startswith(prefix.removesuffix(">")) for subject in subjects):
                 batch.settled.add(name)
-        return batch
+        # A group of it that was discarded meanwhile ended it, since it holds none yet.
+        return self._batches.setdefault(_key(request), batch)
 
     def add(self, request: TrainingBatch, group: AdmittedGroup) -> None:
-        """Add a group to the batch that `begin` began, in stream order."""
+        """Add a group to the batch that `begin` has just begun, in stream order."""
         batch = self._batches[_key(request)]
         insert_in_order(batch.groups, group)
         batch.settled.add(group.event.group)
@@ -113,7 +114,7 @@ def batches_to_end(
 ) -> list[tuple[str, RequestedBatch, str]]:
     """Return the incomplete batches that are to be discarded, with their model and the reason: those to which nothing
     came for their `timeout_s`, and, while more than `most_groups` groups wait for others of their batch, the oldest of
-    the owner with most of them."""
+    the owner with most of them, model by model."""
     now = anyio.current_time()
     ended: list[tuple[str, RequestedBatch, str]] = []
     waiting: dict[str, deque[tuple[str, RequestedBatch]]] = {}

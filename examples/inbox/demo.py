@@ -42,7 +42,7 @@ from examples.common.running import (
 from examples.inbox import report
 from examples.inbox.agent import MODEL, Sorter
 from examples.inbox.messages import Message, message
-from examples.inbox.ways import MESSAGES, Way, way_of
+from examples.inbox.ways import GROUP_SIZE, GROUPS_PER_STEP, MESSAGES, Way, way_of
 from journeywork import AsyncJourneywork, EvaluationReport, LoopOptions
 from journeywork.evaluation.results import EntrantResult
 from journeywork.transport import plain_errors
@@ -56,8 +56,6 @@ EXAMPLES = 72
 EXAMPLES_FROM = 100_000
 """Number of the first example. Training messages have smaller numbers."""
 VLLM_ARGS = tomllib.loads(SETTINGS.read_text())["vllm"]["args"]
-GROUP_SIZE = 8
-GROUPS_PER_STEP = 12
 CONCURRENCY = 48
 LOOK_EVERY_S = 10.0
 SHOW_STEPS = 10

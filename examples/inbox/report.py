@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -50,9 +49,9 @@ def say(text: str) -> None:
 def show_progress(sorter: Sorter, step: int, last: int) -> None:
     """Print the step that is served, and the share of solved training messages by step, as a row of bars."""
     shares = [fmean(solved) for _, solved in sorted(sorter.solved.items())]
-    curve = "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in shares)
+    bars = "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in shares)
     newest = f"{fmean(shares[-4:]):.2f}" if shares else "-"
-    say(f"step {step}/{last}  solved in training {newest}  {curve}")
+    say(f"step {step}/{last}  solved in training {newest}  {bars}")
 
 
 def show_answers(sorter: Sorter, versions: Sequence[str]) -> None:
@@ -79,6 +78,7 @@ def conclude(
     found = {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER)) if row["count"]}
     points = rows(run_dir, curve.GROUPS.format(value="t.metrics['solved']"))
     scores = {"base": base, "warm_start": warm, "trained": trained}
+    gain = compared.difference(1, "solved")
     written = {
         "seed": args.seed,
         "versions": {name: entrant.version for name, entrant in scores.items()},
@@ -86,7 +86,7 @@ def conclude(
             name: {"value": e.mean, "ci95": [e.low, e.high], "n": e.count}
             for name, e in ((name, entrant.estimate("solved")) for name, entrant in scores.items())
         },
-        "difference": _difference(compared),
+        "difference": {"value": gain.mean, "ci95": [gain.low, gain.high], "n": gain.count},
         "fields": {
             name: {field: entrant.estimate(field).mean for field in ("team", "urgency", "order")}
             for name, entrant in scores.items()
@@ -94,7 +94,7 @@ def conclude(
         "wall_s": round(wall_s, 1),
         "train_s": round(sorter.train_s, 1),
         **counts,
-        "failed_calls": counts["failed_calls"] + sum(entrant.failed for entrant in compared.entrants),
+        "failed_held_out_runs": sum(entrant.failed for entrant in compared.entrants),
         "findings": found,
         "answers": {message("held_out", n).text: sorter.answers[message("held_out", n).id] for n in range(SHOWN)},
         # What `examples.common.curve` draws.
@@ -114,19 +114,13 @@ def conclude(
             *(f"{fields[field]:.2f}" for field in ("team", "urgency", "order")),
         )
     console.print(table)
-    gain = compared.difference(1, "solved")
     console.print(
         f"difference of the last version and the warm start, over the same {gain.count} messages: {gain.mean:+.3f}, "
         f"95 % interval {gain.low:+.3f} to {gain.high:+.3f}\n"
         f"what {trained.version} learned from, in part:\n{ask(run_dir, LINEAGE.format(version=trained.version))}"
-        f"{counts['calls']:,} calls, {written['failed_calls']} failed, {len(found)} of {len(NEVER)} checks of the "
+        f"{counts['calls']:,} calls, {counts['failed_calls']} failed, {len(found)} of {len(NEVER)} checks of the "
         f"history with findings, {wall_s:.0f} s in all\n"
         f"report: {run_dir / 'report.json'}\n"
         f'look around: journeywork ui --run-dir {run_dir}    journeywork sql --run-dir {run_dir} "SHOW TABLES"'
     )
     return [f"{count:,} times {name}" for name, count in found.items()]
-
-
-def _difference(compared: EvaluationReport) -> dict[str, Any]:
-    gain = compared.difference(1, "solved")
-    return {"value": gain.mean, "ci95": [gain.low, gain.high], "n": gain.count}

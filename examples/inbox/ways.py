@@ -34,11 +34,12 @@ from examples.inbox.messages import Message, message, right_fields, share
 from journeywork import AsyncJourneywork, LoopOptions, loop
 
 RUBRIC = Path(__file__).with_name("rubric.md")
-RUNS_PER_STEP = 96
+GROUP_SIZE = 8
+GROUPS_PER_STEP = 12
 MESSAGES = 20_000
 """Training messages; more than a run answers."""
 ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
-_OBJECT, _ORDER = re.compile(r"\{[^{}]*\}"), re.compile(r"\b\d{4}\b")
+_ORDER = re.compile(r"\b\d{4}\b")
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,13 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
         keys = {role: secrets.token_urlsafe(24) for role in ROLES}
         yield Way(name, args.delay, _job_settings(keys, args.delay), keys)
     else:
-        model = next((given for given in args.set if given.startswith("judge.model=")), "")
-        if not model:
-            print("the judge is a stand-in: a program that knows the right answers (--set judge.model=… names a model)")
-        with stand_in.judge_settings({"judge.rubric": str(RUBRIC)} if model else {}, _score(args)) as judge:
-            yield Way(name, settings={"judge.rubric": str(RUBRIC)} | judge)
+        rubric = {"judge.rubric": str(RUBRIC)}
+        if any(given.startswith("judge.model=") for given in args.set):
+            yield Way(name, settings=rubric)
+            return
+        print("the judge is a stand-in: a program that knows the right answers (--set judge.model=… names a model)")
+        with stand_in.judge_settings({}, _score(args)) as judge:
+            yield Way(name, settings=rubric | judge)
 
 
 def _score(args: argparse.Namespace) -> stand_in.Score:
@@ -96,7 +99,7 @@ def _score(args: argparse.Namespace) -> stand_in.Score:
         known = [said for order in orders for said in by_order[order] if said.text in context + asked]
         if not known:
             raise ValueError("this is no answer to a message of the inbox")
-        return share(right_fields(known[0], "".join(_OBJECT.findall(answer)[:1])))
+        return share(right_fields(known[0], answer))
 
     return score
 
@@ -120,7 +123,7 @@ def _job_settings(keys: dict[str, str], delay_s: float) -> dict[str, Any]:
         "trainer.loss.baseline": "batch",
         "trainer.loss.importance_sampling": "sequence_truncate",
         "trainer.max_staleness": 24,
-        "trainer.groups_per_step": RUNS_PER_STEP,
+        "trainer.groups_per_step": GROUPS_PER_STEP * GROUP_SIZE,
     }
 
 
@@ -133,7 +136,8 @@ async def _desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Process
         try:
             yield process
         finally:
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):  # it may have died, which says why already
+                process.terminate()
 
 
 async def _work(gateway: str, key: str, sorter: Sorter, messages: list[Message], at_once: int, desk: Process) -> None:

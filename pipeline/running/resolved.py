@@ -152,10 +152,11 @@ def max_groups_ahead(config: Config) -> int | Literal["auto"]:
 
 
 def dashboard_port(config: Config) -> int:
-    """Return `ui.port`. If it is 0 or the default, return the port of the run directory's last dashboard, or else the
-    default, or a free one if another run's dashboard has it."""
+    """Return `ui.port`. If it is 0 or the default: the port of the run directory's last dashboard, or else `ui.port`,
+    or a free one if that is 0 or another dashboard has it."""
     host, port = config.ui.host, config.ui.port
     if port not in (0, UiConfig().port):
         return port
     earlier = read_state(config.path())
-    return free_port(host, urlsplit(str(earlier.urls.get("ui", ""))).port or port if earlier else port)
+    last = urlsplit(str(earlier.urls.get("ui", ""))).port if earlier else None
+    return free_port(host, last or port)

@@ -214,8 +214,8 @@ def _refusal(
 
 
 def _staleness_bound(event: GroupScored, config: TrainerConfig, late_refused: str) -> int:
-    """How many steps ago a token may have been sampled. Offline groups have no bound, nor has supervised fine-tuning,
-    nor what `trainer.late` corrects."""
+    """How many steps ago a token may have been sampled. Supervised fine-tuning has no bound, nor have offline
+    groups and what `trainer.late` corrects, unless the correction was refused."""
     unbounded = event.offline or config.late != "off"
     if config.loss.type == "sft" or (unbounded and not late_refused):
         return sys.maxsize

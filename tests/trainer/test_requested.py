@@ -1,0 +1,39 @@
+"""Requested batches whose groups end while others come."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.events import GroupScored, TrainingBatch
+from pipeline.log.messages import Place
+from trainer.batches.groups import AdmittedGroup
+from trainer.requested import RequestedBatches
+
+pytestmark = pytest.mark.anyio
+
+REQUEST = TrainingBatch(id="b", groups=("a", "c"), owner="alice")
+
+
+def group(name: str, seq: int) -> AdmittedGroup:
+    return AdmittedGroup(
+        GroupScored(project="p", group=name, model="m", judge="j", members=(), batch=REQUEST), Place(seq, 0)
+    )
+
+
+async def test_a_batch_whose_groups_are_discarded_while_another_comes_goes_on() -> None:
+    """The intake ended with a KeyError."""
+    first, second = group("a", 1), group("c", 2)
+
+    async def read(*_: Any, **__: Any) -> list[Any]:
+        requested.settle(first.event)
+        return []
+
+    requested = RequestedBatches(SimpleNamespace(read=read), "trainer", 60.0)  # type: ignore[arg-type]
+    assert await requested.begin(second.event) is not None
+    requested.add(REQUEST, second)
+    complete = requested.take_complete()
+    assert complete is not None
+    assert [waiting.event.group for waiting in complete.groups] == ["c"]
