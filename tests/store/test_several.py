@@ -1,5 +1,4 @@
-"""Several stores on one partition: each event is in the lake once, whichever of them is killed, sleeps, or can't tell
-whether its commit arrived."""
+"""Several stores on one partition: each event is in the lake once, whichever of them is killed or sleeps."""
 
 from __future__ import annotations
 
