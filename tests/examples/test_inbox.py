@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from examples.inbox import report
 from examples.inbox.agent import Sorter
 from examples.inbox.demo import EXAMPLES_FROM, parse_args
 from examples.inbox.messages import ORDERS, PROBLEMS, URGENCIES, message, right_fields
-from examples.inbox.ways import GROUPS_PER_STEP, MESSAGES
+from examples.inbox.ways import GROUPS_PER_STEP, MESSAGES, way_of
 
 PARTS = [*PROBLEMS.values(), *URGENCIES.values(), ORDERS]
 
@@ -69,6 +70,23 @@ def test_the_right_answer_is_right() -> None:
     for number in range(100):
         said = message("held_out", number)
         assert set(right_fields(said, said.right).values()) == {1.0}
+
+
+@pytest.mark.parametrize(("answer", "score"), [("{right}", 1.0), ("Sure! {right}", 0.0), ('{"team":"sales"}', 0.0)])
+def test_the_stand_in_judge_scores_as_the_reward_does(answer: str, score: float) -> None:
+    args = parse_args(["--seed", "3"])
+    said = next(m for m in (message("train", number, 3) for number in range(9)) if m.team != "sales")
+    with way_of("judge", args) as way, httpx.Client() as client:
+        context = f"=== BEGIN {'0' * 16} context ===\n[user]\n{said.text}\n=== END {'0' * 16} context ===\n"
+        attempt = f"=== BEGIN {'1' * 16} trajectory a ===\n[assistant]\n{answer.replace('{right}', said.right)}\n"
+        messages = [
+            {"role": "system", "content": '"score_x"'},
+            {"role": "user", "content": f"{context}{attempt}=== END {'1' * 16} trajectory a ===\n"},
+        ]
+        url = f"{way.settings['judge.api_base']}/chat/completions"
+        reply = client.post(url, json={"model": "stand-in", "messages": messages}).raise_for_status().json()
+    assert json.loads(reply["choices"][0]["message"]["content"])["scores"][0]["score_x"] == score
+    assert way.settings["judge.rubric"].endswith("rubric.md")
 
 
 def test_progress_shows_the_curve_and_the_answers(capsys: pytest.CaptureFixture[str]) -> None:

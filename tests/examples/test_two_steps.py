@@ -90,7 +90,7 @@ def test_an_example_trains_two_steps_and_compares_them_with_its_base(name: str, 
     assert len((ROOT / "examples" / name / "train.py").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("way", ["function", "judge", "job"])
+@pytest.mark.parametrize("way", ["function", "job"])
 def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
     base, run_dir = tmp_path / "model", tmp_path / "run"
     run("examples.support.make_model", "--steps", "0", "--out", str(base))
@@ -132,5 +132,5 @@ def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
     assert {score["n"] for score in report["held_out"].values()} == {8}
     assert (report["failed_calls"], report["findings"], report["difference"]["n"]) == (0, {}, 8)
     assert len(report["answers"]) == 5
-    assert ("stand-in" in said) == (way == "judge")
+    assert "checks of the history" in " ".join(said.split())
     assert (run_dir / "warm_start" / "adapter_config.json").is_file()
