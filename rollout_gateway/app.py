@@ -154,7 +154,7 @@ class App:
         access = await self._identity.authorize(access, route.auth, about)
         answer = await route.handler(ControlRequest(self._gateway, request, access, values))
         if isinstance(answer, RawAnswer):
-            await request.answer(answer.status, answer.body, content_type=answer.content_type)
+            await request.answer(answer.status, answer.body, answer.headers, answer.content_type)
         else:
             await request.answer(route.status, _encode(answer))
 

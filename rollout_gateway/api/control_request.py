@@ -12,7 +12,7 @@ from pipeline.events import TrajectoryOpened
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.http.body import read_body
-from rollout_gateway.http.request import Request
+from rollout_gateway.http.request import HeaderList, Request
 
 _T = TypeVar("_T")
 
@@ -55,3 +55,4 @@ class RawAnswer:
     status: int
     body: bytes
     content_type: bytes = b"application/json"
+    headers: HeaderList = ()

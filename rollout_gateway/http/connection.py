@@ -5,6 +5,7 @@ request. Trailers are counted and dropped. A request that two programs could rea
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ _CHUNKS, _LEAST_CHUNK = 10_000, 16
 """With more chunks than that, a body needs so many bytes a chunk: each costs time on the loop of all connections."""
 _AHEAD = 32
 """Requests that may wait for their answers on one connection."""
+_ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^/?]+)(.*)")
 _UNIQUE = frozenset(
     (
         b"host",
@@ -133,8 +135,11 @@ class Connection(HttpToolsProtocol):
         headers = _read_headers(self.headers, method, version)
         target = self.url.decode("latin-1")
         if not target.startswith("/"):  # absolute form, as proxies get it
-            authority, _, rest = target.partition("://")[2].partition("/")
-            target, headers[b"host"] = "/" + rest, authority.encode("latin-1")
+            absolute = _ABSOLUTE.fullmatch(target)
+            if absolute is None:
+                raise ApiError(400, "bad_http", "The target of the request must be a path or an absolute URL.")
+            target, headers[b"host"] = "/" + absolute[2].removeprefix("/"), absolute[1].encode("latin-1")
+            self.url = target.encode("latin-1")  # uvicorn fails on a URL without a path
         request = Request(self.server_state, method, target, headers, version, self.server)
         self.scope["state"]["request"] = request
         super().on_headers_complete()
@@ -250,7 +255,8 @@ def _read_headers(pairs: list[tuple[bytes, bytes]], method: str, version: str) -
             message = f"The header {name.decode('latin-1')!r} came twice: send it once."
             raise ApiError(400, "repeated_header", message)
         # RFC 9112 takes white space off both ends; httptools only off the beginning.
-        headers[name] = value.rstrip(b" \t")
+        value = value.rstrip(b" \t")
+        headers[name] = headers[name] + b", " + value if name in headers else value
     if method == "CONNECT":
         raise ApiError(405, "method_not_allowed", "CONNECT is not supported: this server is not a proxy.")
     if version not in ("1.0", "1.1"):

@@ -84,7 +84,7 @@ class Request:
         self.target = target
         """Path and query, not decoded."""
         self.headers = headers
-        """Names in lower case. Of repeated headers the last one counts. Trailers are dropped."""
+        """Names in lower case. Values of repeated headers are joined with `, `. Trailers are dropped."""
         self._address = address
         self.body = b""
         self.max_body = state.limits.max_body_bytes

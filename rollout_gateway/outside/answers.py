@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import msgspec
 
 from pipeline.config import OutsideConfig
-from rollout_gateway.dialects.calls import Answer, Raw, SampledChoice
+from rollout_gateway.dialects.calls import Answer, Fields, Raw, SampledChoice
 from rollout_gateway.dialects.messages_input import MessagesRequest, chat_messages
 from rollout_gateway.dialects.responses_input import InputItem, add_item
+from rollout_gateway.dialects.streaming import replay
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.outside.requests import OutsideCall
 
@@ -29,7 +30,7 @@ UNREADABLE = (
     ApiError,
 )
 """What reading an answer raises that is none of its dialect."""
-_SET = frozenset(("id", "index", "name", "role", "type"))
+_WHOLE_TEXTS = frozenset(("id", "index", "name", "role", "type"))
 """Texts of a delta that come whole, and perhaps again in each delta."""
 _FINISHES = {
     "end_turn": "stop",
@@ -71,7 +72,7 @@ class OutsideAnswer:
 
     def __init__(self, call: OutsideCall, table: OutsideConfig) -> None:
         """`table`: of the provider that answers."""
-        self.table, self._call, self._asks_usage = table, call, call.adds_usage(table)
+        self.table, self._call, self._asks_usage = table, call, call.asks_usage(table)
         self.native: Document = {}
         """The answer in the provider's dialect, as far as it has come."""
         self._arguments: dict[int, str] = {}
@@ -112,8 +113,9 @@ class OutsideAnswer:
             return True
 
     def _event(self, event: Document) -> bool:
-        if event.get("error"):
-            self.error, self.finishing = f"the provider ended the stream: {_short(event['error'])}", True
+        if event.get("error") or event.get("type") == "error":  # the Responses API's has its message beside the type
+            message = _short(event.get("error") or event)
+            self.error, self.finishing = f"the provider ended the stream: {message}", True
             return True
         if self._call.dialect == "chat":
             return self._chat_chunk(event)
@@ -124,7 +126,7 @@ class OutsideAnswer:
         return True
 
     def _chat_chunk(self, chunk: Document) -> bool:
-        choices, usage = chunk.pop("choices", []), chunk.pop("usage", None)
+        choices, usage = chunk.pop("choices", None) or [], chunk.pop("usage", None)
         self.native = {**chunk, **self.native}
         if usage:
             self.native["usage"] = usage
@@ -150,7 +152,7 @@ class OutsideAnswer:
                     text = self._arguments.get(event["index"], "") + delta["partial_json"]
                     self._arguments[event["index"]] = text
                 case "citations_delta":
-                    block.setdefault("citations", []).append(delta["citation"])
+                    block["citations"] = [*(block.get("citations") or ()), delta["citation"]]
                 case _:
                     _merge(block, {name: text for name, text in delta.items() if name != "type"})
         elif kind == "content_block_stop" and event["index"] in self._arguments:
@@ -244,25 +246,38 @@ class OutsideAnswer:
                 before = item["type"]
         message = messages[0] if messages else {"role": "assistant", "content": None}
         for more in messages[1:]:
-            message |= more | {"content": "\n".join(filter(None, (message["content"], more["content"])))}
+            for name in ("content", "reasoning"):
+                if more.get(name):
+                    message[name] = "\n".join(filter(None, (message.get(name), more[name])))
+            if more.get("tool_calls"):
+                message["tool_calls"] = message.get("tool_calls", []) + more["tool_calls"]
         finish = (
             "tool_calls" if message.get("tool_calls") and reason == "completed" else _FINISHES.get(str(reason), reason)
         )
         return [{"message": message, "finish_reason": finish}]
 
 
-def replay_native(dialect: str, recorded: Raw) -> bytes:
-    """Convert an answer of another dialect than `chat` to a stream, for a streaming client's retry."""
+def replay_answer(call: OutsideCall, recorded: Fields) -> bytes:
+    """Convert a recorded answer to a stream, for a streaming client's retry. It has no usage if only the gateway asked
+    for it."""
+    if call.dialect != "chat":
+        return _replay_native(call.dialect, recorded["native"])
+    asks = any(map(call.asks_usage, call.tables))
+    return replay({name: value for name, value in recorded.items() if name != "usage" or not asks})
+
+
+def _replay_native(dialect: str, recorded: Raw) -> bytes:
     native = msgspec.json.decode(recorded)
     events: list[Document] = []
     if dialect == "responses":
         begun = native | {"output": [], "status": "in_progress", "usage": None}
         events = [{"type": "response.created", "response": begun}]
         for place, item in enumerate(native["output"]):
-            events += [
-                {"type": f"response.output_item.{what}", "output_index": place, "item": item}
-                for what in ("added", "done")
-            ]
+            at = {"item_id": item.get("id", ""), "output_index": place}
+            empty, inner = _item_events(item)
+            events.append({"type": "response.output_item.added", "output_index": place, "item": empty})
+            events += [{**event, **at} for event in inner]
+            events.append({"type": "response.output_item.done", "output_index": place, "item": item})
         events.append({"type": f"response.{native['status']}", "response": native})
         events = [{**event, "sequence_number": number} for number, event in enumerate(events)]
     else:
@@ -286,6 +301,29 @@ def replay_native(dialect: str, recorded: Raw) -> bytes:
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)) for event in events)
 
 
+def _item_events(item: Document) -> tuple[Document, list[Document]]:
+    """Return an item of a Responses answer as a stream begins it, and the events that fill it."""
+    if item["type"] == "function_call":
+        kind, arguments = "response.function_call_arguments", item["arguments"]
+        told = [{"type": f"{kind}.delta", "delta": arguments}, {"type": f"{kind}.done", "arguments": arguments}]
+        return item | {"arguments": ""}, told
+    if item["type"] != "message":
+        return item, []
+    events: list[Document] = []
+    for index, part in enumerate(item["content"]):
+        at, texts = {"content_index": index}, []
+        if part["type"] == "output_text":
+            kind, text = "response.output_text", {"logprobs": [], **at}
+            texts = [
+                {"type": f"{kind}.delta", "delta": part["text"], **text},
+                {"type": f"{kind}.done", "text": part["text"], **text},
+            ]
+        begun = part | {"text": ""} if texts else part
+        events += [{"type": "response.content_part.added", "part": begun, **at}, *texts]
+        events.append({"type": "response.content_part.done", "part": part, **at})
+    return item | {"content": []}, events
+
+
 def _known(blocks: list[Document]) -> list[Document]:
     """The blocks of an answer that a chat completion can hold: not what the provider's own tools did."""
     return [block for block in blocks if block["type"] in ("text", "thinking", "tool_use")]
@@ -304,10 +342,10 @@ def _merge(into: Document, delta: Document) -> None:
     """Add the delta of a stream: texts and lists grow, and entries of lists with the same `index` are one."""
     for name, value in delta.items():
         before = into.get(name)
-        if before is None or (name in _SET and value):
+        if before is None or (name in _WHOLE_TEXTS and value):
             into[name] = [] if isinstance(value, list) else value
             before = into[name]
-        elif isinstance(value, str) and name not in _SET:
+        elif isinstance(value, str) and name not in _WHOLE_TEXTS:
             into[name] = before + value
         elif isinstance(value, dict):
             _merge(before, value)

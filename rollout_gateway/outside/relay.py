@@ -23,11 +23,10 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
 from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.dialects.calls import Fields, SampledChoice
-from rollout_gateway.dialects.streaming import replay
 from rollout_gateway.http.errors import ApiError, ClientGoneError
-from rollout_gateway.http.request import SSE_HEADERS, Request
+from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
 from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
-from rollout_gateway.outside.answers import OutsideAnswer, Usage, replay_native
+from rollout_gateway.outside.answers import OutsideAnswer, Usage, replay_answer
 from rollout_gateway.outside.providers import Provider, ProviderReply
 from rollout_gateway.outside.requests import OutsideCall, read_call
 
@@ -35,6 +34,8 @@ log = get_logger("rollout_gateway.outside.relay")
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_EVENT_BYTES = 64 * 2**20
+"""A stream with a longer event is broken off."""
 _ERROR_BYTES = 2000
 """Bytes that the record keeps of an answer which is no JSON."""
 
@@ -89,8 +90,9 @@ class Relay:
             await provider.close()
 
     async def answer(self, request: Request, call: OutsideCall, caller: Caller, access: Access) -> int:
-        """Answer a call. Returns the status. Raises `ApiError`, and `ClientGoneError` if the agent left, unless the
-        answer has begun."""
+        """Answer a call. Returns the status. Raises `ApiError`, also where a stream has begun and the log does not take
+        its record; `BrokerError` if the log can't be read for a retry; `ClientGoneError` if the agent left before the
+        answer began."""
         run = caller.trajectory
         if run is not None and access.trajectory and call.params.model != run.opened.model:
             # Another model may cost more than the one who opened the run means to spend.
@@ -109,13 +111,13 @@ class Relay:
         finally:
             run.end()
 
-    async def pass_on(self, request: Request, call: OutsideCall, rest: str) -> tuple[int, bytes]:
-        """Post a request that samples nothing to `rest` below the dialect's path. Returns status and body. Raises
-        `ApiError`."""
+    async def pass_on(self, request: Request, call: OutsideCall, rest: str) -> tuple[int, bytes, bytes, HeaderList]:
+        """Post a request that samples nothing to `rest` below the dialect's path. Returns the provider's status, body,
+        content type and other headers. Raises `ApiError`."""
         exchange = _OutsideExchange(call, Caller(cancellation=request.cancellation), captured=False)
         reply = await self._ask(request, call, exchange, rest)
         try:
-            return reply.status, await reply.read()
+            return reply.status, await reply.read(), reply.kind, reply.passed
         except UpstreamError as error:
             raise _as_api_error(call, error) from error
         finally:
@@ -144,7 +146,8 @@ class Relay:
         self, request: Request, call: OutsideCall, exchange: _OutsideExchange, rest: str = ""
     ) -> ProviderReply:
         """Ask the providers one after the other until one answers with another status than 429 and 5xx, or the last one
-        has answered. Raises `ApiError`, a 429 one if all have as many calls as they may."""
+        has answered. A call that may have come to a provider which did not answer goes to no other, as it may be paid
+        already. Raises `ApiError`, a 429 one if all have as many calls as they may."""
         rest += "".join(request.target.partition("?")[1:])
         providers = [self._providers[table] for table in call.tables]
         free = [provider for provider in providers if not provider.full]
@@ -155,10 +158,10 @@ class Relay:
             exchange.started_at = now_us()
             try:
                 reply = await provider.post(rest, request.headers, call.body_for(provider.table))
-            except UpstreamTimeoutError as error:
-                raise _as_api_error(call, error) from error
             except UpstreamError as error:
                 failure = _as_api_error(call, error)
+                if error.sent:
+                    raise failure from error
                 log.warning("provider failed", url=provider.url, error=str(error))
             else:
                 # An agent that followed a redirection would show the gateway's key to another server.
@@ -198,15 +201,14 @@ class Relay:
     ) -> None:
         """Pass on a stream. What ends it is held back until the call is recorded. A stream that broke off, or whose
         record the log does not take, ends without its last chunk."""
-        answer, held, pending = OutsideAnswer(call, reply.table), list[bytes](), b""
+        answer, held, events = OutsideAnswer(call, reply.table), list[bytes](), EventBuffer()
         status: Status = "failed"
         broke_off = True
         await request.start([(b"content-type", reply.kind), *reply.passed, *_run_header(exchange)])
         try:
             with request.cancellation:
                 while not answer.ended and (data := await reply.read_some()):
-                    events, pending = _events(pending + data)
-                    for event in map(reply.hide_key, events):
+                    for event in map(reply.hide_key, events.add(data)):
                         exchange.first_token_at = exchange.first_token_at or now_us()
                         if not answer.take(_payload(event)):
                             continue
@@ -215,7 +217,7 @@ class Relay:
                         else:
                             await request.write(event)
             broke_off = False
-            held.append(reply.hide_key(pending))
+            held.append(reply.hide_key(bytes(events.rest)))
             finished = answer.ended or (call.dialect == "chat" and answer.finishing)
             answer.error = answer.error or ("" if finished else "the stream ended before its last event")
             status = "failed" if answer.error else "complete"
@@ -275,7 +277,7 @@ async def _repeat(request: Request, call: OutsideCall, before: Fields) -> int:
         await request.answer(200, bytes(before.get("native") or msgspec.json.encode(before)))
         return 200
     await request.start(SSE_HEADERS)
-    await request.write(replay(before) if call.dialect == "chat" else replay_native(call.dialect, before["native"]))
+    await request.write(replay_answer(call, before))
     await request.end()
     return 200
 
@@ -296,13 +298,25 @@ def _as_api_error(call: OutsideCall, error: UpstreamError) -> ApiError:
     return ApiError(502, "upstream_broke_off", f"{provider} ended the connection before its answer was complete.")
 
 
-def _events(data: bytes) -> tuple[list[bytes], bytes]:
-    """Split what came of a stream into whole server-sent events, with the blank lines behind them, and the rest."""
-    events, start = [], 0
-    for end in _EVENT_END.finditer(data):
-        events.append(data[start : end.end()])
-        start = end.end()
-    return events, data[start:]
+class EventBuffer:
+    """Splits a stream into server-sent events."""
+
+    def __init__(self) -> None:
+        self.rest = bytearray()
+        """The beginning of an event whose end has not come."""
+
+    def add(self, data: bytes) -> list[bytes]:
+        """Add what came of the stream. Returns the events that are whole, with the blank lines behind them. Raises
+        `UpstreamError` for an event of more than 64 MiB."""
+        events, start, searched = list[bytes](), 0, max(0, len(self.rest) - 3)
+        self.rest += data
+        for end in _EVENT_END.finditer(self.rest, searched):
+            events.append(bytes(self.rest[start : end.end()]))
+            start = end.end()
+        self.rest = self.rest[start:] if start else self.rest
+        if len(self.rest) > _EVENT_BYTES:
+            raise UpstreamError(f"an event is longer than {_EVENT_BYTES >> 20} MiB")
+        return events
 
 
 def _payload(event: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,10 @@ _NOT_PASSED = frozenset(
 )
 """Headers of one connection, of the gateway's own keys, and cookies, which are another origin's."""
 _NOT_PASSED_PREFIXES = (b"x-journeywork-", b"x-forwarded-")
+_NAME = re.compile(rb'[{,]?\s*("(?:[^"\\]|\\.)*")\s*:\s*')
+_SPACE = re.compile(rb"\s*")
+_MOST_FIELDS = 1000
+"""A request with more fields is written anew."""
 
 
 class _Head(msgspec.Struct):
@@ -69,7 +74,7 @@ class OutsideCall(Call):
     tables: list[OutsideConfig] = field(default_factory=list)
     """The tables of the model, in the order in which they are asked."""
 
-    def adds_usage(self, table: OutsideConfig) -> bool:
+    def asks_usage(self, table: OutsideConfig) -> bool:
         """Whether the provider is asked for the usage although the agent does not ask."""
         wanted = self.dialect == "chat" and self.stream and table.ask_usage
         return wanted and "stream_options" not in self.fields
@@ -77,7 +82,7 @@ class OutsideCall(Call):
     def body_for(self, table: OutsideConfig) -> bytes:
         """Return the body for a provider: the agent's bytes with the provider's name of the model."""
         body = _with_model(self.sent, table.name, table.model or table.name)
-        if self.adds_usage(table):
+        if self.asks_usage(table):
             start = body.index(b"{") + 1
             body = body[:start] + b'"stream_options":{"include_usage":true},' + body[start:]
         return body
@@ -117,12 +122,17 @@ def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) ->
 
 
 def headers_for(headers: Headers, dialect: str, key: str) -> dict[str, str]:
-    """Return the headers for a provider: the agent's, but for those of its connection and its key to the gateway."""
-    passed = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items() if passes(name)}
+    """Return the headers for a provider: the agent's, but for those of its connection, its key to the gateway, and
+    those that are no UTF-8, as the client sends nothing else."""
+    passed = {}
+    for header, value in headers.items():
+        with suppress(UnicodeDecodeError):
+            if passes(header):
+                passed[header.decode()] = value.decode()
     passed["accept-encoding"] = "identity"  # the gateway reads the answer
     if key:
-        name, value = ("x-api-key", key) if dialect == "messages" else ("authorization", f"Bearer {key}")
-        passed[name] = value
+        name, secret = ("x-api-key", key) if dialect == "messages" else ("authorization", f"Bearer {key}")
+        passed[name] = secret
     return passed
 
 
@@ -132,22 +142,26 @@ def passes(header: bytes) -> bool:
 
 
 def _with_model(body: bytes, name: str, model: str) -> bytes:
-    """Return a request with another `model`, and otherwise the same bytes. Other places may look like the model's: a
-    place is the right one if the request decodes to the same fields but for it. Where none is, as if the name was
-    written with escapes, the fields are written anew."""
+    """Return a request with another `model`, and otherwise the same bytes. Where a field comes twice, the request is
+    written anew with the last ones."""
     if name == model:
         return body
-    fields = _fields_decoder.decode(body)
-    fields["model"] = msgspec.Raw(_encode(model))
-    for place in re.finditer(rb'"model"\s*:\s*(%b)' % re.escape(_encode(name)), body):
-        changed = body[: place.start(1)] + _encode(model) + body[place.end(1) :]
-        if _plain(_fields_decoder.decode(changed)) == _plain(fields):
-            return changed
+    fields, new = _fields_decoder.decode(body), _encode(model)
+    start = end = 0
+    place = _SPACE.match(body).end()  # type: ignore[union-attr]  # also of nothing
+    for field_name, value in fields.items() if len(fields) <= _MOST_FIELDS else ():
+        found = _NAME.match(body, place)
+        raw = bytes(value)
+        if found is None or not body.startswith(raw, found.end()):
+            break
+        place = found.end() + len(raw)
+        if field_name == "model":
+            start, end = found.end(), place
+        place = _SPACE.match(body, place).end()  # type: ignore[union-attr]
+    if start and body[place:].strip() == b"}":
+        return body[:start] + new + body[end:]
+    fields["model"] = msgspec.Raw(new)
     return _encode(fields)
-
-
-def _plain(fields: Fields) -> dict[str, bytes]:
-    return {name: bytes(raw) for name, raw in fields.items()}
 
 
 def _as_chat(dialect: str, body: bytes) -> bytes:

@@ -57,6 +57,7 @@ async def test_an_upgrade_is_ignored_and_its_body_is_a_body(protocol: str, chunk
         (b"GET / HTTP/1.2\r\nHost: x\r\n\r\n", b"400", "bad_http"),
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", b"505", "bad_http"),
         (b"GET / HTTP/1.1\r\n\r\n", b"400", "no_host"),
+        (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", b"400", "bad_http"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000, b"431", "headers_too_large"),
         (CHUNKED.replace(b"chunked", b"gzip"), b"501", "unsupported_transfer_encoding"),
         (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + INNER, b"405", "method_not_allowed"),
@@ -109,6 +110,22 @@ async def test_headers_have_one_limit(many: bool, ahead: bytes) -> None:
         refused = [a[:3] for a in answers(await spoken(port, ahead + head(66_000)))]
     assert taken == ([b"200", b"200"] if ahead else [b"200"])
     assert refused == ([b"200"] if ahead else [b"431"])  # the answer to an earlier request is the last one
+
+
+async def test_absolute_target_is_split_at_its_path_or_query() -> None:
+    async with serve(echo) as port:
+        for target, path in ((b"/a?b=/c", b"/a?b=/c"), (b"?b=/c", b"/?b=/c"), (b"", b"/")):
+            said = await spoken(port, b"GET http://x%b HTTP/1.1\r\nHost: y\r\nConnection: close\r\n\r\n" % target)
+            assert answers(said) == [b"200 GET " + path + b" "]
+
+
+async def test_repeated_headers_are_joined() -> None:
+    async def look(request: Request) -> None:
+        await request.answer(200, request.headers[b"anthropic-beta"])
+
+    head = b"GET / HTTP/1.1\r\nHost: x\r\nAnthropic-Beta: a\r\nConnection: close\r\nAnthropic-Beta: b \r\n\r\n"
+    async with serve(look) as port:
+        assert answers(await spoken(port, head)) == [b"200 a, b"]
 
 
 async def test_a_header_that_says_whose_a_request_is_comes_once() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -16,23 +18,16 @@ import pytest
 from pipeline.config import NatsConfig, OutsideConfig
 from pipeline.events import ExchangeRecorded, encode
 from pipeline.log.broker import Broker
-from rollout_gateway.outside.answers import OutsideAnswer, replay_native
-from rollout_gateway.outside.requests import PATHS, read_call
+from rollout_gateway.http.cancellation import Cancellation
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.upstream import UpstreamError
+from rollout_gateway.outside.relay import EventBuffer, Relay
+from rollout_gateway.outside.requests import CHAT
 from tests.conftest import free_port
 from tests.rollout_gateway.conftest import PROJECT
 from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.outside.conftest import KEY, StartOutside, table
-from tests.rollout_gateway.outside.provider import (
-    MESSAGE,
-    Provider,
-    Reply,
-    chunks,
-    completion,
-    message_events,
-    response_events,
-    stream,
-    whole,
-)
+from tests.rollout_gateway.outside.provider import Provider, Reply, chunks, completion, stream, whole
 
 pytestmark = pytest.mark.anyio
 
@@ -130,6 +125,71 @@ async def test_second_provider_of_the_name_is_asked_and_the_record_says_so(
     assert (refused.replica, len(refused.failed_providers)) == (provider.url, 1)
 
 
+@pytest.fixture
+def request_() -> Any:
+    return SimpleNamespace(target=CHAT, headers={}, cancellation=Cancellation())
+
+
+def relay_of(*tables: OutsideConfig) -> Any:
+    calls: Any = None
+    relay = Relay(tables, calls)
+    call = relay.read(CHAT, b'{"model": "master", "messages": []}')
+    return relay, call
+
+
+async def test_call_that_a_provider_may_have_got_goes_to_no_other(provider: Provider, request_: Any) -> None:
+    provider.says(whole({}))
+    read = list[bytes]()
+
+    async def break_off(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            read.append(await stream.receive())
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, break_off)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        keyless = {"api_key_env": ""}
+        relay, call = relay_of(
+            table(provider, url=f"http://127.0.0.1:{port}/v1", **keyless), table(provider, **keyless)
+        )
+        with pytest.raises(ApiError) as broken:
+            await relay.pass_on(request_, call, "")
+        assert (broken.value.status, broken.value.code) == (502, "upstream_broke_off")
+        await relay.close()
+        tasks.cancel_scope.cancel()
+    assert read
+    assert not provider.got
+
+
+async def test_answer_that_is_passed_on_has_the_providers_headers(provider: Provider, request_: Any) -> None:
+    limits = {"retry-after": "7", "x-ratelimit-remaining": "0"}
+    provider.says(Reply(429, [b"later"], "text/plain", limits))
+    relay, call = relay_of(table(provider, api_key_env=""))
+    status, body, kind, headers = await relay.pass_on(request_, call, "/count_tokens")
+    assert (status, body, kind) == (429, b"later", b"text/plain")
+    assert {name.encode(): value.encode() for name, value in limits.items()}.items() <= dict(headers).items()
+    await relay.close()
+
+
+@pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n\n", b"\r\r"])
+def test_stream_is_split_at_any_place(end: bytes) -> None:
+    sent = b"data: 1" + end + b"data: 2" + end + b"data"
+    for size in range(1, 20):
+        buffer, events = EventBuffer(), list[bytes]()
+        for place in range(0, len(sent), size):
+            events += buffer.add(sent[place : place + size])
+        assert (events, buffer.rest) == ([b"data: 1" + end, b"data: 2" + end], b"data")
+
+
+def test_long_event_is_searched_once_and_has_a_bound() -> None:
+    buffer, part, started = EventBuffer(), b"x" * 4096, time.process_time()
+    for _ in range(2048):
+        assert not buffer.add(part)
+    assert time.process_time() - started < 2
+    with pytest.raises(UpstreamError, match="an event is longer than 64 MiB"):
+        buffer.add(bytes(60 * 2**20))
+
+
 async def test_agent_that_leaves_is_recorded_and_ends_the_providers_stream(
     start_outside: StartOutside, provider: Provider, broker: Broker
 ) -> None:
@@ -183,28 +243,6 @@ async def test_killed_gateway_sends_nothing_twice_and_loses_nothing_that_was_ans
     gateway.start()
     assert (len(provider.got), len(await exchanges(broker, run["id"]))) == (3, 2)
     assert gateway.complete(run["id"], reward=1.0).json()["exchanges"] == 2
-
-
-def test_recorded_answers_come_again_as_streams(provider_tables: Any) -> None:
-    for dialect, events in (("messages", message_events()), ("responses", response_events())):
-        call = read_call(PATHS[dialect], b'{"model": "master", "messages": [], "input": []}', provider_tables)
-        assert call is not None
-        told = OutsideAnswer(call, call.tables[0])
-        for event in stream(*events).body:
-            assert isinstance(event, bytes)
-            told.take(event.partition(b"data: ")[2].strip())
-        again = OutsideAnswer(call, call.tables[0])
-        for event in replay_native(dialect, told.answer().fields["native"]).split(b"\n\n"):
-            again.take(event.partition(b"\ndata: ")[2])
-        assert (again.native, again.ended, again.error) == (told.native, True, "")
-        if dialect == "messages":
-            assert told.native == MESSAGE
-
-
-@pytest.fixture
-def provider_tables() -> Any:
-    tables = [OutsideConfig(name="master", url="http://x", dialect=d) for d in ("messages", "responses")]
-    return {"master": tables}
 
 
 async def test_providers_key_is_in_no_file_and_no_answer(
