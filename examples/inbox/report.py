@@ -38,6 +38,9 @@ SELECT (SELECT count(*) FROM exchanges) AS calls,
     AS sampler_logprob_diff
 """
 
+SOLVED = "coalesce(t.metrics['solved'], (r.reward > 0.99)::DOUBLE)"
+"""Whether a training message was solved. Runs that the gateway found by their calls have no metrics."""
+
 console = Console(highlight=False, markup=False)
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -76,7 +79,7 @@ def conclude(
     warm, trained, base = compared.entrants
     (counts,) = rows(run_dir, COUNTS)
     found = {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER)) if row["count"]}
-    points = rows(run_dir, curve.GROUPS.format(value="t.metrics['solved']"))
+    points = rows(run_dir, curve.GROUPS.format(value=SOLVED))
     scores = {"base": base, "warm_start": warm, "trained": trained}
     gain = compared.difference(1, "solved")
     written = {

@@ -25,7 +25,20 @@ from rollout_gateway.http.errors import ApiError
 
 E = TypeVar("E", bound=Event)
 T = TypeVar("T")
-_VALUES = ("task", "text", "role", "name", "source", "scenarios", "rollout", "rewards", "metrics", "tasks", "measures")
+_VALUES = (
+    "task",
+    "text",
+    "role",
+    "name",
+    "source",
+    "scenarios",
+    "rollout",
+    "rewards",
+    "metrics",
+    "tasks",
+    "measures",
+    "error",
+)
 _JSON = ("metadata", "request", "response")
 """The numbers of a response are the inference server's, such as times: a pattern of digits would match each."""
 _TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "routed_experts", "token_ids"))

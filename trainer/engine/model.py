@@ -27,10 +27,10 @@ from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import Logprobs, Weights
 from trainer.sequences import TokenSequence
 
-_MAX_LOGITS, _MAX_LOGITS_ON_GPU = 6_400_000, 32_000_000
+_MAX_LOGITS, _MAX_LOGITS_ON_GPU = 12_000_000, 32_000_000
 """Maximum number of logits (positions times vocabulary) in memory at once. More are computed in chunks of positions,
-and again in the backward pass. On a CPU they should fit into its cache: a step of `make demo` takes 0.7 times as long
-as with the GPU's limit."""
+and again in the backward pass. On a CPU fewer, because memory is smaller; not below 8.4 million, because the C library
+keeps buffers of less than 32 MiB in its heap, where they fragment: a process took 1 to 3 GB, and 0.7 GB with these."""
 
 
 def load_settings(config: TrainerConfig) -> dict[str, object]:

@@ -14,7 +14,7 @@ SERVICES = ("gateway", "sampler", "trainer", "ui")
 
 def test_resolved_settings_are_final(tmp_path: Path) -> None:
     """A service reads from the file what the supervisor has, and nothing is left to resolve."""
-    config = load(None, [f"run_dir={tmp_path}", "vllm.device=cuda", "models.0.base=hub/base"])
+    config = load(None, [f"run_dir={tmp_path}", "vllm.device=cuda", "models.0.base=hub/base", "ui.port=8777"])
     resolved = resolve(config, SERVICES)
     save(resolved, tmp_path / "config.toml")
     assert load(tmp_path / "config.toml") == resolved

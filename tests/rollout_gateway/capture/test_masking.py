@@ -281,6 +281,7 @@ def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_ident
         "copied_from",
         "evaluation",
         "entrant",
+        "failed_providers",
         "teacher",
         "request",
     }
