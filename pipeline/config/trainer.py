@@ -160,7 +160,7 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     """AdamW on the adapter. Changed values apply from the next start on."""
 
     learning_rate: Share = 1e-5
-    """The default suits models of 0.5 to 10 billion parameters. Smaller models need more: 4e-4 for the demo's model
+    """The default suits models of 0.5 to 10 billion parameters. Smaller models need more: 5e-4 for the demo's model
     of 135 million parameters, 6e-3 for one of 0.9 million."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`.
