@@ -185,7 +185,9 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
         return read_chat(body)
 
     monkeypatch.setitem(_READERS, CHAT, read)
-    app = App(Mock())
+    gateway = Mock()
+    gateway.relay.read.return_value = None  # no outside model
+    app = App(gateway)
     for size in (10, 1 << 20):
         request = Request(Mock(), "POST", CHAT, {}, "1.1", None)
         request.body = json.dumps({"model": "m", "messages": [], "user": "x" * size}).encode()
