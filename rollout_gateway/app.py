@@ -150,9 +150,17 @@ class App:
         if route.opens and self._stopping:
             raise stopping()
         access, values = admitted.access, admitted.values
+        if route.auth != "optional":
+            await self._identity.charge_body(access, request)
         about = values[0] if values else ""
         access = await self._identity.authorize(access, route.auth, about)
-        answer = await route.handler(ControlRequest(self._gateway, request, access, values))
+        self._running.add(request)
+        try:
+            if route.auth == "call":
+                self._check_calls(request.owner)
+            answer = await route.handler(ControlRequest(self._gateway, request, access, values))
+        finally:
+            self._running.discard(request)
         if isinstance(answer, RawAnswer):
             await request.answer(answer.status, answer.body, answer.headers, answer.content_type)
         else:

@@ -144,9 +144,9 @@ class ApiKeys:
         self._accounts[access.owner, access.feedback_only].spend(access.owner, calls)
         return access
 
-    def spend(self, owner: str, calls: int) -> None:
+    def spend(self, owner: str, calls: int, *, feedback_only: bool = False) -> None:
         """Count further calls of the keys named `owner`. Raises a 429 `ApiError` if none is left."""
-        if account := self._accounts.get((owner, False)):
+        if account := self._accounts.get((owner, feedback_only)):
             account.spend(owner, calls)
 
     @asynccontextmanager

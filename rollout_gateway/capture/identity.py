@@ -98,12 +98,13 @@ class Identity:
 
     async def authorize(self, access: Access, wanted: KeyKind, trajectory: str) -> Access:
         """Check that the caller may use a control route, about `trajectory` if `wanted` is `trajectory` or
-        `completion`. Returns what it may see: a trajectory's key sees the model of its trajectory.
+        `completion`. Returns what it may see: a trajectory's key sees the model of its trajectory. The request was
+        counted by `charge_body`.
 
         Raises `ApiError`: a 404 one for a trajectory of another key, as for one that does not
         exist."""
         if access.trajectory and wanted != "optional":
-            opened = await self.charge(access)
+            opened = await self._opening(access)
             if wanted in ("completion", "feedback") and not opened.key_completes:
                 message = (
                     "This trajectory's key can't complete it or give feedback on it. Open with `key_completes`, or use "
@@ -115,27 +116,22 @@ class Identity:
             await self._registry.opening_for(trajectory, access)
         return access
 
-    async def charge(self, access: Access, calls: int = 1) -> TrajectoryOpened:
-        """Count a request with a trajectory's token as calls of the key that opened the trajectory, unless `admit` did,
-        and return its opening.
-
-        Raises an `ApiError`: 401 if that key is revoked or expired, 403 if it no longer permits the model, 429 for too
-        many."""
+    async def _opening(self, access: Access) -> TrajectoryOpened:
         opened = await self._registry.opening(access.trajectory)
         if opened is None:
             raise unknown_trajectory(access.trajectory)
-        if not access.charged:
-            self._api_keys.charge(opened.owner, opened.model, calls)
         return opened
 
     async def charge_body(self, access: Access, request: Request) -> None:
         """Count what `admit` could not: the token of a trajectory that was not in memory, and a body in chunks. Raises
-        as `charge`."""
+        an `ApiError`: 401 if the key behind the token is revoked or expired, 403 if it no longer permits the model, 429
+        for too many."""
         calls = len(request.body) // _CALL_BYTES
         if access.trajectory and not access.charged:
-            await self.charge(access, 1 + calls)
+            opened = await self._opening(access)
+            self._api_keys.charge(opened.owner, opened.model, 1 + calls)
         elif calls and b"content-length" not in request.headers:
-            self._api_keys.spend(request.owner, calls)
+            self._api_keys.spend(request.owner, calls, feedback_only=access.feedback_only)
 
     async def trajectory(self, access: Access, url: str | None, headers: Headers, call: Call) -> Trajectory | None:
         """The open trajectory of a call, or `None`. `url` is the one that the path names. Raises `ApiError`."""

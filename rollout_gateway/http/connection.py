@@ -25,6 +25,7 @@ _CHUNKS, _LEAST_CHUNK = 10_000, 16
 """With more chunks than that, a body needs so many bytes a chunk: each costs time on the loop of all connections."""
 _AHEAD = 32
 """Requests that may wait for their answers on one connection."""
+_LENGTH_DIGITS = 20
 _ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^/?]+)(.*)")
 _UNIQUE = frozenset(
     (
@@ -257,6 +258,8 @@ def _read_headers(pairs: list[tuple[bytes, bytes]], method: str, version: str) -
         # RFC 9112 takes white space off both ends; httptools only off the beginning.
         value = value.rstrip(b" \t")
         headers[name] = headers[name] + b", " + value if name in headers else value
+    if len(headers.get(b"content-length", b"")) > _LENGTH_DIGITS:
+        raise ApiError(400, "bad_http", f"The Content-Length has more than {_LENGTH_DIGITS} digits.")
     if method == "CONNECT":
         raise ApiError(405, "method_not_allowed", "CONNECT is not supported: this server is not a proxy.")
     if version not in ("1.0", "1.1"):

@@ -30,6 +30,10 @@ class UpstreamTimeoutError(UpstreamError):
     """The reply was not complete in time."""
 
 
+class UpstreamInvalidError(UpstreamError):
+    """The reply is none that a client can get. The message says why."""
+
+
 @contextmanager
 def upstream_errors(url: str) -> Iterator[None]:
     """Raise what aiohttp raises in the block as an `UpstreamError`."""
@@ -89,7 +93,9 @@ class Upstream:
         if session is None:
             connector = aiohttp.TCPConnector(limit=0, force_close=not pooled)
             jar = aiohttp.DummyCookieJar()
-            session = aiohttp.ClientSession(connector=connector, cookie_jar=jar, headers=self._headers)
+            session = aiohttp.ClientSession(
+                connector=connector, cookie_jar=jar, headers=self._headers, auto_decompress=False
+            )
             self._sessions[pooled] = session
         return session
 

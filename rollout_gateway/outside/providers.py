@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 
 import aiohttp
 
 from pipeline.config import ConfigError, OutsideConfig
 from rollout_gateway.http.request import Headers
-from rollout_gateway.http.upstream import UpstreamReply, upstream_errors
-from rollout_gateway.outside.requests import PATHS, headers_for, passes
+from rollout_gateway.http.upstream import UpstreamInvalidError, UpstreamReply, upstream_errors
+from rollout_gateway.outside.requests import PATHS, answers_with, headers_for
 
 _CONNECT_S = 10.0
 _HIDDEN = b"[provider's key]"
+_ANSWER_BYTES = 64 << 20
+"""Bytes of a whole answer at most."""
+_CONTROL = re.compile(rb"[\x00-\x08\n-\x1f\x7f]")
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_ESCAPED = re.compile(rb"\\u00([0-7][0-9a-fA-F])")
 
 
 class Provider:
@@ -37,10 +43,13 @@ class Provider:
         """Post a call to `rest`, below the dialect's path, with the agent's headers, and wait for the reply's head. The
         caller closes the reply.
 
-        It is sent once: what a provider may have got is not repeated. Raises `UpstreamError`."""
+        It is sent once: what a provider may have got is not repeated. Raises `UpstreamError`, an `UpstreamInvalidError`
+        for a reply that no client can get, or that is compressed although that was not asked."""
         if self._session is None:
             connector, jar = aiohttp.TCPConnector(limit=0), aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=jar, trust_env=True)
+            self._session = aiohttp.ClientSession(
+                connector=connector, cookie_jar=jar, trust_env=True, auto_decompress=False
+            )
         timeout = aiohttp.ClientTimeout(total=self.table.timeout_s, sock_connect=_CONNECT_S)
         path = PATHS[self.table.dialect].removeprefix("/v1") + rest
         self._calls += 1
@@ -57,11 +66,21 @@ class Provider:
         except BaseException:
             self._calls -= 1
             raise
-        return ProviderReply(response, self)
+        reply = ProviderReply(response, self)
+        if invalid := reply.invalid():
+            reply.close()
+            raise UpstreamInvalidError(invalid)
+        return reply
 
     def hide_key(self, data: bytes) -> bytes:
-        """Return what the provider said without its key, which it may have repeated."""
-        return data.replace(self._key.encode(), _HIDDEN) if self._key else data
+        """Return what the provider said without its key, which it may have repeated. A JSON text that holds the key
+        with escapes is replaced as a whole."""
+        if not self._key:
+            return data
+        data, key = data.replace(self._key.encode(), _HIDDEN), _unescaped(self._key.encode())
+        if b"\\" not in data or key not in _unescaped(data):
+            return data
+        return _TEXT.sub(lambda text: b'"%b"' % _HIDDEN if key in _unescaped(text[0]) else text[0], data)
 
     def end_call(self) -> None:
         self._calls -= 1
@@ -82,14 +101,35 @@ class ProviderReply(UpstreamReply):
         headers = [(name.lower(), self.hide_key(value)) for name, value in response.raw_headers]
         self.kind = dict(headers).get(b"content-type", b"")
         """The content type."""
-        self.passed = [(n, value) for n, value in headers if passes(n) and n != b"content-type"]
+        self.passed = [(n, value) for n, value in headers if answers_with(n) and n != b"content-type"]
         """The other headers that the agent gets."""
 
-    async def read(self) -> bytes:
-        return self.hide_key(await super().read())
+    def invalid(self) -> str:
+        """Return what is wrong with the head of the reply, or an empty string."""
+        if not 200 <= self.status <= 599:
+            return f"its status is {self.status}"
+        for name, value in [(b"content-type", self.kind), *self.passed]:
+            if _CONTROL.search(value):
+                return f"its header {name.decode('latin-1')!r} has a control character"
+        coding = self._response.headers.get("content-encoding", "identity").strip().lower()
+        return "" if coding == "identity" else f"it is compressed ({coding[:100]!r}) although identity was asked"
+
+    async def read(self, begun: bytes = b"") -> bytes:
+        """Return the whole body, or `begun` and what follows it. Raises `UpstreamError`, for more than 64 MiB too."""
+        body = bytearray(begun)
+        while part := await self.read_some():
+            body += part
+            if len(body) > _ANSWER_BYTES:
+                raise UpstreamInvalidError(f"it is longer than {_ANSWER_BYTES >> 20} MiB")
+        return self.hide_key(bytes(body))
 
     def close(self) -> None:
         super().close()
         if not self._closed:
             self._closed = True
             self._provider.end_call()
+
+
+def _unescaped(data: bytes) -> bytes:
+    """Return JSON without backslashes, and with the ASCII characters for their escapes."""
+    return _ESCAPED.sub(lambda escape: bytes.fromhex(escape[1].decode()), data).replace(b"\\", b"")

@@ -25,7 +25,7 @@ from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.dialects.calls import Fields, SampledChoice
 from rollout_gateway.http.errors import ApiError, ClientGoneError
 from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
-from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
+from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, UpstreamTimeoutError
 from rollout_gateway.outside.answers import OutsideAnswer, Usage, replay_answer
 from rollout_gateway.outside.providers import Provider, ProviderReply
 from rollout_gateway.outside.requests import OutsideCall, read_call
@@ -113,15 +113,16 @@ class Relay:
 
     async def pass_on(self, request: Request, call: OutsideCall, rest: str) -> tuple[int, bytes, bytes, HeaderList]:
         """Post a request that samples nothing to `rest` below the dialect's path. Returns the provider's status, body,
-        content type and other headers. Raises `ApiError`."""
+        content type and other headers. Raises `ApiError`, and `ClientGoneError` if the agent left."""
         exchange = _OutsideExchange(call, Caller(cancellation=request.cancellation), captured=False)
-        reply = await self._ask(request, call, exchange, rest)
-        try:
-            return reply.status, await reply.read(), reply.kind, reply.passed
-        except UpstreamError as error:
-            raise _as_api_error(call, error) from error
-        finally:
-            reply.close()
+        with request.cancellation:
+            reply = await self._ask(request, call, exchange, rest)
+            try:
+                return reply.status, await reply.read(), reply.kind, reply.passed
+            except UpstreamError as error:
+                raise _as_api_error(call, error) from error
+            finally:
+                reply.close()
 
     # -- one call --------------------------------------------------------------------------------------------------
 
@@ -217,7 +218,6 @@ class Relay:
                         else:
                             await request.write(event)
             broke_off = False
-            held.append(reply.hide_key(bytes(events.rest)))
             finished = answer.ended or (call.dialect == "chat" and answer.finishing)
             answer.error = answer.error or ("" if finished else "the stream ended before its last event")
             status = "failed" if answer.error else "complete"
@@ -234,8 +234,8 @@ class Relay:
         await request.write(b"".join(held))
         with suppress(ClientGoneError, ApiError, UpstreamError):
             with request.cancellation:
-                while data := await reply.read_some():
-                    await request.write(reply.hide_key(data))
+                # At once: the key may come in two parts.
+                await request.write(await reply.read(bytes(events.rest)))
             await request.end()
 
     # -- the record ------------------------------------------------------------------------------------------------
@@ -291,6 +291,8 @@ def _run_header(exchange: Exchange) -> list[tuple[bytes, bytes]]:
 
 def _as_api_error(call: OutsideCall, error: UpstreamError) -> ApiError:
     provider = f"The provider of {call.params.model!r}"
+    if isinstance(error, UpstreamInvalidError):
+        return ApiError(502, "upstream_invalid", f"{provider} sent an answer that can't be passed on: {error}.")
     if isinstance(error, UpstreamTimeoutError):
         return ApiError(504, "upstream_timeout", f"{provider} did not answer within outside.timeout_s.")
     if not error.sent:

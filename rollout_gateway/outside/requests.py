@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,36 +24,38 @@ PATHS = {"chat": CHAT, "responses": ResponsesTranslation.path, "messages": Messa
 
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
-_NOT_PASSED = frozenset(
+_PASSED = frozenset(
     (
-        b"host",
-        b"content-length",
-        b"content-encoding",
+        b"accept",
+        b"anthropic-beta",
+        b"anthropic-version",
+        b"content-type",
+        b"idempotency-key",
+        b"openai-beta",
+        b"user-agent",
+    )
+)
+"""Headers of an agent that a provider gets, besides those that begin with `x-stainless-`."""
+_NOT_ANSWERED = frozenset(
+    (
         b"connection",
+        b"content-encoding",
+        b"content-length",
         b"keep-alive",
         b"proxy-authenticate",
-        b"proxy-authorization",
         b"proxy-connection",
+        b"set-cookie",
         b"te",
         b"trailer",
         b"transfer-encoding",
         b"upgrade",
-        b"expect",
-        b"accept-encoding",
-        b"cookie",
-        b"set-cookie",
-        b"origin",
-        b"forwarded",
-        b"authorization",
-        b"x-api-key",
     )
 )
-"""Headers of one connection, of the gateway's own keys, and cookies, which are another origin's."""
-_NOT_PASSED_PREFIXES = (b"x-journeywork-", b"x-forwarded-")
+"""Headers of a provider that an agent does not get, besides those that begin with `x-journeywork-`: those of one
+connection, and cookies, which are another origin's."""
 _NAME = re.compile(rb'[{,]?\s*("(?:[^"\\]|\\.)*")\s*:\s*')
 _SPACE = re.compile(rb"\s*")
 _MOST_FIELDS = 1000
-"""A request with more fields is written anew."""
 
 
 class _Head(msgspec.Struct):
@@ -70,6 +73,8 @@ class OutsideCall(Call):
 
     sent: bytes = b""
     """The body as the agent sent it."""
+    place: tuple[int, int] = (0, 0)
+    """Where the value of `model` begins and ends in it."""
     dialect: str = "chat"
     tables: list[OutsideConfig] = field(default_factory=list)
     """The tables of the model, in the order in which they are asked."""
@@ -79,9 +84,15 @@ class OutsideCall(Call):
         wanted = self.dialect == "chat" and self.stream and table.ask_usage
         return wanted and "stream_options" not in self.fields
 
+    def hash(self) -> str:
+        """Return the SHA-256 of the endpoint and the body as it was sent: the record may lack parts of it."""
+        return hashlib.sha256(self.endpoint.encode() + b"\0" + self.sent).hexdigest()
+
     def body_for(self, table: OutsideConfig) -> bytes:
         """Return the body for a provider: the agent's bytes with the provider's name of the model."""
-        body = _with_model(self.sent, table.name, table.model or table.name)
+        body, (start, end) = self.sent, self.place
+        if table.model not in ("", table.name):
+            body = body[:start] + _encode(table.model) + body[end:]
         if self.asks_usage(table):
             start = body.index(b"{") + 1
             body = body[:start] + b'"stream_options":{"include_usage":true},' + body[start:]
@@ -91,7 +102,7 @@ class OutsideCall(Call):
 def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) -> OutsideCall | None:
     """Return the call if it names an outside model, by name in `tables`. `None`: it is another call, or can't be read,
     which is for the reader of such calls to say. Raises a 400 `ApiError` if no provider speaks the dialect, or the body
-    has too many values."""
+    has too many values or names a field twice."""
     try:
         head = msgspec.json.decode(body, type=_Head)
     except (msgspec.DecodeError, RecursionError):
@@ -105,6 +116,7 @@ def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) ->
         there = ", ".join(dict.fromkeys(PATHS[table.dialect] for table in known))
         message = f"The outside model {head.model!r} does not speak {path}. Post the call to {there}."
         raise ApiError(400, "wrong_dialect", message, param="model")
+    place = _model_place(body, _fields_decoder.decode(body))
     metadata = head.metadata if isinstance(head.metadata, dict) else None
     params = RequestParams(head.model, head.stream is True, metadata=metadata)
     choices = head.n if isinstance(head.n, int) and 0 < head.n <= 128 else 1
@@ -116,18 +128,19 @@ def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) ->
         path,
         choices,
         sent=body,
+        place=place,
         dialect=speaking[0].dialect,
         tables=speaking,
     )
 
 
 def headers_for(headers: Headers, dialect: str, key: str) -> dict[str, str]:
-    """Return the headers for a provider: the agent's, but for those of its connection, its key to the gateway, and
-    those that are no UTF-8, as the client sends nothing else."""
+    """Return the headers for a provider: those of the agent's that pass and are UTF-8, as the client sends nothing
+    else."""
     passed = {}
     for header, value in headers.items():
         with suppress(UnicodeDecodeError):
-            if passes(header):
+            if header in _PASSED or header.startswith(b"x-stainless-"):
                 passed[header.decode()] = value.decode()
     passed["accept-encoding"] = "identity"  # the gateway reads the answer
     if key:
@@ -136,32 +149,31 @@ def headers_for(headers: Headers, dialect: str, key: str) -> dict[str, str]:
     return passed
 
 
-def passes(header: bytes) -> bool:
-    """Whether a header passes between agent and provider, in either direction."""
-    return header not in _NOT_PASSED and not header.startswith(_NOT_PASSED_PREFIXES)
+def answers_with(header: bytes) -> bool:
+    """Whether the agent gets a header of the provider's answer."""
+    return header not in _NOT_ANSWERED and not header.startswith(b"x-journeywork-")
 
 
-def _with_model(body: bytes, name: str, model: str) -> bytes:
-    """Return a request with another `model`, and otherwise the same bytes. Where a field comes twice, the request is
-    written anew with the last ones."""
-    if name == model:
-        return body
-    fields, new = _fields_decoder.decode(body), _encode(model)
+def _model_place(body: bytes, fields: Fields) -> tuple[int, int]:
+    """Return where the value of `model` begins and ends in a body with these fields. Raises a 400 `ApiError` for a body
+    that two programs could read as two models: it has a field twice, or `model` in another case. So is one with too
+    many fields to look for that."""
     start = end = 0
     place = _SPACE.match(body).end()  # type: ignore[union-attr]  # also of nothing
-    for field_name, value in fields.items() if len(fields) <= _MOST_FIELDS else ():
-        found = _NAME.match(body, place)
-        raw = bytes(value)
+    for name, value in fields.items() if len(fields) <= _MOST_FIELDS else ():
+        if name != "model" and name.lower() == "model":
+            raise ApiError(400, "invalid_body", f"The body has {name!r} beside `model`: leave it out.", param=name)
+        found, raw = _NAME.match(body, place), bytes(value)
         if found is None or not body.startswith(raw, found.end()):
             break
         place = found.end() + len(raw)
-        if field_name == "model":
+        if name == "model":
             start, end = found.end(), place
         place = _SPACE.match(body, place).end()  # type: ignore[union-attr]
-    if start and body[place:].strip() == b"}":
-        return body[:start] + new + body[end:]
-    fields["model"] = msgspec.Raw(new)
-    return _encode(fields)
+    if not start or body[place:].strip() != b"}":
+        message = f"The body has a field twice, or more than {_MOST_FIELDS:,} fields: send each once."
+        raise ApiError(400, "invalid_body", message)
+    return start, end
 
 
 def _as_chat(dialect: str, body: bytes) -> bytes:

@@ -58,6 +58,8 @@ async def test_an_upgrade_is_ignored_and_its_body_is_a_body(protocol: str, chunk
         (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", b"505", "bad_http"),
         (b"GET / HTTP/1.1\r\n\r\n", b"400", "no_host"),
         (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", b"400", "bad_http"),
+        (INNER.replace(b"h: 0", b"h: " + b"0" * 5000), b"400", "bad_http"),
+        (INNER.replace(b"h: 0", b"h: " + b"9" * 5000), b"400", "bad_http"),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000, b"431", "headers_too_large"),
         (CHUNKED.replace(b"chunked", b"gzip"), b"501", "unsupported_transfer_encoding"),
         (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + INNER, b"405", "method_not_allowed"),

@@ -148,7 +148,7 @@ async def test_what_a_call_adds_to_the_log_counts_as_further_calls_of_its_key(
 def test_a_large_body_is_paid_for_before_it_is_read(start_front: StartGateway) -> None:
     """By the key, or the key behind a run's token, whether or not the body can be used, and however it is sent."""
     chat, claude = "/v1/chat/completions", "/v1/messages"
-    keys = [key_config(name, calls_per_minute=6) for name in ("plain", "chunked", "small")]
+    keys = [key_config(name, calls_per_minute=6) for name in ("plain", "chunked", "small", "counting", "run")]
     gateway = start_front(keys=keys)
     large = json.dumps({"model": "tictactoe", "unknown": "x" * (8 << 20), "messages": []}).encode()
 
@@ -166,6 +166,8 @@ def test_a_large_body_is_paid_for_before_it_is_read(start_front: StartGateway) -
 
     assert statuses("plain", chat, whole, 3, token=True) == [400, 429, 429]
     assert statuses("chunked", claude, chunks, 3, token=False) == [400, 429, 429]
+    assert statuses("counting", "/tokenize", chunks, 3, token=False)[1:] == [429, 429]
+    assert statuses("run", "/v1/messages/count_tokens", chunks, 3, token=True)[1:] == [429, 429]
     assert statuses("small", chat, lambda: b'{"unknown": 1}', 4, token=True) == [400] * 4
     # After a restart the run of the token is not in memory.
     gateway.restart()

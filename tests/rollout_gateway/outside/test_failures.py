@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,9 @@ from pipeline.config import NatsConfig, OutsideConfig
 from pipeline.events import ExchangeRecorded, encode
 from pipeline.log.broker import Broker
 from rollout_gateway.http.cancellation import Cancellation
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, ClientGoneError
 from rollout_gateway.http.upstream import UpstreamError
+from rollout_gateway.outside import providers
 from rollout_gateway.outside.relay import EventBuffer, Relay
 from rollout_gateway.outside.requests import CHAT
 from tests.conftest import free_port
@@ -171,6 +174,82 @@ async def test_answer_that_is_passed_on_has_the_providers_headers(provider: Prov
     await relay.close()
 
 
+async def test_reply_that_no_client_can_get_is_a_502_and_recorded(start_outside: StartOutside, broker: Broker) -> None:
+    replies = {
+        b"HTTP/1.1 999 Odd\r\ncontent-length: 2\r\n\r\n{}": "its status is 999",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n": "its status is 101",
+        b"HTTP/1.1 200 OK\r\nx-a: \x01\r\ncontent-length: 2\r\n\r\n{}": "",
+        b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}": "it is compressed ('gzip')",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 70000000\r\n\r\n" + bytes(70_000_000): "it is longer than 64 MiB",
+    }
+    waiting = list(replies)
+
+    async def reply(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await stream.receive()
+            with suppress(anyio.BrokenResourceError):
+                await stream.send(waiting.pop(0))
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, reply)
+        url = f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}/v1"
+        only = OutsideConfig(name="master", url=url)
+        gateway = await anyio.to_thread.run_sync(lambda: start_outside(only))
+        run = await anyio.to_thread.run_sync(lambda: gateway.open(model="master"))
+        headers = {"authorization": f"Bearer {run['api_key']}"}
+        for error in replies.values():
+            status, body = await anyio.to_thread.run_sync(lambda: ask(run["base_url"], False, **headers))
+            assert (status, error in json.loads(body)["error"]["message"]) == (502, True), (error, body)
+        tasks.cancel_scope.cancel()
+    events = await exchanges(broker, run["id"])
+    assert [event.status for event in events] == ["failed"] * len(replies)
+    assert all(error in event.error for error, event in zip(replies.values(), events, strict=True))
+
+
+async def test_count_that_nobody_waits_for_ends(provider: Provider, request_: Any) -> None:
+    provider.says(Reply(200, [20.0, b"{}"]))
+    relay, call = relay_of(table(provider, api_key_env=""))
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+
+            async def leave() -> None:
+                while not provider.got:
+                    await anyio.sleep(0.01)
+                request_.cancellation.cancel(ClientGoneError())
+
+            tasks.start_soon(leave)
+            with pytest.raises(ClientGoneError):
+                await relay.pass_on(request_, call, "/count_tokens")
+    await relay.close()
+
+
+async def test_counts_are_calls_of_the_gateways_limit(start_outside: StartOutside, provider: Provider) -> None:
+    provider.says(Reply(200, [1.0, b"{}"]))
+    gateway = start_outside(table(provider, dialect="messages"), max_calls=1)
+    statuses = list[int]()
+
+    async def count() -> None:
+        async with httpx.AsyncClient(timeout=30) as client:
+            statuses.append((await client.post(f"{gateway.url}/v1/messages/count_tokens", json=ASK)).status_code)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(count)
+    assert statuses == [429, 200]
+
+
+@pytest.mark.parametrize("form", ["{}", "\\u002d", "\\\\u002D"])
+def test_key_with_escapes_is_hidden(provider: Provider, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    monkeypatch.setenv("TEST_PROVIDER_KEY", "sk-a/b")
+    hide = providers.Provider(table(provider)).hide_key
+    shown = "sk-a/b".replace("-", form).replace("/", "\\/") if form != "{}" else "sk-a/b"
+    said = b'{"a": "\\u00e4 \\"x", "b": "your key %b is bad"}' % shown.encode()
+    hidden = hide(said)
+    assert json.loads(hidden)["a"] == 'ä "x'
+    assert b"[provider's key]" in hidden
+    assert b"sk" not in hidden
+
+
 @pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n\n", b"\r\r"])
 def test_stream_is_split_at_any_place(end: bytes) -> None:
     sent = b"data: 1" + end + b"data: 2" + end + b"data"
@@ -257,15 +336,17 @@ async def test_providers_key_is_in_no_file_and_no_answer(
         (whole(completion(KEY), **leaks), False),
         (stream(*chunks(f"a {KEY} b")), True),
         (Reply(500, [KEY.encode()], "text/plain"), False),
+        (Reply(401, [json.dumps(_ERROR).replace("-", "\\u002d").encode()]), False),
+        (stream(*chunks(), KEY[:9].encode(), 0.2, KEY[9:].encode()), True),
     ):
         provider.says(reply)
         _, body = ask(run["base_url"], streamed, authorization=f"Bearer {run['api_key']}")
-        assert KEY.encode() not in body
+        assert KEY.encode() not in body.replace(b"\\u002d", b"-")
     assert all(got.headers["authorization"] == f"Bearer {KEY}" for got in provider.got)
     ask(f"{gateway.url}/v1", False)
     gateway.stop()
     events = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=run["id"])
-    assert len(events) == 4
+    assert len(events) == 6
     assert all(KEY.encode() not in encode(e.event) for e in events), "nor in lake and backups, which are made of it"
     files = [Path(folder) / name for folder, _, names in os.walk(tmp_path) for name in names]
     assert any(KEY.encode() in path.read_bytes() for path in files) is False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 
 from pipeline.config import OutsideConfig
-from rollout_gateway.outside.requests import CHAT, headers_for, read_call
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.outside.requests import CHAT, PATHS, OutsideCall, headers_for, read_call
 
 TABLE = OutsideConfig(name="m", url="http://x", model="big", ask_usage=False)
 
@@ -32,11 +34,45 @@ def test_only_the_bytes_of_the_model_change(body: bytes) -> None:
     assert sent(body.replace(b"@", b'"\\u006d"')) == body.replace(b"@", b'"big"')
 
 
-def test_request_with_a_field_that_comes_twice_has_the_last_one() -> None:
-    for body in (b'{"model":"m","model":"m"}', b'{"a":"m","a":"m","model":"m"}', b'{"model":"n","a":1,"model":"m"}'):
-        assert json.loads(sent(body)) == json.loads(body) | {"model": "big"}
-    many = {**{f"f{i}": i for i in range(2000)}, "model": "m"}
-    assert json.loads(sent(json.dumps(many).encode())) == many | {"model": "big"}
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"secret","model":"m"}',
+        b'{"model":"m","model":"m"}',
+        b'{"mod\\u0065l":"n","model":"m"}',
+        b'{"a":"m","a":"m","model":"m"}',
+        b'{"a":1,"model":"m","a":1}',
+        b'{"a":12,"model":"m","a":1}',
+        b'{"model":"m","Model":"expensive"}',
+        b'{"MODEL":"expensive","model":"m"}',
+        json.dumps({**{f"f{i}": i for i in range(2000)}, "model": "m"}).encode(),
+    ],
+)
+def test_request_that_could_name_two_models_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as refused:
+        sent(body)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_body")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"previous_response_id": "resp_1"}, {"previous_response_id": "resp_2"}),
+        ({"background": True}, {}),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, {"input": [{"type": "item_reference", "id": "b"}]}),
+    ],
+)
+def test_requests_that_differ_in_what_the_record_lacks_are_no_retries_of_each_other(first: Any, second: Any) -> None:
+    responses = OutsideConfig(name="m", url="http://x", dialect="responses")
+
+    def read(fields: Any) -> OutsideCall:
+        body = json.dumps({"model": "m", "input": "hi", **fields}).encode()
+        call = read_call(PATHS["responses"], body, {"m": [responses]})
+        assert call is not None
+        return call
+
+    assert read(first).body == read(second).body
+    assert read(first).hash() == read(first).hash() != read(second).hash()
 
 
 def test_many_places_that_look_like_the_models_cost_one_pass() -> None:
@@ -50,6 +86,14 @@ def test_many_places_that_look_like_the_models_cost_one_pass() -> None:
 
 def test_headers_outside_ascii_keep_their_bytes_or_do_not_pass() -> None:
     name = "grüße".encode()
-    passed = headers_for({b"x-name": name, b"x-latin": "ü".encode("latin-1")}, "chat", "")
-    assert passed["x-name"].encode() == name
-    assert "x-latin" not in passed
+    passed = headers_for({b"user-agent": name, b"x-stainless-os": "ü".encode("latin-1")}, "chat", "")
+    assert passed["user-agent"].encode() == name
+    assert "x-stainless-os" not in passed
+
+
+def test_headers_that_are_not_known_do_not_reach_the_provider() -> None:
+    names = """api-key x_api_key x-api-key authorization cookie openai-organization openai-project x-real-ip forwarded
+    x-forwarded-for x-http-method-override range content-md5 http2-settings connection x-journeywork-trajectory"""
+    sent_headers = dict.fromkeys(names.encode().split(), b"x") | {b"openai-beta": b"1", b"x-stainless-lang": b"js"}
+    passed = headers_for(sent_headers, "chat", "")
+    assert passed == {"openai-beta": "1", "x-stainless-lang": "js", "accept-encoding": "identity"}
