@@ -32,6 +32,7 @@ from examples.inbox.agent import MAX_TOKENS
 from examples.inbox.demo import SETTINGS, WARM_START
 from examples.inbox.messages import message, right_fields, share
 from examples.inbox.ways import GROUP_SIZE, GROUPS_PER_STEP
+from pipeline.config import OptimizerConfig
 from trainer.trl_trainers import plain_logprobs, trl_imports
 
 with trl_imports():
@@ -116,7 +117,7 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
             learning_rate=settings["learning_rate"],
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=settings["warmup_steps"],
-            max_grad_norm=settings["max_grad_norm"],
+            max_grad_norm=OptimizerConfig().max_grad_norm,
             gradient_checkpointing=False,
             shuffle_dataset=False,
             report_to="none",
