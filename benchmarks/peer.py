@@ -117,7 +117,7 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
             learning_rate=settings["learning_rate"],
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=settings["warmup_steps"],
-            max_grad_norm=OptimizerConfig().max_grad_norm,
+            max_grad_norm=settings.get("max_grad_norm", OptimizerConfig().max_grad_norm),
             gradient_checkpointing=False,
             shuffle_dataset=False,
             report_to="none",

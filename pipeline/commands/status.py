@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import (
     AlarmChanged,
     CheckpointPublished,
+    ExchangeRecorded,
     FeedbackTimedOut,
     GroupDiscarded,
     GroupScored,
@@ -28,16 +29,20 @@ from pipeline.events import (
     standing_decisions,
 )
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.names import branch_model, version_name
+from pipeline.names import branch_model, is_outside, version_name
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.running.state import read_state
 from pipeline.security.signing import Trust
 from pipeline.statistics.progress import ends_of, reward_text
+from pipeline.statistics.utilization import bound_by, busy_share
 from pipeline.telemetry import logs
 from pipeline.terminal.printing import with_code
 
 _NEWEST = (256, 1024, 4096)
 """Messages at the end of GROUPS that are read, the next number where the ones before hold no training group."""
+
+_NEWEST_CALLS = 1000
+"""Messages at the end of ROLLOUTS from which the sampler's share of time is read."""
 
 
 def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
@@ -80,12 +85,13 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
             {"consumer": name, "behind": info.num_pending or 0, "held": info.num_ack_pending or 0}
             for name, info in infos
         ]
-        policies = {}
+        policies, trained = {}, defaultdict[str, list[tuple[int, int]]](list)
         for recorded in await broker.read(CheckpointPublished, project=project):
             if not trust.objection(version := recorded.event):
                 on_main = version.branch == "main"
                 model = version.model if on_main else branch_model(version.model, version.branch)
                 policies[model] = version_name(model, version.step)
+                trained[model].append((version.started_at, version.at))
         decisions: dict[str, list[PolicyPromoted]] = {}
         for decision in (r.event for r in await broker.read(PolicyPromoted, project=project)):
             decisions.setdefault(decision.model, []).append(decision)
@@ -113,9 +119,31 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
             # Groups that the judge keeps open, by what they wait for.
             "waiting": waiting,
             "groups": await _newest_groups(broker, project),
+            "utilization": await _utilization(broker, project, trained),
             # The store service's (store/alarms). The supervisor's are in its state.
             "raised": [msgspec.to_builtins(alarm) for alarm in raised.values()],
         }
+
+
+async def _utilization(
+    broker: Broker, project: str, trained: Mapping[str, Sequence[tuple[int, int]]]
+) -> dict[str, dict[str, Any]]:
+    """Return by model in which share of the time that the newest calls span, until its newest step, the sampler
+    answered and the trainer trained. `trained`: begin and end of each model's steps."""
+    last = (await broker.stream_info("ROLLOUTS")).state.last_seq
+    answered = defaultdict[str, list[tuple[int, int]]](list)
+    for call in await broker.read(ExchangeRecorded, start_seq=max(last - _NEWEST_CALLS, 0) + 1, project=project):
+        if call.event.started_at and not is_outside(call.event.policy_version):
+            answered[call.event.model].append((call.event.started_at, call.event.at))
+    shares = {}
+    for model, calls in answered.items():
+        begin, end = min(calls)[0], max((at for _, at in trained.get(model, ())), default=0)
+        if end > begin:
+            sampling, training = busy_share(calls, begin, end), busy_share(trained[model], begin, end)
+            bound = bound_by(sampling, training)
+            seconds = (end - begin) / 1e6
+            shares[model] = {"seconds": seconds, "sampling": sampling, "training": training, "bound_by": bound}
+    return shares
 
 
 async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
@@ -200,6 +228,10 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
             line = f"groups of {model}: of the newest {groups['newest']:,} were discarded, whole or in part, {why}; "
             line += "docs/troubleshooting.md#nothing-trains says what to do"
             console.print(line, soft_wrap=True, markup=False)
+    for model, busy in state.get("utilization", {}).items():
+        line = f"{model}: bound by {busy['bound_by']}; in {busy['seconds']:,.0f} s the sampler answered calls for "
+        line += f"{busy['sampling']:.0%} of the time, the trainer trained for {busy['training']:.0%}"
+        console.print(line, soft_wrap=True, markup=False)
     for model, version in state["policies"].items():
         line = f"policy {model}: {version}"
         if decision := state.get("decided", {}).get(model):

@@ -1,11 +1,26 @@
-"""The views of what learning costs, against what it gains, and of what runs cost, whoever answered."""
+"""The views of what learning costs, against what it gains, of who waits for whom, and of what runs cost, whoever
+answered."""
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this package
 
 from __future__ import annotations
 
 from pipeline.events import ExchangeRecorded
+from pipeline.statistics.utilization import BUSY
 from store.reading.views.view import NEVER, View
+
+
+def _answering(whose: str, name: str) -> str:
+    """Return SQL for the seconds in which calls were answered, as the column `name`. They are the union of the calls
+    that share the columns `whose`: each adds the part after the end of those that began before it."""
+    return f"""
+          SELECT project, model, "at", greatest(0, epoch_us("at" - greatest(started_at, coalesce(max("at") OVER (
+            PARTITION BY {whose} ORDER BY started_at, log_seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+          ), started_at)))) / 1e6 AS {name}
+          FROM rollout_exchange WHERE started_at > {NEVER} AND copied_from = ''
+            AND NOT starts_with(policy_version, 'outside:')
+    """
+
 
 SPENDING = View(
     "spending",
@@ -26,14 +41,9 @@ SPENDING = View(
         "scenarios that were evaluated last. Null where the version has neither.",
         "gain": "`held_out` minus that of the first version that has one, which may be step 0.",
     },
-    # The union of a server's calls: each adds the part after the end of those that began before it.
     f"""
         WITH calls AS (
-          SELECT project, model, "at", greatest(0, epoch_us("at" - greatest(started_at, coalesce(max("at") OVER (
-            PARTITION BY replica ORDER BY started_at, log_seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
-          ), started_at)))) / 1e6 AS serve_gpu_s
-          FROM rollout_exchange WHERE started_at > {NEVER} AND copied_from = ''
-            AND NOT starts_with(policy_version, 'outside:')
+          {_answering("replica", "serve_gpu_s")}
         ), spent AS (
           SELECT project, model, "at", said.cost_usd AS judge_usd
           FROM (SELECT project, model, "at", unnest(verdicts) AS said FROM group_scored)
@@ -71,6 +81,41 @@ SPENDING = View(
           (sum(e.sampled_tokens) OVER so_far)::BIGINT AS total_tokens, h.held_out, h.held_out - h.first_of_all AS gain
         FROM each e LEFT JOIN measured_with_first h ON h.project = e.project AND h.model = e.model AND h.step = e.step
         WINDOW so_far AS (PARTITION BY e.project, e.model ORDER BY e.step NULLS LAST)
+        """,
+)
+
+UTILIZATION = View(
+    "utilization",
+    "Who waits for whom: one row per step of branch `main`, for the time since the step before.",
+    {
+        "seconds": "Seconds since the step before was published.",
+        "training": "Share of this time in which the trainer trained.",
+        "sampling": "Share of this time in which an inference server answered a call, by the ends of the calls.",
+        "bound_by": "`sampling` or `training`, whichever share is larger; `agents` where both are below "
+        f"{BUSY:g}: then sampler and trainer wait for agents, tools or the judge.",
+    },
+    f"""
+        WITH calls AS (
+          {_answering("project, model", "answered_s")}
+        ), steps AS (
+          SELECT project, model, version, step, published_at, started_at,
+            lag(published_at) OVER (PARTITION BY project, model ORDER BY step) AS since
+          FROM checkpoints WHERE branch = 'main'
+        ), timed AS (
+          SELECT s.project, s.model, s.version, s.step, epoch_us(any_value(s.published_at - s.since)) / 1e6 AS seconds,
+            epoch_us(any_value(s.published_at - greatest(s.started_at, s.since))) / 1e6 AS trained_s,
+            coalesce(sum(c.answered_s), 0) AS answered_s
+          FROM steps s LEFT JOIN calls c
+            ON c.project = s.project AND c.model = s.model AND c."at" > s.since AND c."at" <= s.published_at
+          WHERE s.published_at > s.since GROUP BY ALL
+        ), shares AS (
+          SELECT project, model, version, step, seconds, least(1, trained_s / seconds) AS training,
+            least(1, answered_s / seconds) AS sampling
+          FROM timed
+        )
+        SELECT *, CASE WHEN greatest(training, sampling) < {BUSY} THEN 'agents'
+          WHEN sampling >= training THEN 'sampling' ELSE 'training' END AS bound_by
+        FROM shares
         """,
 )
 

@@ -24,7 +24,7 @@ from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, Member, P
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
 from tests.conftest import free_port
-from tests.kits.events import checkpoint
+from tests.kits.events import checkpoint, exchange
 
 
 def test_every_command_that_lives_elsewhere_has_its_module() -> None:
@@ -134,7 +134,10 @@ GONE = 2**22 + 1
 
 async def provision(config: NatsConfig) -> None:
     async with Broker.connect(config) as broker:
-        await broker.publish(checkpoint(3))
+        for began, ended in ((10, 30), (20, 60)):
+            call = exchange(f"run{began}", policy_version="m@2", started_at=began * 1_000_000, at=ended * 1_000_000)
+            await broker.publish(call)
+        await broker.publish(checkpoint(3, started_at=14_000_000, at=60_000_000))
         await broker.publish(checkpoint(1, branch="stricter"))
         await broker.publish(checkpoint(8, project="other"))
         async with broker.consume("store-policy") as taken:
@@ -188,6 +191,8 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert caught.value.code == 1
     said = json.loads(capsys.readouterr().out)
     assert said["policies"] == {"m": "m@3", "m+stricter": "m+stricter@1"}
+    busy = {"seconds": 50.0, "sampling": 1.0, "training": 0.92, "bound_by": "sampling"}
+    assert said["utilization"] == {"m": busy}
     lag = {row["consumer"]: (row["behind"], row["held"]) for row in said["lag"]}
     split = {"action": "split", "version": "m@2", "other": "m@0", "percent": 20.0}
     assert said["decided"] == {"m": split}
@@ -202,6 +207,9 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     main(["status", "--run-dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert f"m: {reward}" in lines
+    assert (
+        "m: bound by sampling; in 50 s the sampler answered calls for 100% of the time, the trainer trained for 92%"
+    ) in lines
     assert "policy m: m@3 is the newest, m@2 is served (split, 20 % of runs; m@0 the others)" in lines
     assert "alarm kl_rise of m: it is far. Lower it." in lines
     assert (
