@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from anyio.to_thread import run_sync
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PrinterCallback
 
 from pipeline.chat.demonstrations import demonstrated_replies
 from pipeline.config import Config
@@ -141,11 +141,11 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep, left_out: Counte
         gradient_checkpointing=not on_cpu,
         report_to="none",
         save_strategy="no",
-        logging_strategy="no",
         disable_tqdm=True,
     )
     with plain_logprobs(model.device.type):
         trainer = trainer_of(model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer)
+        trainer.remove_callback(PrinterCallback)
         result = trainer.train()
     metrics = {
         "dataset_loss": float(result.training_loss),

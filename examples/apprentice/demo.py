@@ -43,7 +43,7 @@ from journeywork.transport import plain_errors
 MASTER, KEY_ENV = "master", "MASTER_KEY"
 RUNS = 300
 """Messages that the master sorts for the apprentice."""
-RUNS_FROM = 100_000
+RUNS_FROM = demo.EXAMPLES_FROM
 """Number of the first of them. Messages of reinforcement learning have smaller numbers."""
 PRICES = {"input_usd": 2.5, "output_usd": 10.0}
 MONEY = "SELECT version, sum(cost_usd) / sum(runs) AS usd FROM costs GROUP BY version"
