@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +27,8 @@ from pipeline.events import (
 from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.log.messages import LogEntry
-from pipeline.security import users
 from pipeline.versions.loaded import LoadedVersions
 from rollout_gateway.serving.policies import Policies
-from tests.conftest import NatsServer
 from tests.kits.log import read_stream
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, running, steps_reach
@@ -286,24 +283,3 @@ def test_in_random_histories_no_held_version_is_removed() -> None:
         decided = set(draw.sample(versions, min(2, len(versions))))
         stay = versions_to_keep(versions, draw.randint(1, 4), on_servers | decided)
         assert served | decided | {versions[-1]} <= stay
-
-
-async def test_the_trainers_rights_suffice(start_nats: Callable[..., NatsServer], tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    server = start_nats(extra=users.authorization(keys))
-    guarded = NatsConfig(url=server.url, users=str(keys), publish_deadline_s=60)
-    config = retained(kit.settings("base", tmp_path, guarded, max_staleness=0), adapters=2)
-    async with Broker.connect(guarded, name="operator"):
-        pass
-    own = msgspec.structs.replace(guarded, provision=False)
-    async with Broker.connect(own, name="sampler") as broker:
-        await broker.publish(loaded(V[1]))
-    async with Broker.connect(own, name="trainer") as broker:
-        for step in range(1, 6):
-            await publish(broker, step)
-        retention = Retention(config, broker, learners_of(config))
-        for _ in range(2):
-            await retention.run_once()
-        assert await present(broker) == {V[1], V[4], V[5]}
-        await retention._sweep()
-        assert await retention.delete_old_events(2**62) > 0

@@ -35,10 +35,3 @@ def test_a_changed_limit_does_not_raise_a_reduced_budget(most: int, expected: in
     free = Budget(500)
     free.set_limit(most)
     assert free.tokens == most
-
-
-def test_a_budget_never_reaches_zero() -> None:
-    budget = Budget(4)
-    for _ in range(5):
-        budget.halve(4)
-    assert budget.tokens == 1

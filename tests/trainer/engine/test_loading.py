@@ -52,12 +52,6 @@ def test_settings_that_this_machine_can_not_run_are_errors(
         loading.device_for(TrainerConfig(**settings))
 
 
-def test_dtype_depends_on_the_device_unless_it_is_set() -> None:
-    assert loading.dtype_for(TrainerConfig(), CPU) == torch.float32
-    assert loading.dtype_for(TrainerConfig(), torch.device("cuda")) == torch.bfloat16
-    assert loading.dtype_for(TrainerConfig(dtype="bfloat16"), CPU) == torch.bfloat16
-
-
 def test_a_model_that_can_not_be_loaded_is_refused_in_one_sentence(
     tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
