@@ -116,6 +116,11 @@ def _check_names(config: Config) -> None:
     for name in (table.name for table in config.outside):
         if name in of_policies or any(name.startswith(branch_model(model, "")) for model in names):
             raise ConfigError(f"outside: {name!r} is also a name of a model in `models`: rename one of them")
+    for table in config.outside:
+        if table.apprentice and table.apprentice not in names:
+            raise ConfigError(f"outside.apprentice: {table.apprentice!r} is no model of `models`: add it")
+        if table.shadow_percent and not table.apprentice:
+            raise ConfigError(f"outside.shadow_percent: name the apprentice of {table.name!r} in outside.apprentice")
     for i, name in enumerate(names):
         for other in names:
             if name.startswith(branch_model(other, "")):

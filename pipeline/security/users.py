@@ -86,7 +86,7 @@ USERS: tuple[User, ...] = (
     User(
         "judge",
         "scores groups",
-        publishes=("group.>", "rollout.timeout.>", "rollout.overdue.>", "rollout.teacher.>"),
+        publishes=("group.>", "rollout.timeout.>", "rollout.overdue.>", "rollout.teacher.>", "rollout.compared.>"),
         consumes=("judge", "judge-timers"),
         sets_timers=True,
         reads=("ROLLOUTS", "GROUPS", "POLICY"),

@@ -19,7 +19,7 @@ import openai
 import pytest
 from safetensors.numpy import save
 
-from pipeline.config import Config, FeedbackConfig, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
+from pipeline.config import Config, FeedbackConfig, GatewayConfig, ModelConfig, NatsConfig, OutsideConfig, VllmConfig
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
@@ -114,6 +114,7 @@ def _gateways(
             urls: tuple[str, ...] = (),
             max_loras: int = 4,
             max_signals: int = 1000,
+            outside: tuple[OutsideConfig, ...] = (),
             **settings: Any,
         ) -> GatewayProcess:
             config = Config(
@@ -122,6 +123,7 @@ def _gateways(
                 nats=nats,
                 vllm=VllmConfig(urls=urls or at, max_loras=max_loras),
                 models=models,
+                outside=outside,
                 feedback=FeedbackConfig(max_signals=max_signals),
                 gateway=with_values(GatewayConfig(), {"port": free_port(), **defaults, **settings}),
             )
