@@ -31,7 +31,7 @@ AnyEvent = (
     | signal.SignalGiven
     | signal.TeacherAnswered
     | shadow.ShadowAnswered
-    | shadow.ShadowCompared
+    | shadow.AnswersCompared
     | rollout.GroupTimedOut
     | rollout.FeedbackTimedOut
     | group.GroupScored

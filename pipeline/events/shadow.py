@@ -1,4 +1,4 @@
-"""Events of shadow calls, in stream ROLLOUTS: what an apprentice answers beside an outside model."""
+"""Events about an outside model and the policy that learns from it, in stream ROLLOUTS."""
 
 from __future__ import annotations
 
@@ -40,20 +40,24 @@ class ShadowAnswered(Event, frozen=True, kw_only=True, tag="rollout.shadow"):
         return f"{self.project}/{self.trajectory}/{self.call}/shadow"
 
 
-class ShadowCompared(Event, frozen=True, kw_only=True, tag="rollout.compared"):
-    """How the judge scored the two answers of a shadow call that are not the same, in both orders."""
+class AnswersCompared(Event, frozen=True, kw_only=True, tag="rollout.compared"):
+    """How the judge scored the answers of an outside model and of a policy to the same call, in both orders: a shadow
+    call whose answers are not the same, or a call that the outside model corrected (`judge.healing`)."""
 
     subject_fields = ("project", "trajectory", "call")
     unique_subject = True
 
     trajectory: str
     call: int
-    """As in `rollout.shadow`."""
+    """`seq` of the exchange in which one of the two answered."""
     model: str
-    """The apprentice."""
+    """The policy model."""
+    outside: str
+    """Name of the outside model."""
     outside_score: float
     """Score of the outside model's answer, from 0 to 1."""
     apprentice_score: float
+    """Score of the policy's answer."""
     verdicts: tuple[Verdict, ...] = ()
     """One for each order; their scores are of `outside` and `apprentice`."""
 

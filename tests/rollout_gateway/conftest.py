@@ -100,7 +100,7 @@ StartGateway = Callable[..., GatewayProcess]
 
 
 @contextlib.contextmanager
-def _gateways(
+def gateways(
     tmp_path: Path, nats: NatsConfig, models: tuple[ModelConfig, ...], at: tuple[str, ...] = (), **defaults: Any
 ) -> Iterator[StartGateway]:
     """Starts gateways on the test's log, and stops them at the end. Keyword arguments are gateway settings. `urls` are
@@ -143,7 +143,7 @@ def _gateways(
 def start_gateway(tmp_path: Path, nats_config: NatsConfig, vllm_server: VllmServer) -> Iterator[StartGateway]:
     """Starts gateways in front of the session's vLLM."""
     models = (ModelConfig(name="tictactoe", base=str(vllm_server.base)),)
-    with _gateways(tmp_path, nats_config, models, (vllm_server.url,)) as start:
+    with gateways(tmp_path, nats_config, models, (vllm_server.url,)) as start:
         yield start
     unload_all(vllm_server)
 
@@ -151,7 +151,7 @@ def start_gateway(tmp_path: Path, nats_config: NatsConfig, vllm_server: VllmServ
 @pytest.fixture
 def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
     """Starts gateways without vLLM: `urls` are those of servers that a test makes itself."""
-    with _gateways(tmp_path, nats_config, (ModelConfig(name="tictactoe"),)) as start:
+    with gateways(tmp_path, nats_config, (ModelConfig(name="tictactoe"),)) as start:
         yield start
 
 
@@ -168,7 +168,7 @@ async def fake_vllm() -> AsyncIterator[FakeVllm]:
 def start_front(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
     """Starts gateways without an inference server: a model call that is admitted gets `no_replica`."""
     models = (ModelConfig(name="tictactoe"), ModelConfig(name="chess"))
-    with _gateways(tmp_path, nats_config, models, **{"replicas.wait_s": 0.1}) as start:
+    with gateways(tmp_path, nats_config, models, **{"replicas.wait_s": 0.1}) as start:
         yield start
 
 
@@ -184,7 +184,7 @@ def shared(folder: Path, url: str, **settings: Any) -> Iterator[GatewayProcess]:
     nats.start()
     try:
         models = (ModelConfig(name="tictactoe", base=str(VllmServer.base)),)
-        with _gateways(folder, NatsConfig(url=nats.url), models, (url,), **settings) as start:
+        with gateways(folder, NatsConfig(url=nats.url), models, (url,), **settings) as start:
             yield start()
     finally:
         nats.stop()

@@ -19,6 +19,7 @@ from pipeline.config import Config
 from pipeline.errors import BrokerError
 from pipeline.events import (
     AlarmChanged,
+    AnswersCompared,
     DeadLettered,
     Event,
     ExchangeRecorded,
@@ -32,7 +33,6 @@ from pipeline.events import (
     PolicyPromoted,
     Score,
     ShadowAnswered,
-    ShadowCompared,
     SignalGiven,
     TaskResult,
     TeacherAnswered,
@@ -109,9 +109,9 @@ def shadow(trajectory: str, call: int = 0, **more: Any) -> ShadowAnswered:
     return ShadowAnswered(**(values | more))
 
 
-def compared(trajectory: str, call: int, outside: float, apprentice: float) -> ShadowCompared:
+def compared(trajectory: str, call: int, outside: float, apprentice: float) -> AnswersCompared:
     scores = {"outside_score": outside, "apprentice_score": apprentice}
-    return ShadowCompared(project="p", trajectory=trajectory, call=call, model="m", **scores)
+    return AnswersCompared(project="p", trajectory=trajectory, call=call, model="m", outside="master", **scores)
 
 
 def run_of_one_step() -> list[Event]:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from pipeline.events import ShadowAnswered, ShadowCompared
+from pipeline.events import AnswersCompared, ShadowAnswered
 from store.reading.views.view import NEVER, View
 
 SHADOWS = View(
@@ -40,5 +40,5 @@ SHADOWS = View(
         LEFT JOIN rollout_compared c ON c.project = s.project AND c.trajectory = s.trajectory AND c."call" = s."call"
         LEFT JOIN rollout_opened o ON o.project = s.project AND o.trajectory = s.trajectory
         """,
-    sources=(ShadowAnswered, ShadowCompared),
+    sources=(ShadowAnswered, AnswersCompared),
 )

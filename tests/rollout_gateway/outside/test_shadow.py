@@ -224,7 +224,8 @@ def test_answers_that_say_the_same(one: Answer, other: Answer, same: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "error"), [({"apprentice": "absent"}, "no model"), ({"shadow_percent": 5.0}, "name the apprentice")]
+    ("given", "error"),
+    [({"apprentice": "other"}, "none of `models`"), ({"shadow_percent": 5.0}, "name the apprentice")],
 )
 def test_settings_that_cannot_be_meant(given: dict[str, Any], error: str) -> None:
     outside = OutsideConfig(name="m", url="http://h/v1", **given)
