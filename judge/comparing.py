@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -98,7 +99,7 @@ class ShadowJudge:
     async def _compare(self, shadow: ShadowAnswered) -> None:
         if self._judge is None or shadow.same or await self._budget.refusal(f"{shadow.trajectory}/{shadow.call}"):
             return
-        names = {"project": shadow.project, "trajectory": shadow.trajectory}
+        names: dict[str, Any] = {"project": shadow.project, "trajectory": shadow.trajectory}
         try:
             history = await self._broker.read(ExchangeRecorded, **names)
             call = next((r.event for r in history if (r.event.seq, r.event.choice) == (shadow.call, 0)), None)

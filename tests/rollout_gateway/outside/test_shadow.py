@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -11,12 +13,16 @@ import anyio.to_thread
 import httpx
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.config import Config, ConfigError, GatewayConfig, ModelConfig, OutsideConfig
 from pipeline.config.checks import check
-from pipeline.events import ShadowAnswered, TrajectoryCompleted, unpack_ids, unpack_logprobs
+from pipeline.events import EVENTS, AnswersCompared, ShadowAnswered, TrajectoryCompleted, unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
-from pipeline.names import split_point
+from pipeline.log.subjects import subject_filter
+from pipeline.names import is_name, split_point
+from pipeline.streams import CONSUMERS
 from rollout_gateway.dialects.calls import Answer, Raw, SampledChoice
 from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.errors import ApiError
@@ -196,6 +202,41 @@ def test_apprentice_is_asked_what_the_master_was_asked_without_what_no_server_he
         apprentice_call(call, "a", Permitted())
 
 
+NAMES = st.text(st.characters(categories=("L", "N", "P", "S"), codec="utf-8"), min_size=1, max_size=12).filter(is_name)
+ABOUT_TRAINING = ("trainer", "judge", "journeywork", "store/datasets")
+
+
+@given(project=NAMES, trajectory=NAMES, call=st.integers(0, 2**31))
+def test_a_shadow_is_on_no_subject_that_teaches(project: str, trajectory: str, call: int) -> None:
+    """What training learns from is read by subject: of all that judges and trainers consume or read, a shadow call and
+    its comparison are only what the judge compares."""
+    names: Any = {"project": project, "trajectory": trajectory, "call": call, "model": trajectory, "outside": project}
+    answered = ShadowAnswered(
+        **names, policy_version="m@1", step=1, response=b"{}", sampled_ids=b"", logprobs=b"", same=False
+    )
+    compared = AnswersCompared(**names, outside_score=1.0, apprentice_score=0.0)
+    readers = {spec.name for spec in CONSUMERS if spec.name.startswith(("judge", "trainer"))} - {"judge-shadows"}
+    filters = [subject for spec in CONSUMERS if spec.name in readers for subject in spec.subjects]
+    filters += [subject_filter(kind) for kind in EVENTS if kind not in (ShadowAnswered, AnswersCompared)]
+    for event in (answered, compared):
+        assert not any(takes(each, event.subject()) for each in filters)
+
+
+def takes(each: str, subject: str) -> bool:
+    """Whether a subject filter of NATS takes a subject."""
+    wanted, tokens = each.split("."), subject.split(".")
+    head = wanted.index(">") if ">" in wanted else len(wanted)
+    fits = all(w in ("*", t) for w, t in zip(wanted[:head], tokens, strict=False))
+    return fits and (len(tokens) > head if ">" in wanted else len(tokens) == head)
+
+
+def test_only_the_judge_of_answers_reads_shadow_calls() -> None:
+    root = Path(__file__).parents[3]
+    files = [file for folder in ABOUT_TRAINING for file in (root / folder).rglob("*.py")]
+    readers = [file.name for file in files if re.search("ShadowAnswered|AnswersCompared", file.read_text("utf-8"))]
+    assert sorted(readers) == ["comparing.py", "healing.py"]
+
+
 def answer(content: Any, *calls: tuple[str, str]) -> Answer:
     message = {
         "role": "assistant",
@@ -224,10 +265,10 @@ def test_answers_that_say_the_same(one: Answer, other: Answer, same: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("wrong", "error"),
     [({"apprentice": "other"}, "none of `models`"), ({"shadow_percent": 5.0}, "name the apprentice")],
 )
-def test_settings_that_cannot_be_meant(given: dict[str, Any], error: str) -> None:
-    outside = OutsideConfig(name="m", url="http://h/v1", **given)
+def test_settings_that_cannot_be_meant(wrong: dict[str, Any], error: str) -> None:
+    outside = OutsideConfig(name="m", url="http://h/v1", **wrong)
     with pytest.raises(ConfigError, match=error):
         check(Config(models=(ModelConfig(name="a"),), outside=(outside,)))
