@@ -142,6 +142,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 tasks.start_soon(gateway.log_health.run, broker)
                 tasks.start_soon(api_keys.watch)
                 tasks.start_soon(_follow_log, gateway)
+                tasks.start_soon(gateway.shadows.run)
                 if gateway.detector is not None:
                     tasks.start_soon(gateway.detector.run)
                 async with run_server(app, listener, limits, grace_s=settings.drain_s, cut_off=app.cut_off):

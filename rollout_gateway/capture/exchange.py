@@ -49,6 +49,8 @@ class Exchange:
     first_token_at: int = 0
     answer: Answer = _NO_ANSWER
     status: Status = "failed"
+    seq: int = -1
+    """Number of the call in its run, once it is recorded."""
     _hash: str = ""
 
     @property

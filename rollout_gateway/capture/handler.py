@@ -168,7 +168,7 @@ class CallHandler:
         """Put the call on the log. Raises a 503 `ApiError` if the log does not take it."""
         exchange.status = status
         try:
-            await exchange.recorded_in.record(exchange.events, exchange.caller.traceparent)
+            exchange.seq = await exchange.recorded_in.record(exchange.events, exchange.caller.traceparent)
         except BrokerError as error:
             log.error("call not recorded", trajectory=exchange.recorded_in.id, error=str(error))
             raise ApiError(503, "not_recorded", f"The answer could not be recorded: {error}") from error

@@ -29,6 +29,7 @@ from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, U
 from rollout_gateway.outside.answers import OutsideAnswer, Usage, replay_answer
 from rollout_gateway.outside.providers import Provider, ProviderReply
 from rollout_gateway.outside.requests import OutsideCall, read_call
+from rollout_gateway.outside.shadow import Shadows
 
 log = get_logger("rollout_gateway.outside.relay")
 
@@ -72,9 +73,9 @@ class _OutsideExchange(Exchange):
 class Relay:
     """Answers the calls of outside models."""
 
-    def __init__(self, tables: Iterable[OutsideConfig], calls: CallHandler) -> None:
+    def __init__(self, tables: Iterable[OutsideConfig], calls: CallHandler, shadows: Shadows) -> None:
         """Raises `ConfigError` if the environment lacks a provider's key."""
-        self._calls = calls
+        self._calls, self._shadows = calls, shadows
         self._providers = {table: Provider(table) for table in tables}
         self._tables: dict[str, list[OutsideConfig]] = {}
         for table in self._providers:
@@ -142,6 +143,8 @@ class Relay:
             return reply.status
         finally:
             reply.close()
+            if exchange.seq >= 0 and exchange.status == "complete":
+                self._shadows.offer(exchange)
 
     async def _ask(
         self, request: Request, call: OutsideCall, exchange: _OutsideExchange, rest: str = ""

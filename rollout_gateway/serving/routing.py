@@ -107,6 +107,12 @@ class VersionRouter:
                 return version
         return version_name(model, 0)
 
+    def newest_loaded(self, model: str) -> str:
+        """Return the newest version of the model that enough servers hold, whatever the model name resolves to."""
+        state = self._policies.models[model]
+        usable = (v for v in state.newest_first() if v not in self._policies.refused and self._fleet.available(v))
+        return next(usable, version_name(model, 0))
+
     def serving(self) -> tuple[str, ...]:
         """Return the versions that the model names resolve to, without base versions."""
         versions: list[str] = []

@@ -29,7 +29,7 @@ SPENDING = View(
     {
         "version": "The step's version; null for what was spent since the newest step.",
         "published_at": "When the step was published, UTC.",
-        "judge_usd": "Cost of the verdicts on groups, of all branches.",
+        "judge_usd": "Cost of the verdicts on groups, of all branches, and on single answers.",
         "train_gpu_s": "Seconds of the steps, times `trainer.processes`.",
         "serve_gpu_s": "Seconds in which an inference server answered a call, or several at once. A GPU that trainer "
         "and server share is counted for both.",
@@ -46,7 +46,10 @@ SPENDING = View(
           {_answering("replica", "serve_gpu_s")}
         ), spent AS (
           SELECT project, model, "at", said.cost_usd AS judge_usd
-          FROM (SELECT project, model, "at", unnest(verdicts) AS said FROM group_scored)
+          FROM (
+            SELECT project, model, "at", unnest(verdicts) AS said FROM group_scored
+            UNION ALL SELECT project, model, "at", unnest(verdicts) AS said FROM rollout_compared
+          )
           UNION ALL BY NAME
           SELECT project, model, "at", coalesce(metrics['gpu_s'], metrics['step_s']) AS train_gpu_s
           FROM policy_checkpoint

@@ -10,6 +10,7 @@
 | `trajectories` | trajectories, one trajectory with its calls and tokens |
 | `checkpoints` | checkpoints, one checkpoint, decisions |
 | `judge` | what was measured of judges |
+| `shadows` | what an apprentice answers beside an outside model |
 | `what_if` | what would have been learned under other settings |
 | `events` | one event as it is stored |
 | `lists` | filters, order and paging of lists |

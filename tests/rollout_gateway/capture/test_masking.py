@@ -269,6 +269,7 @@ def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_ident
         "policy_version",
         "version",
         "other",
+        "outside",
         "finish_reason",
         "endpoint",
         "request_hash",

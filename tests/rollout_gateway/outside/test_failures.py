@@ -136,8 +136,8 @@ def request_() -> Any:
 
 
 def relay_of(*tables: OutsideConfig) -> Any:
-    calls: Any = None
-    relay = Relay(tables, calls)
+    absent: Any = None
+    relay = Relay(tables, absent, absent)
     call = relay.read(CHAT, b'{"model": "master", "messages": []}')
     return relay, call
 
