@@ -116,6 +116,11 @@ def _check_names(config: Config) -> None:
     for name in (table.name for table in config.outside):
         if name in of_policies or any(name.startswith(branch_model(model, "")) for model in names):
             raise ConfigError(f"outside: {name!r} is also a name of a model in `models`: rename one of them")
+    for i, table in enumerate(config.outside):
+        if table.apprentice not in ("", *names):
+            raise ConfigError(f"outside.{i}.apprentice: {table.apprentice!r} is none of `models`: {', '.join(names)}")
+        if table.apprentice != config.apprentices().get(table.name, ""):
+            raise ConfigError(f"outside.{i}.apprentice: all tables of {table.name!r} must name the same model")
     for i, name in enumerate(names):
         for other in names:
             if name.startswith(branch_model(other, "")):
