@@ -58,6 +58,7 @@ def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
     fields = _DECISION + (_OPERATORS if access.operator else ())
     return {
         "model": model,
+        "apprentice": policies.apprentices.get(model),
         "version": version,
         "step": -1 if is_outside(version) else parse_version(version)[1],
         "newest": policies.newest(trained),

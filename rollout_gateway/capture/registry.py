@@ -257,7 +257,7 @@ class Registry:
         event = self.assign(await self.log.masks.apply(event))
         if named:
             await self.log.check_new(event)
-        if paced and self.pacing is not None:
+        if paced and self.pacing is not None and not event.asked:  # its agent never waited for training
             group = event.group or event.trajectory
             paced_s = await self.pacing.admit(event.model, group, event.split, event.owner)
             event = msgspec.structs.replace(event, paced_s=paced_s)

@@ -46,8 +46,12 @@ def _text(row: Row, apprentice: Row | None, master: Row | None) -> str:
         f"The apprentice of {row['model']} answered {share:.0%} of the {number(row['calls'])} calls of the newest day. "
     )
     text += f"Its runs score {_quality(apprentice)}, the master's {_quality(master)}. That day cost "
-    text += f"${row['spent']:.2f}"
-    return text + ("." if row["full"] is None else f"; by the master alone it would be ${row['full']:.2f}.")
+    text += _usd(row["spent"])
+    return text + ("." if row["full"] is None else f"; by the master alone it would be {_usd(row['full'])}.")
+
+
+def _usd(value: float) -> str:
+    return f"${value:,.2f}" if value >= 1 else f"${value:.3g}"
 
 
 def _quality(row: Row | None) -> str:

@@ -4,6 +4,8 @@ record says who answered each call."""
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,17 @@ import anyio
 import httpx
 import pytest
 
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, StoreConfig, VllmConfig, save
 from pipeline.events import ExchangeRecorded, PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.names import split_point
+from pipeline.running.installations import SETTINGS
+from store.reading import sql
+from store.showing.pages.history import History
+from store.showing.pages.takeover import takeover_texts
 from tests.conftest import free_port
 from tests.kits.sampler import SamplerThread
+from tests.kits.services import service
 from tests.kits.settings import with_values
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
@@ -98,6 +105,7 @@ async def start(
             nats=nats_config,
             vllm=VllmConfig(urls=(server.url,)),
             models=(ModelConfig(name="tictactoe"),),
+            store=StoreConfig(flush_s=0.2),
             outside=tuple(table(provider, **of_table, **more) for more in tables or ({},)),
             gateway=with_values(GatewayConfig(), {"port": free_port(), "replicas.wait_s": 5.0, **settings}),
         )
@@ -276,3 +284,68 @@ async def test_detected_runs_are_taken_over_too(start: Open) -> None:
     (opened,) = [r.event for r in await shop.broker.read(TrajectoryOpened)]
     assert (opened.model, opened.asked) == ("tictactoe", "master")
     assert [e.policy_version for e in await shop.calls(opened.trajectory)] == [APPRENTICE, MASTER, APPRENTICE]
+
+
+_WATCH = (
+    "import sys; from store.evidence import decide; decide._SETTLED_S = 0; raise SystemExit(decide.main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_takeover_is_decided_once_whoever_is_killed(start: Open) -> None:
+    """Also the share is raised once. The watcher is killed before and after each decision, the gateway between."""
+    shop = await start(promote=False)
+    config = shop.gateway.config
+    save(config, Path(config.run_dir, SETTINGS))
+    where = ["--run-dir", config.run_dir, "--url", shop.gateway.url]
+
+    async def decide_by(*args: str, crash_at: str = "") -> int:
+        """As a process of its own."""
+        command = [sys.executable, "-c", _WATCH, *args, *([] if args[0] == "check" else where)]
+        environment = {**os.environ, "JOURNEYWORK_CRASH": crash_at}
+        return (await anyio.run_process(command, env=environment, check=False)).returncode
+
+    async def play(name: str, runs: int) -> None:
+        for number in range(runs):
+            await shop.open(f"{name}-{number}")
+            answer = await shop.call(f"{name}-{number}")
+            reward = float(answer.json()["model"] == APPRENTICE)
+            done = f"{shop.gateway.url}/v1/trajectories/{name}-{number}/complete"
+            assert (await shop.client.post(done, json={"reward": reward})).status_code == 200
+        query = f"SELECT count(*) = {runs} FROM takeovers WHERE model = 'master' AND outcome = 'scored' AND "
+        query += f"reward IS NOT NULL AND trajectory LIKE '{name}-%'"
+        with anyio.fail_after(120):
+            while not sql.connect(config).execute(query).fetchall()[0][0]:
+                await anyio.sleep(0.2)  # what the history holds are files, which appear without a word
+
+    async def decisions() -> list[tuple[str, str, float]]:
+        return [(e.event.action, e.event.version, e.event.percent) for e in await shop.broker.read(PolicyPromoted)]
+
+    with service("store", config):
+        plan = ("--steps", "40,60", "--metric", "reward", "--margin", "0.5", "--alpha", "0.4", "--deadline", "1e6")
+        assert await decide_by("begin", APPRENTICE, MASTER, *plan, "--guard", "cost_usd:0:1:higher:0.5") == 0
+        assert await decide_by("watch", "master", "--once") == 3
+        expected = [("split", APPRENTICE, 40.0)]
+        for name, further in (("first", ("split", APPRENTICE, 60.0)), ("second", ("promote", APPRENTICE, 100.0))):
+            await play(name, 20)
+            for crash_at in ("decide.before_publish", "decide.after_publish"):
+                assert await decisions() == expected
+                assert await decide_by("watch", "master", "--once", crash_at=crash_at) == -9
+                await anyio.to_thread.run_sync(shop.gateway.kill)
+                await anyio.to_thread.run_sync(shop.gateway.start)
+            expected.append(further)
+        assert await decisions() == expected
+        assert await decide_by("watch", "master", "--once") == 2  # it is over
+        await shop.open("last")
+        assert (await shop.opened("last")).pinned == APPRENTICE
+        for name in [f"{part}-{number}" for part in ("first", "second") for number in range(20)]:
+            percent = 40 if name.startswith("first") else 60
+            opened, (call,) = await shop.opened(name), await shop.calls(name)
+            assert call.policy_version == (opened.pinned or MASTER)
+            assert (opened.pinned == APPRENTICE) == (split_point(name) < percent)
+        assert await decide_by("check", "--run-dir", config.run_dir) == 0
+        history = History(config)
+        (text,) = takeover_texts(history)
+        history.close()
+        assert text.startswith("The apprentice of master answered ")
