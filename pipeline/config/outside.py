@@ -42,8 +42,11 @@ class OutsideConfig(Section, frozen=True, kw_only=True):
     """Whether the gateway asks for the usage of streamed chat completions that do not ask themselves. Without it their
     cost is unknown. The chunk that holds it is not passed on."""
     apprentice: str = ""
-    """Policy model that learns from this outside model and may take it over. All tables of one name name the same.
-    Empty: none."""
+    """Policy model that learns from this outside model and may take it over, by decisions (docs/operations.md). All
+    tables of one name name the same. Empty: none."""
+    apprentice_wait_s: NotNegative = 60.0
+    """Seconds that the apprentice has for an answer, or for the beginning of a streamed one, in a run that it took
+    over. After that, and after an error, this model answers. 0: the agent gets the error."""
     may_train: bool = False
     """Whether the provider's terms permit that a model learns from its outputs. If false, no data set, hint or
     correction takes them. All tables of one name must permit it."""

@@ -52,6 +52,7 @@ class Gateway:
         enabled = settings.detection.enabled
         self.detector = TrajectoryDetector(project, registry, settings) if enabled else None
         self.identity = Identity(project, api_keys, registry, self.router, self.detector)
+        registry.assign = self.router.assign
         self.members = Membership(config, broker, policies, self.fleet, self.router, new_id("gw"))
         self.promotion = Promotion(project, broker, policies, self.fleet, self.router)
         self.calls = CallHandler(settings, self.fleet, self.router, self.detector)

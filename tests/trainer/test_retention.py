@@ -102,6 +102,8 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
         PolicyPromoted(project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1")
     )
     await broker.publish(PolicyPromoted(project="p", model="tiny", version=V[6], action="pin", request="1b"))
+    taken_over = PolicyPromoted(project="p", model="master", version=V[4], other="outside:master", action="split")
+    await broker.publish(taken_over)
     opened = TrajectoryOpened(project="p", trajectory="run", model="tiny", group="g", pinned=V[9])
     await broker.publish(opened)
     await broker.publish(loaded(V[1], "old life", "1"))
@@ -112,11 +114,11 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
     retention = Retention(config, broker, learners)
     await retention.run_once()
     retired = {r.event.version for r in await broker.read(PolicyRetired)}
-    assert retired == {V[1], V[4], V[8]}
+    assert retired == {V[1], V[8]}
     assert await present(broker) == set(V[1:])  # told first, removed later
     await retention.run_once()
-    # 2 best, 3 held, 6 decided after the split of 5 and 7, 9 pinned, 10 held, 11 and 12 newest.
-    assert await present(broker) == {V[i] for i in (2, 3, 5, 6, 7, 9, 10, 11, 12)}
+    # 2 best, 3 held, 4 for a master, 6 decided after the split of 5 and 7, 9 pinned, 10 held, 11 and 12 newest.
+    assert await present(broker) == {V[i] for i in (2, 3, 4, 5, 6, 7, 9, 10, 11, 12)}
     assert await present(broker, "other") == {V[1]}  # another trainer's
 
     # The run ends, the split ends, the server lets go.
@@ -125,7 +127,7 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
     await broker.publish(PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", server_start="1"))
     await retention.run_once()
     await retention.run_once()
-    assert await present(broker) == {V[2], V[6], V[10], V[11], V[12]}
+    assert await present(broker) == {V[2], V[4], V[6], V[10], V[11], V[12]}
 
 
 async def test_the_version_that_training_began_with_is_kept(broker: Broker, config: Config) -> None:

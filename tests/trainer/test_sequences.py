@@ -39,6 +39,7 @@ CASES: dict[str, tuple[list[ExchangeRecorded], list[tuple[list[int], list[int]]]
     "tokens forced by a grammar are context": ([call(0, [5], [7, 8, 9], forced=[1, 0, 1])], [([5, 7, 8, 9], [8])]),
     "a side call": ([call(0, [5], [7], side_call=True)], []),
     "a cancelled call": ([call(0, [5], [7], status="cancelled")], []),
+    "an answer that was not shown": ([call(0, [5], [7], status="unsure")], []),
     "a failed call": ([call(0, [5], [7], status="failed")], []),
     "a call without a reply": ([call(0, [5], [])], []),
     # At temperature 0 nothing was sampled, so there is no probability to push.

@@ -11,7 +11,7 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | `groups` | groups, verdicts, rewards, signals, people's labels, the cost of judging |
 | `training` | checkpoints, delivery, lineage, staleness, steps |
 | `evaluations` | evaluations on held-out tasks |
-| `spending` | what learning cost and gained, who waits for whom, what runs cost |
+| `spending` | what learning cost and gained, who waits for whom, what runs cost, what an apprentice is worth |
 | `progress` | whether the training reward moved |
 | `alarms` | alarms |
 | `shadows` | shadow calls: an apprentice beside an outside model |
@@ -25,7 +25,7 @@ from store.reading.views.losses import DEAD, STARVATION, WAITING
 from store.reading.views.progress import PROGRESS
 from store.reading.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
 from store.reading.views.shadows import SHADOWS
-from store.reading.views.spending import COSTS, SPENDING, UTILIZATION
+from store.reading.views.spending import COSTS, SPENDING, TAKEOVERS, UTILIZATION
 from store.reading.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, STALENESS, STEPS
 from store.reading.views.view import View
 
@@ -53,6 +53,7 @@ VIEWS: tuple[View, ...] = (  # each after the views that it reads
     SPENDING,
     UTILIZATION,
     COSTS,
+    TAKEOVERS,
     DEAD,
     ALARMS,
 )

@@ -3,6 +3,7 @@
 | module | what lives there |
 | --- | --- |
 | `history` | one DuckDB over the views, refreshed as files appear |
+| `takeover` | what an apprentice is worth, in a sentence |
 | `summary` | an installation in sentences, and its raised alarms |
 | `intervals` | 95 % intervals of means |
 | `overview` | an installation as a whole: counts, curves; two branches compared |
