@@ -26,6 +26,7 @@ from trainer.distillation.teacher import HintedCall, TeacherLogprobs, join_logpr
 from trainer.engine import checks
 from trainer.engine.fitting import NothingFitsError, check_within_memory, run_within_memory
 from trainer.engine.late import is_late, late_metrics
+from trainer.engine.loading import peak_tflop_per_s
 from trainer.engine.model import PolicyModel
 from trainer.engine.optimizer import PolicyOptimizer
 from trainer.engine.parallel import ProcessGroup
@@ -282,12 +283,17 @@ class Engine:
         }
 
     def _speed(self, metrics: Mapping[str, float], compute_s: float) -> dict[str, float]:
-        """Metrics of a step that computed for so many seconds."""
-        return {
+        """Metrics of a step that computed for so many seconds. `mfu` is the share of the GPU's peak rate that the
+        products of the base model's weights took, forward and backward; attention is not counted."""
+        found = {
             "compute_s": compute_s,
             "trained_tokens_per_s": self.config.optimizer.epochs * metrics["tokens"] / compute_s,
             "forward_tokens_per_s": metrics["tokens_forward"] / compute_s,
         }
+        found["tflop_per_s"] = found["forward_tokens_per_s"] * self.passes.cost.per_token / 1e12
+        if self.model.device.type == "cuda" and (peak := peak_tflop_per_s(torch.cuda.get_device_name())):
+            found["mfu"] = found["tflop_per_s"] / (peak * self.passes.processes)
+        return found
 
     def _require_sampler_logprobs(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains."""

@@ -154,6 +154,15 @@ def _quantization(config: TrainerConfig, dtype: torch.dtype) -> Any:
     return TorchAoConfig(Float8WeightOnlyConfig())
 
 
+_PEAKS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "L4": 121, "A10": 125}
+"""Peak rates of GPUs for dense bfloat16, in TFLOP/s, by NVIDIA's data sheets."""
+
+
+def peak_tflop_per_s(device: str) -> float | None:
+    """Return the peak rate of a GPU by its name, such as "NVIDIA H100 80GB HBM3"; `None` if it is not known here."""
+    return next((float(peak) for name, peak in _PEAKS.items() if name in device), None)
+
+
 def base_digest(base: str, model: torch.nn.Module) -> str:
     """Return a hash of a base model: its config.json, and of every tensor the name, the shape and some values.
 

@@ -255,3 +255,8 @@ def test_unsloth_prepares_for_the_served_length_and_longer_sequences_are_dropped
     assert result.dropped == (long,)
     with pytest.raises(UntrainableError, match="fits in memory on its own, or into the model's length"):
         engine.step(engine.initial_state(), [Example(long, 1.0)], [0])
+
+
+def test_the_peak_of_a_gpu_is_found_by_its_name() -> None:
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA L4", "NVIDIA L40S", "Someone's GPU")
+    assert [loading.peak_tflop_per_s(name) for name in names] == [989.0, 756.0, 121.0, 362.0, None]
