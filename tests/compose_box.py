@@ -22,6 +22,12 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 UID = 10001
+BWRAP = (
+    "bwrap",
+    *("--unshare-user", "--uid", str(UID), "--gid", str(UID), "--cap-drop", "ALL"),
+    *("--unshare-pid", "--unshare-ipc", "--die-with-parent", "--new-session", "--clearenv"),
+)
+"""A container's user, without rights, and its processes."""
 BIN = Path(sys.executable).parent
 _VENV = Path(sys.prefix).resolve()
 _COMPILED = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
@@ -146,23 +152,7 @@ class Box:
         """The command before a container's command: its network, files, user and environment."""
         home = self.folder / f"home-{name}"
         home.mkdir(exist_ok=True)
-        argv = [
-            *self.net.enter(name),
-            "bwrap",
-            "--unshare-user",
-            "--uid",
-            str(UID),
-            "--gid",
-            str(UID),
-            "--unshare-pid",
-            "--unshare-ipc",
-            "--die-with-parent",
-            "--new-session",
-            "--cap-drop",
-            "ALL",
-            "--clearenv",
-        ]
-        argv += [*machine("--bind"), "--tmpfs", "/dev/shm", "--tmpfs", "/tmp"]
+        argv = [*self.net.enter(name), *BWRAP, *machine("--bind"), "--tmpfs", "/dev/shm", "--tmpfs", "/tmp"]
         argv += [*settings_of(self.folder), *installed(), "--bind", str(home), str(home)]
         for place in (volume.split(":")[1 if "}" not in volume else -2] for volume in self.services[name]["volumes"]):
             source, writable = self.mounts[place]

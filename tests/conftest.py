@@ -180,6 +180,15 @@ class VllmServer:
 
     model = "tictactoe"
     base = Path(__file__).parent.parent / "examples" / "tictactoe" / "model"
+    module = "vllm.entrypoints.openai.api_server"
+    flags: tuple[str, ...] = (
+        *("--host", "127.0.0.1"),
+        *CPU_FLAGS,
+        *ONE_PROCESS,
+        *("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8", "--max-model-len", "256"),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    )
 
     def __init__(self, folder: Path, port: int = 0, args: Sequence[str] = ()) -> None:
         self.folder, self.args = folder, tuple(args)
@@ -191,34 +200,8 @@ class VllmServer:
         return f"http://127.0.0.1:{self.port}"
 
     def command(self) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--model",
-            str(self.base),
-            "--served-model-name",
-            f"{self.model}@0",
-            *CPU_FLAGS,
-            *ONE_PROCESS,
-            "--enable-lora",
-            "--max-loras",
-            "4",
-            "--max-lora-rank",
-            "8",
-            "--max-model-len",
-            "256",
-            "--logprobs-mode",
-            "processed_logprobs",
-            "--enable-auto-tool-choice",
-            "--tool-call-parser",
-            "hermes",
-            *self.args,
-        ]
+        named = ("--port", str(self.port), "--model", str(self.base), "--served-model-name", f"{self.model}@0")
+        return [sys.executable, "-m", self.module, *named, *self.flags, *self.args]
 
     def start(self, timeout_s: float = 300) -> None:
         """Returns once it answers; `stop` or `kill`, then `start` again keeps the port."""
@@ -265,19 +248,7 @@ class VllmServer:
 class InferenceDouble(VllmServer):
     """`tests.kits.inference_double` in place of vLLM: it starts in seconds and answers at once."""
 
-    def command(self) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "tests.kits.inference_double",
-            "--port",
-            str(self.port),
-            "--model",
-            str(self.base),
-            "--served-model-name",
-            f"{self.model}@0",
-            *self.args,
-        ]
+    module, flags = "tests.kits.inference_double", ()
 
 
 DOUBLE = os.environ.get("JOURNEYWORK_TEST_INFERENCE") == "double"

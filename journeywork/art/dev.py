@@ -106,7 +106,6 @@ def loss_settings(kl_penalty: float = 0.0) -> dict[str, Any]:
         "loss.weighting": "trajectory",
         "loss.advantage_scaling": "group",
         "loss.advantage_normalization": "mean_abs",
-        "loss.advantage_balance": 0.0,
         "loss.kl_penalty": kl_penalty,
         "loss.beta": 0.0,
         "loss.epsilon_high": 5.0,

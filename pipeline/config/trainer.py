@@ -6,7 +6,6 @@ from typing import Literal
 
 from pipeline.config.types import (
     Coefficient,
-    Correlation,
     Count,
     Decay,
     Natural,
@@ -102,9 +101,6 @@ class LossConfig(Section, frozen=True, kw_only=True):
     mean return at the same position of the runs that it is compared with."""
     advantage_scaling: Literal["group", "batch", "none"] = "group"
     """Standard deviation that advantages are divided by: that of the group's rewards, that of the batch's, or none."""
-    advantage_balance: Correlation = 0.0
-    """Above 0: negative advantages are multiplied by 1 minus this number. Below 0: positive advantages are multiplied
-    by 1 plus this number."""
     advantage_normalization: Literal["none", "mean_abs"] = "none"
     """`mean_abs`: divide all advantages of a step by the mean of their absolute values, weighted as the loss weights
     them, so that steps are equally large whatever the rewards' scale is. ART does so."""

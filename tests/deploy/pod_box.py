@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.compose_box import UID, Network, installed, machine, settings_of, terminate_inside
+from tests.compose_box import BWRAP, Network, installed, machine, settings_of, terminate_inside
 from tests.deploy.kit import ROOT, Object, content, pods
 
 VENV = Path(sys.prefix).resolve()
@@ -117,25 +117,7 @@ class Cluster:
 
     def sandbox(self, container: Container) -> list[str]:
         """The command before a container's command."""
-        argv = [
-            *self.net.enter(container.pod),
-            "bwrap",
-            "--unshare-user",
-            "--uid",
-            str(UID),
-            "--gid",
-            str(UID),
-            "--unshare-pid",
-            "--unshare-ipc",
-            "--unshare-uts",
-            "--hostname",
-            container.host,
-            "--die-with-parent",
-            "--new-session",
-            "--cap-drop",
-            "ALL",
-            "--clearenv",
-        ]
+        argv = [*self.net.enter(container.pod), *BWRAP, "--unshare-uts", "--hostname", container.host]
         argv += [*machine("--ro-bind"), *settings_of(self.folder)]
         for mount in container.spec["volumeMounts"]:
             path, writable = container.volumes[mount["name"]]

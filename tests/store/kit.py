@@ -41,7 +41,6 @@ from pipeline.events import (
     Variant,
     Verdict,
     WhatIfAnswered,
-    decode,
     pack_ids,
     pack_logprobs,
     pack_seqs,
@@ -309,16 +308,3 @@ def create_bucket(url: str) -> None:
     """Make the bucket `journeywork` at the S3-compatible server `url`."""
     client = fs.S3FileSystem(endpoint_override=url, scheme="http", region="us-east-1", allow_bucket_creation=True)
     client.create_dir("journeywork")
-
-
-async def in_log(broker: Broker) -> set[tuple[str, int]]:
-    """(stream, sequence) of every message that is an event: what is not one is a dead letter instead."""
-    found: set[tuple[str, int]] = set()
-    for spec in streams.STREAMS:
-        info = await broker.stream_info(spec.name)
-        for seq in range(1, info.state.last_seq + 1):
-            message = await broker.js.get_msg(spec.name, seq)
-            if (message.data or b"")[:1] != b"\xc1":
-                decode(message.data or b"")
-                found.add((spec.name, seq))
-    return found

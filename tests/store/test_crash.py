@@ -24,10 +24,11 @@ from pipeline.events import Event, GroupDiscarded, PolicyPromoted, TrajectoryCom
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from tests.conftest import NatsServer
+from tests.kits.crash.checks import in_log
 from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.kits.settings import with_values
-from tests.store.kit import ACK_WAIT_S, exchange, in_log, stored_events
+from tests.store.kit import ACK_WAIT_S, exchange, stored_events
 
 pytestmark = pytest.mark.anyio
 
@@ -125,7 +126,7 @@ async def test_over_many_deaths_nothing_is_lost_and_nothing_is_twice(
             while await broker.lag("store-"):
                 await anyio.sleep(0.05)
         assert await store.end(signal.SIGTERM) == 0
-        expected = await in_log(broker)
+        expected = set(await in_log(broker))
     found = stored_events(open_lake(config))
     assert {k: n for k, n in found.items() if n != 1} == {}
     assert set(found) == expected

@@ -62,8 +62,8 @@ def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[
     """Every sequence of the batch with its scaled advantage, in the order of the groups.
 
     The advantage is the reward minus the mean reward of the group, of the task's earlier runs or of the batch
-    (`trainer.loss.baseline`), divided as `trainer.loss.advantage_scaling` says, then balanced and normalised by the
-    settings after it. Where rewards belong to calls, it is their returns that are compared (`trainer.batches.returns`).
+    (`trainer.loss.baseline`), divided as `trainer.loss.advantage_scaling` says, then normalised by the setting
+    after it. Where rewards belong to calls, it is their returns that are compared (`trainer.batches.returns`).
     With loss type `sft` it is the reward."""
     weights = trajectory_weights(groups, config)
     if config.loss.type == "sft":
@@ -154,11 +154,9 @@ def _baselines(
 def _advantages(member: Member, differences: Floats, loss: LossConfig, roles: Roles) -> Floats:
     """The advantage of each call of a run, from the scaled differences to its baseline. Where only calls were judged, a
     last number, 0, is that of the calls after them: a teacher may teach calls that no reward reaches."""
-    balance = loss.advantage_balance
-    advantages = np.where((differences < 0) == (balance > 0), differences * (1 - abs(balance)), differences)
     if member.graded == "calls":
-        return np.append(advantages * calls_with_credit(member, len(advantages), loss.turn_discount, roles), 0.0)
-    return advantages
+        return np.append(differences * calls_with_credit(member, len(differences), loss.turn_discount, roles), 0.0)
+    return differences
 
 
 def _normalized(out: list[Example], config: TrainerConfig) -> list[Example]:

@@ -115,39 +115,30 @@ async def test_a_process_that_never_works_is_an_error_with_its_last_words(tmp_pa
     assert "no such base model" in str(error)
 
 
-async def test_errors_of_a_start_are_told_with_its_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("failing", "told"),
+    [
+        ("log.error('no such model', model='x'); sys.exit(1)", "no such model model=x"),
+        # Such as vLLM's traceback. `up` said "backoff" for five minutes, and nothing else.
+        ("raise RuntimeError('could not locate the bot token')", "RuntimeError: could not locate the bot token"),
+    ],
+)
+async def test_errors_of_a_start_are_told_with_its_state(failing: str, told: str, tmp_path: Path) -> None:
     """Those of the present start only, whether it works or not."""
-    flag = tmp_path / "failed"
     code = f"""
 import pathlib, sys
 from pipeline.telemetry import logs
 logs.configure("judge")
-flag = pathlib.Path({str(flag)!r})
+log, flag = logs.get_logger("judge"), pathlib.Path({str(tmp_path / "failed")!r})
 if not flag.exists():
     flag.touch()
-    logs.get_logger("judge").error("no such model", model="x")
-    sys.exit(1)
-logs.get_logger("judge").error("no library", name="wandb")
+    {failing}
+log.error("no library", name="wandb")
 """
     async with supervised(config(tmp_path), service("judge", code + SERVICE)) as (_, changes):
         pass
-    assert ("backoff", ("no such model model=x",)) in changes.seen
+    assert ("backoff", (told,)) in changes.seen
     assert ("ready", ("no library name=wandb",)) in changes.seen
-
-
-async def test_the_last_words_of_a_process_that_writes_no_json_are_told(tmp_path: Path) -> None:
-    """Such as vLLM's traceback. `up` said "backoff" for five minutes, and nothing else."""
-    flag = tmp_path / "failed"
-    code = f"""
-import pathlib
-flag = pathlib.Path({str(flag)!r})
-if not flag.exists():
-    flag.touch()
-    raise RuntimeError("could not locate the bot token")
-"""
-    async with supervised(config(tmp_path), service("judge", code + SERVICE)) as (_, changes):
-        pass
-    assert ("backoff", ("RuntimeError: could not locate the bot token",)) in changes.seen
 
 
 async def test_a_child_dies_with_a_killed_supervisor(tmp_path: Path) -> None:

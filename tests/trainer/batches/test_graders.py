@@ -63,7 +63,6 @@ LOSSES = st.builds(
     type=st.sampled_from(["dapo", "grpo", "cispo"]),
     baseline=st.sampled_from(["group", "task", "batch"]),
     advantage_scaling=st.sampled_from(["none", "group", "batch"]),
-    advantage_balance=st.sampled_from([0.0, 0.5, -0.3]),
     advantage_normalization=st.sampled_from(["none", "mean_abs"]),
     turn_discount=st.sampled_from([1.0, 0.5]),
     weighting=st.sampled_from(["loss", "trajectory"]),

@@ -260,39 +260,27 @@ async def test_checkpoints_of_another_base_model_scale_rank_or_targets_are_refus
         shutil.rmtree(tmp_path / "run")
 
 
-async def test_a_group_that_was_discarded_trains_under_another_verdict_set_after_a_death(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+@pytest.mark.parametrize("other", ["verdict set", "split"])
+async def test_a_group_of_whose_name_another_was_discarded_trains_after_a_death(
+    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path, other: str
 ) -> None:
-    """Regression: a trainer that started again took the discard under the first judge for one of the waiting group."""
+    """Regression: a trainer that started again took the discard under the first judge, or of the validation group, for
+    one of the waiting group."""
     config = kit.settings(tiny_base, tmp_path, nats_config)
-    async with kit.running(config):
-        await kit.publish_group(broker, "equal", [0.5, 0.5])
-        await kit.until(lambda: kit.discards(broker))
-        await broker.publish(kit.group("equal", [0.0, 1.0], judge="labels", offline=True, origin="main/1"))
-
-        await kit.until(lambda: one_waits(broker))
-    async with kit.running(config):
-        await kit.publish_group(broker, "other", [0.0, 1.0], seed=1)
-        (event,) = await kit.steps_reach(broker, 1)
-        assert event.groups == ("equal", "other")
-
-
-async def test_a_group_whose_id_a_validation_group_has_trains_after_a_death(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    """The discard of the validation group, which every one gets, was taken for one of the group that waits."""
-    config = kit.settings(tiny_base, tmp_path, nats_config)
-    async with kit.running(config):
-        await kit.publish_group(broker, "both", [0.0, 1.0])
-        held_out = kit.group("both", [0.0, 1.0], split="val")
+    discarded, waiting = kit.group("one", [0.5, 0.5]), {"judge": "labels", "offline": True, "origin": "main/1"}
+    if other == "split":
+        held_out, waiting = kit.group("one", [0.0, 1.0], split="val"), {}
         members = tuple(msgspec.structs.replace(m, split="val") for m in held_out.members)
-        await broker.publish(msgspec.structs.replace(held_out, members=members))
+        discarded = msgspec.structs.replace(held_out, members=members)
+    async with kit.running(config):
+        await kit.publish_group(broker, "one", [0.0, 1.0], **waiting)
+        await broker.publish(discarded)
         await kit.until(lambda: kit.discards(broker))
         await kit.until(lambda: one_waits(broker))
     async with kit.running(config):
         await kit.publish_group(broker, "other", [0.0, 1.0], seed=1)
         (event,) = await kit.steps_reach(broker, 1)
-        assert event.groups == ("both", "other")
+        assert event.groups == ("one", "other")
 
 
 async def one_waits(broker: Broker) -> bool:
