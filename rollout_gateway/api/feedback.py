@@ -183,7 +183,7 @@ async def _checked_signal(
         await _call(request, opened, target.answer)
     grade, source = target.grade._asdict(), body.source
     if body.corrected_by:
-        grade["text"], source = await _corrected_answer(request, body.corrected_by, opened.owner)
+        grade["text"], source = await _correcting_answer(request, body.corrected_by, opened.owner)
     event = SignalGiven(
         project=gateway.project,
         # The `:` of a key's name is escaped, so no two names make the same id.
@@ -211,7 +211,7 @@ async def _checked_signal(
     return event, {"trajectory": event.trajectory, "call": event.call, **state, "use": use}
 
 
-async def _corrected_answer(request: ControlRequest, trajectory: str, owner: str) -> tuple[str, str]:
+async def _correcting_answer(request: ControlRequest, trajectory: str, owner: str) -> tuple[str, str]:
     """Return the last answer of a run of `owner` as text, with its tool calls as JSON, and the version that gave it.
     Raises an `ApiError`: 404 if there is none, 403 if nothing may learn from it."""
     gateway, access, last = request.gateway, request.access, None

@@ -10,6 +10,7 @@ import pytest
 from pipeline.events import SignalGiven
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
+from tests.rollout_gateway.kit import key_config
 from tests.rollout_gateway.outside.conftest import StartOutside, table
 from tests.rollout_gateway.outside.provider import Provider, completion, whole
 from tests.rollout_gateway.outside.test_failures import ask
@@ -62,3 +63,23 @@ async def test_masters_answer_corrects_nothing_where_a_table_does_not_permit_it(
     run = gateway.open()["id"]
     assert give(gateway, run, corrected_by=asked(gateway)) == (403, "may_not_train")
     assert await signals(broker, run) == []
+
+
+async def test_another_keys_run_corrects_nothing_unless_an_operator_says_so(
+    start_outside: StartOutside, provider: Provider, broker: Broker
+) -> None:
+    """Not with a feedback key either, which may give feedback on both runs."""
+    provider.says(whole(completion("b2")))
+    keys = (key_config("a"), key_config("b"), key_config("desk", role="feedback"), key_config("op", role="operator"))
+    gateway = start_outside(table(provider, may_train=True), keys=keys)
+
+    def post(path: str, key: str, **body: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{gateway.url}/v1/{path}", json=body, headers=headers, timeout=60)
+
+    run = post("trajectories", "a", model="tictactoe").json()["id"]
+    theirs = post("trajectories", "b", model="master").json()
+    assert ask(theirs["base_url"], False, authorization=f"Bearer {theirs['api_key']}")[0] == 200
+    for key, status in (("a", 404), ("b", 404), ("desk", 404), ("op", 201)):
+        assert post(f"trajectories/{run}/feedback", key, corrected_by=theirs["id"]).status_code == status
+    assert [(s.by, s.text) for s in await signals(broker, run)] == [("op", "b2")]
