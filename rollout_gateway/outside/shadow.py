@@ -6,6 +6,7 @@ call, and is broken off when one comes; then it waits for its next turn. Its ans
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ log = get_logger("rollout_gateway.outside.shadow")
 
 _WAITING, _WAITING_BYTES = 256, 64 << 20
 """Shadow calls that wait, and bytes of their requests, at most."""
+_WAITING_S = 600.0
+"""How long a shadow call may wait: what is recorded of a run is not to come long after it."""
 _BREAKS = 8
 """How often a shadow call is broken off before it is dropped."""
 _OF_THE_STREAM = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
@@ -46,6 +49,8 @@ class _Shadow:
     table: OutsideConfig
     call: Call
     size: int
+    offered_at: float
+    """By `time.monotonic`."""
     breaks: int = 0
 
 
@@ -85,7 +90,7 @@ class Shadows:
         except ApiError as error:
             self._failed(exchange, error)
             return
-        waiting.append(_Shadow(exchange, table, call, size))
+        waiting.append(_Shadow(exchange, table, call, size, time.monotonic()))
         self._bytes += size
         self._fleet.idle.set()
 
@@ -102,6 +107,9 @@ class Shadows:
     def _next(self, name: str) -> tuple[_Shadow, Lease, anyio.CancelScope] | None:
         """Return the next shadow call of an outside model that can begin now, with its server and its scope there."""
         table, waiting = self._tables[name], self._waiting[name]
+        while waiting and time.monotonic() - waiting[0].offered_at > _WAITING_S:
+            self._bytes -= waiting.popleft().size
+            self.counts["dropped"] += 1
         if not waiting or self._under_way[name] >= table.shadow_calls:
             return None
         lease = self._fleet.acquire_idle(self._router.newest_loaded(table.apprentice))

@@ -182,6 +182,9 @@ async def test_queue_is_bounded_and_the_share_is_drawn_by_run_and_call(monkeypat
     for seq in range(shadow._WAITING + 5):
         every.offer(recorded(seq))
     assert (len(every._waiting["master"]), every.counts["dropped"]) == (shadow._WAITING, 5)
+    monkeypatch.setattr(shadow, "_WAITING_S", -1.0)
+    assert every._next("master") is None  # all of them have waited too long
+    assert (every._bytes, every.counts["dropped"]) == (0, 5 + shadow._WAITING)
     monkeypatch.setattr(shadow, "_WAITING_BYTES", 100)
     small = made(100.0)
     for seq in range(5):
