@@ -110,7 +110,6 @@ async def improve(
             adapter=_Tasks(client, entrant, rollout, options),
             reflection_lm=_writer(writer),
             max_metric_calls=args.runs,
-            logger=_Log(),
             seed=args.seed,
         )
         best = (await anyio.to_thread.run_sync(optimize)).best_candidate[_PROMPT]
@@ -130,11 +129,6 @@ def _id(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-class _Log:
-    def log(self, message: str) -> None:
-        sys.stderr.write(f"{message}\n")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if it failed, 2 if an argument is unusable."""
     args = _parser().parse_args(argv)
@@ -142,11 +136,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_status(unusable, failed), output_of_one_object(args.json):
         if args.key_env and not os.environ.get(args.key_env):
             raise ValueError(f"--key-env {args.key_env}: this environment variable is not set")
-        entrant, writer = parse_entrant(args.entrant), replace(parse_entrant(args.by), key_env=args.key_env)
+        entrant, writer = (replace(parse_entrant(text), key_env=args.key_env) for text in (args.entrant, args.by))
         if writer.kind != "external":
             raise ValueError(f"--by {args.by}: write <base URL>#<model>; the gateway's base URL ends in /v1")
-        if entrant.kind == "external":
-            entrant = replace(entrant, key_env=args.key_env)
         first = Path(args.prompt).read_text("utf-8")
         report = anyio.run(improve, args, entrant, writer, first, gateway_of(args))
         best, better = report.entrants[-1], len(report.entrants) > 1 and report.difference(1, REWARD).low > 0

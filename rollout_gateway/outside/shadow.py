@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import msgspec
 
-from pipeline.config import GatewayConfig, OutsideConfig
+from pipeline.config import Config, OutsideConfig
 from pipeline.events import ShadowAnswered, now_us
 from pipeline.log.broker import BrokerError
 from pipeline.names import new_id, parse_version, split_point
@@ -57,16 +56,9 @@ class _Shadow:
 class Shadows:
     """The shadow calls of a gateway process. `run` makes them."""
 
-    def __init__(
-        self,
-        tables: Iterable[OutsideConfig],
-        gateway: GatewayConfig,
-        fleet: Fleet,
-        router: VersionRouter,
-        permitted: Permitted,
-    ) -> None:
-        self._tables = {t.name: t for t in tables if t.shadow_percent > 0}
-        self._timeout_s, self._permitted = gateway.replicas.timeout_s, permitted
+    def __init__(self, config: Config, fleet: Fleet, router: VersionRouter, permitted: Permitted) -> None:
+        self._tables = {t.name: t for t in config.outside if t.shadow_percent > 0}
+        self._timeout_s, self._permitted = config.gateway.replicas.timeout_s, permitted
         self._fleet, self._router = fleet, router
         self._waiting: dict[str, deque[_Shadow]] = {name: deque() for name in self._tables}
         self._bytes = 0
@@ -192,11 +184,10 @@ def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
     return made
 
 
-def said(answer: Answer) -> tuple[Any, list[tuple[Any, Any]]]:
+def said(answer: Answer) -> Any:
     """Return text and tool calls of an answer's first choice, in a form that is equal for answers that say the same."""
-    message: dict[str, Any] = {}
-    if answer.choices and "message" in answer.choices[0].fields:
-        message = msgspec.json.decode(answer.choices[0].fields["message"])
+    fields = answer.choices[0].fields if answer.choices else {}
+    message = msgspec.json.decode(fields.get("message", b"{}"))
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     calls = [(function.get("name"), _value(function.get("arguments"))) for function in functions]
     return _value(message.get("content") or ""), calls
@@ -204,9 +195,7 @@ def said(answer: Answer) -> tuple[Any, list[tuple[Any, Any]]]:
 
 def _value(text: Any) -> Any:
     """The value of JSON; other text without the space around it."""
-    if not isinstance(text, str):
-        return text
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return text.strip()
+    except (msgspec.DecodeError, RecursionError, TypeError):
+        return text.strip() if isinstance(text, str) else text

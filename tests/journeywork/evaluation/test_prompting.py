@@ -41,7 +41,6 @@ def optimize_once(**options: Any) -> Any:
     first, tasks, adapter = options["seed_candidate"], options["trainset"], options["adapter"]
     before = adapter.evaluate(tasks, first, capture_traces=True)
     told = adapter.make_reflective_dataset(first, before, ["prompt"])
-    options["logger"].log("asking")
     second = {"prompt": options["reflection_lm"](json.dumps(told))}
     after = adapter.evaluate(tasks, second)
     best = second if sum(after.scores) > sum(before.scores) else first
