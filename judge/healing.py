@@ -34,7 +34,6 @@ logger = get_logger("judge.healing")
 
 NAME = "healing"
 """Name and source of the signals."""
-_AT_ONCE = 8
 _SENT = ("messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens")
 _SHOWN = 50_000
 """Characters of a run that the outside model reads to find the call at fault: its end."""
@@ -69,7 +68,7 @@ class Healer:
                 logger.warning("run not healed", trajectory=member.trajectory, reason=str(error)[:500])
 
         with anyio.move_on_after(self._config.wait_s) as scope:
-            await concurrently(correct, low, _AT_ONCE)
+            await concurrently(correct, low, 8)
         if scope.cancelled_caught:
             logger.error("runs not healed", group=group.group, reason="judge.healing.wait_s is over")
         members = (

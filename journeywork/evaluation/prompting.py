@@ -40,7 +40,6 @@ from journeywork.transport import JourneyworkError
 
 _PROMPT = "prompt"
 """The one text that GEPA changes."""
-_REFLECTION_S = 600.0
 
 
 class _Tasks:
@@ -87,7 +86,7 @@ def _writer(model: Entrant) -> Any:
     def write(asked: str | list[dict[str, Any]]) -> str:
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         body = {"model": model.model, "messages": messages}
-        answer = httpx.post(f"{model.url}/chat/completions", json=body, headers=headers, timeout=_REFLECTION_S)
+        answer = httpx.post(f"{model.url}/chat/completions", json=body, headers=headers, timeout=600)
         return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
 
     return write

@@ -120,7 +120,6 @@ def _check_names(config: Config) -> None:
     for i, table in enumerate(config.outside):
         if table.apprentice not in ("", *names):
             raise ConfigError(f"outside.{i}.apprentice: {table.apprentice!r} is none of `models`: {', '.join(names)}")
-    for table in config.outside:
         if table.shadow_percent and not table.apprentice:
             raise ConfigError(f"outside.shadow_percent: name the apprentice of {table.name!r} in outside.apprentice")
     for i, name in enumerate(names):
