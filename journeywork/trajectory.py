@@ -115,6 +115,8 @@ class Trajectory:
     outcome: Outcome = "scored"
     """`no_result`: the infrastructure failed, so the run does not reflect the policy. `masked`: keep the run, but do
     not train on it."""
+    prompt: str = ""
+    """System prompt to play with, of `journeywork prompt`. Empty: the agent's own."""
     usage: Usage | None = None
     """Known once the trajectory is completed."""
     duration_s: float | None = None

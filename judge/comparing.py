@@ -27,7 +27,6 @@ from pipeline.telemetry.logs import get_logger
 logger = get_logger("judge.comparing")
 
 _WRONG_EVENT_DELAY_S = 1.0
-_ROLES = ("outside", "apprentice")
 
 
 class AnswerJudge:
@@ -41,7 +40,7 @@ class AnswerJudge:
         """Score the answers of the outside model and of the policy `model` to a call: two chat completions. Raises
         `UnscoredError` if the judge can't be had, and `HistoryGoneError` if the call has no messages."""
         shown: list[Transcript] = []
-        for role, response in zip(_ROLES, responses, strict=True):
+        for role, response in zip(("outside", "apprentice"), responses, strict=True):
             answered = msgspec.structs.replace(call, response=response, status="complete", side_call=False)
             shown.append(from_exchanges(role, [answered]))
         judging = partial(self._ruler.judge, shown, count=False)

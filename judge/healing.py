@@ -34,7 +34,6 @@ logger = get_logger("judge.healing")
 
 NAME = "healing"
 """Name and source of the signals."""
-_AT_ONCE = 8
 _SENT = ("messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens")
 _SHOWN = 50_000
 """Characters of a run that the outside model reads to find the call at fault: its end."""
@@ -42,10 +41,6 @@ _WHICH = """An agent did a task badly. Its replies are numbered. Which reply was
 correct? Answer with one JSON object and nothing else: {"reply": <number>}.
 
 """
-
-
-class HealingError(Exception):
-    """A run can't be healed, and why."""
 
 
 class Healer:
@@ -69,11 +64,11 @@ class Healer:
             try:
                 if (hint := await self._correct(group, member)) is not None:
                     hints[member.trajectory] = hint
-            except (HealingError, HistoryGoneError, UnscoredError) as error:
+            except (HistoryGoneError, UnscoredError) as error:
                 logger.warning("run not healed", trajectory=member.trajectory, reason=str(error)[:500])
 
         with anyio.move_on_after(self._config.wait_s) as scope:
-            await concurrently(correct, low, _AT_ONCE)
+            await concurrently(correct, low, 8)
         if scope.cancelled_caught:
             logger.error("runs not healed", group=group.group, reason="judge.healing.wait_s is over")
         members = (
@@ -83,8 +78,8 @@ class Healer:
         return msgspec.structs.replace(group, members=tuple(members)) if hints else group
 
     async def _correct(self, group: GroupScored, member: Member) -> Hint | None:
-        """Return the correction of a run; `None` if there is none that is better. Raises `HealingError`,
-        `HistoryGoneError` and `UnscoredError`."""
+        """Return the correction of a run; `None` if there is none that is better. Raises `HistoryGoneError`, and
+        `UnscoredError` if outside model or judge can't be had."""
         names: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory}
         if await self._broker.read(AnswersCompared, **names):
             return await self._earlier(group, member)  # a judge died before it published the group
@@ -93,7 +88,7 @@ class Healer:
             raise HistoryGoneError(f"the whole history of trajectory {member.trajectory}")
         calls = [e for e in (r.event for r in history) if _is_whole(e)]
         if not calls:
-            raise HealingError("it has no whole chat completion of the policy")
+            raise UnscoredError("it has no whole chat completion of the policy")
         call = await self._call_at_fault(calls, member)
         sent = {k: v for k, v in msgspec.json.decode(call.request).items() if k in _SENT}
         response = await self._ask(sent)
@@ -140,7 +135,7 @@ class Healer:
             return by_seq[min(graded, key=lambda seq: (graded[seq], int(seq)))]
         if len(calls) == 1:
             return calls[0]
-        last = msgspec.json.decode(calls[-1].request)["messages"]
+        last = msgspec.json.decode(calls[-1].request).get("messages") or ()
         shown = [render_message(message) for message in last if message.get("role") != "assistant"]
         replies = [f"Reply {call.seq}: {_text(call.response)}" for call in calls]
         text = "\n".join([*shown, *replies])[-_SHOWN:]
@@ -149,24 +144,24 @@ class Healer:
             named = msgspec.json.decode(answer[answer.find("{") : answer.rfind("}") + 1])["reply"]
             return by_seq[str(named)]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise HealingError("the outside model named no reply as the one at fault") from error
+            raise UnscoredError("the outside model named no reply as the one at fault") from error
 
     async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the outside model's chat completion. Raises `HealingError`."""
+        """Return the outside model's chat completion. Raises `UnscoredError`."""
         today = int(time.time() // 86_400)
         if today != self._day:
             self._day, self._spent = today, 0.0
         if self._spent >= self._config.max_usd:
-            raise HealingError("judge.healing.max_usd of today is spent")
+            raise UnscoredError("judge.healing.max_usd of today is spent")
         try:
             answer = await self._client.post("/v1/chat/completions", json={**body, "model": self._table.name})
             response: dict[str, Any] = answer.json()
             if answer.status_code != 200:
-                raise HealingError(f"the gateway answered {answer.status_code}: {str(response)[:300]}")
+                raise UnscoredError(f"the gateway answered {answer.status_code}: {str(response)[:300]}")
             usage = response.get("usage") or {}
             tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         except (httpx.HTTPError, AttributeError, TypeError, ValueError) as error:
-            raise HealingError(f"the gateway at {self._client.base_url}: {type(error).__name__}: {error}") from error
+            raise UnscoredError(f"the gateway at {self._client.base_url}: {type(error).__name__}: {error}") from error
         self._spent += (tokens[0] * self._table.input_usd + tokens[1] * self._table.output_usd) / 1e6
         return response
 
@@ -189,12 +184,8 @@ async def open_healer(config: Config, broker: Broker, judge: AnswerJudge | None)
 
 def _is_whole(call: ExchangeRecorded) -> bool:
     """Whether the policy answered a call in one whole reply to messages."""
-    if call.step < 0 or call.choice or call.side_call or call.status != "complete":
-        return False
-    try:
-        return isinstance(msgspec.json.decode(call.request).get("messages"), list)
-    except (msgspec.DecodeError, AttributeError, RecursionError):
-        return False
+    whole = call.status == "complete" and not call.choice and not call.side_call
+    return whole and call.step >= 0 and call.endpoint != "/v1/completions"
 
 
 def _text(response: bytes) -> str:

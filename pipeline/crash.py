@@ -36,6 +36,7 @@ POINTS: dict[str, str] = {
     "judge.timer_set": "a group's deadline is set, its first trajectory is not acknowledged",
     "judge.feedback_timer_set": "the end of the waiting for feedback is set, what closed the group is not acknowledged",
     "judge.teacher_answered": "a teacher's answer about a run is on the log, the run's group is not",
+    "judge.healing_compared": "a correction is judged and the scores are on the log, the correction is not",
     "judge.before_publish": "a group is scored, its event is not published",
     "judge.after_publish": "a group's event is on the log, the trajectory that closed it is not acknowledged",
     "trainer.before_checkpoint": "a step is computed, nothing of it is on disk",

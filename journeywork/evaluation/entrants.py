@@ -31,6 +31,8 @@ class Entrant:
     """Base URL of an external entrant's OpenAI-compatible server, up to `/v1`."""
     key_env: str = ""
     """Environment variable that holds the server's API key."""
+    prompt: str = ""
+    """System prompt that the rollout finds in `run.prompt`. Empty: the agent's own."""
 
 
 def parse_entrant(text: str) -> Entrant:

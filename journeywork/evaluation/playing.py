@@ -98,18 +98,24 @@ class _Tasks(Generic[Task]):
         """Return the name of the group of a task's attempts, of at most `_MAX_GROUP` characters."""
         return f"{self.prefix}-{number}-{self.names[number]}"[:_MAX_GROUP]
 
-    def rollout_by_number(self, rollout: Rollout[Task]) -> Rollout[int]:
-        """Return a rollout that takes the number of a task, and plays that task with `rollout`.
+    def rollout_by_number(self, rollout: Rollout[Task], prompt: str) -> Rollout[int]:
+        """Return a rollout that takes the number of a task, and plays that task with `rollout` and a system prompt.
 
         It is a coroutine function exactly if `rollout` is one, because `gather` runs a plain function in a thread."""
         if inspect.iscoroutinefunction(rollout):
 
             async def play(run: Trajectory, number: int) -> float | None:
+                run.prompt = prompt
                 reward: float | None = await rollout(run, self.tasks[number])
                 return reward
 
             return play
-        return lambda run, number: rollout(run, self.tasks[number])
+
+        def play_in_thread(run: Trajectory, number: int) -> Any:
+            run.prompt = prompt
+            return rollout(run, self.tasks[number])
+
+        return play_in_thread
 
 
 async def _play(
@@ -129,7 +135,7 @@ async def _play(
             by,
             entrant.model,
             range(len(tasks.tasks)),
-            tasks.rollout_by_number(rollout),
+            tasks.rollout_by_number(rollout, entrant.prompt),
             group_size=attempts,
             split="val",
             pinned=version,

@@ -111,6 +111,7 @@ class EvaluationReport:
             "version": result.version,
             "scenarios": self.scenarios,
             "rollout": self.rollout,
+            "prompt": result.entrant.prompt,
             "measures": [self._measure(position, name) for name in self.measures],
             "tasks": [
                 {

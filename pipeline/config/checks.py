@@ -122,7 +122,6 @@ def _check_names(config: Config) -> None:
             raise ConfigError(f"outside.{i}.apprentice: {table.apprentice!r} is none of `models`: {', '.join(names)}")
         if table.apprentice != config.apprentices().get(table.name, ""):
             raise ConfigError(f"outside.{i}.apprentice: all tables of {table.name!r} must name the same model")
-    for table in config.outside:
         if table.shadow_percent and not table.apprentice:
             raise ConfigError(f"outside.shadow_percent: name the apprentice of {table.name!r} in outside.apprentice")
     for i, name in enumerate(names):

@@ -61,6 +61,8 @@ class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
     """Where the tasks come from, such as `examples.tictactoe.agent:held_out`."""
     rollout: str = ""
     """The function that played them."""
+    prompt: str = ""
+    """System prompt that the rollout was given. Empty: the agent's own."""
     measures: tuple[Measure, ...] = ()
     tasks: tuple[TaskResult, ...] = ()
     runs: int = 0

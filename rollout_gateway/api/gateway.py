@@ -56,7 +56,7 @@ class Gateway:
         self.members = Membership(config, broker, policies, self.fleet, self.router, new_id("gw"))
         self.promotion = Promotion(project, broker, policies, self.fleet, self.router)
         self.calls = CallHandler(settings, self.fleet, self.router, self.detector)
-        self.shadows = Shadows(config.outside, settings, self.fleet, self.router, self.permitted)
+        self.shadows = Shadows(config, self.fleet, self.router, self.permitted)
         self.relay = Relay(config.outside, self.calls, self.shadows)
         self.metrics = Metrics(self.fleet, registry, self.shadows.counts)
         self.log_health = LogHealth()

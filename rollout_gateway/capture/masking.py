@@ -33,6 +33,7 @@ _VALUES = (
     "source",
     "scenarios",
     "rollout",
+    "prompt",
     "rewards",
     "metrics",
     "tasks",

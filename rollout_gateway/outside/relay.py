@@ -165,7 +165,7 @@ class Relay:
             return reply.status
         finally:
             reply.close()
-            if exchange.seq >= 0 and exchange.status == "complete":
+            if exchange.seq >= 0 and exchange.status == "complete" and not exchange.caller.side_call:
                 self._shadows.offer(exchange)
 
     async def _ask(

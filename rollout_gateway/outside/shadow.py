@@ -6,15 +6,15 @@ call, and is broken off when one comes; then it waits for its next turn. Its ans
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import msgspec
 
-from pipeline.config import GatewayConfig, OutsideConfig
+from pipeline.config import Config, OutsideConfig
 from pipeline.events import ShadowAnswered, now_us
 from pipeline.log.broker import BrokerError
 from pipeline.names import new_id, parse_version, split_point
@@ -32,6 +32,8 @@ log = get_logger("rollout_gateway.outside.shadow")
 
 _WAITING, _WAITING_BYTES = 256, 64 << 20
 """Shadow calls that wait, and bytes of their requests, at most."""
+_WAITING_S = 600.0
+"""How long a shadow call may wait: what is recorded of a run is not to come long after it."""
 _BREAKS = 8
 """How often a shadow call is broken off before it is dropped."""
 _OF_THE_STREAM = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
@@ -46,22 +48,17 @@ class _Shadow:
     table: OutsideConfig
     call: Call
     size: int
+    offered_at: float
+    """By `time.monotonic`."""
     breaks: int = 0
 
 
 class Shadows:
     """The shadow calls of a gateway process. `run` makes them."""
 
-    def __init__(
-        self,
-        tables: Iterable[OutsideConfig],
-        gateway: GatewayConfig,
-        fleet: Fleet,
-        router: VersionRouter,
-        permitted: Permitted,
-    ) -> None:
-        self._tables = {t.name: t for t in tables if t.shadow_percent > 0}
-        self._timeout_s, self._permitted = gateway.replicas.timeout_s, permitted
+    def __init__(self, config: Config, fleet: Fleet, router: VersionRouter, permitted: Permitted) -> None:
+        self._tables = {t.name: t for t in config.outside if t.shadow_percent > 0}
+        self._timeout_s, self._permitted = config.gateway.replicas.timeout_s, permitted
         self._fleet, self._router = fleet, router
         self._waiting: dict[str, deque[_Shadow]] = {name: deque() for name in self._tables}
         self._bytes = 0
@@ -85,7 +82,7 @@ class Shadows:
         except ApiError as error:
             self._failed(exchange, error)
             return
-        waiting.append(_Shadow(exchange, table, call, size))
+        waiting.append(_Shadow(exchange, table, call, size, time.monotonic()))
         self._bytes += size
         self._fleet.idle.set()
 
@@ -102,6 +99,9 @@ class Shadows:
     def _next(self, name: str) -> tuple[_Shadow, Lease, anyio.CancelScope] | None:
         """Return the next shadow call of an outside model that can begin now, with its server and its scope there."""
         table, waiting = self._tables[name], self._waiting[name]
+        while waiting and time.monotonic() - waiting[0].offered_at > _WAITING_S:
+            self._bytes -= waiting.popleft().size
+            self.counts["dropped"] += 1
         if not waiting or self._under_way[name] >= table.shadow_calls:
             return None
         lease = self._fleet.acquire_idle(self._router.newest_loaded(table.apprentice))
@@ -184,11 +184,10 @@ def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
     return made
 
 
-def said(answer: Answer) -> tuple[Any, list[tuple[Any, Any]]]:
+def said(answer: Answer) -> Any:
     """Return text and tool calls of an answer's first choice, in a form that is equal for answers that say the same."""
-    message: dict[str, Any] = {}
-    if answer.choices and "message" in answer.choices[0].fields:
-        message = msgspec.json.decode(answer.choices[0].fields["message"])
+    fields = answer.choices[0].fields if answer.choices else {}
+    message = msgspec.json.decode(fields.get("message", b"{}"))
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     calls = [(function.get("name"), _value(function.get("arguments"))) for function in functions]
     return _value(message.get("content") or ""), calls
@@ -196,9 +195,7 @@ def said(answer: Answer) -> tuple[Any, list[tuple[Any, Any]]]:
 
 def _value(text: Any) -> Any:
     """The value of JSON; other text without the space around it."""
-    if not isinstance(text, str):
-        return text
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return text.strip()
+    except (msgspec.DecodeError, RecursionError, TypeError):
+        return text.strip() if isinstance(text, str) else text

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import json
+import signal as signals
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 
 from judge.comparing import open_answer_judge
 from judge.healing import Healer, open_healer
 from judge.service import Judge
-from pipeline.config import Config, ConfigError, HealingConfig, JudgeConfig, ModelConfig, NatsConfig, OutsideConfig
+from pipeline import streams
+from pipeline.config import (
+    Config,
+    ConfigError,
+    HealingConfig,
+    JudgeConfig,
+    ModelConfig,
+    NatsConfig,
+    OutsideConfig,
+    save,
+)
 from pipeline.config.checks import check
-from pipeline.events import AnswersCompared, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
+from pipeline.events import AnswersCompared, DeadLettered, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
 from pipeline.log.broker import Broker
 from tests.judge.kit import completed, exchange, groups
 from tests.judge.kit import running as judge_running
+from tests.kits.crash.processes import fork_server
+from tests.kits.quick_service import quick_consumers
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values
 
@@ -70,7 +85,7 @@ async def play(broker: Broker, *replies: str) -> None:
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Go on."}]
 
 
-async def signals(broker: Broker) -> list[SignalGiven]:
+async def signals_on_log(broker: Broker) -> list[SignalGiven]:
     return [r.event for r in await broker.read(SignalGiven)]
 
 
@@ -86,7 +101,7 @@ async def test_a_better_answer_is_a_correction_on_the_log_and_a_hint_of_the_memb
     (request,) = gateway.requests
     assert set(request) == {"messages", "tools", "model"}
     assert (request["model"], request["messages"]) == ("master", [{"role": "user", "content": "Win."}])
-    (signal,) = await signals(broker)
+    (signal,) = await signals_on_log(broker)
     assert (signal.kind, signal.text, signal.call, signal.source) == ("correction", "quality=0.9", 0, "healing")
     assert (signal.trajectory, signal.group, signal.model, signal.by) == ("r", "g", "m", "outside:master")
     (compared,) = await broker.read(AnswersCompared)
@@ -100,7 +115,7 @@ async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_
         group = scored(0.1)
         assert await healer.heal(group) == group
         assert await healer.heal(group) == group
-    assert await signals(broker) == []
+    assert await signals_on_log(broker) == []
     assert len(await broker.read(AnswersCompared)) == bool(said)
 
 
@@ -124,7 +139,7 @@ async def test_runs_that_are_not_healed(
     async with healing(broker, nats_config, gateway, **more) as (healer, _):
         await play(broker, "quality=0.2")
         assert await healer.heal(group) == group
-    assert await signals(broker) == []
+    assert await signals_on_log(broker) == []
 
 
 @pytest.mark.parametrize("reply", [429, "the second one"])
@@ -209,3 +224,34 @@ async def test_a_reply_of_tool_calls_is_corrected_by_their_json(broker: Broker, 
     (hint,) = healed.members[0].hints
     assert json.loads(hint.text) == look
     assert [e.event.policy_version for e in await broker.read(ExchangeRecorded)] == ["m@0"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["judge.healing_compared", "broker.after_publish"])
+async def test_a_run_is_healed_at_most_once_and_its_group_is_scored_whenever_a_judge_dies(
+    nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(0.5, endless=True))
+    async with (
+        Broker.connect(msgspec.structs.replace(nats_config, provision=True)) as broker,
+        ScoringServer().run() as judge,
+        master("quality=0.9").run() as gateway,
+    ):
+        config = settings(nats_config, judge, gateway, run_dir=str(tmp_path))
+        save(config, tmp_path / "judge.toml")
+        async with fork_server(tmp_path / "judge.toml", "judge", "openai", ack_wait_s=0.5) as server:
+            dying = server.start("judge", f"{point}:1")
+            await play(broker, "quality=0.2")
+            await broker.publish(completed("r", reward=0.1, exchanges=1))
+            with anyio.fail_after(120):
+                await dying.ended.wait()
+            assert dying.status == -signals.SIGKILL
+            heir = server.start("judge")
+            (group,) = await groups(broker, 1)
+            await heir.end(signals.SIGKILL)
+        assert len(await broker.read(AnswersCompared)) == 1
+        given = await signals_on_log(broker)
+        assert group.members[0].hints == ((CORRECTION,) if given else ())
+        assert len(given) <= 1
+        assert await broker.read(DeadLettered) == []

@@ -22,7 +22,7 @@ EVALUATIONS = View(
           m.low AS low, m.high AS high, m.count AS tasks, m.difference AS difference,
           m.difference_low AS difference_low, m.difference_high AS difference_high, m.pairs AS pairs, runs, failed,
           calls, prompt_tokens, completion_tokens, call_s, run_p50_s, run_p95_s, wall_s, cost_usd, scenarios, rollout,
-          "by" AS evaluated_by, "at" AS evaluated_at
+          prompt, "by" AS evaluated_by, "at" AS evaluated_at
         FROM measured
         """,
     sources=(PolicyEvaluated, Measure),

@@ -27,14 +27,7 @@ def shadows(history: History, query: Query) -> dict[str, Any]:
     worse = listed(
         history, query, "(FROM shadows WHERE NOT as_good)", _COLUMNS, model="model = $model", task="task = $task"
     )
-    rows = [
-        {
-            **{name: row[name] for name in ("answered_at", "trajectory", "seq", "model", "policy_version")},
-            **{name: row[name] for name in ("outside_score", "apprentice_score", "mean_logprob")},
-            "task": row["task"] or chat.task(row["request"]),
-            "outside": chat.reply(row["outside_response"], 0),
-            "apprentice": chat.reply(row["response"], 0),
-        }
-        for row in worse["rows"]
-    ]
-    return {**worse, "rows": rows, "agreement": with_intervals(history.shared_rows(_AGREEMENT))}
+    for row in worse["rows"]:
+        row["task"] = row["task"] or chat.task(row["request"])
+        row["answers"] = [chat.reply(row[name], 0) for name in ("outside_response", "response")]
+    return {**worse, "agreement": with_intervals(history.shared_rows(_AGREEMENT))}

@@ -67,8 +67,9 @@ _ACKS = ("broker.before_ack", "broker.after_ack")
 _UPLOADS = ("broker.before_upload",)
 
 
-_ELSEWHERE = ("judge.teacher_answered",)
-"""Points that no process of the matrix passes: no teacher is set here. tests/judge/test_teacher.py dies at it."""
+_ELSEWHERE = ("judge.teacher_answered", "judge.healing_compared")
+"""Points that no process of the matrix passes: neither a teacher nor healing is set here. tests/judge/test_teacher.py
+and test_healing.py die at them."""
 
 
 def points_of(service: str) -> list[str]:

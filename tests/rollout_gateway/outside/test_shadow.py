@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import Config, ConfigError, GatewayConfig, ModelConfig, OutsideConfig
+from pipeline.config import Config, ConfigError, ModelConfig, OutsideConfig
 from pipeline.config.checks import check
 from pipeline.events import EVENTS, AnswersCompared, ShadowAnswered, TrajectoryCompleted, unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
@@ -29,6 +29,7 @@ from rollout_gateway.http.errors import ApiError
 from rollout_gateway.outside import shadow
 from rollout_gateway.outside.requests import read_call
 from rollout_gateway.outside.shadow import Shadows, apprentice_call, said
+from tests.conftest import free_port
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK, exchanges, in_flight
@@ -136,7 +137,7 @@ async def test_agent_waits_for_no_shadow_and_breaks_off_one_at_its_server(
     assert len(fake_vllm.calls) == 3
 
 
-async def test_shadow_that_its_server_refuses_is_counted_and_a_server_that_is_down_stops_them(
+async def test_shadow_that_its_server_refuses_is_counted(
     gateway: GatewayProcess, fake_vllm: FakeVllm, broker: Broker
 ) -> None:
     fake_vllm.fail_with = 500
@@ -144,11 +145,22 @@ async def test_shadow_that_its_server_refuses_is_counted_and_a_server_that_is_do
     assert (await ask(run)).status_code == 200
     await until_counted(gateway, "failed")
     assert "shadow call failed" in gateway.log
-    await fake_vllm.stop()
-    for number in range(3):
-        assert (await ask(run, f"further {number}")).status_code == 200
     assert await broker.read(ShadowAnswered, project=PROJECT) == []
-    await fake_vllm.start()  # on its port, for the fixture's end
+
+
+async def test_without_an_inference_server_agents_get_their_answers_and_shadow_calls_wait(
+    start_gateway_alone: StartGateway, provider: Provider, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_PROVIDER_KEY", "sk-provider")
+    provider.says(whole(completion("hi")))
+    outside = (table(provider, **SHADOWED),)
+    start = partial(start_gateway_alone, urls=(f"http://127.0.0.1:{free_port()}",), outside=outside)
+    gateway = await anyio.to_thread.run_sync(start)
+    run = await opened(gateway)
+    for number in range(3):
+        assert (await ask(run, f"call {number}")).status_code == 200
+    assert await counts(gateway) == {}
+    assert await broker.read(ShadowAnswered, project=PROJECT) == []
 
 
 async def test_call_of_no_run_has_no_shadow(gateway: GatewayProcess, fake_vllm: FakeVllm) -> None:
@@ -162,7 +174,7 @@ def made(percent: float, fleet: Any = None) -> Shadows:
     outside = OutsideConfig(name="master", url="http://h/v1", apprentice="a", shadow_percent=percent)
     idle: Any = type("Fleet", (), {"idle": asyncio.Event()})()
     router: Any = None
-    return Shadows([outside], GatewayConfig(), fleet or idle, router, Permitted())
+    return Shadows(Config(outside=(outside,)), fleet or idle, router, Permitted())
 
 
 def recorded(seq: int, body: bytes = b'{"model": "master", "messages": []}') -> Any:
@@ -182,6 +194,9 @@ async def test_queue_is_bounded_and_the_share_is_drawn_by_run_and_call(monkeypat
     for seq in range(shadow._WAITING + 5):
         every.offer(recorded(seq))
     assert (len(every._waiting["master"]), every.counts["dropped"]) == (shadow._WAITING, 5)
+    monkeypatch.setattr(shadow, "_WAITING_S", -1.0)
+    assert every._next("master") is None  # all of them have waited too long
+    assert (every._bytes, every.counts["dropped"]) == (0, 5 + shadow._WAITING)
     monkeypatch.setattr(shadow, "_WAITING_BYTES", 100)
     small = made(100.0)
     for seq in range(5):

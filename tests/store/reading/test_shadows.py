@@ -50,4 +50,4 @@ def test_page_has_agreement_by_task_and_where_the_apprentice_was_worse(tmp_path:
     (row,) = page["agreement"]
     assert (row["task"], row["policy_version"], row["calls"], row["same"], row["mean"]) == ("win", "m@1", 4, 0.25, 0.5)
     assert {worse["seq"] for worse in page["rows"]} == {2, 3}
-    assert {(w["outside"]["content"], w["apprentice"]["content"]) for w in page["rows"]} == {("x", "y")}
+    assert {tuple(answer["content"] for answer in worse["answers"]) for worse in page["rows"]} == {("x", "y")}

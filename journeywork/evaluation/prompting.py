@@ -1,0 +1,178 @@
+"""`journeywork prompt`: improve a system prompt on tasks with GEPA, to know what words do before weights.
+
+    journeywork prompt support --prompt system.txt --rollout my.agent:play --scenarios tasks.jsonl \\
+      --held-out held_out.jsonl --by http://127.0.0.1:8700/v1#master --out better.txt
+
+The rollout takes its system prompt from `run.prompt`. GEPA (arXiv 2507.19457; the extra `prompt`) plays the tasks with
+one prompt after another, and the model `--by` writes the next from what went wrong. Then the first and the best prompt
+play the held-out tasks as entrants of one evaluation, which is on the log with both texts (view `evaluations`). `--out`
+is written if the best one is better there, by the 95 % interval. The model that plays is an entrant as of `journeywork
+eval`, so an outside model's prompt can be improved as a policy's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+import httpx
+
+from journeywork.command_line import add_gateway, at_least_one, client_of, exit_status, gateway_of, output_of_one_object
+from journeywork.evaluation.entrants import Entrant, parse_entrant
+from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
+from journeywork.evaluation.playing import EvaluationClient, play
+from journeywork.evaluation.report import text_report
+from journeywork.evaluation.results import REWARD, EvaluationReport, TaskResult
+from journeywork.gathering import TooManyExceptionsError
+from journeywork.transport import JourneyworkError
+
+_PROMPT = "prompt"
+"""The one text that GEPA changes."""
+
+
+class _Tasks:
+    """What GEPA needs to know of the tasks: how a prompt does at them, and what is told of it (`GEPAAdapter`)."""
+
+    propose_new_texts = None
+
+    def __init__(self, client: EvaluationClient, entrant: Entrant, rollout: Any, options: dict[str, Any]) -> None:
+        self._client, self._entrant, self._rollout, self._options = client, entrant, rollout, options
+
+    def evaluate(self, batch: list[Any], candidate: Mapping[str, str], capture_traces: bool = False) -> Any:
+        """Play tasks with a prompt. Called in a thread of the event loop's."""
+        from gepa.core.adapter import EvaluationBatch
+
+        entrant = replace(self._entrant, prompt=candidate[_PROMPT])
+        work = functools.partial(play, self._client, [entrant], batch, self._rollout, record=False, **self._options)
+        results = anyio.from_thread.run(work).entrants[0].tasks
+        scores = [task.values.get(REWARD, 0.0) for task in results]
+        return EvaluationBatch(results, scores, list(zip(batch, results, strict=True)) if capture_traces else None)
+
+    def make_reflective_dataset(
+        self, candidate: Mapping[str, str], eval_batch: Any, components_to_update: list[str]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Return each task with its reward and metrics."""
+        return {
+            _PROMPT: [{"Inputs": _as_text(task), "Feedback": _said(told)} for task, told in eval_batch.trajectories]
+        }
+
+
+def _as_text(task: Any) -> str:
+    return task if isinstance(task, str) else json.dumps(task, default=str)
+
+
+def _said(told: TaskResult) -> str:
+    if told.failed:
+        return "The attempt ended with an error."
+    return "; ".join(f"{name}: {value:.3g}" for name, value in told.values.items()) or "It has no reward."
+
+
+def _writer(model: Entrant) -> Any:
+    """Return a function from a text to the answer of a model of an OpenAI-compatible server."""
+    headers = {"Authorization": f"Bearer {os.environ[model.key_env]}"} if model.key_env else {}
+
+    def write(asked: str | list[dict[str, Any]]) -> str:
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        body = {"model": model.model, "messages": messages}
+        answer = httpx.post(f"{model.url}/chat/completions", json=body, headers=headers, timeout=600)
+        return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
+
+    return write
+
+
+async def improve(
+    args: argparse.Namespace, entrant: Entrant, writer: Entrant, first: str, url: str
+) -> EvaluationReport:
+    """Return the evaluation of the prompt `first` and of the best one, if that is another, on the held-out tasks."""
+    import gepa
+
+    limits = {"concurrency": args.concurrency, "max_exceptions": args.max_exceptions}
+    options: dict[str, Any] = {**limits, "progress": False}
+    rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios)
+    async with client_of(url, args) as client:
+        optimize = functools.partial(
+            gepa.optimize,
+            seed_candidate={_PROMPT: first},
+            trainset=tasks,
+            adapter=_Tasks(client, entrant, rollout, options),
+            reflection_lm=_writer(writer),
+            max_metric_calls=args.runs,
+            seed=args.seed,
+        )
+        best = (await anyio.to_thread.run_sync(optimize)).best_candidate[_PROMPT]
+        entrants = [replace(entrant, name=f"{entrant.name} prompt {_id(text)}", prompt=text) for text in (first, best)]
+        return await play(
+            client,
+            list(dict.fromkeys(entrants)),
+            load_scenarios(args.held_out),
+            rollout,
+            scenarios=args.held_out,
+            rollout_name=args.rollout,
+            **options,
+        )
+
+
+def _id(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exits 1 if it failed, 2 if an argument is unusable."""
+    args = _parser().parse_args(argv)
+    unusable, failed = (ImportError, ValueError, OSError), (JourneyworkError, TooManyExceptionsError, httpx.HTTPError)
+    with exit_status(unusable, failed), output_of_one_object(args.json):
+        if args.key_env and not os.environ.get(args.key_env):
+            raise ValueError(f"--key-env {args.key_env}: this environment variable is not set")
+        entrant, writer = (replace(parse_entrant(text), key_env=args.key_env) for text in (args.entrant, args.by))
+        if writer.kind != "external":
+            raise ValueError(f"--by {args.by}: write <base URL>#<model>; the gateway's base URL ends in /v1")
+        first = Path(args.prompt).read_text("utf-8")
+        report = anyio.run(improve, args, entrant, writer, first, gateway_of(args))
+        best, better = report.entrants[-1], len(report.entrants) > 1 and report.difference(1, REWARD).low > 0
+        if args.out and better:
+            Path(args.out).write_text(best.entrant.prompt, "utf-8")
+    bodies = [report.request_body(position) for position in range(len(report.entrants))]
+    text = (
+        json.dumps({"evaluation": report.id, "better": better, "entrants": bodies})
+        if args.json
+        else text_report(report)
+    )
+    sys.stdout.write(f"{text}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="journeywork prompt",
+        description=inspect.cleandoc(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("entrant", metavar="ENTRANT", help="the model that plays")
+    add("--prompt", required=True, metavar="FILE", help="the system prompt to begin with")
+    add_tasks(parser, "the tasks to improve it on: a list, a function that returns one, or JSONL")
+    add("--held-out", required=True, metavar="MODULE:NAME|FILE", help="other tasks, for the comparison at the end")
+    add("--by", required=True, metavar="URL#MODEL", help="the model that writes prompts, such as the gateway's #master")
+    add("--key-env", default="", metavar="NAME", help="variable with the API key of <base URL>#<model>")
+    add("--runs", type=at_least_one, default=200, help="runs to play until the best is chosen (default: 200)")
+    add("--seed", type=int, default=0)
+    add(
+        "--out", default="", metavar="FILE", help="where to write the best prompt if it is better on the held-out tasks"
+    )
+    add_gateway(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""An apprentice beside its master: gateway, judge and log together. Each part alone has tests of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from judge import service
+from pipeline.config import Config, HealingConfig, JudgeConfig, ModelConfig, NatsConfig
+from pipeline.events import AnswersCompared, GroupScored, Hint, SignalGiven
+from pipeline.log.broker import Broker
+from tests.kits.scoring_server import ScoringServer
+from tests.rollout_gateway.conftest import PROJECT, StartGateway
+from tests.rollout_gateway.fake_vllm import FakeVllm
+from tests.rollout_gateway.kit import ASK
+from tests.rollout_gateway.outside.conftest import KEY, table
+from tests.rollout_gateway.outside.provider import Provider, completion, whole
+from tests.rollout_gateway.outside.test_shadow import SHADOWED, ask, opened
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_shadow_is_compared_and_a_low_run_is_healed_by_the_master(
+    start_gateway_alone: StartGateway,
+    fake_vllm: FakeVllm,
+    provider: Provider,
+    broker: Broker,
+    nats_config: NatsConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
+    provider.says(whole(completion("quality=1.0")))
+    outside = (table(provider, may_train=True, **SHADOWED),)
+    gateway = await anyio.to_thread.run_sync(partial(start_gateway_alone, urls=(fake_vllm.url,), outside=outside))
+    async with ScoringServer().run() as scorer, anyio.create_task_group() as tasks:
+        healing = HealingConfig(outside="master", url=gateway.url)
+        judge = JudgeConfig(model="openai/scorer", api_base=scorer.url, healing=healing, group_size=1, min_size=1)
+        models = (ModelConfig(name="tictactoe"),)
+        config = Config(project=PROJECT, nats=nats_config, models=models, outside=outside, judge=judge)
+        tasks.start_soon(service.serve, config, lambda **_: None)
+        of_master, of_policy = await opened(gateway), await opened(gateway, model="tictactoe")
+        assert (await ask(of_master)).status_code == 200
+        assert (await ask(of_policy, **ASK)).status_code == 200
+        await anyio.to_thread.run_sync(partial(gateway.complete, of_policy["id"], reward=0.0))
+        with anyio.fail_after(120):
+            while not (scored := await broker.read(GroupScored)) or len(await broker.read(AnswersCompared)) < 2:
+                await anyio.sleep(0.05)  # two services publish them
+        tasks.cancel_scope.cancel()
+    compared = {r.event.trajectory: r.event for r in await broker.read(AnswersCompared)}
+    assert set(compared) == {of_master["id"], of_policy["id"]}
+    assert all(event.outside_score > event.apprentice_score for event in compared.values())
+    (member,) = scored[0].event.members
+    assert member.hints == (Hint(call=0, text="quality=1.0", kind="correction", by="outside:master"),)
+    (signal,) = await broker.read(SignalGiven)
+    assert (signal.event.trajectory, signal.event.kind) == (of_policy["id"], "correction")
