@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections import Counter
@@ -14,9 +15,11 @@ import msgspec
 import pyarrow as pa
 import pytest
 
+from pipeline.config import ConfigError
 from pipeline.names import split_point
+from store.evidence import decide
 from store.evidence.cascade import THRESHOLDS, find_threshold
-from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan, Share, read_evidence, verdict
+from store.evidence.comparison import Cascade, Evidence, Finding, Guard, Metric, Plan, Share, read_evidence, verdict
 from tests.store.evidence.test_comparison import TABLES
 from tests.store.evidence.test_error import (
     Draw,
@@ -247,3 +250,32 @@ def test_few_pairs_show_no_threshold() -> None:
     enough = find_threshold([(-0.0001, True)] * 200, 0.95)
     assert enough is not None
     assert (enough.min_logprob, enough.shown, enough.agreed) == (THRESHOLDS[-1], 200, 200)
+
+
+def test_steps_and_pairs_that_make_no_sense_are_refused(
+    connection: duckdb.DuckDBPyConnection, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert decide._parse_steps("5,25") == (5, 25)
+    for wrong in ("25,5", "5,5", "0,5", "5,100", "a", "5,"):
+        with pytest.raises(ConfigError, match="rising shares below 100"):
+            decide._parse_steps(wrong)
+
+    def cascade(quality: float | None, pairs: str | None) -> Cascade | None:
+        return decide._cascade(argparse.Namespace(quality=quality, pairs=pairs, alpha=0.05), connection)
+
+    assert cascade(None, None) is None
+    same = "SELECT -0.5, true FROM range(200)"
+    found = cascade(0.95, same)
+    assert found is not None
+    assert found.min_logprob == THRESHOLDS[-1]
+    assert "are shown: 200 of 200 pairs, of which 200 agree" in capsys.readouterr().out
+    for quality, pairs, said in (
+        (0.95, None, "comes with --pairs"),
+        (None, same, "comes with --pairs"),
+        (1.0, same, "a probability below 1"),
+        (0.95, "SELECT 1", "does not give numbers and truth values"),
+        (0.95, "FROM nowhere", "does not give numbers and truth values"),
+        (0.95, "SELECT -0.5, true FROM range(20)", "no logprob keeps a quality of 0.95: of 20 pairs 20 agree"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            cascade(quality, pairs)
