@@ -117,6 +117,6 @@ def test_what_an_apprentice_is_worth(tmp_path: Path) -> None:
         (text,) = takeover_texts(history)
     assert text == (
         "The apprentice of master answered 50% of the 4 calls of the newest day. Its runs score 0.500 [0.000, 1.000] "
-        "on 2 tasks, the master's 0.750 [0.098, 1.000] on 2 tasks. That day cost $1.00; by the master alone it would "
+        "on 2 tasks, the master's 0.750 [0.000, 1.000] on 2 tasks. That day cost $1.00; by the master alone it would "
         "be $1.50."
     )
