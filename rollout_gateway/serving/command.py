@@ -99,7 +99,7 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
         model, body["version"] = getattr(args, "of", None) or named_model(args.version), args.version
         body["min_logprob"] = args.min_logprob
     if args.action == "split":
-        model = named_model(args.other)
+        model = named_model(args.other) if is_outside(args.other) else model
         body |= {"other": args.other, "percent": args.percent}
     if named := [str(body[name]) for name in ("version", "other") if name in body]:
         say_what_is_awaited(*named)
