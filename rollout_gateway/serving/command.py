@@ -58,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     decision.add_argument("--reason", default="", help="it is kept on the log, and `list` shows it")
     decision.add_argument("--by", default="", help="who decides; with API keys, the key's name is recorded instead")
 
+    unsure: Any = {
+        "type": float,
+        "metavar": "L",
+        "help": "about an outside model: its apprentice's answers with a lower mean logprob are not shown",
+    }
+
     def command(name: str, help_text: str, *, listing: bool = False) -> argparse.ArgumentParser:
         return commands.add_parser(name, parents=[common if listing else decision], help=help_text)
 
@@ -71,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         of_one = command(name, help_text)
         of_one.add_argument("version", help=version)
         of_one.add_argument("--of", metavar="MODEL", help="outside model that its apprentice's version answers for")
+        of_one.add_argument("--min-logprob", **unsure)
     command("rollback", "take back the last decision; again: the one before it").add_argument(
         "model", help="name of the model"
     )
@@ -78,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     split.add_argument("version", help=f"{version}: it gets --percent of the trajectories")
     split.add_argument("other", help="the version that gets the rest")
     split.add_argument("--percent", type=float, required=True, help="from 0 to 100")
+    split.add_argument("--min-logprob", **unsure)
     follow = command("follow", "route a model name to the newest version again")
     follow.add_argument("model", help="name of the model")
     return parser
@@ -89,8 +97,9 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
         model = args.model
     else:
         model, body["version"] = getattr(args, "of", None) or named_model(args.version), args.version
+        body["min_logprob"] = args.min_logprob
     if args.action == "split":
-        model = named_model(args.other)
+        model = named_model(args.other) if is_outside(args.other) else model
         body |= {"other": args.other, "percent": args.percent}
     if named := [str(body[name]) for name in ("version", "other") if name in body]:
         say_what_is_awaited(*named)

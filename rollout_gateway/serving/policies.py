@@ -29,7 +29,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker, LogEntry
 from pipeline.log.follow import follow_events
 from pipeline.log.messages import Place
-from pipeline.names import branch_model, is_name, is_outside, is_version, version_name
+from pipeline.names import branch_model, is_name, is_outside, is_version, outside_version, version_name
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from pipeline.versions.loaded import LoadedVersions
@@ -190,22 +190,23 @@ class Policies:
         """Apply an event. Return whether it changes the versions, decisions or loaded adapters of these models."""
         event = recorded.event
         self.next_seq, self._last = recorded.seq + 1, recorded.place
-        if isinstance(event, PolicyPromoted) and event.model in self.masters:
-            return self.masters[event.model].decide(event, recorded.seq)
-        if not isinstance(event, _FOLLOWED) or self.state(event.model) is None:
+        master = self.masters.get(event.model) if isinstance(event, PolicyPromoted) else None
+        if not isinstance(event, _FOLLOWED) or (master is None and self.state(event.model) is None):
             return False
         if isinstance(event, PolicyLoaded | PolicyUnloaded):
             self._loaded.apply(event)
             self.loads_seq = recorded.seq
             return True
-        if event.model not in self.models:
+        if master is None and event.model not in self.models:
             return False
-        named = (event.version, event.other) if isinstance(event, PolicyPromoted) else (event.version,)
+        named = {event.version, event.other} if isinstance(event, PolicyPromoted) else {event.version}
+        if master is not None:
+            named.discard(outside_version(event.model))
         if not all(is_version(name) for name in named if name):
-            log.error("event ignored: it names no policy version", versions=named, seq=recorded.seq)
+            log.error("event ignored: it names no policy version", versions=sorted(named), seq=recorded.seq)
             return False
         if isinstance(event, PolicyPromoted):
-            return self.models[event.model].decide(event, recorded.seq)
+            return (master or self.models[event.model]).decide(event, recorded.seq)
         name = event.model if event.branch == "main" else branch_model(event.model, event.branch)
         version = f"{name}@{event.version.rpartition('@')[2]}"
         if event.branch != "main" and (name in self.models or not is_name(version)):

@@ -94,11 +94,14 @@ class Promotion:
         Return the answer to the request: `version` is the one that the model's name is routed to now, `other` the one
         that gets the rest in a split.
 
-        Raises `ApiError`: 404 for an unknown model or version, 409 if there is no decision to roll back, and 503 if a
-        version is not loaded in time."""
+        Raises `ApiError`: 404 for an unknown model or version, 409 if there is no decision to roll back or another one
+        than `after` was made, and 503 if a version is not loaded in time."""
         states = self._policies.models | self._policies.masters
         if model not in states:
             raise unknown_model(model, list(states))
+        if model in self._policies.models and getattr(decision, "min_logprob", None) is not None:
+            message = f"{model!r} is no outside model: nobody else can answer where its answers are not shown."
+            raise ApiError(400, "invalid_body", message, param="min_logprob")
         if decision.request:
             check_name(decision.request)
         by = {"by": owner or decision.by, "request": decision.request or new_id("d")}

@@ -173,6 +173,9 @@ async def test_follow_routes_to_the_apprentices_name(start: Open) -> None:
     assert (policy["version"], policy["newest"]) == (APPRENTICE, APPRENTICE)
     for wrong in ({"version": "tictactoe@7"}, {"version": "outside:other"}):
         await shop.decide("promote", 404, **wrong)
+    about_itself = {"version": APPRENTICE, "min_logprob": -1.0}
+    error = await shop.client.post(f"{shop.gateway.url}/v1/policies/tictactoe/promote", json=about_itself)
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "min_logprob")
 
 
 async def test_a_decision_after_another_one_than_the_caller_knows_is_refused(start: Open) -> None:

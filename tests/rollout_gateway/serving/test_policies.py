@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from pipeline.config import NatsConfig, SigningConfig
-from pipeline.events import PolicyRetired, TrajectoryOpened
+from pipeline.events import PolicyPromoted, PolicyRetired, TrajectoryOpened
 from pipeline.log.broker import Broker, LogEntry
 from pipeline.security import nkey
 from pipeline.security.signing import Trust
@@ -149,3 +149,21 @@ def test_a_branch_whose_only_checkpoint_is_refused_does_not_exist(tmp_path: Path
     assert not policies.apply(LogEntry(event, "POLICY", 1, event.subject(), headers))
     assert policies.state("m+b") is None
     assert policies.names() == ["m", "m@0"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "applied"),
+    [
+        (("m@1", "outside:master"), True),
+        (("outside:master", ""), True),
+        (("outside:other", ""), False),
+        (("m", "outside:master"), False),
+    ],
+)
+def test_a_decision_about_a_master_names_itself_or_policy_versions(versions: tuple[str, str], applied: bool) -> None:
+    policies = Policies("p", ["m"], apprentices={"master": "m"})
+    event = PolicyPromoted(project="p", model="master", version=versions[0], other=versions[1])
+    headers = {"Nats-Time-Stamp": "2026-01-01T00:00:00Z"}
+    assert policies.apply(LogEntry(event, "POLICY", 1, event.subject(), headers)) == applied
+    assert (policies.masters["master"].decided is not None) == applied
+    assert policies.decided() == (["m@1"] if applied and "m@1" in versions else [])

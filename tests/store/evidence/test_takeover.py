@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -14,9 +16,23 @@ import msgspec
 import pyarrow as pa
 import pytest
 
+from pipeline.config import ConfigError
 from pipeline.names import split_point
+from store.evidence import decide, sequential
 from store.evidence.cascade import THRESHOLDS, find_threshold
-from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan, Share, read_evidence, verdict
+from store.evidence.comparison import (
+    Cascade,
+    Evidence,
+    Finding,
+    Guard,
+    Metric,
+    Part,
+    Plan,
+    Share,
+    _compared,
+    read_evidence,
+    verdict,
+)
 from tests.store.evidence.test_comparison import TABLES
 from tests.store.evidence.test_error import (
     Draw,
@@ -28,7 +44,7 @@ from tests.store.evidence.test_error import (
     silent_if_it_failed,
 )
 
-MARGIN, ALPHA, RUNS = 0.1, 0.05, 4000
+MARGIN, ALPHA, RUNS = 0.1, 0.05, 6000
 _BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 _LOOK_S, _A_MINUTE, _DEADLINE_S = 600.0, 40, 1200.0
 _SIDES: list[Draw] = [equal, loops, late_feedback, silent_if_it_failed, silent_control, crashes]
@@ -51,117 +67,170 @@ def connection() -> Iterator[duckdb.DuckDBPyConnection]:
         yield found
 
 
-def take_over(
-    connection: duckdb.DuckDBPyConnection, rng: random.Random, draw: Draw, wins: tuple[float, float]
-) -> tuple[str, int, list[float]]:
+@dataclass(frozen=True)
+class Run:
+    """Seconds are those since the first look of all began."""
+
+    name: str
+    own: bool
+    opened: float
+    ended: float
+    known: float
+    """When its result is known; infinite: never."""
+    outcome: str
+    won: float
+    cost: float
+    calls_s: float
+
+
+class Store:
+    """Reads the evidence as `journeywork decide` does, of runs that were put into its tables."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self.connection = connection
+        for table in ("trajectories", "signals", "rollout_opened"):
+            connection.execute(f"DELETE FROM {table}")
+
+    def add(self, runs: list[Run]) -> None:
+        of_runs, said, opened = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+        for run in runs:
+            named = {"project": "p", "trajectory": run.name}
+            opened.append({**named, "pinned": APPRENTICE if run.own else "", "asked": "master"})
+            ends, at_once = run.ended < math.inf, run.known == run.ended < math.inf
+            of_runs.append(
+                {
+                    **named,
+                    "model": "m" if run.own else "master",
+                    "outcome": run.outcome if ends else "open",
+                    "opened_at": _time(run.opened),
+                    "completed_at": _time(run.ended) if ends else None,
+                    "reward": run.won if at_once else None,
+                    "cost_usd": run.cost,
+                    "calls_s": run.calls_s,
+                }
+            )
+            if not at_once and run.known < math.inf:
+                more = {"kind": "number", "call": -1, "name": "solved", "value": run.won}
+                said.append({**named, **more, "given_at": _time(run.known)})
+        for table, rows in (("trajectories", of_runs), ("rollout_opened", opened), ("signals", said)):
+            if rows:
+                given = pa.Table.from_pylist(rows)
+                self.connection.register("given", given)
+                self.connection.execute(f"INSERT INTO {table} BY NAME FROM given")
+                self.connection.unregister("given")
+
+    def read(self, evidence: Evidence, now: float) -> Evidence:
+        return read_evidence(self.connection, "p", evidence, _micros(now))
+
+
+class Plain:
+    """Reads the same evidence without SQL, for thousands of comparisons."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+
+    def add(self, runs: list[Run]) -> None:
+        self.runs += runs
+
+    def read(self, evidence: Evidence, now: float) -> Evidence:
+        begins = [share.since / 1e6 - _BEGAN.timestamp() for share in evidence.shares]
+        findings = []
+        for number, metric in enumerate((PLAN.metric, *PLAN.guards)):
+            sides: list[list[list[tuple[bool, float | None]]]] = [[[], []] for _ in begins]
+            for run in self.runs:
+                late = run.opened + _DEADLINE_S
+                value, known = ((run.won, run.known), (run.cost, run.ended), (run.calls_s, run.ended))[number]
+                at = sum(run.opened > begin for begin in begins) - 1
+                sides[at][not run.own].append((late <= now, value if known <= min(late, now) else None))
+            parts = [Part(share.percent, *of_share) for share, of_share in zip(evidence.shares, sides, strict=True)]
+            findings.append(_compared(metric, parts, PLAN.alpha))
+        found = msgspec.structs.replace(evidence, until=_micros(now), findings=tuple(findings))
+        return msgspec.structs.replace(found, verdict=verdict(found))
+
+
+def take_over(store: Store | Plain, rng: random.Random, draw: Draw, wins: tuple[float, float]) -> tuple[Evidence, int]:
     """Play one comparison as `journeywork decide watch` decides it. `wins`: shares of the apprentice's and of the
-    master's runs that win. Return the last verdict, the runs that were opened by then, and the shares."""
-    for table in ("trajectories", "signals", "rollout_opened"):
-        connection.execute(f"DELETE FROM {table}")
+    master's runs that win. Return the last evidence, and how many runs were opened by then."""
     now, number, opened = 0.0, 0, rng.expovariate(_A_MINUTE / 60)
     evidence = Evidence(plan=PLAN, candidate=APPRENTICE, control=MASTER, shares=(Share(percent=5, since=_micros(0)),))
     while True:
-        runs, said = list[dict[str, Any]](), list[dict[str, Any]]()
+        runs = []
         now += _LOOK_S
         while opened <= now and number < RUNS:
             own = split_point(f"{rng.random()}") < evidence.shares[-1].percent
             won = float(rng.random() < wins[not own])
             seconds, known, outcome = draw(rng, own, won)
-            name, began = f"r{number}", _BEGAN + timedelta(seconds=opened)
-            ends = seconds < math.inf
-            runs.append(
-                {
-                    "project": "p",
-                    "model": "m" if own else "master",
-                    "trajectory": name,
-                    "outcome": outcome if ends else "open",
-                    "opened_at": began,
-                    "completed_at": began + timedelta(seconds=seconds) if ends else None,
-                    "reward": won if known == seconds < math.inf else None,
-                    "cost_usd": 0.0 if own else min(rng.expovariate(1 / 0.03), 0.1),
-                    "calls_s": min(rng.expovariate(1 / 10), 60),
-                    "pinned": APPRENTICE if own else "",
-                    "asked": "master",
-                }
-            )
-            if seconds < known < math.inf:
-                said.append(
-                    {
-                        "project": "p",
-                        "trajectory": name,
-                        "kind": "number",
-                        "call": -1,
-                        "name": "solved",
-                        "value": won,
-                        "given_at": began + timedelta(seconds=known),
-                    }
-                )
+            cost, calls_s = 0.0 if own else min(rng.expovariate(1 / 0.03), 0.1), min(rng.expovariate(1 / 10), 60)
+            runs.append(Run(f"r{number}", own, opened, opened + seconds, opened + known, outcome, won, cost, calls_s))
             number += 1
             opened += rng.expovariate(_A_MINUTE / 60)
-        _insert(
-            connection, "trajectories", [{k: v for k, v in r.items() if k not in ("pinned", "asked")} for r in runs]
-        )
-        _insert(
-            connection,
-            "rollout_opened",
-            [{name: r[name] for name in ("project", "trajectory", "pinned", "asked")} for r in runs],
-        )
-        _insert(connection, "signals", said)
-        found = read_evidence(connection, "p", evidence, _micros(now))
+        store.add(runs)
+        found = store.read(evidence, now)
         if found.verdict in ("promote", "rollback") or (number == RUNS and now > opened + _DEADLINE_S):
-            return found.verdict, number, [share.percent for share in found.shares]
+            return found, number
         if found.verdict == "raise":
             share = Share(percent=found.next_percent(), since=_micros(now))
             evidence = msgspec.structs.replace(evidence, shares=(*evidence.shares, share))
 
 
-def _insert(connection: duckdb.DuckDBPyConnection, table: str, rows: list[dict[str, Any]]) -> None:
-    if rows:
-        given = pa.Table.from_pylist(rows)
-        connection.register("given", given)
-        connection.execute(f"INSERT INTO {table} BY NAME FROM given")
-        connection.unregister("given")
+def _time(seconds: float) -> datetime:
+    return _BEGAN + timedelta(seconds=seconds)
 
 
 def _micros(seconds: float) -> int:
     return int((_BEGAN.timestamp() + seconds) * 1e6)
 
 
-def _verdicts(
-    connection: duckdb.DuckDBPyConnection, draw: Draw, wins: tuple[float, float], count: int
-) -> tuple[Counter[str], list[int]]:
+def _verdicts(draw: Draw, wins: tuple[float, float], count: int) -> tuple[Counter[str], list[int]]:
     """Return how often each verdict came, and after how many runs."""
     rng = random.Random(f"{draw.__name__}/{wins}")
-    played = [take_over(connection, rng, draw, wins) for _ in range(count)]
-    return Counter(verdict for verdict, _, _ in played), sorted(runs for _, runs, _ in played)
+    played = [take_over(Plain(), rng, draw, wins) for _ in range(count)]
+    return Counter(found.verdict for found, _ in played), sorted(runs for _, runs in played)
 
 
-def test_an_equal_apprentice_takes_over_by_steps(connection: duckdb.DuckDBPyConnection) -> None:
-    played = [take_over(connection, random.Random(seed), equal, (0.8, 0.8)) for seed in range(5)]
-    assert [shares for verdict, _, shares in played if verdict == "promote"].count([5, 25]) >= 4
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of intervals to 0.001 of the range, on the safe side."""
+    monkeypatch.setattr(sequential, "_HALVINGS", 10)
 
 
-@pytest.mark.parametrize("draw", [equal, late_feedback])
-def test_an_apprentice_worse_by_the_margin_is_seldom_promoted(
-    connection: duckdb.DuckDBPyConnection, draw: Draw
+@pytest.mark.parametrize(("draw", "wins"), [(equal, (0.8, 0.8)), (late_feedback, (0.7, 0.8)), (crashes, (0.8, 0.8))])
+def test_the_store_says_the_same_as_the_simulation(
+    connection: duckdb.DuckDBPyConnection, draw: Draw, wins: tuple[float, float]
 ) -> None:
-    """More than 1 of 5 would have a probability below 1 in 40."""
-    verdicts, _ = _verdicts(connection, draw, (0.7, 0.8), 5)
-    assert verdicts["promote"] <= 1
+    by_store = take_over(Store(connection), random.Random(1), draw, wins)
+    assert by_store == take_over(Plain(), random.Random(1), draw, wins)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_an_equal_apprentice_takes_over_by_steps() -> None:
+    played = [take_over(Plain(), random.Random(seed), equal, (0.8, 0.8))[0] for seed in range(10)]
+    promoted = [[share.percent for share in found.shares] for found in played if found.verdict == "promote"]
+    assert promoted.count([5, 25]) >= 8
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("draw", [equal, late_feedback])
+def test_an_apprentice_worse_by_the_margin_is_seldom_promoted(draw: Draw) -> None:
+    """More than 2 of 10 would have a probability below 1 in 80."""
+    verdicts, _ = _verdicts(draw, (0.7, 0.8), 10)
+    assert verdicts["promote"] <= 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(14400)
+@pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("draw", _SIDES, ids=lambda draw: draw.__name__)
-def test_1000_comparisons_hold_the_error(connection: duckdb.DuckDBPyConnection, draw: Draw) -> None:
-    verdicts, _ = _verdicts(connection, draw, (0.7, 0.8), 1000)
+def test_1000_comparisons_hold_the_error(draw: Draw) -> None:
+    verdicts, _ = _verdicts(draw, (0.7, 0.8), 1000)
     assert verdicts["promote"] <= ALPHA * 1000, verdicts
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(14400)
-def test_of_1000_equal_apprentices_four_fifths_take_over(connection: duckdb.DuckDBPyConnection) -> None:
-    verdicts, runs = _verdicts(connection, equal, (0.8, 0.8), 1000)
+@pytest.mark.usefixtures("_quick")
+def test_of_1000_equal_apprentices_four_fifths_take_over() -> None:
+    verdicts, runs = _verdicts(equal, (0.8, 0.8), 1000)
     assert verdicts["promote"] >= 800, (verdicts, runs[500], runs[900])
 
 
@@ -247,3 +316,32 @@ def test_few_pairs_show_no_threshold() -> None:
     enough = find_threshold([(-0.0001, True)] * 200, 0.95)
     assert enough is not None
     assert (enough.min_logprob, enough.shown, enough.agreed) == (THRESHOLDS[-1], 200, 200)
+
+
+def test_steps_and_pairs_that_make_no_sense_are_refused(
+    connection: duckdb.DuckDBPyConnection, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert decide._parse_steps("5,25") == (5, 25)
+    for wrong in ("25,5", "5,5", "0,5", "5,100", "a", "5,"):
+        with pytest.raises(ConfigError, match="rising shares below 100"):
+            decide._parse_steps(wrong)
+
+    def cascade(quality: float | None, pairs: str | None) -> Cascade | None:
+        return decide._cascade(argparse.Namespace(quality=quality, pairs=pairs, alpha=0.05), connection)
+
+    assert cascade(None, None) is None
+    same = "SELECT -0.5, true FROM range(200)"
+    found = cascade(0.95, same)
+    assert found is not None
+    assert found.min_logprob == THRESHOLDS[-1]
+    assert "are shown: 200 of 200 pairs, of which 200 agree" in capsys.readouterr().out
+    for quality, pairs, said in (
+        (0.95, None, "comes with --pairs"),
+        (None, same, "comes with --pairs"),
+        (1.0, same, "a probability below 1"),
+        (0.95, "SELECT 1", "does not give numbers and truth values"),
+        (0.95, "FROM nowhere", "does not give numbers and truth values"),
+        (0.95, "SELECT -0.5, true FROM range(20)", "no logprob keeps a quality of 0.95: of 20 pairs 20 agree"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            cascade(quality, pairs)

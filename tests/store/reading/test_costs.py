@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from pipeline.config import Config
 from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened
+from store.showing.pages.history import History
+from store.showing.pages.takeover import takeover_texts
 from tests.store.kit import exchange, fill, scored
 from tests.store.reading.test_sql import rows
 
@@ -67,3 +73,50 @@ def test_money_and_tokens_per_solved_run_whoever_answered(tmp_path: Path) -> Non
         ("master", "outside:master", "one", "1970-01-02", "scored", 2, 1, 4, 300, 120, 60, 0.75, 1, 0.75, 360.0),
     ]
     assert rows(tmp_path, "SELECT serve_gpu_s > 0 FROM spending WHERE model = 'master'") == [(False,)]
+
+
+def test_what_an_apprentice_is_worth(tmp_path: Path) -> None:
+    """The newest day is that of the newest run, whenever the page is read."""
+
+    def opened(name: str, minutes: int, asked: str = "master", **more: Any) -> list[Event]:
+        first, last = run(name, more.pop("model", "master"), "one", 3, "scored", more.pop("reward"))
+        at = 3 * DAY + minutes * 60_000_000
+        fields = {"at": at, "asked": asked, "group": "", **more}
+        return [msgspec.structs.replace(first, **fields), msgspec.structs.replace(last, group="", opened_at=at)]
+
+    taken: dict[str, Any] = {"model": "m", "pinned": "m@3"}
+    fill(
+        tmp_path,
+        [
+            *opened("before", -2000, asked="", reward=1.0),
+            exchange("before", 0, -1, **{**OUTSIDE, "model": "master"}),
+            *opened("masters", 0, reward=0.5),
+            exchange("masters", 0, -1, **{**OUTSIDE, "model": "master", "cost_usd": 0.75}),
+            *opened("sure", 1, reward=1.0, **taken),
+            exchange("sure", 0, 3, model="m"),
+            exchange("sure", 1, 3, model="m"),
+            *opened("unsure", 2, reward=0.0, **taken),
+            exchange("unsure", 0, 3, model="m", status="unsure"),
+            exchange("unsure", 1, -1, **{**OUTSIDE, "model": "m"}),
+            *opened("policys own", 3, asked="", reward=0.0, model="m"),
+            exchange("policys own", 0, 3, model="m"),
+        ],
+    )
+    found = rows(
+        tmp_path,
+        """SELECT trajectory, model, side, version, reward, calls, apprentice_calls, unsure_calls, instead_calls,
+             cost_usd FROM takeovers ORDER BY opened_at""",
+    )
+    assert found == [
+        ("before", "master", "master", None, 1.0, 1, 0, 0, 0, 0.25),
+        ("masters", "master", "master", None, 0.5, 1, 0, 0, 0, 0.75),
+        ("sure", "master", "apprentice", "m@3", 1.0, 2, 2, 0, 0, 0.0),
+        ("unsure", "master", "apprentice", "m@3", 0.0, 1, 0, 1, 1, 0.25),
+    ]
+    with contextlib.closing(History(Config(run_dir=str(tmp_path)))) as history:
+        (text,) = takeover_texts(history)
+    assert text == (
+        "The apprentice of master answered 50% of the 4 calls of the newest day. Its runs score 0.500 [0.000, 1.000] "
+        "on 2 tasks, the master's 0.750 [0.000, 1.000] on 2 tasks. That day cost $1.00; by the master alone it would "
+        "be $1.50."
+    )

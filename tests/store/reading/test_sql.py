@@ -14,6 +14,7 @@ from pipeline.events import (
     GroupScored,
     Member,
     TrajectoryCompleted,
+    TrajectoryOpened,
     Verdict,
     pack_seqs,
     schema,
@@ -30,8 +31,11 @@ def rows(run_dir: Path, query: str) -> list[Any]:
 
 
 def test_each_view_has_its_documented_columns_of_the_same_types_in_an_empty_store_and_a_full_one(
-    history: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    history = tmp_path / "full"
+    taken_over = TrajectoryOpened(project="p", trajectory="t9", model="m", group="g9", asked="master")
+    fill(history, [*run_of_one_step(), taken_over])
     (tmp_path / "store").mkdir()
     with sql.connect(history) as full, sql.connect(tmp_path) as empty:
         for view in VIEWS:
