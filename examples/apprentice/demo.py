@@ -5,9 +5,12 @@
 1. The agent sorts 300 messages of the inbox with the master, a provider's model at a price, through the gateway.
 2. `journeywork apprentice` trains the small model on the best of these runs.
 3. Agents sort further messages with the small model while the trainer trains it, as in `examples.inbox.demo`.
+4. The small model works unseen beside the master, and takes its runs over by evidence, while the agents go on naming
+   the master (`examples.apprentice.takeover`).
 
 Master, first and last version of the apprentice answer the same held-out messages. The history is checked, and
-`<run-dir>/report.json` has the quality of each and the money for a task. Exits with 1 if the run failed, or if its
+`<run-dir>/report.json` has the quality of each, the decision, the share of calls that the apprentice answers at the
+end, and the money for a task then and before. Exits with 1 if the run failed, or if its
 history holds what it must not.
 """
 
@@ -28,11 +31,12 @@ from typing import Any
 import anyio
 from rich.table import Table
 
+from examples.apprentice.takeover import MASTER, take_over
 from examples.common.history import rows
 from examples.common.invariants import NEVER, counting
 from examples.common.running import ROOT, ExampleError, Installation, add_flags, flags, make_room, stop_when_told
 from examples.inbox import demo
-from examples.inbox.agent import Sorter
+from examples.inbox.agent import MODEL, Sorter
 from examples.inbox.messages import message
 from examples.inbox.report import console, say
 from examples.inbox.ways import Way
@@ -40,7 +44,7 @@ from journeywork import AsyncJourneywork
 from journeywork.evaluation.results import EntrantResult
 from journeywork.transport import plain_errors
 
-MASTER, KEY_ENV = "master", "MASTER_KEY"
+KEY_ENV = "MASTER_KEY"
 RUNS = 300
 """Messages that the master sorts for the apprentice."""
 RUNS_FROM = demo.EXAMPLES_FROM
@@ -77,17 +81,23 @@ async def work_with_master(args: argparse.Namespace, up: Installation) -> Entran
     return compared.entrants[0]
 
 
-def conclude(master: EntrantResult, sft: EntrantResult, rl: EntrantResult, run_dir: Path, seconds: float) -> list[str]:
-    """Write and print the report. Return what must not be in the history and is."""
+def conclude(
+    scores: dict[str, EntrantResult], taken: dict[str, Any], run_dir: Path, args: argparse.Namespace, seconds: float
+) -> list[str]:
+    """Write and print the report: the `scores` of master, first and last version, and what `take_over` returned. Return
+    what must not be in the history and is."""
+    sft, rl = scores["sft"], scores["rl"]
     money = {row["version"]: row["usd"] for row in rows(run_dir, MONEY)}
     found = {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER)) if row["count"]}
-    quality = {
+    quality: dict[str, dict[str, Any]] = {
         name: {"value": e.mean, "ci95": [e.low, e.high], "n": e.count}
-        for name, e in ((n, r.estimate("solved")) for n, r in (("master", master), ("sft", sft), ("rl", rl)))
+        for name, e in ((n, result.estimate("solved")) for n, result in scores.items())
     }
     written = {
+        "seed": args.seed,
         "quality": quality,
-        "money_per_task": {"master": money[f"outside:{MASTER}"], "now": money[rl.version]},
+        "money_per_task": {"master": money[f"outside:{MASTER}"], "now": taken["usd_after"]},
+        **taken,
         "versions": {"sft": sft.version, "rl": rl.version},
         "wall_s": round(seconds, 1),
         "findings": found,
@@ -98,7 +108,12 @@ def conclude(master: EntrantResult, sft: EntrantResult, rl: EntrantResult, run_d
         low, high = score["ci95"]
         table.add_row(name, version, f"{score['value']:.3f}", f"{low:.3f} to {high:.3f}", f"{money[version]:.6f}")
     console.print(table)
-    console.print(f"{seconds:.0f} s in all, report: {run_dir / 'report.json'}")
+    console.print(
+        f"decision: {taken['decision']['verdict']}; {MODEL} answers {taken['share']:.1%} of the calls to {MASTER}, "
+        f"which cost {100 * taken['usd_after']:.4f} cents a task instead of {100 * money[f'outside:{MASTER}']:.4f}\n"
+        f"share and money over time: {run_dir / 'takeover.svg'}\n"
+        f"{seconds:.0f} s in all, report: {run_dir / 'report.json'}"
+    )
     return [f"{count:,} times {name}" for name, count in found.items()]
 
 
@@ -107,7 +122,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of messages and trainer")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/apprentice"))
     parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
-    parser.add_argument("--seconds", type=float, default=780, help="they end when the demo has run for this time")
+    parser.add_argument("--seconds", type=float, default=600, help="they end when the demo has run for this time")
+    parser.add_argument("--take-over-s", type=float, default=400, help="longest time until the decision")
     parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
     parser.add_argument("--base", type=Path, help="folder of another small language model")
     add_flags(parser)
@@ -142,13 +158,16 @@ def main(argv: list[str] | None = None) -> None:
                 *demo.tuning(args),
             )
             print(demo.on_the_log(run_dir, settings, args, "apprentice", *options))
+            settings["outside"] = [{**table, "apprentice": MODEL, "shadow_percent": 100.0}]
             up = Installation(run_dir, demo.SETTINGS, settings, *flags(args))
             try:
                 compared, _ = anyio.run(demo.play, Way("function"), args, up)
+                sft, rl, _ = compared.entrants
+                taken = anyio.run(take_over, rl.version, args, up)
             finally:
                 up.stop()
-            sft, rl, _ = compared.entrants
-        if findings := conclude(by_master, sft, rl, run_dir, time.monotonic() - args.began):
+        scores = {"master": by_master, "sft": sft, "rl": rl}
+        if findings := conclude(scores, taken, run_dir, args, time.monotonic() - args.began):
             raise ExampleError("the history holds what it must not: " + "; ".join(findings))
     except KeyboardInterrupt:
         say(f"stopped; what was played so far is in {run_dir}")

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from examples.apprentice import demo, master
+from examples.apprentice import demo, master, takeover
 from examples.inbox.messages import message, right_fields
 
 
@@ -34,3 +34,9 @@ def test_master_answers_openais_client_and_no_other_key(monkeypatch: pytest.Monk
             pytest.raises(openai.AuthenticationError, match="wrong key"),
         ):
             client.chat.completions.create(**ask)
+
+
+def test_share_and_money_are_drawn_over_time() -> None:
+    over_time = [{"s": 1.0, "share": 0.0, "usd_per_task": 2e-4}, {"s": 11.0, "share": 0.9, "usd_per_task": 0.0}]
+    assert takeover.draw(over_time).startswith("<?xml")
+    assert "cents for a task" in takeover.draw(over_time)
