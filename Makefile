@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 SEED ?= 0
 MODEL := runs/models/smollm2/config.json
 
-.PHONY: demo demo-game test check lint venv lock docs dist pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
+.PHONY: demo apprentice demo-game test check lint venv lock docs dist pictures bench-store bench-gateway bench-judge bench-trainer bench-swaps bench-dashboard bench-bounded_log gpu-proof gpu-lock-test clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -13,6 +13,10 @@ $(VENV)/.ready-cpu: requirements/cpu.txt requirements/torch-cpu.txt requirements
 
 demo: venv $(MODEL)
 	$(PY) -m examples.inbox.demo --seed $(SEED) --run-dir runs/demo
+
+# The same job by a provider's model (a script with a price), then by a small model that learned from its runs.
+apprentice: venv $(MODEL)
+	$(PY) -m examples.apprentice.demo --seed $(SEED) --run-dir runs/apprentice
 
 # A model of 0.9 million parameters learns a game: many runs in little time, for the checks of the history.
 demo-game: venv

@@ -45,6 +45,7 @@ COLUMNS = (
     "thumb",
     "ranking",
     "correction",
+    "corrected_by",
     "text",
     "key",
     "source",

@@ -48,8 +48,8 @@ class CompleteOptions(TypedDict, total=False):
 
 
 class FeedbackOptions(TypedDict, total=False):
-    """Options of `feedback`: one of `value`, `thumb`, `ranking`, `correction` and `text`. docs/gateway.md describes
-    each."""
+    """Options of `feedback`: one of `value`, `thumb`, `ranking`, `correction`, `corrected_by` and `text`.
+    docs/gateway.md describes each."""
 
     name: str
     """Name by which settings refer to it. Default: `feedback`."""
@@ -65,6 +65,9 @@ class FeedbackOptions(TypedDict, total=False):
     """With the id of an answer, or a ranking of such: its call, or the whole run. Default: `call`."""
     correction: str
     """The answer that the call should have given."""
+    corrected_by: str
+    """Id of a run whose last answer is the answer that the call should have given, such as a run of an outside
+    model."""
     text: str
     """Words, or a comment on a number."""
     key: str

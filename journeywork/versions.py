@@ -23,7 +23,7 @@ class Versions(Protocol):
 
 async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
     """Return the version of each policy: the one that it names (`support@12`, `support@base`), or the one that the
-    model's name stands for now.
+    model's name stands for now; empty for an outside model, which has none.
 
     Raises `ValueError` for a text that is no policy, and for a model or a version that the gateway does not have; the
     message says which it has. Raises `JourneyworkError` if the gateway refuses to tell."""
@@ -32,6 +32,8 @@ async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
     if any(version or model not in served for model, version in parsed):
         known = await client.models()
         for model, version in parsed:
+            if model not in served and not version and model in known and not _versions(model, known):
+                served[model] = ""  # an outside model
             if model not in served:
                 # A branch, of which nothing is decided: its name stands for its newest version.
                 if not (of_branch := _versions(model, known)):

@@ -12,6 +12,8 @@
 | `feedback` | what signals say about a run: values, rewards of calls, hints, graders |
 | `next_state` | a judge model scores calls by what followed them: votes, hints |
 | `teacher` | asks a teacher from outside, puts its logprobs on the log |
+| `comparing` | compares an outside model's answer and a policy's: shadow calls, corrections |
+| `healing` | has an outside model correct the call at fault of low runs |
 | `monitor` | whether the judge can be trusted: anchors, the alarm, `group.measured` |
 | `labelled` | groups from files; agreement with known rewards |
 | `ruler` | room: a judge model compares trajectories |

@@ -21,9 +21,11 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
+from judge.comparing import ShadowJudge, open_answer_judge
 from judge.feedback import counting
 from judge.group_log import GroupLog, feedback_names, names_group
 from judge.groups import Group, GroupKey, GroupOnLog, key_of
+from judge.healing import open_healer
 from judge.labelled import read_labelled
 from judge.limits import Budget
 from judge.monitor import JudgeMonitor
@@ -34,7 +36,15 @@ from judge.teacher import open_teacher
 from pipeline import crash
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config
-from pipeline.events import FeedbackTimedOut, GroupDiscarded, GroupTimedOut, SignalGiven, TrajectoryCompleted, now_us
+from pipeline.events import (
+    FeedbackTimedOut,
+    GroupDiscarded,
+    GroupScored,
+    GroupTimedOut,
+    SignalGiven,
+    TrajectoryCompleted,
+    now_us,
+)
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.consumer import handling
 from pipeline.running.service import Ready
@@ -83,8 +93,11 @@ async def serve(config: Config, ready: Ready) -> None:
         Broker.connect(config.nats, name="judge") as broker,
         open_composer_on_log(config, broker) as composer,
         open_teacher(config, broker) as teacher,
+        open_answer_judge(config) as answer_judge,
+        open_healer(config, broker, answer_judge) as healer,
         broker.consume("judge") as arrivals,
         broker.consume("judge-timers") as timers,
+        broker.consume("judge-shadows") as shadows,
     ):
         file = config.judge.anchors.file
         anchors = read_labelled(Path(file)) if file else []
@@ -94,9 +107,11 @@ async def serve(config: Config, ready: Ready) -> None:
                     config.judge, composer.judges, anchors, broker.publish, project=config.project, judge=judge_id
                 )
                 tg.start_soon(monitor.run)
+            tg.start_soon(ShadowJudge(broker, config, answer_judge).run, shadows)
             ready()
             teach = teacher.teach if teacher is not None else None
-            await Judge(broker, config, composer, judge_id, teach).run(arrivals, timers)
+            heal = healer.heal if healer is not None else None
+            await Judge(broker, config, composer, judge_id, teach, heal).run(arrivals, timers)
 
 
 class Judge:
@@ -109,11 +124,13 @@ class Judge:
         composer: RewardComposer | None,
         judge_id: str,
         teach: AskTeacher | None = None,
+        heal: Callable[[GroupScored], Awaitable[GroupScored]] | None = None,
     ) -> None:
         """`composer`: scores groups with a judge model or composed rewards; `None` if only agents' rewards are used.
-        `judge_id`: hash of the judge configuration. `teach`: asks a teacher from outside; `None` if there is none."""
+        `judge_id`: hash of the judge configuration. `teach`: asks a teacher from outside, `heal` adds corrections to a
+        scored group; `None` if there is none."""
         self._broker, self._config, self._composer = broker, config.judge, composer
-        self._judge_id, self._teach = judge_id, teach
+        self._judge_id, self._teach, self._heal = judge_id, teach, heal
         self._budget = Budget(broker, config)
         self._log = GroupLog(broker, config.judge, config.feedback)
         self._rescuing = feedback_names(config.judge) if config.feedback.late == "train" else frozenset[str]()
@@ -270,6 +287,8 @@ class Judge:
         event = await score_closed(
             group, self._config, self._judge_id, self._composer, self._teach, over_budget=over_budget
         )
+        if self._heal is not None and isinstance(event, GroupScored):
+            event = await self._heal(event)
         crash.point("judge.before_publish")
         if isinstance(event, GroupDiscarded):
             if group.again:

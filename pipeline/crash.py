@@ -45,6 +45,8 @@ POINTS: dict[str, str] = {
     "trainer.between_uploads": "the adapter is uploaded, the training state is not",
     "trainer.after_upload": "the adapter is uploaded, `policy.checkpoint` is not published",
     "trainer.after_publish": "`policy.checkpoint` is published, its groups are not acknowledged",
+    "decide.before_publish": "results decide, the decision is not sent to the gateway",
+    "decide.after_publish": "the gateway has answered to a decision, the watcher has not gone on",
     "erase.planned": "what an erasure reaches is written down, nothing is deleted",
     "erase.message_deleted": "a message of an erasure is overwritten on the log, others are not",
     "erase.log_done": "the log holds no message of an erasure, the lake holds its rows",

@@ -61,7 +61,7 @@ STREAMS: tuple[StreamSpec, ...] = (
     StreamSpec(
         "ROLLOUTS",
         ("rollout.>",),
-        "trajectories: opened, exchanges, completed; signals and a teacher's answers about them",
+        "trajectories: opened, exchanges, completed; signals, a teacher's and an apprentice's answers about them",
         max_age_s=2 * DAY_S,
         share=0.48,
         duplicate_window_s=120.0,
@@ -118,6 +118,9 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
         max_ack_pending=100_000,
     ),
     ConsumerSpec("judge-timers", "TIMERS", (f"{TIMER_DUE}.>",), "closes groups whose time is up", max_deliver=50),
+    ConsumerSpec(
+        "judge-shadows", "ROLLOUTS", ("rollout.shadow.>",), "compares answers of shadow calls", max_deliver=50
+    ),
     ConsumerSpec("trainer", "GROUPS", ("group.scored.>",), "takes optimizer steps", max_deliver=50, max_deaths=0),
     ConsumerSpec("store-rollouts", "ROLLOUTS", ("rollout.>",), "Parquet", max_ack_pending=200_000),
     ConsumerSpec("store-groups", "GROUPS", ("group.>",), "Parquet", max_ack_pending=200_000),

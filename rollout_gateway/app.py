@@ -8,7 +8,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from urllib.parse import unquote
 
 import anyio
@@ -24,6 +25,7 @@ from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.routes import Route, decode_segment, find, not_allowed
 from rollout_gateway.api.trajectories import traceparent
 from rollout_gateway.capture.exchange import Caller
+from rollout_gateway.capture.handler import UnsureError
 from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
 from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
@@ -31,6 +33,7 @@ from rollout_gateway.dialects.responses import ResponsesTranslation, not_recorde
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from rollout_gateway.http.request import HeaderList, Headers, Request
+from rollout_gateway.outside.relay import NotAnsweredError
 from rollout_gateway.outside.requests import OutsideCall
 
 log = get_logger("rollout_gateway.app")
@@ -49,6 +52,8 @@ _LARGE_BODY = 256 * 1024
 LEFT_OUT_HEADER = b"x-journeywork-left-out"
 """Types of tools that a call named and the model was not shown."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
+_FINAL = ("not_recorded", "stopping")
+"""Errors of an apprentice's call that its master's answer would not mend."""
 SIDE_CALL_HEADER = b"x-journeywork-side-call"
 ROLE_HEADER = b"x-journeywork-role"
 
@@ -184,12 +189,11 @@ class App:
                 return
             caller = await self._caller(call, admitted, request)
             if isinstance(call, OutsideCall):
-                relay = self._gateway.relay
-                status = await relay.answer(request, call, caller, admitted.access)
+                ask = partial(self._ask_apprentice, request, admitted, call, caller)
+                own = ask if _is_apprentices(caller, call) else None
+                status = await self._gateway.relay.answer(request, call, caller, admitted.access, own)
                 return
-            status, answer = await self._calls.answer(call, caller, StreamSink(request) if call.stream else None)
-            if not request.started:
-                await request.answer(status, answer)
+            status = await self._plain_call(request, call, caller)
         except ClientGoneError:
             status = 499
             raise
@@ -200,6 +204,44 @@ class App:
             self._running.discard(request)
             self._gateway.metrics.count_call(path, status, time.perf_counter() - started)
 
+    async def _plain_call(self, request: Request, call: Call, caller: Caller) -> int:
+        """Answer a call of vLLM's own API. Returns the status."""
+        status, answer = await self._calls.answer(call, caller, StreamSink(request) if call.stream else None)
+        _check_answered(caller, status)
+        if not request.started:
+            await request.answer(status, answer)
+        return status
+
+    async def _ask_apprentice(self, request: Request, admitted: _Admitted, call: OutsideCall, caller: Caller) -> int:
+        """Answer a call of an outside model by the apprentice that has its run. Returns the status. Raises
+        `NotAnsweredError` if its master is to answer, and `ApiError`."""
+        assert caller.trajectory is not None
+        opened, wait_s, detector = caller.trajectory.opened, call.tables[0].apprentice_wait_s, self._gateway.detector
+        own: Call = call
+        try:
+            own, translation = self._read_own(admitted.path, request.body)
+            own.params.model, own.held = opened.model, opened.min_logprob is not None and own.stream
+            caller = replace(caller, wait_s=wait_s, min_logprob=opened.min_logprob)
+            if detector is not None:
+                detector.replace(call, own)
+            if translation is not None:
+                return await self._translated_call(request, admitted, translation, own, caller)
+            return await self._plain_call(request, own, caller)
+        except (ApiError, UnsureError) as error:
+            final = isinstance(error, ApiError) and (not wait_s or error.code in _FINAL)
+            if request.started or final:
+                raise
+            if detector is not None:
+                detector.replace(own, call)
+            raise NotAnsweredError(opened.pinned or opened.model, str(error)) from error
+
+    def _read_own(self, path: str, body: bytes) -> tuple[Call, Translation | None]:
+        """Read and check the body of a call that a policy answers."""
+        translation = _TRANSLATIONS[path](body) if path in _TRANSLATIONS else None
+        call = translation.call() if translation is not None else _READERS[path](body)
+        self._gateway.permitted.check(call.fields)
+        return call, translation
+
     async def _read(self, request: Request, path: str) -> tuple[Call, Translation | None]:
         """Read and check the body of a model call. Large ones are read in a thread, one at a time, so that other
         requests are answered meanwhile."""
@@ -207,10 +249,7 @@ class App:
         def read() -> tuple[Call, Translation | None]:
             if (outside := self._gateway.relay.read(path, request.body)) is not None:
                 return outside, None
-            translation = _TRANSLATIONS[path](request.body) if path in _TRANSLATIONS else None
-            call = translation.call() if translation is not None else _READERS[path](request.body)
-            self._gateway.permitted.check(call.fields)
-            return call, translation
+            return self._read_own(path, request.body)
 
         if len(request.body) < _LARGE_BODY:
             return read()
@@ -239,13 +278,14 @@ class App:
         )
 
     async def _translated_call(
-        self, request: Request, admitted: _Admitted, translation: Translation, call: Call
+        self, request: Request, admitted: _Admitted, translation: Translation, call: Call, known: Caller | None = None
     ) -> int:
-        """Answer a call of another API as the chat completion `call`. Returns the status."""
+        """Answer a call of another API as the chat completion `call`. `known`: its caller, if that was found already.
+        Returns the status."""
         if translation.continued:
-            caller, call = await self._continued_call(translation, call, admitted, request)
+            caller, call = await self._continued_call(translation, call, admitted, request, known)
         else:
-            caller = await self._caller(call, admitted, request)
+            caller = known or await self._caller(call, admitted, request)
         translation.stored = caller.trajectory is not None
         headers = _left_out_header(translation)
         sink = TranslatedSink(request, translation, headers) if call.stream else None
@@ -255,6 +295,7 @@ class App:
             call.body, call.fields = merged.body, merged.fields
             self._gateway.permitted.check(call.fields)
             status, answer = await self._calls.answer(call, caller, sink)
+        _check_answered(caller, status)
         if status == 200 and not call.stream:
             await request.answer(200, _encode(translation.answer(msgspec.json.decode(answer))), headers)
         if not request.started:
@@ -262,19 +303,34 @@ class App:
         return status
 
     async def _continued_call(
-        self, translation: Translation, call: Call, admitted: _Admitted, request: Request
+        self, translation: Translation, call: Call, admitted: _Admitted, request: Request, known: Caller | None
     ) -> tuple[Caller, Call]:
         """The call that refers to recorded answers, with these from the log."""
         del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
-        caller = await self._caller(call, admitted, request)
+        caller = known or await self._caller(call, admitted, request)
         async with self._gateway.api_keys.reading(request.owner) as read:
             exchanges = await self._gateway.registry.exchanges_of(translation.continued, admitted.access, read)
         for missing in translation.continued - exchanges.keys():
             raise not_recorded(missing)
         whole = translation.call(exchanges)
+        whole.params.model, whole.held = call.params.model, call.held
+        if known and self._gateway.detector is not None:
+            self._gateway.detector.replace(call, whole)
         if caller.trajectory is None:
             caller = await self._caller(whole, admitted, request)
         return caller, whole
+
+
+def _is_apprentices(caller: Caller, call: OutsideCall) -> bool:
+    """Whether the call is of a run that an apprentice has taken over from the outside model."""
+    opened = caller.trajectory.opened if caller.trajectory is not None else None
+    return opened is not None and opened.asked == call.params.model != opened.model
+
+
+def _check_answered(caller: Caller, status: int) -> None:
+    """Raise an `ApiError` for an error of the inference server, if someone else can be asked."""
+    if status != 200 and caller.wait_s:
+        raise ApiError(status, "apprentice_refused", f"the inference server answered {status}")
 
 
 def _announced(request: Request) -> int:

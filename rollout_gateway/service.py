@@ -90,7 +90,7 @@ async def _gateway_from_log(
 ) -> Gateway:
     """Read from the log what the gateway knows, and make its parts. `_follow_log` continues from there."""
     settings, project = config.gateway, config.project
-    policies = Policies(project, (m.name for m in config.models), trust)
+    policies = Policies(project, (m.name for m in config.models), trust, apprentices=config.apprentices())
     await policies.rebuild(broker)
     # Only the settings of an installation with a trainer have a number for `auto`: without one there is no limit.
     limit = 0 if settings.max_groups_ahead == "auto" else settings.max_groups_ahead
@@ -142,6 +142,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 tasks.start_soon(gateway.log_health.run, broker)
                 tasks.start_soon(api_keys.watch)
                 tasks.start_soon(_follow_log, gateway)
+                tasks.start_soon(gateway.shadows.run)
                 if gateway.detector is not None:
                     tasks.start_soon(gateway.detector.run)
                 async with run_server(app, listener, limits, grace_s=settings.drain_s, cut_off=app.cut_off):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from judge.rewards.sandbox_view import unavailable
+from judge.rewards.sandbox import unavailable
 from tests.compose_box import Box
 
 ROOT = Path(__file__).parent.parent

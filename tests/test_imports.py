@@ -34,7 +34,9 @@ ROOMS = {
     "rollout_gateway.serving": {f"rollout_gateway.{room}" for room in ("http", "access")},
     "rollout_gateway.sampler": {f"rollout_gateway.{room}" for room in ("http", "serving")},
     "rollout_gateway.capture": {f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving")},
-    "rollout_gateway.outside": {f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "capture")},
+    "rollout_gateway.outside": {
+        f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture")
+    },
     "rollout_gateway.api": {
         f"rollout_gateway.{room}" for room in ("http", "dialects", "access", "serving", "capture", "outside")
     },

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from anyio.to_thread import run_sync
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PrinterCallback
 
 from pipeline.chat.demonstrations import demonstrated_replies
 from pipeline.config import Config
@@ -60,6 +61,8 @@ _COLUMNS: dict[Kind, tuple[set[str], ...]] = {
 """The sets of columns that a format may have; the first one is what `journeywork dataset` writes."""
 _IGNORED = -100
 """Label of a token that isn't trained."""
+_UNRENDERABLE = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What templates raise for messages that they don't take."""
 
 
 class DatasetStep(NamedTuple):
@@ -77,11 +80,14 @@ class DatasetStep(NamedTuple):
     seed: int = 0
 
 
-async def train_on(config: Config, step: DatasetStep, ready: Callable[[str], None]) -> None:
-    """Take the step with the first model of the settings, as `take_step` does.
+async def train_on(config: Config, step: DatasetStep, ready: Callable[[str], None]) -> Counter[str]:
+    """Take the step with the first model of the settings, as `take_step` does. Return how many conversations were not
+    trained, or not to their end, by the reason.
 
     Raises `TrainerError` for a data set without the format's columns, and where another trainer took the step."""
-    await take_step(config, partial(compute, step=step), ready)
+    left_out = Counter[str]()
+    await take_step(config, partial(compute, step=step, left_out=left_out), ready)
+    return left_out
 
 
 async def adopt(config: Config, version: str, ready: Callable[[str], None]) -> None:
@@ -109,15 +115,16 @@ async def take_step(config: Config, make: Callable[[Learner, Path], PendingStep]
     ready(learner.version)
 
 
-def compute(learner: Learner, scratch: Path, step: DatasetStep) -> PendingStep:
-    """Train and write the checkpoint to disk. Blocks."""
+def compute(learner: Learner, scratch: Path, step: DatasetStep, left_out: Counter[str]) -> PendingStep:
+    """Train and write the checkpoint to disk. `left_out` counts conversations as `train_on` returns them. Blocks."""
     began, started_at = time.perf_counter(), now_us()
     file = step.folder / "train.parquet"
     tokenizer = AutoTokenizer.from_pretrained(learner.model.base)
     table = _table(file, step.kind)
     rows = Dataset(table)
     if step.kind == "sft" and "messages" in table.column_names:
-        rows = Dataset.from_list(conversations_as_tokens(file, table.to_pylist(), tokenizer, step.max_length))
+        tokens = conversations_as_tokens(file, table.to_pylist(), tokenizer, step.max_length, left_out)
+        rows = Dataset.from_list(tokens)
     model, state = learner.engine.model, learner.state
     model.load_adapter(state.master or state.weights)
     config_of, trainer_of = _TRAINERS[step.kind]
@@ -138,10 +145,11 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep) -> PendingStep:
     )
     with plain_logprobs(model.device.type):
         trainer = trainer_of(model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer)
+        trainer.remove_callback(PrinterCallback)
         result = trainer.train()
     metrics = {
         "dataset_loss": float(result.training_loss),
-        "dataset_rows": float(len(table)),
+        "dataset_rows": float(len(rows)),
         "updates": float(result.global_step),
         "learning_rate": step.learning_rate,
         "step_s": time.perf_counter() - began,
@@ -168,28 +176,31 @@ def _table(file: Path, kind: Kind) -> pa.Table:
 
 
 def conversations_as_tokens(
-    file: Path, rows: Sequence[dict[str, Any]], tokenizer: Any, max_length: int
+    file: Path, rows: Sequence[dict[str, Any]], tokenizer: Any, max_length: int, left_out: Counter[str]
 ) -> list[dict[str, list[int]]]:
     """Conversations as TRL takes tokens: `input_ids`, and `labels` in which only the assistant's replies count.
 
-    A conversation is several sequences where the template renders earlier messages differently later on. Sequences in
-    which no reply begins within `max_length` are left out. Raises `TrainerError` for a row that the template can't
-    render, and if nothing is left."""
+    A conversation is several sequences where the template renders earlier messages differently later on. `left_out`
+    counts, by the reason, the conversations that the template can't render or in which no reply begins within
+    `max_length`, and those that are cut there. Raises `TrainerError` if nothing is left."""
     out = []
     for number, row in enumerate(rows):
         try:
-            calls = list(_calls(row, tokenizer))
-        except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
-            raise TrainerError(f"{file}: row {number}: {error}") from error
-        for sequence in build(str(number), calls):
+            sequences = build(str(number), list(_calls(row, tokenizer)))
+        except _UNRENDERABLE as error:
+            left_out[f"can't be rendered: {type(error).__name__}: {error}"[:300]] += 1
+            continue
+        fitting = [sequence for sequence in sequences if sequence.loss_mask[:max_length].any()]
+        for sequence in fitting:
             labels = np.where(sequence.loss_mask, sequence.ids, _IGNORED)
-            if sequence.loss_mask[:max_length].any():
-                out.append({"input_ids": sequence.ids.tolist(), "labels": labels.tolist()})
+            out.append({"input_ids": sequence.ids.tolist(), "labels": labels.tolist()})
+        if not fitting:
+            left_out[f"no reply follows another message and begins within {max_length} tokens (--max-length)"] += 1
+        elif len(fitting) < len(sequences) or any(len(sequence.ids) > max_length for sequence in fitting):
+            left_out[f"cut at {max_length} tokens (--max-length)"] += 1
     if not out:
-        raise TrainerError(
-            f"{file}: nothing to train: no reply of the assistant follows another message and begins within "
-            f"{max_length} tokens (--max-length)"
-        )
+        reasons = "; ".join(f"{count} × {why}" for why, count in left_out.most_common(5)) or "it has no row"
+        raise TrainerError(f"{file}: nothing to train: {reasons}")
     return out
 
 

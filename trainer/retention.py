@@ -14,6 +14,7 @@ inference server has loaded.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -190,10 +191,13 @@ class Retention:
         if learner.model.start:
             needed |= {v.version for v in versions[:1]}
         if self._branch == "main":  # other branches are not served
-            decisions = await self._broker.read(PolicyPromoted, project=self._project, model=name)
-            # The one in force, and the one to which a rollback goes back.
-            for decision in standing_decisions(r.event for r in decisions)[-2:]:
-                needed |= {decision.version, decision.other} - {""}
+            decisions: defaultdict[str, list[PolicyPromoted]] = defaultdict(list)
+            for recorded in await self._broker.read(PolicyPromoted, project=self._project):
+                decisions[recorded.event.model].append(recorded.event)
+            # The one in force, and the one to which a rollback goes back: also about a model that this one takes over.
+            for made in decisions.values():
+                for decision in standing_decisions(made)[-2:]:
+                    needed |= {v for v in (decision.version, decision.other) if v.startswith(f"{name}@")}
             needed |= {version for version, _ in self._models[name].loaded.anywhere()}
             needed |= await self._pins(name)
         newest = max(self._settings.adapters, learner.settings.max_staleness + 2)

@@ -172,7 +172,7 @@ def build(
             sampling=sampling,
             mask_truncated=mask_truncated,
         )
-        if reason in ("side_call", "cancelled", "failed"):
+        if reason in ("side_call", "cancelled", "failed", "unsure"):
             continue  # no part of the conversation, as far as the log knows
         prompt, sampled = unpack_ids(exchange.prompt_ids), unpack_ids(exchange.sampled_ids)
         if not len(sampled):

@@ -24,7 +24,9 @@ NEVER: dict[str, str] = {
             FROM adapters a
             WHERE a.version = e.policy_version AND a.replica = e.replica AND a.loaded_at <= e.ended_at)""",
     "a call whose version is not that of its model and step": """
-        SELECT count(*) FROM exchanges WHERE policy_version <> model || '@' || step""",
+        SELECT count(*) FROM exchanges WHERE step >= 0 AND policy_version <> model || '@' || step""",
+    "a call that an outside model answered, with tokens that could be trained": """
+        SELECT count(*) FROM exchanges WHERE policy_version LIKE 'outside:%' AND (step >= 0 OR len(sampled_ids) > 0)""",
     "a call trained in two checkpoints of a branch under one verdict set, or twice in one": """
         SELECT count(*) FROM (SELECT 1 FROM lineage WHERE seq IS NOT NULL
             GROUP BY project, model, branch, judge, trajectory, seq, choice HAVING count(*) > 1)""",
@@ -49,8 +51,8 @@ NEVER: dict[str, str] = {
         SELECT count(*) FROM exchanges e JOIN trajectories t USING (project, trajectory)
         WHERE e.started_at > t.completed_at""",
     "a complete call without a token, or with another number of logprobs than tokens": """
-        SELECT count(*) FROM exchanges WHERE len(sampled_ids) <> len(logprobs)
-            OR (status = 'complete' AND (len(sampled_ids) = 0 OR len(prompt_ids) = 0))""",
+        SELECT count(*) FROM exchanges WHERE step >= 0 AND (len(sampled_ids) <> len(logprobs)
+            OR (status = 'complete' AND (len(sampled_ids) = 0 OR len(prompt_ids) = 0)))""",
     "a logprob above 0, or one that is no number": """
         SELECT count(*) FROM (SELECT unnest(logprobs) AS logprob FROM exchanges)
         WHERE logprob > 0 OR NOT isfinite(logprob)""",
@@ -66,8 +68,8 @@ NEVER: dict[str, str] = {
     "a run in two groups, or scored twice by one judge": """
         SELECT count(*) FROM (SELECT 1 FROM rewards GROUP BY project, branch, judge, trajectory HAVING count(*) > 1)""",
     "a scored group of another size than the judge waits for": """
-        SELECT count(*) FROM groups WHERE status = 'scored' AND closed_by = 'size' AND split = 'train'
-            AND size <> (SELECT mode(size) FROM groups WHERE split = 'train')""",
+        SELECT count(*) FROM (SELECT *, mode(size) OVER (PARTITION BY model) AS usual FROM groups WHERE split = 'train')
+        WHERE status = 'scored' AND closed_by = 'size' AND size <> usual""",
     "a message that could not be handled": "SELECT count(*) FROM dead",
 }
 """What must not be in a history. The first is for one gateway: several learn of a load at slightly different times."""

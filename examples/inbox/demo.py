@@ -62,6 +62,40 @@ SHOW_STEPS = 10
 """Steps between two looks at the answers to the same few held-out messages."""
 
 
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that this machine and the flags decide."""
+    base = args.base or packaged.make()
+    settings: dict[str, Any] = {
+        "models.0.base": str(base.absolute()),
+        "trainer.max_steps": args.steps + 1,
+        "trainer.seed": args.seed,
+    }
+    if fast_bfloat16():
+        settings |= {"trainer.dtype": "bfloat16", "vllm.args": [*VLLM_ARGS, "--dtype", "bfloat16"]}
+    return settings
+
+
+def tuning(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return options of `journeywork train` for a supervised step."""
+    return "--learning-rate", "1e-3", "--seed", str(args.seed), "--set", "trainer.threads=2"
+
+
+def on_the_log(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace, *command: str) -> str:
+    """Run a command of `journeywork` on a stopped installation, whose log and store it starts. Return what the command
+    printed. Raises `ExampleError` if it fails."""
+    log = Installation(run_dir, SETTINGS, settings, "--services", "store", *flags(args))
+    try:
+        anyio.run(log.ready)
+        name, *options = command
+        argv = [JOURNEYWORK, name, "--run-dir", str(run_dir), *options]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    finally:
+        log.stop()
+    if done.returncode:
+        raise ExampleError(f"journeywork {name} failed:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
 def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace) -> None:
     """Train the base model on examples, by `journeywork train`. The result is the version `WARM`."""
     examples = [message("train", EXAMPLES_FROM + number, args.seed) for number in range(EXAMPLES)]
@@ -69,32 +103,7 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
     folder = run_dir / "examples"
     folder.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    command = [
-        JOURNEYWORK,
-        "train",
-        "--run-dir",
-        str(run_dir),
-        "--on",
-        str(folder),
-        "--as",
-        "sft",
-        "--epochs",
-        "4",
-        "--learning-rate",
-        "1e-3",
-        "--seed",
-        str(args.seed),
-        "--set",
-        "trainer.threads=2",
-    ]
-    log = Installation(run_dir, SETTINGS, settings, "--services", "store", *flags(args))
-    try:
-        anyio.run(log.ready)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    finally:
-        log.stop()
-    if done.returncode:
-        raise ExampleError(f"the warm start failed:\n{done.stderr[-3000:]}")
+    on_the_log(run_dir, settings, args, "train", "--on", str(folder), "--as", "sft", "--epochs", "4", *tuning(args))
     # Retention deletes old checkpoints; benchmarks/peer.py begins with this one.
     (checkpoint,) = run_dir.glob("checkpoints/**/step-00000001")
     shutil.copytree(checkpoint, run_dir / WARM_START)
@@ -193,14 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     run_dir: Path = args.run_dir.absolute()
     stop_when_told()
     try:
-        base = args.base or packaged.make()
-        settings: dict[str, Any] = {
-            "models.0.base": str(base.absolute()),
-            "trainer.max_steps": args.steps + 1,
-            "trainer.seed": args.seed,
-        }
-        if fast_bfloat16():
-            settings |= {"trainer.dtype": "bfloat16", "vllm.args": [*VLLM_ARGS, "--dtype", "bfloat16"]}
+        settings = settings_of(args)
         make_room(run_dir)
         report.say(f"warm start: {EXAMPLES} examples")
         warm_start(run_dir, settings, args)

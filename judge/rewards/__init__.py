@@ -5,5 +5,4 @@
 | `compose` | one reward from several parts: agents' rewards, metrics, Python functions, RULER |
 | `sandbox` | a Python reward function in a process of its own: the judge's side |
 | `sandbox_worker` | the same: the process's side, a script without imports from Journeywork |
-| `sandbox_view` | what a sandboxed function can see: the command of bubblewrap |
 """

@@ -1,18 +1,21 @@
 """Reward functions in processes of their own: one that hangs, crashes or exhausts memory fails only its own score.
 
-docs/judging.md says what is guaranteed with and without bubblewrap.
+One bubblewrap command makes the sandbox. The function sees the system's libraries, Python, the folders of its search
+path and what `judge.rewards.readable` names, all of it read-only and without the installation's folder. It has no
+network and sees no other process. docs/judging.md says what is guaranteed with and without bubblewrap.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import signal
+import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -20,19 +23,16 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from judge.reward_parts import is_usable
-from judge.rewards import sandbox_view
 from pipeline.config import ConfigError, RewardConfig
 from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("judge.rewards.sandbox")
 
 _MAX_MESSAGE = 16 << 20
-"""Bytes of an answer of 1 MB and the printed text, both with every character escaped."""
+"""Bytes of an answer."""
 _WORKER = str(Path(__file__).with_name("sandbox_worker.py"))
 _START_S = 30.0
 """Seconds for importing the function's module, which the first call's time limit does not include."""
-_GRACE_S = 10.0
-"""The worker enforces the time limits itself; one that is later than this is broken."""
 _STOP_S = 5.0
 _ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -49,6 +49,32 @@ _BROKEN = (
     anyio.DelimiterNotFound,
     msgspec.DecodeError,
 )
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/localtime",
+    "/etc/mime.types",
+    "/sys/devices/system/cpu",
+)
+# Root gets a user namespace too, so that no process inside has a capability outside.
+_BWRAP = (
+    "bwrap",
+    "--unshare-all",
+    "--unshare-user",
+    "--die-with-parent",
+    "--new-session",
+    "--as-pid-1",
+    "--cap-drop",
+    "ALL",
+)
 
 
 class RewardFunctionError(Exception):
@@ -59,18 +85,15 @@ class RewardImportError(RewardFunctionError):
     """The module or the function of `judge.rewards` can't be imported. The message names both and says why."""
 
 
-class FunctionReward(NamedTuple):
-    """What a reward function returned."""
+class FunctionReward(msgspec.Struct):
+    """The worker's message about one call: what the function returned, or why it returned no reward."""
 
-    reward: float
-    calls: Mapping[str, float]
+    reward: float = 0.0
+    calls: dict[str, float] = {}
     """Rewards of single calls, by `seq` as the function wrote it."""
-
-
-class _WorkerMessage(msgspec.Struct):
-    """The worker's message about one call. `answer` is JSON text."""
-
-    answer: str
+    error: str = ""
+    message: str = ""
+    """The text of an exception, which may quote a run."""
     printed: str = ""
 
 
@@ -78,7 +101,7 @@ class RewardFunction:
     """One function of the settings. Open it with `async with RewardFunction(config).open() as call`."""
 
     def __init__(self, config: RewardConfig, hidden: tuple[str, ...] = ()) -> None:
-        """`hidden` are folders that a sandboxed function cannot see: the run directory."""
+        """`hidden` are folders that a sandboxed function cannot see: the installation's."""
         self._config, self._hidden = config, hidden
         self._process: anyio.abc.Process | None = None
         self._answers: BufferedByteReceiveStream | None = None
@@ -91,7 +114,7 @@ class RewardFunction:
 
         Raises `ConfigError` if the settings require a sandbox and this machine has none."""
         isolate = self._config.isolate
-        fault = "" if isolate == "off" else await anyio.to_thread.run_sync(sandbox_view.unavailable)
+        fault = "" if isolate == "off" else await anyio.to_thread.run_sync(unavailable)
         if fault and isolate == "require":
             raise ConfigError(
                 f'judge.rewards: {self._config.name} has isolate = "require", but {fault}; '
@@ -121,81 +144,52 @@ class RewardFunction:
         entry = self._config.entry
         async with self._turn:
             process = await self._running()
-            async with self._stopping_worker_on_failure("ended its process", self._config.timeout_s):
-                assert process.stdin is not None
+            assert process.stdin is not None
+            async with self._stopping_worker_on_failure(self._config.timeout_s):
                 await process.stdin.send(msgspec.json.encode(trajectory) + b"\n")
-                message = await self._receive()
-        if message.printed:
-            logger.debug("reward function printed", entry=entry, text=message.printed)
-        try:
-            answer = msgspec.json.decode(message.answer, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise RewardFunctionError(f"{entry} returned no JSON, not a number") from error
-        if "error" in answer:
-            logger.debug("reward function raised", entry=entry, message=answer.get("message", ""))
-            raise RewardFunctionError(f"{entry}: {answer['error']}")
-        value, calls = answer.get("reward"), {}
-        if isinstance(value, dict):
-            calls = value.get("calls", {})
-            if not (value.keys() <= {"reward", "calls"} and isinstance(calls, dict)):
-                raise RewardFunctionError(
-                    f'{entry} returned a dict other than {{"reward": number, "calls": {{call: number}}}}'
-                )
-            if "reward" not in value:
-                raise RewardFunctionError(f'{entry} returned a dict without "reward"')
-            value = value["reward"]
-        numbers = {call: self._number(number, " for a call") for call, number in calls.items()}
-        return FunctionReward(self._number(value), numbers)
-
-    def _number(self, value: object, where: str = "") -> float:
-        """Return what a function returned as a reward. Raises `RewardFunctionError`."""
-        fault = f"a {type(value).__name__}{where}, not a number"
-        if isinstance(value, int | float):
-            if is_usable(value):
-                return float(value)
-            fault = f"a number{where} that is not from -1e15 to 1e15"
-        raise RewardFunctionError(f"{self._config.entry} returned {fault}")
+                answer = await self._receive()
+        if answer.printed or answer.message:
+            logger.debug("reward function printed or raised", entry=entry, text=answer.printed, message=answer.message)
+        if answer.error:
+            raise RewardFunctionError(f"{entry} {answer.error}")
+        for number, where in ((answer.reward, ""), *((n, " for a call") for n in answer.calls.values())):
+            if not is_usable(number):
+                raise RewardFunctionError(f"{entry} returned a number{where} that is not from -1e15 to 1e15")
+        return answer
 
     @asynccontextmanager
-    async def _stopping_worker_on_failure(self, fault: str, seconds: float) -> AsyncIterator[None]:
-        """Stop the worker if the block fails, takes too long or is cancelled: otherwise the next call would read the
-        answer to this one. Raises `RewardFunctionError` if the worker broke, with the message `<entry> <fault>`, or
+    async def _stopping_worker_on_failure(self, seconds: float) -> AsyncIterator[None]:
+        """Stop the worker, and with it all processes of the call, if the block fails, takes too long or is cancelled:
+        otherwise the next call would read the answer to this one. Raises `RewardFunctionError` if the worker broke or
         was too slow."""
         try:
-            with anyio.fail_after(seconds + _GRACE_S):
+            with anyio.fail_after(seconds):
                 yield
-        except (*_BROKEN, TimeoutError) as error:
+        except BaseException as error:
             await self._stop()
-            if isinstance(error, TimeoutError):
-                fault = f"did not answer within {seconds + _GRACE_S:g} s and was stopped; see the judge's log"
-            raise RewardFunctionError(f"{self._config.entry} {fault}") from error
-        except BaseException:
-            await self._stop()
+            if isinstance(error, (*_BROKEN, TimeoutError)):
+                fault = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else "ended its process"
+                raise RewardFunctionError(f"{self._config.entry} {fault}; see the judge's log") from error
             raise
 
-    async def _receive(self) -> _WorkerMessage:
+    async def _receive(self) -> FunctionReward:
         assert self._answers is not None
-        line = await self._answers.receive_until(b"\n", _MAX_MESSAGE)
-        return msgspec.json.decode(line, type=_WorkerMessage)
-
-    def _argv(self) -> list[str]:
-        path = sandbox_view.search_path()
-        settings = {name: getattr(self._config, name) for name in ("entry", "memory_mb", "processes", "timeout_s")}
-        settings |= {"path": path, "sandboxed": self._sandboxed}
-        # -I: environment and working directory do not affect what the worker itself imports.
-        argv = [sys.executable, "-I", "-u", _WORKER, msgspec.json.encode(settings).decode()]
-        if not self._sandboxed:
-            return argv
-        return sandbox_view.command((*path, *self._config.readable, _WORKER), self._hidden, argv)
+        return msgspec.json.decode(await self._answers.receive_until(b"\n", _MAX_MESSAGE), type=FunctionReward)
 
     async def _running(self) -> anyio.abc.Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
         await self._stop()
-        entry = self._config.entry
+        entry, path = self._config.entry, search_path()
+        settings = {name: getattr(self._config, name) for name in ("entry", "memory_mb", "processes")}
+        settings |= {"path": path, "sandboxed": self._sandboxed}
+        # -I: environment and working directory do not affect what the worker itself imports.
+        argv = [sys.executable, "-I", "-u", _WORKER, msgspec.json.encode(settings).decode()]
+        if self._sandboxed:
+            argv = sandboxed(argv, (*path, *self._config.readable, _WORKER), self._hidden)
         try:
             self._process = await anyio.open_process(
-                self._argv(),
+                argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None,
@@ -206,25 +200,62 @@ class RewardFunction:
             raise RewardFunctionError(f"the process of {entry} cannot be started: {error}") from error
         assert self._process.stdout is not None
         self._answers = BufferedByteReceiveStream(self._process.stdout)
-        async with self._stopping_worker_on_failure("did not start; see the judge's log", _START_S):
-            started = msgspec.json.decode((await self._receive()).answer, type=dict[str, str])
-        if (why := started.get("error")) is not None:
+        async with self._stopping_worker_on_failure(_START_S):
+            started = await self._receive()
+        if started.error:
             await self._stop()
-            raise RewardImportError(f"{entry} cannot be imported: {why}")
+            raise RewardImportError(f"{entry} cannot be imported: {started.error}")
         return self._process
 
     async def _stop(self) -> None:
+        """End the worker. It ends the processes of its call first; in a sandbox the kernel does."""
         process, self._process, self._answers = self._process, None, None
         if process is None:
             return
         with anyio.CancelScope(shield=True):
-            # At the end of its input the worker ends the function's processes, then itself.
-            with suppress(*_BROKEN):
-                assert process.stdin is not None
-                await process.stdin.aclose()
-            with anyio.move_on_after(_STOP_S):
-                await process.wait()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            for end in (process.terminate, process.kill):
+                with suppress(ProcessLookupError):
+                    end()
+                with anyio.move_on_after(_STOP_S):
+                    await process.wait()
+                    break
             await process.aclose()
+
+
+def unavailable() -> str:
+    """Return why bubblewrap cannot be used on this machine, or an empty string. Tried once per process."""
+    bwrap = shutil.which("bwrap")
+    return (
+        _try(bwrap) if bwrap else "bubblewrap is not installed: install bubblewrap (Debian: apt-get install bubblewrap)"
+    )
+
+
+@functools.cache
+def _try(bwrap: str) -> str:
+    python = sandboxed([sys.executable, "-I", "-c", ""])
+    tried = subprocess.run(python, capture_output=True, text=True, check=False, timeout=30)
+    said = tried.stderr.strip() or f"exit code {tried.returncode}"
+    return f"{bwrap} does not work here: {said}" if tried.returncode else ""
+
+
+def search_path() -> list[str]:
+    """Return the `sys.path` of a reward function: the working directory, then that of this process."""
+    # It is on the path of scripts in this folder, whose names would shadow others.
+    beside = str(Path(__file__).parent)
+    paths = [str(Path.cwd()), *(str(Path(p).absolute()) for p in sys.path if p and p != beside)]
+    return list(dict.fromkeys(paths))
+
+
+def sandboxed(argv: list[str], readable: tuple[str, ...] = (), hidden: tuple[str, ...] = ()) -> list[str]:
+    """Return the command that runs `argv` in a sandbox which shows the files and folders `readable`, read-only.
+
+    `hidden` are folders that are shown empty even if they are within something readable."""
+    # A virtual environment may be a link.
+    python = (sys.prefix, os.path.realpath(sys.prefix), sys.base_prefix, os.path.realpath(sys.executable))
+    paths = sorted({os.path.abspath(p) for p in (*_SYSTEM, *python, *readable)})  # noqa: PTH100 - links stay
+    outermost = [p for p in paths if not any(p.startswith(f"{outer}/") for outer in paths)]
+    mounts = [option for path in outermost for option in ("--ro-bind-try", path, path)]
+    mounts += ["--proc", "/proc", "--dev", "/dev"]
+    for folder in {seen for h in hidden for seen in (Path(h).absolute(), Path(h).resolve()) if seen.is_dir()}:
+        mounts += ["--tmpfs", str(folder), "--remount-ro", str(folder)]
+    return [*_BWRAP, *mounts, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--", *argv]

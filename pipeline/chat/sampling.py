@@ -115,7 +115,7 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
     )
 
 
-Untrained = Literal["", "side_call", "cancelled", "failed", "truncated", "greedy", "unsupported"]
+Untrained = Literal["", "side_call", "cancelled", "failed", "unsure", "truncated", "greedy", "unsupported"]
 """Why no token of a reply is trained; empty: its unforced tokens are."""
 
 
@@ -126,7 +126,7 @@ def untrained_reason(
     if side_call:
         return "side_call"
     if status != "complete":
-        return "cancelled" if status == "cancelled" else "failed"
+        return "cancelled" if status == "cancelled" else "unsure" if status == "unsure" else "failed"
     if mask_truncated and finish_reason == "length":
         return "truncated"
     return "greedy" if sampling.greedy else "unsupported" if sampling.unsupported else ""

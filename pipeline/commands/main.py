@@ -62,6 +62,7 @@ SUBCOMMANDS = {
     "judge": ("judge.commands.main", "measure a judge (judge eval) or score one group (judge score)"),
     "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
     "train": ("trainer.commands.train", "run the trainer alone"),
+    "apprentice": ("pipeline.commands.apprentice", "train a policy on the best runs of an outside model"),
     "check-model": ("trainer.commands.check_model", "check whether a base model trains correctly on this machine"),
     "policy": ("rollout_gateway.serving.command", "decide which version a model's name stands for, or list it"),
     "sampler": ("rollout_gateway.sampler", "load adapters into the inference servers beside it"),

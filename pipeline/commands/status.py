@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,7 +59,8 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         state["log"] = "it was stopped with the run"  # another run's log may have its port now
     else:
         try:
-            config = installation_settings(run_dir, sections=("nats", "signing"))
+            config = installation_settings(run_dir, sections=("nats", "signing", "models", "outside"))
+            state["takeovers"] = _takeovers(run_dir) if config.apprentices() else []
             state |= anyio.run(read_log, log_of(config), Trust(config.signing), config.project)
         except BrokerError as error:
             state["log"] = str(error)
@@ -72,6 +75,15 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         _print(run_dir, state, console)
     if "lag" not in state or any(s["state"] == "gone" for s in state["services"].values()):
         raise SystemExit(1)
+
+
+def _takeovers(run_dir: Path) -> list[str]:
+    """Return what apprentices are worth, by the store, in sentences."""
+    command = [sys.executable, "-m", "store.showing.pages.takeover", str(run_dir)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return (
+        answer.stdout.splitlines() if answer.returncode == 0 else [f"The store can't be read: {answer.stderr[-300:]}"]
+    )
 
 
 async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, Any]:
@@ -185,6 +197,8 @@ def _reward(groups: Sequence[GroupScored]) -> str:
 
 
 def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
+    for text in state.get("takeovers", ()):
+        console.print(text, soft_wrap=True, markup=False)
     if not state["running"] and all(s["state"] in ("stopped", "gone") for s in state["services"].values()):
         console.print(
             f"run directory {run_dir}: stopped. `journeywork up` with the same settings goes on with it; "

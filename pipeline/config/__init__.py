@@ -25,6 +25,7 @@ from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, 
 from pipeline.config.judge import (
     AnchorConfig,
     FeedbackConfig,
+    HealingConfig,
     JudgeConfig,
     JudgeRequestConfig,
     RewardConfig,

@@ -9,7 +9,7 @@ from pipeline.config.secrets import written_out
 from pipeline.config.trainer import LOSS_OPTIONS, TrainerConfig
 from pipeline.config.tree import PROCESSES, Config
 from pipeline.errors import ConfigError
-from pipeline.names import branch_model, is_outside
+from pipeline.names import branch_model, is_outside, outside_version
 from pipeline.streams import STREAMS
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -30,6 +30,7 @@ def _check_addresses(config: Config) -> None:
         ("vllm.urls", config.vllm.urls, "vllm.api_key_file"),
         ("judge.api_base", (config.judge.api_base,), "judge.api_key_env"),
         ("teacher.url", (config.teacher.url,), "teacher.api_key_env"),
+        ("judge.healing.url", (config.judge.healing.url,), "judge.healing.api_key_env"),
         ("ui.gateway_url", (config.ui.gateway_url,), "the dashboard's page for signing in"),
         ("outside.url", tuple(table.url for table in config.outside), "outside.api_key_env"),
     )
@@ -116,6 +117,14 @@ def _check_names(config: Config) -> None:
     for name in (table.name for table in config.outside):
         if name in of_policies or any(name.startswith(branch_model(model, "")) for model in names):
             raise ConfigError(f"outside: {name!r} is also a name of a model in `models`: rename one of them")
+    for i, table in enumerate(config.outside):
+        if table.apprentice not in ("", *names):
+            raise ConfigError(f"outside.{i}.apprentice: {table.apprentice!r} is none of `models`: {', '.join(names)}")
+        if table.apprentice != config.apprentices().get(table.name, ""):
+            raise ConfigError(f"outside.{i}.apprentice: all tables of {table.name!r} must name the same model")
+    for table in config.outside:
+        if table.shadow_percent and not table.apprentice:
+            raise ConfigError(f"outside.shadow_percent: name the apprentice of {table.name!r} in outside.apprentice")
     for i, name in enumerate(names):
         for other in names:
             if name.startswith(branch_model(other, "")):
@@ -220,6 +229,13 @@ def check(config: Config, *, whole: bool = True) -> None:
         )
     for name in (n for where, table in tables.items() for n in written_out(table, where)):
         raise ConfigError(f'{name}: a secret does not belong in the settings; name its variable instead: "${{NAME}}"')
+    if healer := config.judge.healing.outside:
+        if not any(table.name == healer and table.dialect == "chat" for table in config.outside):
+            raise ConfigError(f"judge.healing.outside: `outside` has no model {healer!r} of the dialect chat")
+        if not config.may_train(outside_version(healer)):
+            raise ConfigError(f"judge.healing.outside: nothing may learn from {healer!r}; see outside.may_train")
+        if not config.judge.model:
+            raise ConfigError("judge.healing: a correction is judged before it teaches: set judge.model")
     rewards = [r.name for r in config.judge.rewards]
     if len(set(rewards)) != len(rewards):
         raise ConfigError("judge.rewards: two rewards have the same name")

@@ -164,6 +164,26 @@ class SecondJudgeConfig(Section, frozen=True, kw_only=True):
     """Share of the groups that it is asked about, chosen by a hash of their names."""
 
 
+class HealingConfig(Section, frozen=True, kw_only=True):
+    """Healing: a run of the policy that scored low is given to an outside model before its group is published. The
+    outside model answers the call at fault anew; if the judge model scores that answer higher, in both orders, it is a
+    correction of the call (docs/on-the-job.md)."""
+
+    outside: str = ""
+    """Name of the outside model, which speaks the dialect `chat` and `may_train`. Empty: nothing is healed."""
+    url: str = ""
+    """The gateway that is asked, which has the provider's key. Empty: this installation's."""
+    api_key_env: str = ""
+    """Environment variable with an API key of the gateway for model calls."""
+    below: Weight = 0.5
+    """Runs with a lower reward are healed."""
+    max_usd: NotNegative = 1.0
+    """What the outside model may cost in a day (UTC), in each judge process, by the prices of `[[outside]]`. The cost
+    of judging counts for `budget.judge_usd`."""
+    wait_s: Positive = 120.0
+    """Longest time that a group waits for its healing."""
+
+
 class JudgeConfig(Section, frozen=True, kw_only=True):
     """Groups and their scores."""
 
@@ -205,3 +225,4 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     request: JudgeRequestConfig = JudgeRequestConfig()
     anchors: AnchorConfig = AnchorConfig()
     second: SecondJudgeConfig = SecondJudgeConfig()
+    healing: HealingConfig = HealingConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.config.types import Natural, NotNegative, Positive, Section
+from pipeline.config.types import Count, Natural, NotNegative, Percent, Positive, Section
 
 
 class OutsideConfig(Section, frozen=True, kw_only=True):
@@ -41,6 +41,19 @@ class OutsideConfig(Section, frozen=True, kw_only=True):
     ask_usage: bool = True
     """Whether the gateway asks for the usage of streamed chat completions that do not ask themselves. Without it their
     cost is unknown. The chunk that holds it is not passed on."""
+    apprentice: str = ""
+    """Policy model that learns from this outside model and may take it over, by decisions (docs/operations.md). All
+    tables of one name name the same. Empty: none."""
+    apprentice_wait_s: NotNegative = 60.0
+    """Seconds that the apprentice has for an answer, or for the beginning of a streamed one, in a run that it took
+    over. After that, and after an error, this model answers. 0: the agent gets the error."""
     may_train: bool = False
     """Whether the provider's terms permit that a model learns from its outputs. If false, no data set, hint or
     correction takes them. All tables of one name must permit it."""
+    shadow_percent: Percent = 0.0
+    """Percentage of this model's complete calls about which the apprentice's newest version is asked too. Its answers
+    are recorded and compared; they reach no agent and teach nothing. Drawn for each call by a hash of run and call."""
+    shadow_calls: Count = 4
+    """Shadow calls at once, in each gateway process. One begins at a server that answers no other call, and is broken
+    off when another call comes there. What can't begin waits in a queue; what finds it full is dropped
+    (`journeywork_shadows` of `/metrics`)."""

@@ -196,7 +196,8 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     fit into memory, the trainer halves their number and tries again."""
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again. This costs about a third more
-    computation and saves most of the memory. `auto`: on with CUDA where the model supports it, off on CPU."""
+    computation and saves most of the memory. `auto`: from the time on when memory runs out, but always on GPUs that
+    share one model (`sharded`, `context_parallel`) and with Unsloth."""
     gpu_share: Share = 0.0
     """Share of the GPU's memory that the trainer's process may use. 0: no limit. `journeywork up` sets 0.45 if its
     inference server runs on the same GPU."""

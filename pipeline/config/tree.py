@@ -94,6 +94,10 @@ class Config(Section, frozen=True, kw_only=True):
         name = outside_model(version)
         return not is_outside(version) or {True} == {table.may_train for table in self.outside if table.name == name}
 
+    def apprentices(self) -> dict[str, str]:
+        """Return the policy model that may take it over, of each outside model that has one."""
+        return {table.name: table.apprentice for table in self.outside if table.apprentice}
+
     def max_loras(self) -> int:
         """Return `vllm.max_loras`, or the number that staleness and models need where it is 0. Raises `ConfigError`."""
         staleness = max((self.trainer_of(model).max_staleness for model in self.models), default=0)

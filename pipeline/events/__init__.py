@@ -7,7 +7,7 @@ skipped, so a newer writer does not break an older reader. A message with an unk
 | module | what it holds |
 | --- | --- |
 | `rollout`, `group`, `policy`, `dead_letter` | the events of one stream each |
-| `signal` | the event of a signal about a run, in the stream of `rollout` |
+| `signal`, `shadow` | events of signals about a run, and of an apprentice beside an outside model, in stream ROLLOUTS |
 | `evaluation`, `alarm` | the events of an evaluation and of an alarm, in the stream of `policy` |
 | `base` | `Event`: what every event carries |
 | `codec` | `encode`, `decode`, the list of all events, the claim check of an event too large for the log |
@@ -64,5 +64,6 @@ from pipeline.events.rollout import (
     TrajectoryOpened,
     group_key,
 )
+from pipeline.events.shadow import AnswersCompared, ShadowAnswered
 from pipeline.events.signal import SignalGiven, TeacherAnswered
 from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, StreamSeqs, TokenIds, TokenMask

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.events import alarm, dead_letter, evaluation, group, policy, rollout, signal
+from pipeline.events import alarm, dead_letter, evaluation, group, policy, rollout, shadow, signal
 from pipeline.events.base import Event
 from pipeline.events.continuation import Continuation
 
@@ -30,6 +30,8 @@ AnyEvent = (
     | rollout.TrajectoryCompleted
     | signal.SignalGiven
     | signal.TeacherAnswered
+    | shadow.ShadowAnswered
+    | shadow.AnswersCompared
     | rollout.GroupTimedOut
     | rollout.FeedbackTimedOut
     | group.GroupScored

@@ -153,7 +153,10 @@ class DataErased(Event, frozen=True, kw_only=True, tag="policy.erased"):
 
 class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     """A decision: the version, or two versions, to which new trajectories of a model are routed. A `rollback` names the
-    versions of the decision before the one that it reverts."""
+    versions of the decision before the one that it reverts.
+
+    `model` may be an outside model that has an apprentice. Then `outside:<model>` stands for itself among the versions,
+    the others are the apprentice's, and `follow` routes to the apprentice's name."""
 
     subject_fields = ("project", "model")
 
@@ -169,6 +172,9 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     reason: str = ""
     request: str = ""
     """Caller's idempotency id, or a fresh one."""
+    min_logprob: float | None = None
+    """About an outside model: answers of its apprentice with a lower mean logprob are replaced by the outside model's.
+    `null`: none is."""
     evidence: str = ""
     """JSON, if `journeywork decide` made the decision: its plan, the runs, the numbers and the verdict
     (docs/operations.md)."""

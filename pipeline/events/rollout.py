@@ -92,6 +92,23 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     """Whether the trajectory's own key may complete it and report its reward."""
     references: bool = False
     """Whether every choice of an answer names its exchange, so that another trajectory can be made of it."""
+    asked: str = ""
+    """The outside model that the agent names, where a decision about it chose who answers the run: `model` and `pinned`
+    for the whole run. Empty: no decision, or no outside model."""
+    min_logprob: float | None = None
+    """Of such a run of the apprentice: an answer with a lower mean logprob is not shown, and the outside model
+    answers."""
+
+    @property
+    def named(self) -> str:
+        """The model that the run's calls name."""
+        return self.asked or self.model
+
+    def as_asked(self) -> TrajectoryOpened:
+        """Return the opening as it was asked for, before a decision was applied to it."""
+        if not self.asked:
+            return self
+        return msgspec.structs.replace(self, model=self.asked, asked="", pinned="", min_logprob=None)
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/opened"
@@ -129,9 +146,9 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """The experts that the routers of a mixture of experts chose, as a NumPy file (`.npy`) of shape [tokens, layers,
     experts of a token]: of all tokens of prompt and reply but the last one. Empty: the server returned none."""
     finish_reason: str = ""
-    status: Literal["complete", "cancelled", "failed"] = "complete"
+    status: Literal["complete", "cancelled", "failed", "unsure"] = "complete"
     """`cancelled`: the client went away; `failed`: the upstream broke off. The tokens sampled until then are
-    recorded."""
+    recorded. `unsure`: the apprentice's answer was not shown, because its mean logprob is too low."""
     side_call: bool = False
     """A call that is no part of the task (a title, a summary): recorded, not trained."""
     role: str = ""
@@ -160,7 +177,7 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     error: str = ""
     """Why the call of an outside model failed."""
     failed_providers: tuple[str, ...] = ()
-    """Providers that were asked before this one, each with what happened."""
+    """Who was asked before this one, each with what happened: providers, and the version of an apprentice."""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/{self.seq}.{self.choice}"
@@ -207,6 +224,8 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     """Seconds that the run's model calls took, added up."""
     owner: str = ""
     """Name of the API key that opened the trajectory."""
+    cost_usd: float = 0.0
+    """What providers charged for the run's calls, as far as it is known."""
 
     @property
     def group_key(self) -> str:

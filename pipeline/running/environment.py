@@ -127,6 +127,7 @@ def _named(config: Config, process: str) -> list[tuple[str, str]]:
         "judge": {
             "judge.api_key_env": [judge.api_key_env],
             "judge.second.api_key_env": [judge.second.api_key_env],
+            "judge.healing.api_key_env": [judge.healing.api_key_env],
             "teacher.api_key_env": [config.teacher.api_key_env],
             "judge.request.params": references(request.params),
             "judge.request.model_params": references(request.model_params),

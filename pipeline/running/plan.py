@@ -294,7 +294,9 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         if name == "gateway":  # time to finish running calls and to record those that are cut off
             spec = dataclasses.replace(spec, stop_grace_s=config.gateway.drain_s + 25.0)
         if name == "trainer":  # it loads a model
-            spec = dataclasses.replace(spec, start_timeout_s=config.trainer.start_timeout_s)
+            # Passes have all lengths: segments that grow keep the GPU's memory from breaking into pieces.
+            env = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")}
+            spec = dataclasses.replace(spec, env=env, start_timeout_s=config.trainer.start_timeout_s)
             if config.vllm.sleep and any(p.name == "vllm" for p in processes):
                 # vLLM then gives the GPU to it.
                 spec = dataclasses.replace(spec, needs=(*foundation, "vllm"))

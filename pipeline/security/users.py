@@ -86,8 +86,15 @@ USERS: tuple[User, ...] = (
     User(
         "judge",
         "scores groups",
-        publishes=("group.>", "rollout.timeout.>", "rollout.overdue.>", "rollout.teacher.>"),
-        consumes=("judge", "judge-timers"),
+        publishes=(
+            "group.>",
+            "rollout.timeout.>",
+            "rollout.overdue.>",
+            "rollout.teacher.>",
+            "rollout.compared.>",
+            "rollout.signal.>",
+        ),
+        consumes=("judge", "judge-timers", "judge-shadows"),
         sets_timers=True,
         reads=("ROLLOUTS", "GROUPS", "POLICY"),
     ),

@@ -12,15 +12,16 @@ from urllib.parse import quote
 import msgspec
 
 from pipeline import crash
+from pipeline.chat.conversations import text_of
 from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryOpened, group_key
 from pipeline.events.signal import OWN_REWARD
 from pipeline.log.subjects import keys_of, stream_of, subject_filter
-from pipeline.names import check_name, name_of_token, new_id
+from pipeline.names import check_name, name_of_token, new_id, outside_model
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
-from rollout_gateway.api.schemas import AnswerFeedback, Feedback, RunFeedback
+from rollout_gateway.api.schemas import LONGEST_TEXT, AnswerFeedback, Feedback, RunFeedback
 from rollout_gateway.capture.answer_ids import trajectory_of
 from rollout_gateway.capture.trajectory import size_of
 from rollout_gateway.http.errors import ApiError, check_shared, unknown_trajectory
@@ -99,16 +100,16 @@ def _by_answer(body: AnswerFeedback, trajectory: str, grade: _Grade, answer: str
 
 def _grade(body: Feedback, limit: float) -> _Grade:
     """Read what a body says. Raises a 400 `ApiError` unless it says one thing, within its bounds."""
-    said = {"value": body.value is not None, "thumb": body.thumb is not None, "correction": bool(body.correction)}
-    if sum(said.values()) > 1 or not (any(said.values()) or body.text) or (body.correction and body.text):
+    said = (body.value is not None, body.thumb is not None, bool(body.correction), bool(body.corrected_by))
+    if sum(said) > 1 or not (any(said) or body.text) or (any(said[2:]) and body.text):
         message = (
-            "Say one thing: `value`, `thumb`, `ranking`, `correction` or `text`. `text` may comment on a value or a "
-            "thumb. Send the rest as further feedback, with a `key` of its own."
+            "Say one thing: `value`, `thumb`, `ranking`, `correction`, `corrected_by` or `text`. `text` may comment on "
+            "a value or a thumb. Send the rest as further feedback, with a `key` of its own."
         )
         raise ApiError(400, "invalid_body", message)
     if body.scale is not None and body.value is None:
         raise ApiError(400, "invalid_body", "`scale` needs a `value`.", param="scale")
-    if body.correction:
+    if body.correction or body.corrected_by:
         return _Grade("correction", None, body.correction)
     if body.thumb is not None:
         return _Grade("number", 1.0 if body.thumb == "up" else -1.0, body.text)
@@ -128,7 +129,8 @@ def _grade(body: Feedback, limit: float) -> _Grade:
 
 def _ranked(body: AnswerFeedback) -> list[_Target]:
     """Return the members of a ranking with their numbers, from 1 for the first to 0 for the last."""
-    if body.value is not None or body.scale is not None or body.thumb is not None or body.correction:
+    others = (body.value, body.scale, body.thumb, body.correction or None, body.corrected_by or None)
+    if any(other is not None for other in others):
         message = "A `ranking` says what it thinks of each run. Leave the other fields out, except `text`."
         raise ApiError(400, "invalid_body", message, param="ranking")
     last = len(body.ranking) - 1
@@ -179,6 +181,9 @@ async def _checked_signal(
     by = opened.owner if access.trajectory else access.owner
     if target.answer:
         await _call(request, opened, target.answer)
+    grade, source = target.grade._asdict(), body.source
+    if body.corrected_by:
+        grade["text"], source = await _corrected_answer(request, body.corrected_by, opened.owner)
     event = SignalGiven(
         project=gateway.project,
         # The `:` of a key's name is escaped, so no two names make the same id.
@@ -189,9 +194,9 @@ async def _checked_signal(
         split=opened.split,
         call=-1,
         name=body.name,
-        **target.grade._asdict(),
+        **grade,
         by=by,
-        source=body.source,
+        source=source,
     )
     if target.role:
         recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event)) if body.key else None
@@ -204,6 +209,37 @@ async def _checked_signal(
     state = await _state(gateway, opened)
     use = _use(gateway.config, event, opened.owner, state)
     return event, {"trajectory": event.trajectory, "call": event.call, **state, "use": use}
+
+
+async def _corrected_answer(request: ControlRequest, trajectory: str, owner: str) -> tuple[str, str]:
+    """Return the last answer of a run of `owner` as text, with its tool calls as JSON, and the version that gave it.
+    Raises an `ApiError`: 404 if there is none, 403 if nothing may learn from it."""
+    gateway, access, last = request.gateway, request.access, None
+    opened = await _opened(gateway, trajectory, access)
+    if opened.owner != owner and not access.operator:
+        raise unknown_trajectory(trajectory, "`corrected_by` is the id of a run that the same key opened.")
+    async with request.reading(opened) as read:
+        async for call in gateway.registry.log.calls(trajectory):
+            read(size_of(call))
+            if call.status == "complete" and not call.choice and not call.side_call:
+                last = call
+    try:
+        message = msgspec.json.decode(last.response if last is not None else b"")["choices"][0]["message"]
+        calls = [msgspec.json.encode(made["function"]).decode() for made in message.get("tool_calls") or ()]
+        text = "\n".join(filter(None, [text_of(message.get("content")), *calls]))
+    except (msgspec.MsgspecError, AttributeError, LookupError, TypeError):
+        text = ""
+    if last is None or not 0 < len(text) <= LONGEST_TEXT:
+        message = f"Run {trajectory!r} has no last answer of up to {LONGEST_TEXT:,} characters."
+        raise ApiError(404, "exchange_not_found", message, param="corrected_by")
+    if not gateway.config.may_train(last.policy_version):
+        name = outside_model(last.policy_version)
+        message = (
+            f"The outside model {name!r} answered run {trajectory!r}, and not all [[outside]] tables of this name say "
+            "`may_train = true`: nothing may learn from it. If the provider's terms permit it, the operator can set it."
+        )
+        raise ApiError(403, "may_not_train", message, param="corrected_by")
+    return text, last.policy_version
 
 
 async def _opened(gateway: Gateway, trajectory: str, access: Access) -> TrajectoryOpened:

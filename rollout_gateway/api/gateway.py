@@ -17,6 +17,7 @@ from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.http.origins import OriginPolicy
 from rollout_gateway.outside.relay import Relay
+from rollout_gateway.outside.shadow import Shadows
 from rollout_gateway.serving.membership import Membership
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
@@ -51,11 +52,13 @@ class Gateway:
         enabled = settings.detection.enabled
         self.detector = TrajectoryDetector(project, registry, settings) if enabled else None
         self.identity = Identity(project, api_keys, registry, self.router, self.detector)
+        registry.assign = self.router.assign
         self.members = Membership(config, broker, policies, self.fleet, self.router, new_id("gw"))
         self.promotion = Promotion(project, broker, policies, self.fleet, self.router)
         self.calls = CallHandler(settings, self.fleet, self.router, self.detector)
-        self.relay = Relay(config.outside, self.calls)
-        self.metrics = Metrics(self.fleet, registry)
+        self.shadows = Shadows(config.outside, settings, self.fleet, self.router, self.permitted)
+        self.relay = Relay(config.outside, self.calls, self.shadows)
+        self.metrics = Metrics(self.fleet, registry, self.shadows.counts)
         self.log_health = LogHealth()
 
     @property

@@ -22,8 +22,9 @@ _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 class Metrics(Collector):
     """The gateway's counters."""
 
-    def __init__(self, fleet: Fleet, registry: Registry) -> None:
-        self._fleet, self._registry = fleet, registry
+    def __init__(self, fleet: Fleet, registry: Registry, shadows: Counter[str]) -> None:
+        """`shadows`: shadow calls by how they ended."""
+        self._fleet, self._registry, self._shadows = fleet, registry, shadows
         self._calls: Counter[tuple[str, int]] = Counter()
         """Number of requests by endpoint and status."""
         self._buckets = [0] * (len(_BOUNDS_S) + 1)
@@ -58,6 +59,10 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "journeywork_trajectories_known", "Open trajectories in this replica's memory.", len(self._registry)
         )
+        shadows = CounterMetricFamily("journeywork_shadows", "Shadow calls by how they ended.", labels=("result",))
+        for result, count in sorted(self._shadows.items()):
+            shadows.add_metric((result,), count)
+        yield shadows
         yield CounterMetricFamily("journeywork_adapter_loads", "Adapters loaded, counted per server.", self.loads)
         for name, meaning, value in (
             ("ready", "Whether a server takes calls.", lambda r: int(r.ready)),

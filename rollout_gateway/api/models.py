@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.names import parse_version
+from pipeline.names import is_outside, parse_version
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest, RawAnswer
 from rollout_gateway.api.gateway import Gateway
@@ -12,7 +12,7 @@ from rollout_gateway.api.metrics import CONTENT_TYPE
 from rollout_gateway.http.errors import unknown_model
 from rollout_gateway.serving.promotion import BODIES, Action
 
-_DECISION = ("action", "version", "other", "percent", "by", "reason", "at")
+_DECISION = ("action", "version", "other", "percent", "min_logprob", "by", "reason", "at")
 """Fields of a decision that are told."""
 _OPERATORS = ("request", "evidence")
 """Fields of it that operators are told."""
@@ -46,22 +46,24 @@ async def get_model(request: ControlRequest) -> dict[str, Any]:
 async def get_policies(request: ControlRequest) -> dict[str, Any]:
     """The version that each model's name is routed to, and why."""
     gateway, access = request.gateway, request.access
-    names = [name for name in gateway.policies.models if access.sees(name)]
+    names = [name for name in (*gateway.policies.models, *gateway.policies.masters) if access.sees(name)]
     return {"data": [_policy(gateway, name, access) for name in names]}
 
 
 def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
     policies, version = gateway.policies, gateway.router.current(model)
-    loaded = {v for r in gateway.fleet.ready() for v in r.loaded if parse_version(v)[0] == model}
-    decided = policies.models[model].decided
+    decided = (policies.masters.get(model) or policies.models[model]).decided
+    trained = policies.apprentices.get(model, model)
+    loaded = {v for r in gateway.fleet.ready() for v in r.loaded if parse_version(v)[0] == trained}
     fields = _DECISION + (_OPERATORS if access.operator else ())
     return {
         "model": model,
+        "apprentice": policies.apprentices.get(model),
         "version": version,
-        "step": parse_version(version)[1],
-        "newest": policies.newest(model),
+        "step": -1 if is_outside(version) else parse_version(version)[1],
+        "newest": policies.newest(trained),
         "loaded": sorted(loaded, key=lambda v: parse_version(v)[1]),
-        "refused": {v: why for v, why in policies.refused.items() if parse_version(v)[0] == model},
+        "refused": {v: why for v, why in policies.refused.items() if parse_version(v)[0] == trained},
         "decision": {name: getattr(decided, name) for name in fields} if decided else None,
     }
 

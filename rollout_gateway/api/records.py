@@ -28,15 +28,16 @@ async def record_evaluation(request: ControlRequest) -> dict[str, Any]:
     check_numbers(msgspec.to_builtins(fields))
     for measure in event.measures:
         check_name(measure.name)
+    outside = event.model in gateway.router.outside
     known = gateway.policies.state(event.model) is not None
-    if known:  # an external model may have the name of one
+    if known or outside:  # an external model may have the name of one
         access.check_model(event.model)
-    if event.kind == "policy":
+    if event.kind == "policy" and not outside:
         if not known:
             raise gateway.unknown_model(event.model, access)
         _check_version(gateway, event)
     elif event.version:
-        message = "An external model has no policy version: leave `version` out."
+        message = "An external or outside model has no policy version: leave `version` out."
         raise ApiError(400, "invalid_name", message, param="version")
     await _check_owner(gateway, event, access)
     event = await gateway.registry.log.masks.apply(event)

@@ -63,11 +63,13 @@ class GroupCompletion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     split: Literal["train", "val"] = "train"
 
 
-_Text = Annotated[str, Meta(max_length=65536)]
+LONGEST_TEXT = 65536
+"""Characters of a text or correction."""
+_Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 
 
 class Feedback(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What somebody says about a run or a call: one of `value`, `thumb`, `correction` and `text`."""
+    """What somebody says about a run or a call: one of `value`, `thumb`, `correction`, `corrected_by` and `text`."""
 
     name: Annotated[str, Meta(max_length=MAX_NAME)] = "feedback"
     """Name by which settings refer to it."""
@@ -78,6 +80,8 @@ class Feedback(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """1 or -1."""
     correction: _Text = ""
     """The answer that the call should have given."""
+    corrected_by: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    """Id of a run whose last answer is the answer that the call should have given."""
     text: _Text = ""
     """Words about it, or a comment on a number."""
     key: RequestId = ""

@@ -184,6 +184,11 @@ class TrajectoryDetector:
             raise
         return None if waiting.restored and run.recorded.next_seq > waiting.calls else run
 
+    def replace(self, call: Call, other: Call) -> None:
+        """Have `other` be answered in place of `call`."""
+        if taken := self._taken.pop(id(call), None):
+            self._taken[id(other)] = replace(taken, call=other)
+
     async def answered(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
         """Have a detected run wait for its next call, which begins with this answer."""
         if id(call) not in self._taken or not answer.choices:
@@ -295,7 +300,7 @@ def _history_of(trajectory: Trajectory, last: ExchangeRecorded) -> str:
     """The history of a run that ends with its last answer."""
     opened, asked = trajectory.opened, msgspec.json.decode(last.request, type=Fields)
     (choice,) = msgspec.json.decode(last.response)["choices"]
-    answered = _conversation(opened.owner, opened.model, asked).with_answer(choice.get("message") or {})
+    answered = _conversation(opened.owner, opened.named, asked).with_answer(choice.get("message") or {})
     return answered.histories[-1]
 
 

@@ -97,7 +97,7 @@ class Dispatcher:
             body = upstream_body(call, lease.version, answer_id=exchange.answer_id)
             reply = await upstream.request("POST", call.served_by, body, timeout_s=self._gateway.replicas.timeout_s)
             exchange.mark_sent(lease, started_at)
-            streamed = call.stream and reply.status == 200
+            streamed = call.stream and not call.held and reply.status == 200
             return Attempt(lease, reply, b"" if streamed else await reply.read())
         except (UpstreamError, asyncio.CancelledError) as error:
             # The server may have received the call, unless no connection was made.

@@ -12,7 +12,7 @@ from rollout_gateway.dialects.calls import Answer, Call, SampledChoice
 from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.serving.replicas import Lease
 
-Status = Literal["complete", "cancelled", "failed"]
+Status = Literal["complete", "cancelled", "failed", "unsure"]
 
 _NO_ANSWER = Answer({}, b"", [])
 
@@ -30,6 +30,10 @@ class Caller:
     """The agent of the run that calls, in a run of several."""
     cancellation: Cancellation = field(default_factory=Cancellation)
     """Cancels the call while it waits for an inference server."""
+    wait_s: float = 0.0
+    """Seconds until the answer has to come or its stream to begin. 0: as long as the inference server may take."""
+    min_logprob: float | None = None
+    """Least mean logprob of an answer that is shown."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +53,8 @@ class Exchange:
     first_token_at: int = 0
     answer: Answer = _NO_ANSWER
     status: Status = "failed"
+    seq: int = -1
+    """Number of the call in its run, once it is recorded."""
     _hash: str = ""
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import msgspec
 
@@ -31,6 +32,10 @@ from rollout_gateway.serving.routing import VersionRouter
 log = get_logger("rollout_gateway.capture.handler")
 
 
+class UnsureError(Exception):
+    """An answer was recorded and is not shown, as its mean logprob is below `Caller.min_logprob`."""
+
+
 class CallHandler:
     """Answers plain and streamed calls."""
 
@@ -46,31 +51,28 @@ class CallHandler:
     async def answer(self, call: Call, caller: Caller, sink: StreamSink | None = None) -> tuple[int, bytes]:
         """Status and body of the answer. A streamed one with status 200 is written to `sink`, and the body is empty.
 
-        Raises `ApiError`, and `ClientGoneError` if the client left before the end, unless `sink` was started."""
+        Raises `ApiError`, and `ClientGoneError` if the client left before the end, unless `sink` was started.
+        `UnsureError`: the answer is not shown."""
         if caller.trajectory is not None:
             caller.trajectory.begin()
         try:
             exchange = await self._exchange(call, caller)
             if caller.is_retry and (before := await self.answered_before(exchange)) is not None:
-                if sink is None:
-                    return 200, msgspec.json.encode(before)
-                await sink.start()
-                await sink.write(replay(before))
-                await sink.end()
-                return 200, b""
+                return await _give(msgspec.json.encode(before), sink)
             attempt = await self._answer_or_record_failure(exchange)
             if attempt.status != 200:
                 return attempt.status, attempt.body
-            if sink is not None:
+            if sink is not None and not call.held:
                 await sink.start()
                 await self._stream(exchange, attempt, sink)
                 await sink.end()
                 return 200, b""
             exchange.answer = _read_answer(exchange, attempt.body)
             if exchange.captured:
+                await self._check_sure(exchange)
                 await self._record(exchange, "complete")
                 await self._report_answer(exchange)
-            return 200, exchange.answer.client_body()
+            return await _give(exchange.answer.client_body(), sink)
         finally:
             if caller.trajectory is not None:
                 caller.trajectory.end()
@@ -90,12 +92,21 @@ class CallHandler:
 
         Raises `ClientGoneError` if the client left, and `ApiError` if no server answered."""
         try:
-            with exchange.caller.cancellation:
+            cancellation, wait_s = exchange.caller.cancellation, exchange.caller.wait_s
+            with cancellation.within(wait_s, timed_out(wait_s)) if wait_s else nullcontext(), cancellation:
                 return await self._dispatcher.answer(exchange)
         except (ClientGoneError, ApiError) as error:
             if exchange.captured and exchange.version:  # the version is set once the call is sent
                 await self._record(exchange, "cancelled" if isinstance(error, ClientGoneError) else "failed")
             raise
+
+    async def _check_sure(self, exchange: Exchange) -> None:
+        """Raise `UnsureError` if a choice of the answer has a mean logprob below the least one, once it is recorded."""
+        least = exchange.caller.min_logprob
+        logprob = min(choice.mean_logprob() for choice in exchange.answer.choices)
+        if least is not None and logprob < least:
+            await self._record(exchange, "unsure")
+            raise UnsureError(f"it was unsure: its mean logprob {logprob:.4g} is below {least:.4g}")
 
     # -- streams -------------------------------------------------------------------------------------------------
 
@@ -168,7 +179,7 @@ class CallHandler:
         """Put the call on the log. Raises a 503 `ApiError` if the log does not take it."""
         exchange.status = status
         try:
-            await exchange.recorded_in.record(exchange.events, exchange.caller.traceparent)
+            exchange.seq = await exchange.recorded_in.record(exchange.events, exchange.caller.traceparent)
         except BrokerError as error:
             log.error("call not recorded", trajectory=exchange.recorded_in.id, error=str(error))
             raise ApiError(503, "not_recorded", f"The answer could not be recorded: {error}") from error
@@ -178,6 +189,16 @@ class CallHandler:
         """Wait until every record that was begun is on the log."""
         while self._recording:
             await asyncio.wait(self._recording)
+
+
+async def _give(body: bytes, sink: StreamSink | None) -> tuple[int, bytes]:
+    """Return status and body of a whole chat completion, or write it to `sink` as a stream."""
+    if sink is None:
+        return 200, body
+    await sink.start()
+    await sink.write(replay(msgspec.json.decode(body, type=Fields)))
+    await sink.end()
+    return 200, b""
 
 
 def _read_answer(exchange: Exchange, body: bytes) -> Answer:

@@ -83,7 +83,7 @@ class Identity:
                 _check_own(trajectory, own)
             run = self._registry.get(own)
             if run is not None:
-                self._api_keys.charge(run.opened.owner, run.opened.model, 1 + size // _CALL_BYTES)
+                self._api_keys.charge(run.opened.owner, run.opened.named, 1 + size // _CALL_BYTES)
             return Access(trajectory=own, charged=run is not None)
         access = self._api_keys.authenticate(key, 1 + size // _CALL_BYTES)
         if wanted == "operator" and not access.operator:
@@ -111,7 +111,7 @@ class Identity:
                     "the opener's key."
                 )
                 raise ApiError(403, "key_does_not_complete", message)
-            return replace(access, models=frozenset((opened.model,)))
+            return replace(access, models=frozenset((opened.named,)))
         if wanted in ("trajectory", "completion") and not access.operator:
             await self._registry.opening_for(trajectory, access)
         return access
@@ -129,7 +129,7 @@ class Identity:
         calls = len(request.body) // _CALL_BYTES
         if access.trajectory and not access.charged:
             opened = await self._opening(access)
-            self._api_keys.charge(opened.owner, opened.model, 1 + calls)
+            self._api_keys.charge(opened.owner, opened.named, 1 + calls)
         elif calls and b"content-length" not in request.headers:
             self._api_keys.spend(request.owner, calls, feedback_only=access.feedback_only)
 

@@ -20,7 +20,7 @@ import anyio.to_thread
 import msgspec
 
 from pipeline.config import ConfigError, MaskConfig
-from pipeline.events import Event, ExchangeRecorded
+from pipeline.events import Event, ExchangeRecorded, ShadowAnswered
 from rollout_gateway.http.errors import ApiError
 
 E = TypeVar("E", bound=Event)
@@ -131,20 +131,15 @@ class Masks:
                 except (msgspec.DecodeError, RecursionError):
                     changed[name] = b"{}"  # what can't be searched is not recorded
                     response = {}
-        if isinstance(event, ExchangeRecorded) and changed:
+        if isinstance(event, ExchangeRecorded | ShadowAnswered) and changed:
             for container in _containers([response]):
                 if isinstance(container, dict):
                     for name in _TOKENS & container.keys():
                         del container[name]
-            changed |= {
-                "response": msgspec.json.encode(response),
-                "prompt_ids": b"",
-                "sampled_ids": b"",
-                "logprobs": b"",
-                "forced": b"",
-                "experts": b"",
-                "request_hash": "",
-            }
+            changed["response"] = msgspec.json.encode(response)
+            for name in ("prompt_ids", "sampled_ids", "logprobs", "forced", "experts", "request_hash"):
+                if hasattr(event, name):
+                    changed[name] = type(getattr(event, name))()
         changed = rewritten | changed
         return msgspec.structs.replace(event, **changed) if changed else event
 

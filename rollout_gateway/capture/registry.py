@@ -88,6 +88,8 @@ class Registry:
         self.log = RunLog(broker, project, masks)
         self.groups = Groups(self.log)
         self.project, self.tokens, self._keep = project, tokens, keep
+        self.assign: Callable[[TrajectoryOpened], TrajectoryOpened] = lambda opened: opened
+        """Decides who answers a run that is about to be opened."""
         self._known: dict[str, Trajectory] = {}
         self._bytes: Counter[str] = Counter()
         """Bytes of the openings in memory, by the key that opened them."""
@@ -252,10 +254,10 @@ class Registry:
         Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, or
         the group to another key, 410 if the id belonged to a trajectory that expired, 429 if too many groups are
         untrained."""
-        event = await self.log.masks.apply(event)
+        event = self.assign(await self.log.masks.apply(event))
         if named:
             await self.log.check_new(event)
-        if paced and self.pacing is not None:
+        if paced and self.pacing is not None and not event.asked:  # its agent never waited for training
             group = event.group or event.trajectory
             paced_s = await self.pacing.admit(event.model, group, event.split, event.owner)
             event = msgspec.structs.replace(event, paced_s=paced_s)
@@ -382,6 +384,7 @@ async def _completed(run: Trajectory, body: Completion, inferred: bool) -> Traje
         prompt_tokens=calls.prompt_tokens,
         sampled_tokens=calls.sampled_tokens,
         calls_s=calls.calls_us / 1e6,
+        cost_usd=calls.cost_usd,
     )
     return await run.log.masks.apply(completed)
 

@@ -156,5 +156,7 @@ class RunLog:
 
 
 def same_opening(a: TrajectoryOpened, b: TrajectoryOpened) -> bool:
-    """Whether two openings agree in everything but their times, so that one may be a client's retry of the other."""
-    return msgspec.structs.replace(a, at=0, paced_s=0) == msgspec.structs.replace(b, at=0, paced_s=0)
+    """Whether two openings agree in everything but their times, so that one may be a client's retry of the other. A
+    decision between them may have changed who answers."""
+    first, second = (msgspec.structs.replace(opened.as_asked(), at=0, paced_s=0) for opened in (a, b))
+    return first == second

@@ -52,6 +52,7 @@ class RecordedCalls:
     last_step: int = -1
     prompt_tokens: int = 0
     sampled_tokens: int = 0
+    cost_usd: float = 0.0
     calls_us: int = 0
     """Microseconds that the calls took, added up."""
     recent: OrderedDict[str, list[int]] = field(default_factory=OrderedDict)
@@ -70,6 +71,7 @@ class RecordedCalls:
             self.last_step = max(self.last_step, event.step)
         if self.replies is not None and event.status == "complete":
             self.replies[_reply_id(event), event.choice] = stream_seq
+        self.cost_usd += event.cost_usd or 0.0
         self.sampled_tokens += len(event.sampled_ids) // 4
         if event.choice == 0:
             self.prompt_tokens += len(event.prompt_ids) // 4

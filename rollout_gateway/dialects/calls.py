@@ -99,6 +99,11 @@ class SampledChoice:
     experts: bytes = b""
     """The experts that the routers chose, as vLLM returns them: a NumPy file."""
 
+    def mean_logprob(self) -> float:
+        """Return the mean of the logprobs; 0 without any."""
+        values = array("f", self.logprobs)
+        return sum(values) / len(values) if values else 0.0
+
     def ended_without_call(self) -> bool:
         """Whether the model itself ended the reply (not the token limit, not a stop string) without a tool call.
 
@@ -143,6 +148,8 @@ class Call:
     """Path that the client posted it to."""
     choices: int = 1
     """How many choices the reply will have."""
+    held: bool = False
+    """Whether a streamed answer is asked for as a whole, because it may not be shown."""
     referenced_in: str = ""
     """The trajectory that records the call, if each choice of the reply is to name its exchange; else empty."""
 

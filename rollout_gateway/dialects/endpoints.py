@@ -137,6 +137,8 @@ def upstream_body(call: Call, version: str, *, answer_id: str) -> bytes:
     is captured; then it asks for token ids and logprobs too."""
     fields = dict(call.fields)
     fields["model"] = Raw(_encode(version))
+    if call.held:
+        fields = {name: raw for name, raw in fields.items() if name not in ("stream", "stream_options")}
     if answer_id:
         fields["request_id"] = Raw(_encode(answer_id))
         fields["return_token_ids"] = _TRUE

@@ -116,8 +116,10 @@ def stopping() -> ApiError:
     return ApiError(503, "stopping", "The gateway is stopping. Try again.", retry_after_s=1)
 
 
-def timed_out() -> ApiError:
-    message = "The inference server did not answer within gateway.replicas.timeout_s."
+def timed_out(wait_s: float = 0.0) -> ApiError:
+    """`wait_s`: the time that an apprentice has, if it was that which passed."""
+    limit = f"outside.apprentice_wait_s ({wait_s:g} s)" if wait_s else "gateway.replicas.timeout_s"
+    message = f"The inference server did not answer within {limit}."
     return ApiError(504, "upstream_timeout", message)
 
 

@@ -6,4 +6,5 @@
 | `answers` | the provider's answer as the record holds it, with its usage |
 | `providers` | the providers, their keys and the order in which they are asked |
 | `relay` | a call from its request to its record and its answer |
+| `shadow` | what an apprentice answers beside it |
 """

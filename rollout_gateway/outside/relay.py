@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, U
 from rollout_gateway.outside.answers import OutsideAnswer, Usage, replay_answer
 from rollout_gateway.outside.providers import Provider, ProviderReply
 from rollout_gateway.outside.requests import OutsideCall, read_call
+from rollout_gateway.outside.shadow import Shadows
 
 log = get_logger("rollout_gateway.outside.relay")
 
@@ -48,7 +49,7 @@ class _OutsideExchange(Exchange):
     cost_usd: float | None = None
     error: str = ""
     failed: list[str] = field(default_factory=list)
-    """Providers that were asked before, with what happened."""
+    """Who was asked before, with what happened."""
 
     def _own_fields(self, choice: SampledChoice) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -69,12 +70,20 @@ class _OutsideExchange(Exchange):
         return fields
 
 
+class NotAnsweredError(Exception):
+    """The apprentice did not answer, so that its master does. `version`: who was asked."""
+
+    def __init__(self, version: str, why: str) -> None:
+        super().__init__(why)
+        self.version = version
+
+
 class Relay:
     """Answers the calls of outside models."""
 
-    def __init__(self, tables: Iterable[OutsideConfig], calls: CallHandler) -> None:
+    def __init__(self, tables: Iterable[OutsideConfig], calls: CallHandler, shadows: Shadows) -> None:
         """Raises `ConfigError` if the environment lacks a provider's key."""
-        self._calls = calls
+        self._calls, self._shadows = calls, shadows
         self._providers = {table: Provider(table) for table in tables}
         self._tables: dict[str, list[OutsideConfig]] = {}
         for table in self._providers:
@@ -89,14 +98,23 @@ class Relay:
         for provider in self._providers.values():
             await provider.close()
 
-    async def answer(self, request: Request, call: OutsideCall, caller: Caller, access: Access) -> int:
-        """Answer a call. Returns the status. Raises `ApiError`, also where a stream has begun and the log does not take
+    async def answer(
+        self,
+        request: Request,
+        call: OutsideCall,
+        caller: Caller,
+        access: Access,
+        apprentice: Callable[[], Awaitable[int]] | None = None,
+    ) -> int:
+        """Answer a call. `apprentice`: answers it in place of the provider, unless it raises `NotAnsweredError`.
+
+        Returns the status. Raises `ApiError`, also where a stream has begun and the log does not take
         its record; `BrokerError` if the log can't be read for a retry; `ClientGoneError` if the agent left before the
         answer began."""
         run = caller.trajectory
-        if run is not None and access.trajectory and call.params.model != run.opened.model:
+        if run is not None and access.trajectory and call.params.model != run.opened.named:
             # Another model may cost more than the one who opened the run means to spend.
-            what = f"This key is of a run of {run.opened.model!r}."
+            what = f"This key is of a run of {run.opened.named!r}."
             message = f"{what} Call {call.params.model!r} with the key that opened the run."
             raise ApiError(400, "model_mismatch", message, param="model")
         exchange = _OutsideExchange(call, caller, run is not None)
@@ -107,6 +125,11 @@ class Relay:
             await run.log.masks.check_call(call.body)
             if caller.is_retry and (before := await self._calls.answered_before(exchange)) is not None:
                 return await _repeat(request, call, before)
+            if apprentice is not None:
+                try:
+                    return await apprentice()
+                except NotAnsweredError as error:
+                    exchange.failed.append(f"{error.version}: {error}")
             return await self._answer(request, call, exchange)
         finally:
             run.end()
@@ -142,6 +165,8 @@ class Relay:
             return reply.status
         finally:
             reply.close()
+            if exchange.seq >= 0 and exchange.status == "complete":
+                self._shadows.offer(exchange)
 
     async def _ask(
         self, request: Request, call: OutsideCall, exchange: _OutsideExchange, rest: str = ""

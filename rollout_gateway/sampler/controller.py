@@ -246,11 +246,8 @@ class ServerController:
         """Return the versions that the server should hold, the most important first: those that model names are routed
         to, then those that calls wait for."""
         refused = self._refusals()
-        out: list[str] = []
-        for model in self._policies.models.values():
-            if model.promoted is not None:
-                out += [model.promoted.version, *([model.promoted.other] if model.promoted.other else [])]
-            out.append(self._policies.newest(model.name, refused))
+        out = self._policies.decided()
+        out += [self._policies.newest(model, refused) for model in self._policies.models]
         out += self._context.gateways.wanted()
         loadable = (v for v in out if v not in refused and self._policies.checkpoint(v) is not None)
         return list(dict.fromkeys(loadable))[: self._config.max_loras()]

@@ -37,7 +37,8 @@ async def serve(config: Config, ready: Ready) -> None:
         why = "signatures of checkpoints are not checked: an adapter of any client of the log is loaded"
         log.warning(why, setting="signing")
     async with Broker.connect(config.nats, name="sampler") as broker:
-        policies = Policies(config.project, (m.name for m in config.models), trust, dead_letters=False)
+        models, apprentices = (m.name for m in config.models), config.apprentices()
+        policies = Policies(config.project, models, trust, apprentices=apprentices, dead_letters=False)
         await policies.rebuild(broker)
         gateways = GatewayRecords(config.project)
         files = AdapterFiles(config.path(config.sampler.adapters), broker)

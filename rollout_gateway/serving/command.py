@@ -7,6 +7,12 @@
     journeywork policy split support@12 support@10 --percent 20
     journeywork policy follow support                         the newest version again
 
+The name may be that of an outside model with an apprentice, `master` say. It stands for itself as `outside:master`:
+
+    journeywork policy split inbox@12 outside:master --percent 5
+    journeywork policy promote inbox@12 --of master
+    journeywork policy follow master                          all to the apprentice's name, `inbox`
+
 Each decision is an event on the log. A version is loaded on enough servers before the decision takes effect.
 """
 
@@ -21,7 +27,7 @@ from typing import Any
 from urllib.parse import quote
 
 from pipeline.config import ConfigError
-from pipeline.names import InvalidNameError, parse_version
+from pipeline.names import InvalidNameError, is_outside, outside_model, parse_version
 from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect, say_what_is_awaited
 from pipeline.terminal.parsers import command_parser, exit_on_error
 from pipeline.terminal.printing import visible
@@ -58,8 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     version = "exact version, such as support@12"
     models = command("list", "show the version of each model name, and why", listing=True)
     models.add_argument("model", nargs="?", help="one model; default: all")
-    command("promote", "route a model name to a version").add_argument("version", help=version)
-    command("pin", "keep serving a version while newer ones are trained").add_argument("version", help=version)
+    for name, help_text in (
+        ("promote", "route a model name to a version"),
+        ("pin", "keep serving a version while newer ones are trained"),
+    ):
+        of_one = command(name, help_text)
+        of_one.add_argument("version", help=version)
+        of_one.add_argument("--of", metavar="MODEL", help="outside model that its apprentice's version answers for")
     command("rollback", "take back the last decision; again: the one before it").add_argument(
         "model", help="name of the model"
     )
@@ -77,8 +88,9 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
     if args.action in ("follow", "rollback"):
         model = args.model
     else:
-        model, body["version"] = parse_version(args.version)[0], args.version
+        model, body["version"] = getattr(args, "of", None) or named_model(args.version), args.version
     if args.action == "split":
+        model = named_model(args.other)
         body |= {"other": args.other, "percent": args.percent}
     if named := [str(body[name]) for name in ("version", "other") if name in body]:
         say_what_is_awaited(*named)
@@ -100,6 +112,11 @@ def _list(gateway: GatewayApi, args: argparse.Namespace) -> None:
         sys.stdout.write(visible(describe(policy)) + "\n")
 
 
+def named_model(version: str) -> str:
+    """Return the name whose calls a version answers, if that is not said otherwise. Raises `InvalidNameError`."""
+    return outside_model(version) if is_outside(version) else parse_version(version)[0]
+
+
 def describe(policy: dict[str, Any]) -> str:
     """Return a text about the version that a model name is routed to, and why. `policy`: an item of
     `GET /v1/policies`."""
@@ -107,7 +124,8 @@ def describe(policy: dict[str, Any]) -> str:
     routed = policy["version"]
     if decision and decision["other"]:
         routed = f"{decision['percent']:g} % {decision['version']}, {100 - decision['percent']:g} % {decision['other']}"
-    lines = [f"{model}: {routed}", f"  why: {_why(decision)}"]
+    why = "it is an outside model; there was no decision" if is_outside(routed) and not decision else _why(decision)
+    lines = [f"{model}: {routed}", f"  why: {why}"]
     lines.append(f"  newest {policy['newest']}, loaded {', '.join(policy['loaded']) or 'none'}")
     lines += [f"  refused {version}: {why}" for version, why in policy["refused"].items()]
     return "\n".join(lines)

@@ -10,7 +10,7 @@ when it starts, so a restart loses nothing.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,7 +29,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker, LogEntry
 from pipeline.log.follow import follow_events
 from pipeline.log.messages import Place
-from pipeline.names import branch_model, is_name, is_version, version_name
+from pipeline.names import branch_model, is_name, is_outside, is_version, version_name
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from pipeline.versions.loaded import LoadedVersions
@@ -88,15 +88,24 @@ class Policies:
     """The models, kept up to date by `follow`."""
 
     def __init__(
-        self, project: str, models: Iterable[str], trust: Trust | None = None, *, dead_letters: bool = True
+        self,
+        project: str,
+        models: Iterable[str],
+        trust: Trust | None = None,
+        *,
+        apprentices: Mapping[str, str] | None = None,
+        dead_letters: bool = True,
     ) -> None:
         """`trust` checks the signatures of checkpoints. A checkpoint without a valid signature is never served; with
-        `dead_letters` it also becomes a dead letter."""
+        `dead_letters` it also becomes a dead letter. `apprentices`: as `Config.apprentices`."""
         self.project = project
         self._trust, self._dead_letters = trust or Trust(SigningConfig()), dead_letters
         self._unsigned: list[tuple[LogEntry[Event], str]] = []
         """Checkpoints without a valid signature that are not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
+        self.apprentices = dict(apprentices or {})
+        self.masters = {name: ModelState(name) for name in self.apprentices}
+        """The outside models that may be taken over, with the decisions about them."""
         self.branches: dict[str, ModelState] = {}
         """What was trained on other branches, by the name under which it is served. Each has a version at least."""
         self._loaded = LoadedVersions()
@@ -109,6 +118,12 @@ class Policies:
         self.retired: set[str] = set()
         """Versions whose adapter is about to be deleted. Calls that use them continue; new trajectories and decisions
         can't name them."""
+
+    def decided(self) -> list[str]:
+        """Return the policy versions that the decisions in force name."""
+        decisions = (state.promoted for state in (*self.models.values(), *self.masters.values()))
+        named = (version for d in decisions if d is not None for version in (d.version, d.other))
+        return [version for version in named if version and not is_outside(version)]
 
     def offered(self, version: str) -> bool:
         """Return whether a new trajectory or a decision may name `version`."""
@@ -175,6 +190,8 @@ class Policies:
         """Apply an event. Return whether it changes the versions, decisions or loaded adapters of these models."""
         event = recorded.event
         self.next_seq, self._last = recorded.seq + 1, recorded.place
+        if isinstance(event, PolicyPromoted) and event.model in self.masters:
+            return self.masters[event.model].decide(event, recorded.seq)
         if not isinstance(event, _FOLLOWED) or self.state(event.model) is None:
             return False
         if isinstance(event, PolicyLoaded | PolicyUnloaded):

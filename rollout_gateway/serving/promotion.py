@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
-from pipeline.names import MAX_NAME, check_name, new_id, parse_version
+from pipeline.names import MAX_NAME, check_name, new_id, outside_version, parse_version
 from rollout_gateway.http.errors import ApiError, retired_version, unknown_model
 from rollout_gateway.serving.idempotency import refuse_different
 from rollout_gateway.serving.policies import Policies
@@ -52,6 +52,11 @@ class VersionDecision(Decision, frozen=True, kw_only=True, forbid_unknown_fields
     """Exact version."""
     evidence: Annotated[str, Meta(max_length=65536)] = ""
     """JSON of what the decision rests on; kept as it is."""
+    min_logprob: Annotated[float, Meta(le=0, ge=-1e6)] | None = None
+    """About an outside model: as in `policy.promoted`."""
+    after: RequestId = ""
+    """Request id of the decision in force, as far as the caller knows. If another one is in force, nothing is
+    decided."""
 
 
 class SplitDecision(VersionDecision, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,17 +96,21 @@ class Promotion:
 
         Raises `ApiError`: 404 for an unknown model or version, 409 if there is no decision to roll back, and 503 if a
         version is not loaded in time."""
-        if model not in self._policies.models:
-            raise unknown_model(model, list(self._policies.models))
+        states = self._policies.models | self._policies.masters
+        if model not in states:
+            raise unknown_model(model, list(states))
         if decision.request:
             check_name(decision.request)
         by = {"by": owner or decision.by, "request": decision.request or new_id("d")}
         fields: dict[str, Any] = {"version": "", **msgspec.structs.asdict(decision), **by}
+        expected = fields.pop("after", "")
         before: dict[str, Any] = {}
         last: int | None = None
         while True:
             if action == "rollback":
                 before, last = await self._before_last_decision(model, decision.request)
+            elif expected:
+                last = await self._last_decision(model, expected, decision.request)
             event = PolicyPromoted(project=self._project, model=model, action=action, **fields | before)
             for param, version in (("other", event.other), ("version", event.version)):
                 if version:
@@ -110,6 +119,15 @@ class Promotion:
                 break
         version = self._router.current(model)
         return {"model": model, "action": action, "version": version, "other": event.other or None}
+
+    async def _last_decision(self, model: str, expected: str, request: str) -> int:
+        """Return the sequence of the last decision. Raises a 409 `ApiError` unless that is `expected`, or `request`,
+        which is repeated."""
+        recorded = await self._broker.read_last(PolicyPromoted, project=self._project, model=model)
+        if recorded is None or recorded.event.request not in (expected, request):
+            message = f"Another decision about {model} was made since. Look at `GET /v1/policies`, and decide again."
+            raise ApiError(409, "decision_changed", message, param="after")
+        return recorded.seq
 
     async def _publish(self, event: PolicyPromoted, last: int | None) -> bool:
         """Publish a decision. Return false if that is to come after message `last` of the log, and another decision was
@@ -122,7 +140,7 @@ class Promotion:
             refuse_different(event, stored, "request")
         else:
             # Apply it here at once; other gateways read it from the log.
-            self._policies.models[event.model].decide(event, ack.seq)
+            (self._policies.models | self._policies.masters)[event.model].decide(event, ack.seq)
             self._fleet.changed()
         return True
 
@@ -139,11 +157,15 @@ class Promotion:
         if not standing:
             message = f"No decision about {model} is left to take back. To serve an old version, promote it."
             raise ApiError(409, "no_decision", message)
-        return _routing(standing[-2]) if len(standing) > 1 else {}, recorded[-1].seq
+        first = {"version": outside_version(model)} if model in self._policies.masters else {}
+        return _routing(standing[-2]) if len(standing) > 1 else first, recorded[-1].seq
 
     async def _load(self, model: str, version: str, param: str) -> None:
         """Wait until enough replicas hold `version`. `param`: the field of the request that names it, for a 404
         `ApiError`. Raises a 503 `ApiError` after 60 s."""
+        if model in self._policies.masters and version == outside_version(model):
+            return
+        model = self._policies.apprentices.get(model, model)
         if not self._policies.knows(version) or parse_version(version)[0] != model:
             raise unknown_model(version, self._policies.names(), param)
         if not self._policies.offered(version):
@@ -157,4 +179,4 @@ class Promotion:
 
 
 def _routing(event: PolicyPromoted) -> dict[str, Any]:
-    return {"version": event.version, "other": event.other, "percent": event.percent}
+    return {name: getattr(event, name) for name in ("version", "other", "percent", "min_logprob")}

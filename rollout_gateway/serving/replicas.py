@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from anyio import CancelScope
+
 from pipeline.names import is_base_version
 from pipeline.streams import replica_name
 from rollout_gateway.http.errors import ApiError, stopping
@@ -45,6 +47,8 @@ class Replica:
         """By loaded version, the SHA-256 of its adapter, according to the log. Base versions have no adapter."""
         self.in_flight: Counter[str] = Counter()
         """Number of calls in flight by version."""
+        self.shadows: set[CancelScope] = set()
+        """Shadow calls in flight, which are also in `in_flight`. The next agent's call breaks them off."""
         self.check_now = asyncio.Event()
         """Set to make `Membership` check the server now."""
         self._hash_key = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
@@ -93,6 +97,7 @@ class Lease:
             reported = self.version in self.fleet.reported.get(self.replica.name, ())
             if reported or not self.replica.holds(self.version):
                 self.fleet.use_changed.set()  # its sampler agent may wait for this to unload the version
+            self.fleet.idle.set()
 
 
 class Fleet:
@@ -115,6 +120,8 @@ class Fleet:
         self.reported: dict[str, tuple[str, ...]] = {}
         """By replica, the versions that calls used according to the record that was written last."""
         self.closing = False
+        self.idle = asyncio.Event()
+        """Set when a server may have no call in flight any more, or takes calls again; `Shadows` clears it."""
         self._changed = asyncio.Event()
 
     def add(self, url: str) -> Replica:
@@ -155,6 +162,7 @@ class Fleet:
         """Wake the tasks that wait for a replica or a version."""
         event, self._changed = self._changed, asyncio.Event()
         event.set()
+        self.idle.set()
 
     def want(self, version: str) -> None:
         """Ask the sampler agents to load `version`."""
@@ -188,6 +196,8 @@ class Fleet:
             able = [r for r in self.replicas if r.serves(version)]
             if able:
                 replica = able[0] if len(able) == 1 else prefer(able)
+                for shadow in replica.shadows:
+                    shadow.cancel()
                 replica.in_flight[version] += 1
                 return Lease(self, replica, version)
             if self.closing:
@@ -203,6 +213,16 @@ class Fleet:
                     or "none is registered; the sampler agents' logs say why"
                 )
                 raise ApiError(503, "no_replica", f"No inference server is ready to serve {version}: {why}.")
+
+    def acquire_idle(self, version: str) -> Lease | None:
+        """Return a lease for a shadow call: on a server that serves `version` and answers no agent's call, with the
+        fewest shadow calls. `None` if there is none now."""
+        idle = [r for r in self.replicas if r.serves(version) and r.load == len(r.shadows)]
+        if not idle or self.closing:
+            return None
+        replica = least_loaded(idle)
+        replica.in_flight[version] += 1
+        return Lease(self, replica, version)
 
     async def until_available(self, version: str, deadline: float) -> bool:
         """Wait until `version` is `available`. Return false if it is not at the deadline (by `time.monotonic`)."""

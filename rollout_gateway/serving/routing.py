@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from pipeline.events import PolicyPromoted, TrajectoryOpened
-from pipeline.names import is_base_version, is_version, split_point, version_name
+from pipeline.names import is_base_version, is_outside, is_version, outside_version, split_point, version_name
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
@@ -86,6 +88,20 @@ class VersionRouter:
             raise ApiError(409, "version_refused", message, param="model")
         return version
 
+    def assign(self, opened: TrajectoryOpened) -> TrajectoryOpened:
+        """Return the opening with who answers the run, if there is a decision about the outside model that it is opened
+        for. It holds for the whole run, and for all runs of a group, which are compared with each other."""
+        state = self._policies.masters.get(opened.model)
+        if state is None or state.decided is None or opened.pinned:
+            return opened
+        decision, name = state.promoted, opened.model
+        version = "" if decision is None else _version_in_split(decision, opened.group or opened.trajectory)
+        if is_outside(version):
+            return msgspec.structs.replace(opened, asked=name)
+        least = None if decision is None else decision.min_logprob
+        apprentice = self._policies.apprentices[name]
+        return msgspec.structs.replace(opened, asked=name, model=apprentice, pinned=version, min_logprob=least)
+
     def refuse_outside(self, model: str) -> None:
         """Raise a 400 `ApiError` if `model` is an outside model, which no inference server here can be asked about."""
         if model in self.outside:
@@ -96,9 +112,11 @@ class VersionRouter:
         """Return the version that the model name `model` resolves to, of an A/B split the one that the decision calls
         `version`. Remember it as reached if no decision named it: the name does not fall back to an older version
         later."""
-        state = self._policies.models[model]
+        state = self._policies.masters.get(model) or self._policies.models[model]
         if state.promoted is not None:
             return state.promoted.version
+        if model in self._policies.masters:  # it answers until a decision was made
+            return outside_version(model) if state.decided is None else self.current(self._policies.apprentices[model])
         for version in state.newest_first():
             if version in self._policies.refused:
                 continue
@@ -107,13 +125,17 @@ class VersionRouter:
                 return version
         return version_name(model, 0)
 
+    def newest_loaded(self, model: str) -> str:
+        """Return the newest version of the model that enough servers hold, whatever the model name resolves to."""
+        state = self._policies.models[model]
+        usable = (v for v in state.newest_first() if v not in self._policies.refused and self._fleet.available(v))
+        return next(usable, version_name(model, 0))
+
     def serving(self) -> tuple[str, ...]:
         """Return the versions that the model names resolve to, without base versions."""
-        versions: list[str] = []
-        for model, state in self._policies.models.items():
-            decision = state.promoted
-            versions += [self.current(model)] if decision is None else [decision.version, decision.other]
-        return tuple(v for v in versions if v and not is_base_version(v))
+        models = self._policies.models.items()
+        followed = [self.current(model) for model, state in models if state.promoted is None]
+        return tuple(v for v in (*followed, *self._policies.decided()) if not is_base_version(v))
 
 
 def _version_in_split(promoted: PolicyPromoted, trajectory: str) -> str:

@@ -74,8 +74,8 @@ def _run(args: argparse.Namespace) -> int:
         upload(files, args.out.removeprefix(_HUB))
     else:
         write(files, Path(args.out))
-    unusable = sum(left_out.values())
-    sys.stdout.write(visible(f"{len(rows)} rows of {len(runs)} runs in {args.out}; left out: {unusable} (README.md)\n"))
+    unusable = "".join(f"  {count} × {why}\n" for why, count in left_out.items() if count) or "  nothing\n"
+    sys.stdout.write(visible(f"{len(rows)} rows of {len(runs)} runs in {args.out}; left out:\n{unusable}"))
     return 0
 
 

@@ -7,6 +7,16 @@ id, so a run has its side from its opening on.
 Pairs follow the order of opening, over the runs before the first one of a side whose result is not known yet. So what a
 run achieves, and how long that takes, has no influence on which runs are a pair. A run without a result at its deadline
 is late: it counts against whatever would be decided, or with the value that the plan gives it.
+
+An apprentice takes over from an outside model in steps: its share rises while the comparison goes on. One interval
+covers the pairs of all shares, one share after the other; those of a share count once every run of the share before is
+known or late. Each pair has the same mean difference whatever the share, and whether a pair of a share comes about is
+settled before any of its results is known. So the pairs are one sequence as `sequential` asks for, and its one error
+holds over all looks and all steps: no part of it is spent on a step.
+
+A share `s` is given once `s` times the difference is shown to lie above `-margin`: by what the apprentice does to its
+share, it makes the mean of all runs worse by less than the margin. For the last step, all runs, that is
+non-inferiority; before, less is asked for, and so fewer pairs.
 """
 
 from __future__ import annotations
@@ -15,17 +25,17 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import duckdb
 import msgspec
 from msgspec import Meta, Struct
 
 from pipeline.errors import ConfigError
-from pipeline.names import parse_version, split_point
+from pipeline.names import is_outside, outside_model, parse_version, split_point
 from store.evidence.sequential import interval
 
-Verdict = Literal["promote", "rollback", "hold", "continue"]
+Verdict = Literal["promote", "raise", "rollback", "hold", "continue"]
 
 _RUNS = """
 WITH judged AS (
@@ -38,9 +48,13 @@ WITH judged AS (
 ), opened AS (
   SELECT *, epoch_us(opened_at) AS began, epoch_us(completed_at) AS ended, began + $deadline <= $until AS late,
     least(began + $deadline, $until) AS known_until
-  FROM trajectories
-  WHERE project = $project AND model = $model AND epoch_us(opened_at) > $since AND epoch_us(opened_at) <= $until
-    AND trajectory NOT IN (SELECT trajectory FROM rollout_opened WHERE project = $project AND pinned <> '')
+  FROM trajectories LEFT JOIN (
+    SELECT trajectory, asked, pinned FROM rollout_opened WHERE project = $project AND (asked <> '' OR pinned <> '')
+  ) USING (trajectory)
+  WHERE project = $project AND epoch_us(opened_at) > $since AND epoch_us(opened_at) <= $until
+    AND CASE WHEN $outside THEN asked = $model ELSE model = $model AND pinned IS NULL END
+  QUALIFY NOT $outside
+    OR row_number() OVER (PARTITION BY coalesce(nullif(group_id, ''), trajectory) ORDER BY began, trajectory) = 1
 ), runs AS (
   SELECT *, last_step AS step FROM opened WHERE ended <= known_until
 ), moments AS (
@@ -60,11 +74,13 @@ firsts AS (
   SELECT trajectory, any_value(CASE WHEN exchanges > 0 THEN [first_step, last_step] END) AS steps, {firsts}
   FROM numbers GROUP BY trajectory
 )
-SELECT trajectory, late, firsts.* EXCLUDE (trajectory) FROM opened LEFT JOIN firsts USING (trajectory)
+SELECT trajectory, began, pinned, late, firsts.* EXCLUDE (trajectory) FROM opened LEFT JOIN firsts USING (trajectory)
 ORDER BY began, trajectory
 """
-"""Each run in the order of opening: whether its deadline has passed, the steps that answered it, and of each metric the
-first number that was known by the deadline. What becomes known later changes nothing that an earlier look saw."""
+"""Each run in the order of opening: when that was, the version that a decision about an outside model gave it, whether
+its deadline has passed, the steps that answered it, and of each metric the first number that was known by the deadline.
+What becomes known later changes nothing that an earlier look saw. Runs of a group have one side, and are no independent
+results: under an outside model's name the first of them counts."""
 
 
 class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +108,19 @@ class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
 
+class Cascade(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which answers of an apprentice are shown: those whose mean logprob is not below `min_logprob`. Of so many
+    `pairs` of it and its master, that leaves `shown`, of which `agreed` agreed."""
+
+    min_logprob: Annotated[float, Meta(le=0)]
+    quality: float
+    """Least probability that a shown answer agrees, with an error of at most `alpha`."""
+    alpha: float
+    pairs: int
+    shown: int
+    agreed: int
+
+
 class Guard(Metric, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A number that the candidate may not make worse by more than `margin`."""
 
@@ -103,6 +132,12 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is compared, and when it ends. It is recorded with the split that begins the comparison."""
 
     metric: Metric
+    margin: Annotated[float, Meta(ge=0, le=sys.float_info.max)] = 0.0
+    """By how much the metric's mean may be worse, over all runs. 0: it has to be shown to be better."""
+    steps: tuple[Annotated[float, Meta(gt=0, lt=100)], ...] = ()
+    """Shares of the candidate, rising, in percent: the first at the beginning, each further one by evidence."""
+    cascade: Cascade | None = None
+    """Which answers of the candidate are shown. `None`: all."""
     guards: tuple[Guard, ...] = ()
     alpha: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Greatest probability that an interval ever misses the truth, of each metric."""
@@ -133,26 +168,41 @@ class Finding(Struct, frozen=True, kw_only=True):
     high: float
 
 
+class Share(Struct, frozen=True, kw_only=True):
+    """Of the runs that were opened after `since` (microseconds of Unix time), the candidate gets `percent`."""
+
+    percent: float
+    since: int = 0
+
+
 class Evidence(Struct, frozen=True, kw_only=True):
-    """What a decision rests on. `candidate`, `control`: exact versions; `since`, `until`: microseconds of Unix time."""
+    """What a decision rests on. `candidate`, `control`: exact versions; `until`: microseconds of Unix time."""
 
     plan: Plan
     candidate: str
     control: str
-    percent: float
-    """Share of the runs that the candidate gets."""
-    since: int
-    until: int
+    """An exact version, or `outside:<name>`."""
+    shares: tuple[Share, ...]
+    """The shares that the candidate had, one after the other."""
+    until: int = 0
     findings: tuple[Finding, ...] = ()
     """Of the metric, then of each guard."""
     verdict: Verdict = "continue"
+
+    @property
+    def model(self) -> str:
+        """The name whose runs are compared."""
+        return outside_model(self.control) if is_outside(self.control) else parse_version(self.control)[0]
+
+    def next_percent(self) -> float:
+        """Return the share that comes next: 100 after the plan's last step."""
+        return next((step for step in self.plan.steps if step > self.shares[-1].percent), 100.0)
 
 
 def read_evidence(connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence, until: int) -> Evidence:
     """Return what the history says at `until` of the comparison that began with `begun`, by its plan. Raises
     `ConfigError` for a metric that DuckDB can't compute."""
-    plan, (model, step) = begun.plan, parse_version(begun.candidate)
-    control = parse_version(begun.control)[1]
+    plan, outside = begun.plan, is_outside(begun.control)
     metrics = (plan.metric, *plan.guards)
     columns = [f"nullif(CAST(({metric.sql}) AS DOUBLE), 'nan'::DOUBLE)" for metric in metrics]
     expressions = ", ".join(columns)
@@ -164,8 +214,9 @@ def read_evidence(connection: duckdb.DuckDBPyConnection, project: str, begun: Ev
     )
     values = {
         "project": project,
-        "model": model,
-        "since": begun.since,
+        "model": begun.model,
+        "outside": outside,
+        "since": begun.shares[0].since,
         "until": until,
         "expressions": expressions,
         "deadline": round(plan.deadline_s * 1e6),
@@ -175,17 +226,26 @@ def read_evidence(connection: duckdb.DuckDBPyConnection, project: str, begun: Ev
     except duckdb.Error as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"the metrics {named} can't be computed: {reason} {_columns(connection)}") from error
-    sides: dict[int, list[tuple[Any, ...]]] = {step: [], control: []}
-    for trajectory, late, steps, *numbers in rows:
-        side = step if split_point(trajectory) < begun.percent else control
-        if steps in (None, [side, side]):  # else its calls named another version, or came before the split
-            sides[side].append((late, *numbers))
+    sides: list[dict[str, list[tuple[Any, ...]]]] = [{begun.candidate: [], begun.control: []} for _ in begun.shares]
+    for trajectory, opened, pinned, late, steps, *numbers in rows:
+        at = sum(opened > share.since for share in begun.shares) - 1
+        if outside:
+            side = pinned or begun.control
+        else:
+            side = begun.candidate if split_point(trajectory) < begun.shares[at].percent else begun.control
+            if steps not in (None, [parse_version(side)[1]] * 2):
+                continue  # its calls named another version, or came before the split
+        if side in sides[at]:
+            sides[at][side].append((late, *numbers))
     findings = []
     for number, metric in enumerate(metrics, 1):
-        candidates, controls = ([(run[0], run[number]) for run in sides[side]] for side in (step, control))
-        findings.append(_compared(metric, candidates, controls, begun.percent, plan.alpha))
+        parts = [
+            Part(share.percent, *([(run[0], run[number]) for run in runs] for runs in of_share.values()))
+            for share, of_share in zip(begun.shares, sides, strict=True)
+        ]
+        findings.append(_compared(metric, parts, plan.alpha))
     evidence = msgspec.structs.replace(begun, until=until, findings=tuple(findings))
-    return msgspec.structs.replace(evidence, verdict=verdict(plan, evidence.findings))
+    return msgspec.structs.replace(evidence, verdict=verdict(evidence))
 
 
 def _columns(connection: duckdb.DuckDBPyConnection) -> str:
@@ -223,28 +283,41 @@ Bounds = tuple[float, float]
 """The least and the greatest value that a run may have."""
 
 
-def _compared(
-    metric: Metric, candidates: Sequence[Run], controls: Sequence[Run], percent: float, alpha: float
-) -> Finding:
+class Part(NamedTuple):
+    """The runs of one share, in the order of opening."""
+
+    percent: float
+    candidates: Sequence[Run]
+    controls: Sequence[Run]
+
+
+def _compared(metric: Metric, parts: Sequence[Part], alpha: float) -> Finding:
     """Compare the two sides pair by pair, in the order in which the runs were opened. Where one side gets more runs,
     the mean of several of its runs stands against one of the other."""
-    candidate, control = _bounds(metric, candidates), _bounds(metric, controls)
-    of_candidate = _means(candidate, max(round(percent / (100 - percent)), 1))
-    of_control = _means(control, max(round((100 - percent) / percent), 1))
+    candidate, control, late = list[Bounds](), list[Bounds](), [0, 0]
+    least, greatest = list[float](), list[float]()
     width = metric.high - metric.low
-    pairs = min(len(of_candidate), len(of_control))
-    # Cut at both ends: means round.
-    least = [min(max(c[0] - o[1], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
-    greatest = [min(max(c[1] - o[0], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
+    for percent, candidates, controls in parts:
+        known = _bounds(metric, candidates), _bounds(metric, controls)
+        candidate += known[0]
+        control += known[1]
+        late = [late[0] + _late(candidates, known[0]), late[1] + _late(controls, known[1])]
+        of_candidate = _means(known[0], max(round(percent / (100 - percent)), 1))
+        of_control = _means(known[1], max(round((100 - percent) / percent), 1))
+        # Cut at both ends: means round.
+        least += [min(max(c[0] - o[1], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
+        greatest += [min(max(c[1] - o[0], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
+        if (len(known[0]), len(known[1])) != (len(candidates), len(controls)):
+            break  # the pairs of the next share come after all of this one
     return Finding(
         sql=metric.sql,
         candidate_runs=len(candidate),
         control_runs=len(control),
-        candidate_late=_late(candidates, candidate),
-        control_late=_late(controls, control),
+        candidate_late=late[0],
+        control_late=late[1],
         candidate_mean=_middle(candidate),
         control_mean=_middle(control),
-        pairs=pairs,
+        pairs=len(least),
         difference=_middle(list(zip(least, greatest, strict=True))),
         low=interval(least, -width, width, alpha).low,
         high=interval(greatest, -width, width, alpha).high,
@@ -278,16 +351,20 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def verdict(plan: Plan, findings: tuple[Finding, ...]) -> Verdict:
-    """Return what the plan makes of the findings: `promote` if the metric is shown to be better and each guard shown to
-    be harmless; `rollback` if the metric is shown to be worse, or a guard to be broken; `hold` at the plan's end."""
-    metric, guards = findings[0], findings[1:]
+def verdict(evidence: Evidence) -> Verdict:
+    """Return what the plan makes of the findings: `promote` if the metric is shown to be better, or to be worse by less
+    than the plan's margin, and each guard shown to be harmless; `raise` if that is shown of the next share; `rollback`
+    if the metric is shown to be worse, or a guard to be broken; `hold` at the plan's end."""
+    plan, (metric, *guards) = evidence.plan, evidence.findings
+    share = evidence.next_percent() / 100
     harms = [
         (f.low - g.margin, f.high - g.margin) if g.worse == "higher" else (-f.high - g.margin, -f.low - g.margin)
         for g, f in zip(plan.guards, guards, strict=True)
     ]
     if metric.high < 0 or any(least > 0 for least, _ in harms):
         return "rollback"
-    if metric.low > 0 and all(most <= 0 for _, most in harms):
-        return "promote"
+    # Of a guard, what is beyond its margin at all runs may be within it at a part of them.
+    scaled = [g.margin * (1 / share - 1) for g in plan.guards]
+    if metric.low > -plan.margin / share and all(h[1] <= more for h, more in zip(harms, scaled, strict=True)):
+        return "promote" if share == 1 else "raise"
     return "hold" if metric.pairs >= plan.max_pairs else "continue"

@@ -7,6 +7,12 @@
     journeywork decide approve support          what a person who is asked for it says
     journeywork decide check                    computes every decision again from the store
 
+An apprentice takes over from an outside model, `master` say, in the same way, by steps:
+
+    journeywork decide begin inbox@12 outside:master --steps 5,25 --metric reward --margin 0.05 \\
+        --guard cost_usd:0:0.1:higher:0 --guard calls_s:0:120:higher:10
+    journeywork decide watch master
+
 `begin` splits the runs of the model between the candidate and the control. `watch` compares the results at each look:
 it promotes the candidate once it is shown to be better and no guard to be broken, routes all runs to the control once
 the candidate is shown to be worse, and to the control too at the end of the plan. It may be ended and started again at
@@ -21,24 +27,29 @@ import time
 from collections.abc import Sequence
 from urllib.parse import quote
 
+import duckdb
 import msgspec
 
+from pipeline import crash
 from pipeline.config import Config, ConfigError
-from pipeline.names import new_id, parse_version
+from pipeline.names import is_outside, new_id, parse_version
 from pipeline.running.gateway_api import GatewayApi, GatewayError, add_arguments, connect, say_what_is_awaited
 from pipeline.running.installations import installation_settings
 from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible
-from store.evidence.comparison import Evidence, Finding, Guard, Metric, Plan, read_evidence
+from store.evidence.cascade import find_threshold
+from store.evidence.comparison import Cascade, Evidence, Finding, Guard, Metric, Plan, Share, read_evidence
 from store.reading import sql
 from store.reading.options import exit_status
 
 _SETTLED_S = 30
 """How long the store may take to have an event. What is younger is left for the next look."""
 _RECORDED = """
-SELECT model, evidence FROM policy_promoted WHERE project = ? AND evidence <> '' AND other = '' ORDER BY "at"
+SELECT model, evidence FROM policy_promoted
+WHERE project = ? AND evidence <> '' AND (other = '' OR contains(evidence, '"verdict":"raise"')) ORDER BY "at"
 """
-"""The decisions that ended a comparison. The one that begins it has `other`, the control."""
+"""The decisions that rest on results. The one that begins a comparison has `other`, the control, and so has one that
+raises a share."""
 
 
 class _Begun(msgspec.Struct, frozen=True):
@@ -47,6 +58,8 @@ class _Begun(msgspec.Struct, frozen=True):
     evidence: Evidence
     request: str
     """Id of the decision that began it."""
+    last: str
+    """Id of the decision in force: that one, or the one that gave the present share."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,11 +77,24 @@ def _parser() -> argparse.ArgumentParser:
 
     begin = commands.add_parser("begin", parents=[common], help="divide runs between two versions, by a plan")
     begin.add_argument("candidate", help="exact version that may be promoted, such as support@12")
-    begin.add_argument("control", help="exact version that stays if nothing is shown")
-    begin.add_argument("--percent", type=float, required=True, help="of the runs, for the candidate: 5 to 95")
+    begin.add_argument("control", help="what stays if nothing is shown: an exact version, or outside:NAME")
+    shares = begin.add_mutually_exclusive_group(required=True)
+    shares.add_argument("--percent", type=float, help="of the runs, for the candidate: 5 to 95")
+    shares.add_argument("--steps", help="shares of an apprentice that takes over, such as 5,25; all runs come last")
     begin.add_argument("--metric", required=True, help="SQL expression over a run: reward, feedback['stars'], …")
     begin.add_argument("--range", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"))
     begin.add_argument("--lower-is-better", action="store_true", help="of the metric")
+    begin.add_argument(
+        "--margin", type=float, default=0.0, help="of the metric: by how much the candidate may be worse; default: 0"
+    )
+    begin.add_argument(
+        "--quality",
+        type=float,
+        help="show the answers of an apprentice that agree with its master's with this probability, by --pairs",
+    )
+    begin.add_argument(
+        "--pairs", metavar="SQL", help="query: of each pair, the mean logprob and whether the answers agree"
+    )
     begin.add_argument(
         "--guard",
         action="append",
@@ -125,35 +151,51 @@ def _parse_guard(text: str) -> Guard:
 
 
 def _begin(args: argparse.Namespace) -> int:
-    if not 5 <= args.percent <= 95:
-        raise ConfigError(f"--percent is {args.percent:g}: give from 5 to 95, both versions need runs")
+    steps = _parse_steps(args.steps) if args.steps else ()
+    percent = steps[0] if steps else args.percent
+    if not 5 <= percent <= 95:
+        raise ConfigError(f"the candidate's share is {percent:g} %: give from 5 to 95, both versions need runs")
+    config = installation_settings(args.run_dir, sections=("store", "models", "outside"))
+    connection = sql.connect(config)
     low, high = args.range
     expression, late = args.metric, args.late
     if args.lower_is_better:
         expression, late = f"{low + high} - ({expression})", None if late is None else low + high - late
     plan = Plan(
         metric=Metric(sql=expression, low=low, high=high, late=late),
+        margin=args.margin,
+        steps=steps,
+        cascade=_cascade(args, connection),
         guards=tuple(map(_parse_guard, args.guard)),
         alpha=args.alpha,
         deadline_s=args.deadline,
         max_pairs=args.max_pairs,
         approval=args.approval,
     )
-    begun = Evidence(plan=plan, candidate=args.candidate, control=args.control, percent=args.percent, since=0, until=0)
+    begun = Evidence(plan=plan, candidate=args.candidate, control=args.control, shares=(Share(percent=percent),))
     try:
         msgspec.json.decode(msgspec.json.encode(begun), type=Evidence)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the comparison can't be used: {error}") from error
-    model = parse_version(args.candidate)[0]
-    if parse_version(args.control)[0] != model or args.control == args.candidate:
-        raise ConfigError(f"{args.candidate} and {args.control} must be two versions of one model")
-    config = installation_settings(args.run_dir, sections=("store",))
+    model, outside = begun.model, is_outside(args.control)
+    own = config.apprentices().get(model, "") if outside else model
+    if parse_version(args.candidate)[0] != own or args.control == args.candidate:
+        raise ConfigError(
+            f"{args.candidate} is no version of the apprentice of {model}: {own or 'it has none (outside.apprentice)'}"
+            if outside
+            else f"{args.candidate} and {args.control} must be two versions of one model"
+        )
+    if not outside and (plan.steps or plan.cascade):
+        raise ConfigError(
+            "--steps and --quality need an outside model as the control, under whose name runs keep sides"
+        )
     # An expression that DuckDB refuses begins nothing.
-    read_evidence(sql.connect(config), config.project, begun, 0)
+    read_evidence(connection, config.project, begun, 0)
     body = {
         "version": args.candidate,
         "other": args.control,
-        "percent": args.percent,
+        "percent": percent,
+        "min_logprob": plan.cascade.min_logprob if plan.cascade else None,
         "request": new_id("compare"),
         "evidence": msgspec.json.encode(begun).decode(),
         "reason": f"compared by {args.metric}",
@@ -167,6 +209,39 @@ def _begin(args: argparse.Namespace) -> int:
     return 0
 
 
+def _parse_steps(text: str) -> tuple[float, ...]:
+    try:
+        steps = tuple(map(float, text.split(",")))
+    except ValueError:
+        steps = ()
+    if not steps or list(steps) != sorted(set(steps)) or not 0 < steps[0] <= steps[-1] < 100:
+        raise ConfigError(f"--steps {text!r} is no list of rising shares below 100, such as 5,25")
+    return steps
+
+
+def _cascade(args: argparse.Namespace, connection: duckdb.DuckDBPyConnection) -> Cascade | None:
+    if args.quality is None and args.pairs is None:
+        return None
+    if args.pairs is None or args.quality is None or not 0 < args.quality < 1:
+        raise ConfigError("--quality is a probability below 1, and comes with --pairs")
+    try:
+        pairs = [(float(logprob), bool(agrees)) for logprob, agrees in connection.execute(args.pairs).fetchall()]
+    except (duckdb.Error, TypeError, ValueError) as error:
+        raise ConfigError(f"--pairs: the query does not give numbers and truth values: {error}") from error
+    found = find_threshold(pairs, args.quality, args.alpha)
+    if found is None:
+        agreed = sum(agrees for _, agrees in pairs)
+        raise ConfigError(
+            f"no logprob keeps a quality of {args.quality:g}: of {len(pairs)} pairs {agreed} agree. Compare more "
+            "calls, or state a lower quality"
+        )
+    sys.stdout.write(
+        f"answers with a mean logprob of {found.min_logprob:.4g} or more are shown: {found.shown} of {found.pairs} "
+        f"pairs, of which {found.agreed} agree\n"
+    )
+    return found
+
+
 def _watch(args: argparse.Namespace) -> int:
     gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
     while True:
@@ -178,8 +253,11 @@ def _watch(args: argparse.Namespace) -> int:
             sys.stdout.write(f"it waits for `journeywork decide approve {args.model}`\n")
         sys.stdout.flush()  # a pipe would keep the lines of many looks
         if not awaited and evidence.verdict != "continue":
+            crash.point("decide.before_publish")
             _publish(gateway, begun, evidence)
-            return 0
+            crash.point("decide.after_publish")
+            if evidence.verdict != "raise":
+                return 0
         if args.once:
             return 3
         time.sleep(args.every)
@@ -226,7 +304,12 @@ def _in_force(gateway: GatewayApi, model: str) -> _Begun:
         why = f"the last decision is {decision['action']}" if decision else "there was no decision"
         raise ConfigError(f"no comparison of {model} is in force, {why}: journeywork decide begin")
     evidence = msgspec.json.decode(decision["evidence"], type=Evidence)
-    return _Begun(msgspec.structs.replace(evidence, since=decision["at"]), decision["request"])
+    share = Share(percent=decision["percent"], since=decision["at"])
+    # What raised the share has it not yet.
+    earlier = evidence.shares if evidence.verdict == "raise" else ()
+    begun = msgspec.structs.replace(evidence, shares=(*earlier, share), verdict="continue", findings=())
+    last = decision["request"]
+    return _Begun(begun, last.removesuffix(f"-{share.percent:g}") if earlier else last, last)
 
 
 def _read_until_now(config: Config, begun: _Begun) -> Evidence:
@@ -235,24 +318,32 @@ def _read_until_now(config: Config, begun: _Begun) -> Evidence:
 
 
 def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "") -> None:
-    """Decide, once: whoever comes second, also after a kill, finds that it is decided."""
-    version = evidence.candidate if evidence.verdict == "promote" else evidence.control
+    """Decide, once: whoever comes second, also after a kill, finds that it is decided. Nothing is decided over the
+    head of someone who decided meanwhile."""
+    raised = evidence.verdict == "raise"
+    version = evidence.candidate if raised or evidence.verdict == "promote" else evidence.control
+    percent = evidence.next_percent()
+    cascade = evidence.plan.cascade if version == evidence.candidate else None
     body = {
         "version": version,
         "by": by,
         "reason": _line(evidence.plan.metric.sql, evidence.findings[0]),
         "evidence": msgspec.json.encode(evidence).decode(),
-        "request": f"{begun.request}-decided",
+        "request": f"{begun.request}-{percent:g}" if raised else f"{begun.request}-decided",
+        "after": begun.last,
+        "min_logprob": cascade.min_logprob if cascade else None,
+        **({"other": evidence.control, "percent": percent} if raised else {}),
     }
     say_what_is_awaited(version)
     try:
-        gateway.ask("POST", _path(parse_version(version)[0], "promote"), body)
+        gateway.ask("POST", _path(evidence.model, "split" if raised else "promote"), body)
     except GatewayError as error:
-        if error.code != "request_exists":
+        if error.code not in ("request_exists", "decision_changed"):
             raise
         sys.stdout.write("another watcher has decided it already\n")
         return
-    sys.stdout.write(visible(f"{evidence.verdict}: runs go to {version}\n"))
+    share = f"{percent:g} % of the runs" if raised else "runs"
+    sys.stdout.write(visible(f"{evidence.verdict}: {share} go to {version}\n"))
 
 
 def _say(evidence: Evidence) -> None:

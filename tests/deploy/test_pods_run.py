@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from judge.rewards.sandbox_view import unavailable
+from judge.rewards.sandbox import unavailable
 from tests.conftest import DOUBLE
 from tests.deploy.kit import ROOT, Object, prepared, render
 from tests.deploy.pod_box import Cluster

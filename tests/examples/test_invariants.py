@@ -106,6 +106,7 @@ FAULTS: dict[str, tuple[str, Event | dict[str, Any]]] = {
     "not that of its model and step": ("call t2 0", {"policy_version": "m@7"}),
     "a run trained in two checkpoints": ("again", checkpoint(2, "train-0")),
     "a call trained in two checkpoints": ("again", checkpoint(2, "train-0")),
+    "an outside model answered, with tokens": ("call t0 0", {"policy_version": "outside:master", "step": -1}),
     "did not end and was trained": ("call t0 0", {"status": "cancelled"}),
     "parent is not the step before": ("checkpoint", {"parent": "m@5"}),
     "another adapter than the published": ("loaded", {"adapter_sha256": "other"}),

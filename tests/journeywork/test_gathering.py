@@ -70,21 +70,6 @@ async def test_many_runs_keep_64_in_flight_and_outlive_a_restart() -> None:
     assert sorted(b["attempt"] for b in stub.opened.values() if b["group"] == groups[3].name) == list(range(1, 9))
 
 
-async def test_an_exception_is_kept_and_its_run_has_no_result(stub: StubGateway) -> None:
-    async def rollout(run: Trajectory, task: int) -> float:
-        if task == 2:
-            raise ZeroDivisionError("no luck")
-        return 1.0
-
-    async with AsyncJourneywork(stub.url) as client:
-        groups = await client.gather("m", range(4), rollout, group_size=2, max_exceptions=2, progress=False)
-    assert [len(g.exceptions) for g in groups] == [0, 0, 2, 0]
-    assert [g.rewards for g in groups] == [[1.0, 1.0], [1.0, 1.0], [], [1.0, 1.0]]
-    assert all(t.outcome == "no_result" for t in groups[2].trajectories)
-    lost = [stub.completed[t.id] for t in groups[2].trajectories]
-    assert all(b == {"outcome": "no_result"} for b in lost)
-
-
 @pytest.mark.parametrize(
     ("allowed", "said"), [(0.0, "allows 0"), (0.02, "allows 2"), (3, "allows 3"), (0.29, "allows 29")]
 )

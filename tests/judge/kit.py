@@ -134,12 +134,12 @@ async def judging(broker: Broker, config: Config, judge_hash: str = "j") -> Asyn
         composer = await stack.enter_async_context(composed) if composed else None
         teacher = await stack.enter_async_context(open_teacher(config, broker))
         judge = Judge(broker, config, composer, judge_hash, teacher and teacher.teach)
-        await stack.enter_async_context(_running(judge, broker))
+        await stack.enter_async_context(running(judge, broker))
         yield judge
 
 
 @asynccontextmanager
-async def _running(judge: Judge, broker: Broker) -> AsyncIterator[None]:
+async def running(judge: Judge, broker: Broker) -> AsyncIterator[None]:
     async with (
         broker.consume("judge") as arrivals,
         broker.consume("judge-timers") as timers,

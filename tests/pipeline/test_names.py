@@ -13,7 +13,6 @@ from pipeline.names import (
     InvalidNameError,
     is_base_version,
     is_version,
-    name_of_token,
     new_dated_id,
     parse_version,
     subject_token,
@@ -25,18 +24,6 @@ from pipeline.names import (
 names = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=40).filter(
     lambda name: name not in (".", "..")
 )
-
-
-@given(names)
-def test_a_token_is_one_subject_token_and_reads_back(name: str) -> None:
-    token = subject_token(name)
-    assert not set(token) & set(".*> \t\r\n")
-    assert name_of_token(token) == name
-
-
-@given(names, st.integers(0, 10**18 - 1))
-def test_versions_read_back(model: str, step: int) -> None:
-    assert parse_version(version_name(model, step)) == (model, step)
 
 
 @given(st.from_regex(r"(m|m@)@[\d+\-_ \n²]{1,22}", fullmatch=True) | st.text())

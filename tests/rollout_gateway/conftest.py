@@ -19,7 +19,7 @@ import openai
 import pytest
 from safetensors.numpy import save
 
-from pipeline.config import Config, FeedbackConfig, GatewayConfig, ModelConfig, NatsConfig, VllmConfig
+from pipeline.config import Config, FeedbackConfig, GatewayConfig, ModelConfig, NatsConfig, OutsideConfig, VllmConfig
 from pipeline.config import save as save_config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
@@ -100,7 +100,7 @@ StartGateway = Callable[..., GatewayProcess]
 
 
 @contextlib.contextmanager
-def _gateways(
+def gateways(
     tmp_path: Path, nats: NatsConfig, models: tuple[ModelConfig, ...], at: tuple[str, ...] = (), **defaults: Any
 ) -> Iterator[StartGateway]:
     """Starts gateways on the test's log, and stops them at the end. Keyword arguments are gateway settings. `urls` are
@@ -114,6 +114,7 @@ def _gateways(
             urls: tuple[str, ...] = (),
             max_loras: int = 4,
             max_signals: int = 1000,
+            outside: tuple[OutsideConfig, ...] = (),
             **settings: Any,
         ) -> GatewayProcess:
             config = Config(
@@ -122,6 +123,7 @@ def _gateways(
                 nats=nats,
                 vllm=VllmConfig(urls=urls or at, max_loras=max_loras),
                 models=models,
+                outside=outside,
                 feedback=FeedbackConfig(max_signals=max_signals),
                 gateway=with_values(GatewayConfig(), {"port": free_port(), **defaults, **settings}),
             )
@@ -141,7 +143,7 @@ def _gateways(
 def start_gateway(tmp_path: Path, nats_config: NatsConfig, vllm_server: VllmServer) -> Iterator[StartGateway]:
     """Starts gateways in front of the session's vLLM."""
     models = (ModelConfig(name="tictactoe", base=str(vllm_server.base)),)
-    with _gateways(tmp_path, nats_config, models, (vllm_server.url,)) as start:
+    with gateways(tmp_path, nats_config, models, (vllm_server.url,)) as start:
         yield start
     unload_all(vllm_server)
 
@@ -149,7 +151,7 @@ def start_gateway(tmp_path: Path, nats_config: NatsConfig, vllm_server: VllmServ
 @pytest.fixture
 def start_gateway_alone(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
     """Starts gateways without vLLM: `urls` are those of servers that a test makes itself."""
-    with _gateways(tmp_path, nats_config, (ModelConfig(name="tictactoe"),)) as start:
+    with gateways(tmp_path, nats_config, (ModelConfig(name="tictactoe"),)) as start:
         yield start
 
 
@@ -166,7 +168,7 @@ async def fake_vllm() -> AsyncIterator[FakeVllm]:
 def start_front(tmp_path: Path, nats_config: NatsConfig) -> Iterator[StartGateway]:
     """Starts gateways without an inference server: a model call that is admitted gets `no_replica`."""
     models = (ModelConfig(name="tictactoe"), ModelConfig(name="chess"))
-    with _gateways(tmp_path, nats_config, models, **{"replicas.wait_s": 0.1}) as start:
+    with gateways(tmp_path, nats_config, models, **{"replicas.wait_s": 0.1}) as start:
         yield start
 
 
@@ -182,7 +184,7 @@ def shared(folder: Path, url: str, **settings: Any) -> Iterator[GatewayProcess]:
     nats.start()
     try:
         models = (ModelConfig(name="tictactoe", base=str(VllmServer.base)),)
-        with _gateways(folder, NatsConfig(url=nats.url), models, (url,), **settings) as start:
+        with gateways(folder, NatsConfig(url=nats.url), models, (url,), **settings) as start:
             yield start()
     finally:
         nats.stop()

@@ -140,34 +140,6 @@ async def test_a_malformed_reply_is_a_502_and_the_gateway_goes_on(
     assert "Traceback" not in gateway.log
 
 
-ODD_MESSAGES: tuple[Any, ...] = (
-    {"role": "user", "tool_calls": 5},
-    {"role": "user", "content": "a", "tool_calls": {"a": 1}},
-    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"n": 10**30}}}]},
-    {"role": "assistant", "tool_calls": [5, {"function": 5}], "content": [5, {"text": 5}]},
-    {"role": 5, "content": 5},
-)
-
-
-async def test_odd_messages_are_detected_and_restored(
-    start_gateway_alone: StartGateway, scripted: Scripted, broker: Broker
-) -> None:
-    settings = {"detection.enabled": True, "detection.idle_s": 600.0}
-    gateway = await started(start_gateway_alone, scripted, **settings)
-    for odd in ODD_MESSAGES:
-        body = ASK | {"messages": [*ASK["messages"], odd]}
-        assert (await post(gateway, "/v1/chat/completions", body)).status_code == 200
-    lone = b'{"model": "tictactoe", "messages": [{"role": "user", "content": "\\ud83d"}]}'
-    refused = await post(gateway, "/v1/chat/completions", lone)
-    assert refused.status_code == 400
-    assert "surrogate" in refused.json()["error"]["message"]
-    out_of_range = b'{"model": "tictactoe", "messages": [{"role": "user", "content": "a", "x": 1e400}]}'
-    assert (await post(gateway, "/v1/chat/completions", out_of_range)).status_code == 400
-    await anyio.to_thread.run_sync(gateway.restart)
-    assert (await post(gateway, "/v1/chat/completions", ASK)).status_code == 200
-    assert "Traceback" not in gateway.log
-
-
 async def test_inline_system_is_merged_where_the_template_refuses_it(
     start_gateway_alone: StartGateway, scripted: Scripted, broker: Broker
 ) -> None:

@@ -19,6 +19,7 @@ from pipeline.config import Config
 from pipeline.errors import BrokerError
 from pipeline.events import (
     AlarmChanged,
+    AnswersCompared,
     DeadLettered,
     Event,
     ExchangeRecorded,
@@ -31,6 +32,7 @@ from pipeline.events import (
     PolicyLoaded,
     PolicyPromoted,
     Score,
+    ShadowAnswered,
     SignalGiven,
     TaskResult,
     TeacherAnswered,
@@ -86,6 +88,30 @@ def scored(group: str, rewards: Mapping[str, float], member: Mapping[str, Any] =
 
 def discarded(group: str, reason: Any, *trajectories: str, by: Any = "trainer", **more: Any) -> GroupDiscarded:
     return GroupDiscarded(project="p", group=group, model="m", trajectories=trajectories, reason=reason, by=by, **more)
+
+
+def shadow(trajectory: str, call: int = 0, **more: Any) -> ShadowAnswered:
+    """An apprentice's answer that differs from that of `exchange`."""
+    values: dict[str, Any] = {
+        "project": "p",
+        "trajectory": trajectory,
+        "call": call,
+        "model": "m",
+        "policy_version": "m@1",
+        "step": 1,
+        "outside": "master",
+        "response": b'{"choices": [{"message": {"role": "assistant", "content": "y"}}]}',
+        "sampled_ids": pack_ids([3, 4]),
+        "logprobs": pack_logprobs([-0.5, -0.25]),
+        "same": False,
+        "started_at": 1_000_000,
+    }
+    return ShadowAnswered(**(values | more))
+
+
+def compared(trajectory: str, call: int, outside: float, apprentice: float) -> AnswersCompared:
+    scores = {"outside_score": outside, "apprentice_score": apprentice}
+    return AnswersCompared(project="p", trajectory=trajectory, call=call, model="m", outside="master", **scores)
 
 
 def run_of_one_step() -> list[Event]:
@@ -173,6 +199,8 @@ def run_of_one_step() -> list[Event]:
             requests=1,
             tokens=9,
         ),
+        shadow("t0"),
+        compared("t0", 0, 1.0, 0.5),
         JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),
         DeadLettered(
             project="p",

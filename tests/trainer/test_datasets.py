@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -114,7 +115,7 @@ def trained_text(
     rows = pa.Table.from_pylist([{"messages": messages, **columns}]).to_pylist()
     tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = template or tokenizer.chat_template
-    sequences = conversations_as_tokens(Path("data"), rows, tokenizer, max_length)
+    sequences = conversations_as_tokens(Path("data"), rows, tokenizer, max_length, Counter())
     out = []
     for sequence in sequences:
         ids, labels = sequence["input_ids"], sequence["labels"]
@@ -142,19 +143,19 @@ def test_a_template_that_renders_earlier_replies_differently_gives_a_sequence_fo
     chat = [*ASKED, GOOD, *ASKED, BAD]
     assert trained_text(chat, template=shortens) == [["a1<|end|>"], ["c3<|end|>"]]
     opens = shortens.replace("'<|assistant|>'", "'<|assistant|>a1'")
-    with pytest.raises(TrainerError, match="row 0: the model's chat template renders another prompt once message 3"):
+    with pytest.raises(TrainerError, match=r"1 × can't be rendered: .*renders another prompt once message 3"):
         trained_text([*ASKED, *ASKED, *ASKED, BAD], template=opens)
 
 
 @pytest.mark.parametrize(
     ("messages", "max_length", "told"),
     [
-        (ASKED, 4096, "no reply of the assistant follows"),
+        (ASKED, 4096, "1 × no reply follows another message"),
         ([*ASKED, GOOD], 3, "begins within 3 tokens"),
         (
             [*ASKED, GOOD | {"tool_calls": [CALL | {"function": {"name": "x", "arguments": "{"}}]}],
             4096,
-            "row 0: .*no JSON",
+            "1 × can't be rendered: .*no JSON",
         ),
     ],
 )
@@ -199,7 +200,7 @@ def test_the_loss_of_sft_is_the_mean_over_the_tokens_that_are_trained(
     begin = max(1, len(before))  # no token before it predicts the first one
     expected = -logprobs.gather(1, ids[0, 1:, None])[begin - 1 :].mean()
     learner.checkpoints.prepare_folder()
-    pending = datasets.compute(learner, tmp_path / "scratch", DatasetStep(tmp_path, "sft", batch_size=2))
+    pending = datasets.compute(learner, tmp_path / "scratch", DatasetStep(tmp_path, "sft", batch_size=2), Counter())
     assert pending.manifest.event.metrics["dataset_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 

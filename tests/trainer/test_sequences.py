@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.chat.sampling import Defaults
-from pipeline.events import ExchangeRecorded, pack_logprobs
+from pipeline.events import ExchangeRecorded
 from tests.trainer.kit import exchange
 from trainer.sequences import TokenSequence, build
 
@@ -39,6 +39,7 @@ CASES: dict[str, tuple[list[ExchangeRecorded], list[tuple[list[int], list[int]]]
     "tokens forced by a grammar are context": ([call(0, [5], [7, 8, 9], forced=[1, 0, 1])], [([5, 7, 8, 9], [8])]),
     "a side call": ([call(0, [5], [7], side_call=True)], []),
     "a cancelled call": ([call(0, [5], [7], status="cancelled")], []),
+    "an answer that was not shown": ([call(0, [5], [7], status="unsure")], []),
     "a failed call": ([call(0, [5], [7], status="failed")], []),
     "a call without a reply": ([call(0, [5], [])], []),
     # At temperature 0 nothing was sampled, so there is no probability to push.
@@ -104,10 +105,3 @@ def test_logprobs_that_do_not_match_the_tokens_are_unknown() -> None:
     (sequence,) = build("t", [exchange("t", 0, [5], [7, 8], logprobs=[-1.0])])
     assert np.isnan(sequence.logprobs).all()
     assert trained(sequence) == [7, 8]
-
-
-def test_logprobs_are_those_recorded() -> None:
-    recorded = exchange("t", 0, [5], [7, 8], logprobs=[-0.25, float("nan")])
-    assert recorded.logprobs == pack_logprobs([-0.25, float("nan")])
-    (sequence,) = build("t", [recorded])
-    np.testing.assert_array_equal(sequence.logprobs, np.array([np.nan, -0.25, np.nan], np.float32))

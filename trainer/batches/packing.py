@@ -71,14 +71,19 @@ class Layout:
         if self.ends_RL is None:
             return None
         at_L = torch.arange(self.ends_RL.shape[1], device=self.ends_RL.device)
-        seen_RLL = (at_L[None, :, None] >= at_L[None, None, :]) & (at_L[None, :, None] < self.ends_RL[:, None, :])
+        return torch.stack([self.seen(row, at_L, at_L, span) for row in range(len(self.ends_RL))]).unsqueeze(1)
+
+    def seen(self, row: int, query_q: torch.Tensor, key_k: torch.Tensor, span: AttentionSpan = FULL) -> torch.Tensor:
+        """Whether the columns `query_q` of a row see its columns `key_k`, [q, k]. The layout has `ends_RL`."""
+        assert self.ends_RL is not None
+        seen_qk = (query_q[:, None] >= key_k) & (query_q[:, None] < self.ends_RL[row, key_k])
         if self.positions_RL is not None and span != FULL:
-            query_RL1, key_R1L = self.positions_RL[:, :, None], self.positions_RL[:, None, :]
+            query_q1, key_1k = self.positions_RL[row, query_q][:, None], self.positions_RL[row, key_k]
             if span.window:
-                seen_RLL &= query_RL1 - key_R1L < span.window
+                seen_qk &= query_q1 - key_1k < span.window
             if span.chunk:
-                seen_RLL &= query_RL1 // span.chunk == key_R1L // span.chunk
-        return seen_RLL.unsqueeze(1)
+                seen_qk &= query_q1 // span.chunk == key_1k // span.chunk
+        return seen_qk
 
     def to(self, device: torch.device) -> Layout:
         """The layout with its tensors on `device`."""

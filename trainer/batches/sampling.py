@@ -17,6 +17,9 @@ import torch
 from pipeline.chat.sampling import Defaults
 
 _OVERRIDE = "--override-generation-config"
+_LIKELY = 1024
+"""So many of the most probable tokens are ordered, if they decide what `top_k` and `top_p` leave. To order a whole
+vocabulary costs more than the rest of the loss."""
 
 
 def defaults_of(model: Any, flags: Mapping[str, str]) -> Defaults:
@@ -47,16 +50,35 @@ def restrict(logits_nV: torch.Tensor, targets_n: torch.Tensor, cuts_n3: torch.Te
         rows_mV = logits_nV[some].detach().clone()
         least_m = rows_mV.max(-1).values + min_p_n[some].log()
         rows_mV[rows_mV < least_m.unsqueeze(1)] = -torch.inf
-        ordered_mV, places_mV = rows_mV.sort(dim=-1)
-        size = rows_mV.shape[1]
-        k_m = torch.where(top_k_n[some] > 0, top_k_n[some], size).long().clamp(1, size)
-        kth_m1 = ordered_mV.gather(1, (size - k_m).unsqueeze(1))
-        ordered_mV[ordered_mV < kth_m1] = -torch.inf
-        gone_mV = ordered_mV.softmax(-1).cumsum(-1) <= 1 - top_p_n[some].unsqueeze(1)
-        gone_mV[:, -1] = False
-        gone_mV |= ordered_mV == -torch.inf
-        out_mV = torch.zeros_like(gone_mV).scatter(1, places_mV, gone_mV)
+        kept_mV = _kept(rows_mV, top_k_n[some], top_p_n[some])
+        out_mV = ~kept_mV
         out_mV.scatter_(1, targets_n[some].unsqueeze(1), False)
         out_nV = torch.zeros(logits_nV.shape, dtype=torch.bool, device=logits_nV.device)
         out_nV[some] = out_mV
     return logits_nV.masked_fill(out_nV, -torch.inf)
+
+
+def _kept(rows_mV: torch.Tensor, top_k_m: torch.Tensor, top_p_m: torch.Tensor) -> torch.Tensor:
+    """Return which tokens `top_k` and then `top_p` leave of each row, [m, V]. Tokens as probable as the `top_k`-th
+    stay, and the most probable one always does."""
+    size = rows_mV.shape[1]
+    k_m1 = torch.where(top_k_m > 0, top_k_m, size).long().clamp(1, size).unsqueeze(1)
+    p_m1 = top_p_m.unsqueeze(1)
+    whole_m1 = (k_m1 == size) & (p_m1 >= 1)
+    count = min(_LIKELY, size)
+    while True:  # once, or again with the whole vocabulary
+        ordered_mC, places_mC = rows_mV.topk(count, dim=-1)
+        kth_m1 = ordered_mC.gather(1, k_m1.clamp(max=count) - 1)
+        by_k_m1 = (k_m1 <= count) & (ordered_mC[:, -1:] < kth_m1)
+        ordered_mC = ordered_mC.masked_fill(by_k_m1 & (ordered_mC < kth_m1), -torch.inf)
+        total_m1 = torch.where(by_k_m1, ordered_mC.logsumexp(-1, keepdim=True), rows_mV.logsumexp(-1, keepdim=True))
+        sums_mC = (ordered_mC - total_m1).exp().cumsum(-1)
+        decided_m1 = by_k_m1 | whole_m1 | ((k_m1 == size) & (sums_mC[:, -1:] >= p_m1))
+        if count == size or bool(decided_m1.all()):
+            break
+        count = size
+    stays_mC = (sums_mC.roll(1, dims=-1) < p_m1) | (p_m1 >= 1)
+    stays_mC[:, 0] = True
+    kept_mV = torch.zeros(rows_mV.shape, dtype=torch.bool, device=rows_mV.device)
+    kept_mV.scatter_(1, places_mC, stays_mC & (ordered_mC > -torch.inf))
+    return kept_mV | (whole_m1 & (rows_mV > -torch.inf))

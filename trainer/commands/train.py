@@ -13,21 +13,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
 
-from pipeline.config import ConfigError
+from pipeline.config import Config, ConfigError
 from pipeline.log.broker import BrokerError
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.running.service import until_signalled
 from pipeline.running.state import read_state
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.printing import visible
 from trainer.commands import options
 from trainer.first import import_first
+
+if TYPE_CHECKING:
+    from trainer.datasets import DatasetStep
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--epochs", type=float, default=1.0)
     data.add_argument("--learning-rate", type=float, default=1e-5)
     data.add_argument("--batch-size", type=int, default=8, help="rows of an update")
-    data.add_argument("--max-length", type=int, default=4096, help="tokens of a row")
+    data.add_argument("--max-length", type=int, help="tokens of a row; default: vllm.max_model_len, else 4096")
     data.add_argument("--seed", type=int, default=0)
     return made
 
@@ -83,18 +89,26 @@ def main(argv: list[str] | None = None) -> None:
 
             work = partial(adopt, config, args.adopt, lambda version: print(f"adopted as {version}"))  # noqa: T201
         if args.on is not None:
-            from trainer.datasets import DatasetStep, train_on
+            from trainer.datasets import DatasetStep
 
-            step = DatasetStep(
-                args.on, args.kind, args.epochs, args.learning_rate, args.batch_size, args.max_length, args.seed
-            )
-            work = partial(train_on, config, step, lambda version: print(f"trained {version}"))  # noqa: T201
+            length = args.max_length or config.vllm.max_model_len or 4096
+            step = DatasetStep(args.on, args.kind, args.epochs, args.learning_rate, args.batch_size, length, args.seed)
+            work = partial(_on_data_set, config, step)
         try:
             anyio.run(work)
         except* (TrainerError, BrokerError) as group:
             raise options.FailedError("; ".join(str(e) for e in _leaves(group))) from group
 
     options.run("train", command)
+
+
+async def _on_data_set(config: Config, step: DatasetStep) -> None:
+    from trainer.datasets import train_on
+
+    versions: list[str] = []
+    left_out = await train_on(config, step, versions.append)
+    reasons = "".join(f"  {count} × {why}\n" for why, count in left_out.items()) or "  nothing\n"
+    sys.stdout.write(visible(f"trained {versions[0]}; conversations left out or cut:\n{reasons}"))
 
 
 def _leaves(group: BaseExceptionGroup[Exception]) -> list[Exception]:

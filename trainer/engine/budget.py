@@ -8,7 +8,7 @@ the batch's halvings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,18 +30,25 @@ class PassTooLargeError(RuntimeError):
         return self.indices[0] if len(self.indices) == 1 else None
 
 
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+"""In the messages of errors that have no class of their own: of host memory, of the driver, and of CUDA's libraries,
+such as `CUBLAS_STATUS_ALLOC_FAILED`."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch ran out of device memory, or of host memory, for which it has no exception class."""
+    """Whether PyTorch ran out of device memory or of host memory."""
     return isinstance(error, torch.OutOfMemoryError | PassTooLargeError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
     )
 
 
 class Budget:
     """The token budget of a pass over one engine's model. `limit` is `trainer.memory.tokens_per_batch`."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, save_memory: Callable[[], bool] = lambda: False) -> None:
+        """`save_memory` is tried before the budget is halved: it makes passes smaller some other way, and returns
+        whether it could."""
+        self._limit, self.save_memory = limit, save_memory
         self.tokens = limit
         """The current budget."""
 

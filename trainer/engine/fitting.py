@@ -111,12 +111,15 @@ def check_within_memory(
 
 
 def _handle_out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
-    """Halve the token budget of a pass, unless the failed pass held only one sequence.
+    """Save memory another way, or halve the token budget of a pass, unless the failed pass held only one sequence.
 
-    Returns the index of that sequence in the examples given to `work`; `None` if the budget was halved. Re-raises
+    Returns the index of that sequence in the examples given to `work`, else `None`. Re-raises
     `error` if it is no out-of-memory error, or if the budget can't be made smaller."""
     if not is_out_of_memory(error):
         raise error
+    if budget.save_memory():
+        logger.warning("out of memory: gradient checkpointing is on from now on", error=_first_line(error))
+        return None
     if isinstance(error, PassTooLargeError) and error.only_index is not None:
         return error.only_index
     if budget.tokens <= 1:

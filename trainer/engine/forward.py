@@ -216,9 +216,9 @@ class Forward:
         return {layer_type: masks[span] for layer_type, span in spans.items()}
 
     def _mask(self, layout: Layout, span: AttentionSpan) -> Any:
-        mask: Any = layout.dense_mask(span)
         if self.attention != "eager":
-            return planned(mask, layout.ends_RL, causal=span == FULL)
+            return planned(layout, span)
+        mask: Any = layout.dense_mask(span)
         # Eager attention adds the mask to the attention scores, so true becomes 0 and false the lowest number.
         dtype = self.trunk.dtype
         zero = torch.zeros((), dtype=dtype, device=mask.device)

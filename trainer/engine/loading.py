@@ -135,7 +135,9 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
     torch.manual_seed(config.seed)
     peft = get_peft_model(model, lora)
     disable_randomness(peft)
-    return LoadedModel(peft, lora, accepts_masks=True, checkpointing=checkpoint(model, config, device))
+    required = config.memory.gradient_checkpointing == "on"
+    checkpointing = wants_checkpointing(config, device) and checkpoint(model, required=required)
+    return LoadedModel(peft, lora, accepts_masks=True, checkpointing=checkpointing)
 
 
 def _quantization(config: TrainerConfig, dtype: torch.dtype) -> Any:
@@ -171,23 +173,24 @@ def base_digest(base: str, model: torch.nn.Module) -> str:
 
 
 def wants_checkpointing(config: TrainerConfig, device: torch.device) -> bool:
-    """Whether gradient checkpointing should be on, by the setting; `auto` means on CUDA only."""
-    if config.memory.gradient_checkpointing == "auto":
-        return bool(device.type == "cuda")
-    return bool(config.memory.gradient_checkpointing == "on")
+    """Whether a model is loaded with gradient checkpointing. With `auto` it is on a GPU where it can't be switched on
+    later (`PolicyModel.save_memory`): by Unsloth, and where processes wait for each other within a pass."""
+    memory = config.memory
+    if memory.gradient_checkpointing == "auto":
+        lockstep = memory.sharded or memory.context_parallel > 1
+        return bool(device.type == "cuda" and (lockstep or config.engine == "unsloth"))
+    return bool(memory.gradient_checkpointing == "on")
 
 
-def checkpoint(model: Any, config: TrainerConfig, device: torch.device) -> bool:
-    """Switch gradient checkpointing on if the settings say so. Returns whether it is on.
+def checkpoint(model: Any, *, required: bool) -> bool:
+    """Switch gradient checkpointing on. Returns whether it is on.
 
-    Raises `ConfigError` if the setting is `on` and the model does not support it."""
-    if not wants_checkpointing(config, device):
-        return False
+    Raises `ConfigError` if it is `required` and the model does not support it."""
     try:
         # The model draws no random numbers (see `disable_randomness`), so no generator state has to be restored.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     except (ValueError, NotImplementedError) as error:
-        if config.memory.gradient_checkpointing == "on":
+        if required:
             raise ConfigError(
                 f"trainer.memory.gradient_checkpointing: {type(model).__name__} does not support it ({error}); use "
                 "`auto` or `off`"

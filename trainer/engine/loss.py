@@ -10,7 +10,7 @@
 | `sapo` | 2511.20347: a soft gate in place of the clip | sequences of their tokens' means |
 | `vespo` | 2602.10693: a Gamma weight of the sequence's ratio to the sampler | tokens of the batch |
 
-Tests compare each with TRL's `GRPOTrainer` and with its formula written out token by token.
+Tests compare each with TRL's `GRPOTrainer`.
 
 Shape letters: S sequences, K most trained tokens in one of them, 1 one number for all. Logprobs are in nats.
 """

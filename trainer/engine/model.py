@@ -22,7 +22,7 @@ from trainer.engine.experts import served_name
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
 from trainer.engine.images import image_inputs_of
-from trainer.engine.loading import base_digest, device_for, load
+from trainer.engine.loading import base_digest, checkpoint, device_for, load
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import Logprobs, Weights
 from trainer.sequences import TokenSequence
@@ -63,6 +63,8 @@ class PolicyModel:
         self.set_threads()
         if self.device.type == "cuda" and config.memory.gpu_share:
             torch.cuda.set_per_process_memory_fraction(config.memory.gpu_share)
+        # cuDNN makes a plan for each new shape of a pass, in tens of milliseconds, and passes have all lengths.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.sharded = config.memory.sharded and process_group is not None
         self.context = 1 if process_group is None else config.memory.context_parallel
         """Number of processes that the rows of a pass are divided among."""
@@ -118,6 +120,15 @@ class PolicyModel:
         threads come and go."""
         if torch.get_num_threads() != self.config.threads:
             torch.set_num_threads(self.config.threads)
+
+    def save_memory(self) -> bool:
+        """Switch gradient checkpointing on, if `trainer.memory.gradient_checkpointing` leaves that to the trainer.
+        Returns whether it was off."""
+        memory = self.config.memory
+        if self.checkpointing or memory.gradient_checkpointing != "auto" or self.config.engine == "unsloth":
+            return False
+        self.checkpointing = checkpoint(self.peft.get_base_model(), required=False)
+        return self.checkpointing
 
     def move_base(self, device: torch.device) -> None:
         """Move the frozen weights to `device`. The adapter stays, since others hold views of it."""

@@ -35,7 +35,9 @@ def make_optimizer(
     config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState
 ) -> torch.optim.AdamW:
     """Return the optimizer with the progress of `state`, which is not changed, and the settings of `config`."""
-    optimizer = torch.optim.AdamW(parameters, foreach=True)
+    on_gpu = parameters[0].device.type == "cuda"
+    # One kernel for all parameters on a GPU.
+    optimizer = torch.optim.AdamW(parameters, fused=on_gpu, foreach=not on_gpu)
     if state.optimizer is not None:
         # A copy, because the optimizer changes its state in place and an abandoned step must leave `state` unchanged.
         optimizer.load_state_dict(copy.deepcopy(state.optimizer))

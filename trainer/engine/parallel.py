@@ -85,6 +85,8 @@ class Job:
     """The token budget of a pass."""
     packing: Packing
     work: Work
+    checkpointing: bool
+    """Whether memory ran out before, so that gradient checkpointing is on."""
 
 
 class ProcessGroup:

@@ -68,7 +68,7 @@ class Passes:
     def __init__(self, model: PolicyModel, process_group: ProcessGroup | None = None, number: int = 0) -> None:
         check_trainer(model.config)
         self.model, self._process_group, self._number = model, process_group, number
-        self.budget = Budget(model.config.memory.tokens_per_batch)
+        self.budget = Budget(model.config.memory.tokens_per_batch, model.save_memory)
         # Layers may differ in their heads, as Gemma 4's do.
         self.cost = Cost.of(model.multiplied, sum(_attention_width(c) for c in model.forward.text.per_layer_config))
         self.verified = verify(model)
@@ -123,7 +123,8 @@ class Passes:
     ) -> list[Any]:
         weights = {} if self._process_group is None else self.model.weights()
         packing = packing or self.packing_of(examples, groups)
-        job = Job(self._number, self.config, weights, examples, groups, self.budget.tokens, packing, work)
+        budget, checkpointing = self.budget.tokens, self.model.checkpointing
+        job = Job(self._number, self.config, weights, examples, groups, budget, packing, work, checkpointing)
         if self._process_group is not None:
             self._process_group.send(job)
         return self._do(job)
@@ -141,6 +142,8 @@ class Passes:
     def take_part(self, job: Job) -> None:
         """Do a worker process's part of `job`. A failure is logged; the process that sent the job raises it."""
         self.configure(job.config)
+        if job.checkpointing:
+            self.model.save_memory()
         self.model.load_adapter(job.weights)
         self.model.peft.zero_grad(set_to_none=True)
         try:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.batches.packing import pairs, segments
+from trainer.batches.packing import FULL, AttentionSpan, Layout, pairs, segments
 
 _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _PAIRS_A_CALL = 2**15
@@ -31,10 +32,11 @@ _PAIRS_A_CALL = 2**15
 class Segment:
     """A segment as `packing.segments` finds it."""
 
-    seen: Sequence[int]
-    """The earlier segments that it sees, then its own place."""
+    seen: Sequence[tuple[int, int]]
+    """The earlier segments that it sees, each with the number of its first columns that are seen, then its own."""
     mask: torch.Tensor | None
-    """[1, 1, queries, keys of the segments in `seen`]. `None`: it sees no earlier one, and itself causally."""
+    """[1, 1, queries, columns of `seen`], or `lower_right`. `None`: it sees no earlier one, and itself
+    causally."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,31 +46,51 @@ class Row:
     segments: list[Segment]
 
 
-def planned(mask_R1LL: torch.Tensor, ends_RL: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Return the mask of a layout, with a plan of its rows as its attribute `plan` if segments save time.
+def planned(layout: Layout, span: AttentionSpan) -> torch.Tensor:
+    """Return the mask of a layout that has `ends_RL`. Where segments save time, its attribute `plan` holds those of its
+    rows, and its values are nothing: no mask of L x L is made."""
+    assert layout.ends_RL is not None
+    ends_RL = layout.ends_RL.tolist()
+    calls = sum(len(segments(ends)) for ends in ends_RL)
+    if layout.ends_RL.numel() * layout.ends_RL.shape[1] - sum(map(pairs, ends_RL)) <= calls * _PAIRS_A_CALL:
+        mask: Any = layout.dense_mask(span)
+    else:
+        rows, length = layout.ends_RL.shape
+        mask = torch.ones(1, dtype=torch.bool, device=layout.ends_RL.device).expand(rows, 1, length, length)
+        mask.plan = [_plan_row(layout, row, ends, span) for row, ends in enumerate(ends_RL)]
+    planned_mask: torch.Tensor = mask
+    return planned_mask
 
-    `ends_RL` is the layout's. `causal`: nothing is hidden but what `ends_RL` hides, for example by a sliding window."""
-    plan = [_plan_row(mask[0], ends, causal) for mask, ends in zip(mask_R1LL, ends_RL.tolist(), strict=True)]
-    calls = sum(len(row.segments) for row in plan)
-    if mask_R1LL.numel() - sum(map(pairs, ends_RL.tolist())) > calls * _PAIRS_A_CALL:
-        mask_R1LL.plan = plan
-    return mask_R1LL
 
-
-def _plan_row(mask_LL: torch.Tensor, ends: Sequence[int], causal: bool) -> Row:
+def _plan_row(layout: Layout, row: int, ends: Sequence[int], span: AttentionSpan) -> Row:
     """Return which earlier segments each segment of a row sees, and its mask if it needs one.
 
     `ends[k]`: the column from which column k is seen no more. A key that is hidden within its own segment, as padding
-    is, needs a mask."""
+    is, needs a mask of its own, as do windows and chunks."""
     found = []
     pieces = segments(ends)
-    for start, stop, seen in pieces:
-        mask = None
-        if len(seen) > 1 or not causal or min(ends[start:stop]) < stop:
-            columns = [mask_LL[start:stop, slice(*pieces[j][:2])] for j in seen]
-            mask = torch.cat(columns, dim=1)[None, None]
+    device = layout.ids_RL.device
+    for start, stop, places in pieces:
+        mask: torch.Tensor | None = None
+        # The columns of a segment follow each other, so those that a branch shares are its first ones.
+        seen = [(j, sum(end > start for end in ends[slice(*pieces[j][:2])])) for j in places[:-1]]
+        seen.append((places[-1], stop - start))
+        if span != FULL or min(ends[start:stop]) < stop:
+            columns = torch.cat([torch.arange(pieces[j][0], pieces[j][0] + count, device=device) for j, count in seen])
+            mask = layout.seen(row, torch.arange(start, stop, device=device), columns, span)[None, None]
+        elif len(seen) > 1:
+            mask = lower_right(stop - start, sum(count for _, count in seen), device)
         found.append(Segment(seen, mask))
     return Row([stop - start for start, stop, _ in pieces], found)
+
+
+def lower_right(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """Return the causal mask of the last `queries` of `keys` columns: on a GPU as PyTorch's bias, by which it takes its
+    fused kernels, which know no other masks."""
+    if device.type == "cpu":
+        return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
+    bias: torch.Tensor = causal_lower_right(queries, keys)
+    return bias
 
 
 def tree_attention(
@@ -92,8 +114,8 @@ def tree_attention(
             _SDPA(
                 module,
                 query,
-                torch.cat([keys[j] for j in segment.seen], dim=2),
-                torch.cat([values[j] for j in segment.seen], dim=2),
+                torch.cat([keys[j][:, :, :count] for j, count in segment.seen], dim=2),
+                torch.cat([values[j][:, :, :count] for j, count in segment.seen], dim=2),
                 segment.mask,
                 **options,
             )[0]

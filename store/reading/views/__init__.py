@@ -11,9 +11,10 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | `groups` | groups, verdicts, rewards, signals, people's labels, the cost of judging |
 | `training` | checkpoints, delivery, lineage, staleness, steps |
 | `evaluations` | evaluations on held-out tasks |
-| `spending` | what learning cost and gained, who waits for whom, what runs cost |
+| `spending` | what learning cost and gained, who waits for whom, what runs cost, what an apprentice is worth |
 | `progress` | whether the training reward moved |
 | `alarms` | alarms |
+| `shadows` | shadow calls: an apprentice beside an outside model |
 | `losses` | runs that wait, runs that never trained, dead letters |
 """
 
@@ -23,7 +24,8 @@ from store.reading.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, SIGN
 from store.reading.views.losses import DEAD, STARVATION, WAITING
 from store.reading.views.progress import PROGRESS
 from store.reading.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
-from store.reading.views.spending import COSTS, SPENDING, UTILIZATION
+from store.reading.views.shadows import SHADOWS
+from store.reading.views.spending import COSTS, SPENDING, TAKEOVERS, UTILIZATION
 from store.reading.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, STALENESS, STEPS
 from store.reading.views.view import View
 
@@ -47,9 +49,11 @@ VIEWS: tuple[View, ...] = (  # each after the views that it reads
     WAITING,
     STARVATION,
     JUDGE_COST,
+    SHADOWS,
     SPENDING,
     UTILIZATION,
     COSTS,
+    TAKEOVERS,
     DEAD,
     ALARMS,
 )

@@ -18,6 +18,7 @@ TRAJECTORIES = View(
         "metrics": "Metrics given by the agent.",
         "metadata": "Metadata of the opening and of the end, JSON; if both have a key, the end's value counts.",
         "exchanges": "Number of exchange events; null while open.",
+        "cost_usd": "What providers charged for its calls, as far as it is known; null while open.",
         "opened_at": "When the run began, UTC.",
         "completed_at": "When the run ended, UTC; null while open.",
         "duration_s": "Seconds from `opened_at` to `completed_at`.",
@@ -32,7 +33,8 @@ TRAJECTORIES = View(
             CASE WHEN coalesce(o.metadata, '{{}}') IN ('', '{{}}') THEN coalesce(c.metadata, o.metadata)
               WHEN coalesce(c.metadata, '{{}}') IN ('', '{{}}') THEN o.metadata
               ELSE json_merge_patch(o.metadata, c.metadata)::VARCHAR END AS metadata,
-            c.exchanges, c.calls, c.prompt_tokens, c.sampled_tokens, c.calls_s, c.first_step, c.last_step, c.inferred,
+            c.exchanges, c.calls, c.prompt_tokens, c.sampled_tokens, c.calls_s, c.cost_usd,
+            c.first_step, c.last_step, c.inferred,
             coalesce(o.at, nullif(c.opened_at, {NEVER})) AS opened_at, c.at AS completed_at, o.paced_s,
             c.log_seq AS stream_seq, coalesce(nullif(c.traceparent, ''), o.traceparent) AS traceparent
           FROM rollout_completed c LEFT JOIN rollout_opened o
@@ -44,9 +46,9 @@ TRAJECTORIES = View(
             ON o.project = c.project AND o.trajectory = c.trajectory
         ), every_one AS (FROM ended UNION ALL BY NAME FROM begun)
         SELECT project, model, trajectory, group_id, task, attempt, split, outcome, reward, rewards, metrics, metadata,
-          exchanges, calls, prompt_tokens, sampled_tokens, calls_s, first_step, last_step, inferred, opened_at,
-          completed_at, epoch_us(completed_at - opened_at::TIMESTAMP) / 1e6 AS duration_s, paced_s, stream_seq,
-          nullif(split_part(traceparent, '-', 2), '') AS trace_id
+          exchanges, calls, prompt_tokens, sampled_tokens, calls_s, cost_usd, first_step, last_step, inferred,
+          opened_at, completed_at, epoch_us(completed_at - opened_at::TIMESTAMP) / 1e6 AS duration_s, paced_s,
+          stream_seq, nullif(split_part(traceparent, '-', 2), '') AS trace_id
         FROM every_one
         """,
     sources=(TrajectoryOpened, TrajectoryCompleted),

@@ -5,7 +5,7 @@ answered."""
 
 from __future__ import annotations
 
-from pipeline.events import ExchangeRecorded
+from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.statistics.utilization import BUSY
 from store.reading.views.view import NEVER, View
 
@@ -29,7 +29,7 @@ SPENDING = View(
     {
         "version": "The step's version; null for what was spent since the newest step.",
         "published_at": "When the step was published, UTC.",
-        "judge_usd": "Cost of the verdicts on groups, of all branches.",
+        "judge_usd": "Cost of the verdicts on groups, of all branches, and on single answers.",
         "train_gpu_s": "Seconds of the steps, times `trainer.processes`.",
         "serve_gpu_s": "Seconds in which an inference server answered a call, or several at once. A GPU that trainer "
         "and server share is counted for both.",
@@ -46,7 +46,10 @@ SPENDING = View(
           {_answering("replica", "serve_gpu_s")}
         ), spent AS (
           SELECT project, model, "at", said.cost_usd AS judge_usd
-          FROM (SELECT project, model, "at", unnest(verdicts) AS said FROM group_scored)
+          FROM (
+            SELECT project, model, "at", unnest(verdicts) AS said FROM group_scored
+            UNION ALL SELECT project, model, "at", unnest(verdicts) AS said FROM rollout_compared
+          )
           UNION ALL BY NAME
           SELECT project, model, "at", coalesce(metrics['gpu_s'], metrics['step_s']) AS train_gpu_s
           FROM policy_checkpoint
@@ -166,4 +169,47 @@ COSTS = View(
         FROM summed
         """,
     sources=(ExchangeRecorded,),
+)
+
+TAKEOVERS = View(
+    "takeovers",
+    "One row per run that an agent opened under the name of an outside model about which there is a decision: who "
+    "answered, what came of it, what it cost.",
+    {
+        "model": "Name of the outside model.",
+        "side": "`apprentice` or `master`: whose run it is, from its opening on.",
+        "version": "The apprentice's version that a decision gave the run; null if none.",
+        "reward": "The final reward of a scored run; null where none is known.",
+        "calls": "Number of calls that were answered.",
+        "apprentice_calls": "Those that the apprentice answered.",
+        "unsure_calls": "Answers of the apprentice that were not shown, because its mean logprob was too low.",
+        "instead_calls": "Calls that the master answered in a run of the apprentice: it was unsure, or did not answer.",
+        "cost_usd": "What providers charged.",
+        "opened_at": "When the run began, UTC.",
+    },
+    """
+        WITH names AS (SELECT DISTINCT project, asked AS name FROM rollout_opened WHERE asked <> ''), said AS (
+          SELECT project, trajectory, count(*) FILTER (status = 'complete') AS calls,
+            count(*) FILTER (status = 'complete' AND step >= 0) AS apprentice_calls,
+            count(*) FILTER (status = 'unsure') AS unsure_calls,
+            count(*) FILTER (status = 'complete' AND step < 0) AS master_calls,
+            coalesce(sum(cost_usd), 0) AS cost_usd
+          FROM rollout_exchange WHERE choice = 0 AND copied_from = '' GROUP BY ALL
+        ), final AS (
+          SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
+          WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
+        )
+        SELECT n.project, n.name AS model, if(o.model = n.name, 'master', 'apprentice') AS side,
+          nullif(o.pinned, '') AS version, o.trajectory, t.task, t.group_id, t.split, t.outcome,
+          if(t.outcome = 'scored', coalesce(f.reward, t.reward), NULL) AS reward, coalesce(s.calls, 0) AS calls,
+          coalesce(s.apprentice_calls, 0) AS apprentice_calls, coalesce(s.unsure_calls, 0) AS unsure_calls,
+          if(o.model = n.name, 0, coalesce(s.master_calls, 0)) AS instead_calls,
+          coalesce(s.cost_usd, 0) AS cost_usd, t.opened_at
+        FROM rollout_opened o
+        JOIN names n ON n.project = o.project AND n.name = coalesce(nullif(o.asked, ''), o.model)
+        JOIN trajectories t ON t.project = o.project AND t.trajectory = o.trajectory
+        LEFT JOIN said s ON s.project = o.project AND s.trajectory = o.trajectory
+        LEFT JOIN final f ON f.project = o.project AND f.trajectory = o.trajectory
+        """,
+    sources=(TrajectoryOpened, ExchangeRecorded),
 )

@@ -30,7 +30,7 @@ from store.showing.dashboard import labels
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
 from store.showing.dashboard.errors import PageError, SignInError
 from store.showing.dashboard.gateway import ACTIONS, Gateway
-from store.showing.pages import checkpoints, events, groups, judge, overview, texts, trajectories, what_if
+from store.showing.pages import checkpoints, events, groups, judge, overview, shadows, texts, trajectories, what_if
 from store.showing.pages.errors import ReadingError
 from store.showing.pages.history import History
 
@@ -56,6 +56,7 @@ _LISTS: dict[str, Callable[..., Data]] = {
     "trajectories": trajectories.trajectories,
     "checkpoints": checkpoints.checkpoints,
     "judge": judge.judge,
+    "shadows": shadows.shadows,
     "decisions": checkpoints.decisions,
     "whatif": what_if.what_if,
 }

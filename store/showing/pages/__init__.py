@@ -3,6 +3,7 @@
 | module | what lives there |
 | --- | --- |
 | `history` | one DuckDB over the views, refreshed as files appear |
+| `takeover` | what an apprentice is worth, in a sentence |
 | `summary` | an installation in sentences, and its raised alarms |
 | `intervals` | 95 % intervals of means |
 | `overview` | an installation as a whole: counts, curves; two branches compared |
@@ -10,6 +11,7 @@
 | `trajectories` | trajectories, one trajectory with its calls and tokens |
 | `checkpoints` | checkpoints, one checkpoint, decisions |
 | `judge` | what was measured of judges |
+| `shadows` | what an apprentice answers beside an outside model |
 | `what_if` | what would have been learned under other settings |
 | `events` | one event as it is stored |
 | `lists` | filters, order and paging of lists |

@@ -13,6 +13,7 @@ from pipeline.statistics.progress import reward_text
 from store.alarms.table import ALARMS
 from store.showing.pages.history import History, Row
 from store.showing.pages.intervals import SAMPLE, finite, sample_of
+from store.showing.pages.takeover import takeover_texts
 from store.showing.pages.texts import ago, number, signed, when
 
 _LAST = """
@@ -60,10 +61,11 @@ _ALARMS = "SELECT * FROM alarms WHERE cleared_at IS NULL ORDER BY since DESC, al
 def summary(history: History, selection: Row, now: datetime | None = None) -> dict[str, Any]:
     """Return the sentences about a model and branch.
 
-    `state`: `running`, `stopped`, or `unknown` where no supervisor ran here; `sentences`: whether the training reward
-    moved, the state, the gain, the last step, the runs that wait; `todo`: what to do; `alarms`: the raised ones;
-    `gain`: the figures of the gain, or `None`; `waiting`: the columns `runs`, `groups` and `newest` of the runs that
-    wait to be scored, and `until`, when the last one's wait for feedback ends (`None`: it waits for members)."""
+    `state`: `running`, `stopped`, or `unknown` where no supervisor ran here; `sentences`: what apprentices are worth,
+    whether the training reward moved, the state, the gain, the last step, the runs that wait; `todo`: what to do;
+    `alarms`: the raised ones; `gain`: the figures of the gain, or `None`; `waiting`: the columns `runs`, `groups` and
+    `newest` of the runs that wait to be scored, and `until`, when the last one's wait for feedback ends (`None`: it
+    waits for members)."""
     run = read_state(Path(history.config.run_dir))
     state = "unknown" if run is None else "running" if run.running else "stopped"
     alarms, gain = alarms_of(history), gain_of(history, selection)
@@ -74,6 +76,7 @@ def summary(history: History, selection: Row, now: datetime | None = None) -> di
     troubled = [f"{name} is {process.state}" for name, process in services if process.state != "ready"]
     raised = f" with {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}" if alarms else ""
     sentences = [
+        *takeover_texts(history),
         _reward_text(history, selection),
         {
             "running": f"The run is running{raised}{': ' if troubled else ''}{', '.join(troubled)}.",

@@ -97,6 +97,7 @@ NAMES = {
     "side_call": "a call beside the task",
     "cancelled": "the agent went away before the reply was complete",
     "failed": "the inference server broke off",
+    "unsure": "the apprentice was unsure, and the agent got another answer",
     "truncated": "cut off at the length limit",
     "greedy": "chosen greedily",
     "unsupported": "sampled under settings that the trainer can't compute",

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import journeywork.art as art
-from journeywork.art.mcp.types import MCPResource, MCPTool
-from journeywork.art.progress import GatherContext
 from journeywork.art.utils.sft import create_sft_dataset_iterator
-
-
-def test_a_name_without_a_value_hides_no_value_by_the_protocols_name() -> None:
-    schema = {"type": "object"}
-    assert MCPTool.from_dict({"name": "f", "parameters": None, "inputSchema": schema}).parameters == schema
-    assert MCPTool.from_dict({"name": "f", "parameters": None}).parameters == {}
-    assert MCPResource.from_dict({"uri": "u", "mime_type": None, "mimeType": "a/b"}).mime_type == "a/b"
-
-
-def test_a_share_of_exceptions_is_allowed_whole() -> None:
-    bar = SimpleNamespace(total=100, update=lambda n: None, set_postfix=lambda shown: None)
-    context = GatherContext(bar, max_exceptions=0.29)
-    assert [context.allow() for _ in range(30)] == [True] * 29 + [False]
 
 
 def test_the_chunks_of_a_data_set_share_one_schedule() -> None:

@@ -8,13 +8,6 @@ import pytest
 
 from journeywork.art.rewards import judge_process
 
-_NOISY = """
-import json, sys
-for line in sys.stdin:
-    print("Give feedback", "[]", '{"id": 99}', '{"id": %d}' % json.loads(line)["id"], sep="\\n", flush=True)
-"""
-
-
 _NEVER_ANSWERS = """
 import sys
 sys.stdin.read()
@@ -27,14 +20,6 @@ def started(monkeypatch: pytest.MonkeyPatch, program: str) -> judge_process.Judg
         judge_process.subprocess, "Popen", lambda _, **pipes: start([sys.executable, "-c", program], **pipes)
     )
     return judge_process.JudgeProcess()
-
-
-def test_lines_that_are_no_answers_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = started(monkeypatch, _NOISY)
-    try:
-        assert process.ask({}, {}).result(timeout=60) == {"id": 0}
-    finally:
-        process.close()
 
 
 @pytest.mark.anyio

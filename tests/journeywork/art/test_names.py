@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -11,38 +10,6 @@ from openai.types.chat import ChatCompletion
 import journeywork.art as art
 from journeywork.art.guided_completion import get_guided_completion_params
 from journeywork.art.trajectories import as_groups
-
-OF_PROGRAMS = {
-    "journeywork.art": "LocalBackend Messages Model ServerlessBackend Tools TrainConfig TrainSFTConfig TrainableModel "
-    "Trajectory TrajectoryGroup dev gather_trajectories gather_trajectory_groups retry",
-    "journeywork.art.dev": "EngineArgs InitArgs InternalModelConfig",
-    "journeywork.art.gather": "GatherContext set_gather_context wrap_group_awaitable",
-    "journeywork.art.guided_completion": "get_guided_completion_params",
-    "journeywork.art.langgraph": "init_chat_model wrap_rollout",
-    "journeywork.art.local": "LocalBackend",
-    "journeywork.art.local.backend": "LocalBackend",
-    "journeywork.art.mcp": "generate_scenarios",
-    "journeywork.art.mcp.generate_scenarios": "preview_scenarios",
-    "journeywork.art.megatron": "MegatronBackend",
-    "journeywork.art.pipeline_trainer": "PipelineTrainer",
-    "journeywork.art.rewards": "ruler_score_group",
-    "journeywork.art.serverless": "ServerlessBackend",
-    "journeywork.art.serverless.backend": "ServerlessBackend",
-    "journeywork.art.tinker": "TinkerBackend",
-    "journeywork.art.tinker_native": "TinkerNativeBackend",
-    "journeywork.art.utils": "iterate_dataset",
-    "journeywork.art.utils.litellm": "convert_litellm_choice_to_openai",
-    "journeywork.art.utils.logging": "err info ok step warn",
-    "journeywork.art.utils.sft": "create_sft_dataset_iterator",
-}
-"""What the seventeen programs (`programs`) and ART's notebooks of LangGraph and MCP import."""
-
-
-@pytest.mark.parametrize("module", OF_PROGRAMS)
-def test_a_name_that_programs_import_is_there(module: str) -> None:
-    found = importlib.import_module(module)
-    for name in OF_PROGRAMS[module].split():
-        assert callable(getattr(found, name)) or name in ("Messages", "Tools", "dev"), name
 
 
 @pytest.mark.parametrize(

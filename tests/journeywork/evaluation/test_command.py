@@ -91,15 +91,6 @@ def test_what_can_t_be_used_is_said_so(
     assert said in capsys.readouterr().err
 
 
-def test_a_stopped_run_is_no_gateway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another run may have its port by now."""
-    state = {"urls": {"gateway": "http://127.0.0.1:9"}, "services": {"gateway": {"state": "stopped"}}}
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(SystemExit):
-        main([*PLAYED, "m", "--run-dir", str(tmp_path)])
-    assert f"the run {tmp_path} is stopped: start it with `journeywork up`, or give --url" in capsys.readouterr().err
-
-
 def test_what_a_rollout_prints_is_no_part_of_the_json() -> None:
     entrant = "http://127.0.0.1:9/v1#m"
     done = evaluate(entrant, "--rollout", f"{KIT}:chatter", "--no-record", "--json")

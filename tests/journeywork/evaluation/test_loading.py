@@ -6,17 +6,8 @@ from pathlib import Path
 import pytest
 
 from journeywork.evaluation.loading import load_rollout, load_scenarios
-from tests.journeywork.evaluation import kit
 
 HERE = "tests.journeywork.evaluation.kit"
-
-
-def test_rollouts_and_tasks_are_loaded_by_name(tmp_path: Path) -> None:
-    assert load_rollout(f"{HERE}:play") is kit.play
-    assert load_scenarios(f"{HERE}:held_out") == load_scenarios(f"{HERE}:TASKS") == kit.TASKS
-    assert load_scenarios(f"{HERE}:TASKS", 2) == kit.TASKS[:2]
-    (tmp_path / "s.jsonl").write_text('{"id": "s-1"}\n\n{"id": "s\u2028-2"}\r\n', "utf-8")
-    assert load_scenarios(str(tmp_path / "s.jsonl")) == [{"id": "s-1"}, {"id": "s\u2028-2"}]
 
 
 @pytest.mark.parametrize(

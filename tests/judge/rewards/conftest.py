@@ -11,4 +11,3 @@ from judge.rewards import sandbox
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that the machine holds up for seconds is not taken for one that hangs."""
     monkeypatch.setattr(sandbox, "_START_S", 200.0)
-    monkeypatch.setattr(sandbox, "_GRACE_S", 60.0)

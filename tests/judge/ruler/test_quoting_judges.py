@@ -6,15 +6,12 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from judge.ruler.replies import UnreadableReplyError, parse_scores
-from tests.judge.kit import Model, ruler, transcript
-from tests.kits.scoring_server import Scorer, blocks, score_key
 
 IDS = ["abc101", "def202", "ghj303"]
 KEY = "score_pqr505"
@@ -268,27 +265,3 @@ def quoting_replies(draw: st.DrawFn) -> str:
 @given(quoting_replies())
 def test_no_quotation_in_any_place_of_a_reply_changes_a_score(reply: str) -> None:
     assert read(reply) in ({}, dict(zip(IDS, TRUTH, strict=True))), reply
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("form", FORMS)
-async def test_a_group_with_an_attacker_gets_the_judges_scores_or_none(form: str) -> None:
-    """The mean of both orders was 0.55 for a trajectory that the judge gave 0.1."""
-    quality = dict(zip(["attacker", "good", "fair"], TRUTH, strict=True))
-    texts = dict(zip(quality, [SWALLOWS, "fine", "fine"], strict=True))
-    group = [transcript(n, f"{texts[n]}\nquality={q}") for n, q in quality.items()]
-    calls = 0
-
-    def quoting(request: dict[str, Any]) -> str:
-        nonlocal calls
-        calls += 1
-        prompt = str(request["messages"][1]["content"])
-        if "could not be read" in prompt:
-            return str(Scorer()(request))
-        said = [(i, *text.rpartition("] ")[2].split("\nquality=")) for i, text in blocks(prompt, prompt.split()[2])]
-        reply = FORMS[form]([(i, float(score), quote) for i, quote, score in said])
-        return reply.replace(KEY, score_key(request))
-
-    scores, _ = await ruler(Model(quoting)).judge(group)
-    assert scores == pytest.approx(quality)
-    assert calls <= 4

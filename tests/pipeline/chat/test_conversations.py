@@ -115,16 +115,6 @@ def test_a_reply_that_comes_back_without_its_reasoning_is_the_same_message() -> 
     assert len(found.messages) == 4
 
 
-def test_another_call_of_the_same_tool_is_another_message() -> None:
-    def calling(at: int) -> Message:
-        return said(None, tool_calls=[{"function": {"name": "look", "arguments": json.dumps({"at": at})}}])
-
-    found, _ = build_conversations(
-        [call(0, [user("a")], calling(1)), call(1, [user("a"), calling(2), user("b")], said("c"))]
-    )
-    assert len(found) == 2
-
-
 def test_side_calls_are_read_only_where_there_is_nothing_else() -> None:
     title = call(0, [user("a title?")], said("T"), side_call=True)
     (found,), _ = build_conversations([title, call(1, [user("a")], said("b"))])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -25,11 +24,6 @@ from pipeline.log.broker import Broker, BrokerError
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
 from tests.conftest import free_port
 from tests.kits.events import checkpoint, exchange
-
-
-def test_every_command_that_lives_elsewhere_has_its_module() -> None:
-    missing = [module for module, _ in SUBCOMMANDS.values() if importlib.util.find_spec(module) is None]
-    assert not missing
 
 
 @pytest.mark.parametrize(
@@ -72,13 +66,6 @@ def test_what_a_command_logs_without_a_log_says_why(command: str, tmp_path: Path
     *logged, said = ended.stderr.splitlines()
     assert (ended.returncode, said.startswith("journeywork: no NATS server answers at")) == (1, True)
     assert all(json.loads(line)["error"] for line in logged)
-
-
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("journeywork ")
 
 
 def test_the_commands_that_are_known_are_those_of_the_parser() -> None:

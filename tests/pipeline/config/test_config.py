@@ -166,10 +166,6 @@ def test_flags_win_over_the_file_and_a_saved_run_loads_again(tmp_path: Path) -> 
     assert load() == Config()
 
 
-def test_a_model_may_be_named_as_hubs_name_models() -> None:
-    assert load(None, ["models.0.name=Qwen/Qwen3-4B", "models.0.base=Qwen/Qwen3-4B"]).models[0].name == "Qwen/Qwen3-4B"
-
-
 def test_a_judge_does_not_wait_longer_than_the_log_keeps_runs() -> None:
     with pytest.raises(ConfigError, match=r"judge\.timeout_s: a group may wait at most half"):
         check(with_values(Config(), {"nats.rollouts_max_age_h": 0.25, "judge.timeout_s": 600}))

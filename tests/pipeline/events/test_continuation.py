@@ -141,19 +141,6 @@ def test_the_longest_earlier_prefix_is_continued_not_the_last_one() -> None:
     assert (base_of(form), form.tokens) == (key_of(main), 800 + CHUNK)
 
 
-def test_what_saves_little_is_whole_and_what_is_small_is_not_remembered() -> None:
-    memory = RememberedExchanges(1_000_000)
-    first, second = exchange(0, [1] * 2_000, [3], b"{}"), exchange(1, [2] * 2_000, [5], b"{}")
-    memory.add(first, first)
-    assert memory.bytes > 0
-    assert memory.shortest(second) is second
-    small = exchange(2, [1] * 500, [3], b"{}")
-    before = memory.bytes
-    assert memory.shortest(small) is small
-    memory.add(small, small)
-    assert memory.bytes == before
-
-
 def test_memory_is_bounded_and_forgets_the_trajectory_that_was_unused_longest() -> None:
     memory = RememberedExchanges(50_000)
     names = [f"t{i}" for i in range(30)]

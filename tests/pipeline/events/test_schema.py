@@ -99,7 +99,7 @@ def test_every_event_survives_its_encoding_and_fields_that_a_newer_writer_adds(c
 def test_docstrings_of_fields_reach_the_columns() -> None:
     columns = {c.name: c for c in schema.documented(events.ExchangeRecorded)}
     assert columns["seq"].doc.startswith("Position of the call")
-    assert columns["status"].choices == ("complete", "cancelled", "failed")
+    assert columns["status"].choices == ("complete", "cancelled", "failed", "unsure")
     assert columns["prompt_ids"].kind == "list<int32>"
     assert {c.name: c for c in schema.columns(events.TrajectoryCompleted)}["reward"].nullable
 

@@ -117,12 +117,3 @@ async def test_an_address_given_to_a_command_is_checked_too() -> None:
         async with Broker.connect(NatsConfig(url="nats://name:hunter2@127.0.0.1:1")):
             pass
     assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [(["nats.users=a", "nats.nkey_seed=b"], "users and nkey_seed"), (["environment.gatway=[]"], "gatway")],
-)
-def test_settings_that_contradict_each_other_are_named(settings: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        load(None, settings)

@@ -41,6 +41,8 @@ PUBLISHED_TO = {
     "rollout.overdue": "N.N.N",
     "rollout.signal": "N.N.N.N.N",
     "rollout.teacher": "N.N.N",
+    "rollout.shadow": "N.N.N",
+    "rollout.compared": "N.N.N",
     "group.scored": "N.N.N.N.main",
     "group.discarded": "N.N.N.main",
     "group.measured": "N.N.N",

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
-from judge.commands.rejudge import Rejudge
-from judge.service import Judge
 from pipeline.commands import dead_letters as dead
-from pipeline.commands.status import read_log
-from pipeline.config import Config, JudgeConfig, NatsConfig, SigningConfig
+from pipeline.config import NatsConfig
 from pipeline.errors import UndecodableError
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
     Event,
     ExchangeRecorded,
-    GroupScored,
     TrajectoryOpened,
     decode,
     encode,
@@ -28,12 +23,11 @@ from pipeline.events import (
     pack_seqs,
 )
 from pipeline.log.broker import READER, Broker
-from pipeline.security.signing import Trust
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
 from rollout_gateway.serving import pacing
 from rollout_gateway.serving.policies import Policies
-from tests.kits.events import checkpoint, completed, exchange
+from tests.kits.events import checkpoint, exchange
 
 pytestmark = pytest.mark.anyio
 
@@ -173,50 +167,3 @@ async def test_a_run_goes_on_behind_it(broker: Broker) -> None:
     assert ended.exchanges == 3
     history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
     assert [r.event.seq for r in history] == [0, 1, 2]
-
-
-async def test_a_judge_looks_up_its_groups(broker: Broker, nats_config: NatsConfig) -> None:
-    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=2))
-    await throw(broker, "group.discarded.p.m.g.judge.x")
-    await throw(broker, "rollout.completed.p.m.garbage")
-    async with (
-        broker.consume("judge") as messages,
-        broker.consume("judge-timers") as timers,
-        anyio.create_task_group() as tg,
-    ):
-        tg.start_soon(Judge(broker, config, None, "j").run, messages, timers)
-        for name, reward in (("a", 0.0), ("b", 1.0)):
-            await broker.publish(msgspec.structs.replace(completed(name), reward=reward))
-        with anyio.fail_after(60):
-            while not (scored := await broker.read(GroupScored)):
-                await anyio.sleep(0.02)
-        tg.cancel_scope.cancel()
-    assert len(scored) == 1
-    await throw(broker, "group.scored.p.m.h.j.main")
-    report = await Rejudge(broker, config, None, branch="again").run()
-    assert report.rejudged == 1
-
-
-async def test_status(broker: Broker, nats_config: NatsConfig) -> None:
-    await broker.publish(checkpoint(1))
-    await throw(broker, "policy.checkpoint.p.m.1")
-    status = await read_log(nats_config, Trust(SigningConfig()), "p")
-    assert status["policies"] == {"m": "m@1"}
-    assert len(await buried(broker)) == 1
-
-
-async def test_a_trainer_recovers(broker: Broker, nats_config: NatsConfig, tmp_path: Path) -> None:
-    from tests.trainer import kit
-    from trainer.gpu_turns import GpuTurns
-    from trainer.learner import make_learners
-    from trainer.service import Trainer
-
-    config = kit.settings(kit.make_model(tmp_path / "base"), tmp_path, nats_config, groups_per_step=1)
-    await throw(broker, "policy.checkpoint.p.tiny.999")
-    await throw(broker, "policy.checkpoint.p.tiny.998", encode(BROKEN["group_seqs"]))
-    await throw(broker, "group.scored.p.tiny.g.j.main")
-    learners = make_learners(config, None)
-    trainer = Trainer(config, broker, learners, GpuTurns(config))
-    await trainer.recover()
-    assert trainer.queues["tiny"].step == 0
-    assert [x.stream for x in await buried(broker)] == ["POLICY"] * 2

@@ -91,10 +91,6 @@ def test_an_address_in_an_override_comes_before_that_of_the_started_log(override
     assert installation_settings(overrides=["nats={sync=2.0}"]).nats.url == "nats://now:1"
 
 
-def test_a_service_with_several_addresses_gives_the_first() -> None:
-    assert RunState(urls={"vllm": ("http://a:1", "http://a:2")}).url("vllm") == "http://a:1"
-
-
 def test_a_stopped_run_has_no_address(runs: Path) -> None:
     """Another run may have its ports by now."""
     folder = make(runs / "a", settings='[nats]\nurl = "nats://before:1"\n')
@@ -146,12 +142,6 @@ def test_settings_of_which_a_command_reads_a_part_are_not_checked_against_the_de
     installation_settings()
     assert installation_settings(sections=("models", "trainer")).trainer.lora.rank == 64
     assert installation_settings(sections=("store", "judge")).judge.timeout_s == 100_000
-
-
-def test_a_run_without_a_log_says_how_to_name_one(runs: Path) -> None:
-    make(runs / "a")
-    with pytest.raises(ConfigError, match="runs/a: the address of its log is not known"):
-        log_of(installation_settings())
 
 
 def test_a_run_that_trained_another_base_is_refused_before_anything_starts(tmp_path: Path) -> None:

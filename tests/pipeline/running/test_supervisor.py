@@ -90,22 +90,6 @@ async def test_a_process_that_is_being_launched_when_it_is_to_stop_does_not_run(
     assert not runs(watched.pid)
 
 
-@pytest.mark.parametrize("host", ["::1", "fd00::1"])
-async def test_an_ipv6_address_stands_in_brackets(
-    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In the state of the run, and in what `up` prints."""
-    settings = with_values(
-        config(tmp_path), {"gateway.host": host, "gateway.port": 8700, "ui.host": host, "ui.port": 8701}
-    )
-    supervisor = Supervisor(settings, [service("ui")])
-    supervisor._write_state()
-    urls = state(tmp_path)["urls"]
-    assert (urls["gateway"], urls["ui"]) == (f"http://[{host}]:8700", f"http://[{host}]:8701")  # type: ignore[index]
-    cli.console.print(cli._ready(settings, ["gateway"]), soft_wrap=True)
-    assert f"http://[{host}]:8700/v1" in capsys.readouterr().out
-
-
 async def test_a_start_that_hangs_is_ended_and_tried_again(tmp_path: Path) -> None:
     hang = f"""
 import pathlib, time
@@ -391,14 +375,6 @@ def test_vllm_on_a_cpu_is_one_process_that_leaves_a_core_free(
     assert env.get("OMP_NUM_THREADS") == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert one_process_environment()["OMP_NUM_THREADS"] == "1"
-
-
-def test_shares_of_the_gpu_that_can_not_be_say_so(tmp_path: Path) -> None:
-    base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
-    with pytest.raises(ConfigError, match="leaves no memory of the GPU to the inference server"):
-        make_plan(load(None, [*base, "trainer.memory.gpu_share=0.95"]), ("sampler", "trainer"))
-    with pytest.raises(ConfigError, match="--gpu-memory-utilization half is not a number"):
-        make_plan(load(None, [*base, 'vllm.args=["--gpu-memory-utilization", "half"]']), ("sampler", "trainer"))
 
 
 def test_an_empty_secret_ends_the_start_with_what_is_wrong(tmp_path: Path) -> None:

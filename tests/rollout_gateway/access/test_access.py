@@ -171,13 +171,6 @@ def test_a_refused_request_costs_the_runs_that_it_looked_at(start_front: StartGa
     assert 0 < int(Caller(gateway, "a").ask("GET", "/v1/models").headers["retry-after"]) < 64 / 5 * 60 / 2 + 60
 
 
-def test_a_group_is_completed_again_for_a_single_call(start_front: StartGateway) -> None:
-    gateway = start_front(keys=(key_config("a", calls_per_minute=100),))
-    for path, body in (*[("/v1/groups/g/complete", group_of(40))] * 2, ("/v1/feedback", ranking_of(40))):
-        assert Caller(gateway, "a").status("POST", path, body) in (200, 201)
-    assert Caller(gateway, "a").status("GET", "/v1/models") == 200
-
-
 def group_of(size: int) -> dict[str, Any]:
     """A group of runs that completing it opens."""
     member = {"reward": 1, "batch": {"id": "b", "groups": ["g"]}}

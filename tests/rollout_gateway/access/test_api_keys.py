@@ -258,23 +258,3 @@ def test_a_run_that_does_not_exist_gets_no_keys(
     assert ended.value.code == 2
     assert f"{typo} is no run: name another with --run-dir" in capsys.readouterr().err
     assert not typo.exists()
-
-
-def test_the_file_is_that_of_the_runs_settings(tmp_path: Path) -> None:
-    """Also in a run of another version, whose other settings are not those of this one."""
-    (tmp_path / "config.toml").write_text('gateway.keys_file = "access/ours.toml"\ntrainer.of_yore = 1\n')
-    keys_cli.main(["add", "--name", "k", "--run-dir", str(tmp_path)])
-    file = tmp_path / "access" / "ours.toml"
-    assert [key.name for key in read_keys(file)] == ["k"]
-    keys_cli.main(["revoke", "--name", "k", "--run-dir", str(tmp_path)])
-    assert read_keys(file) == ()
-    assert not (tmp_path / "keys.toml").exists()
-
-
-def test_a_run_without_keys_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keys_cli.main(["list", "--run-dir", str(tmp_path)])
-    assert capsys.readouterr().err == f"no keys: there is no file {tmp_path / 'keys.toml'}\n"
-    with pytest.raises(SystemExit):
-        keys_cli.main(["revoke", "--name", "k", "--run-dir", str(tmp_path)])
-    assert "there is no file" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

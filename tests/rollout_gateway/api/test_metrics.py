@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ async def test_counts_are_read_as_they_were_counted_and_labels_are_escaped() -> 
     fleet.add("http://127.0.0.1:1")
     fleet.replicas[0].name = 'a"b\\c\nd'
     fleet.replicas[0].ready = True
-    metrics = Metrics(fleet, registry)
+    metrics = Metrics(fleet, registry, Counter())
     for seconds in (0.001, 0.03, 500.0):
         metrics.count_call("/v1/chat/completions", 200, seconds)
     families = {f.name: f for f in text_string_to_metric_families(metrics.text().decode())}
@@ -46,7 +47,7 @@ async def test_counts_are_read_as_they_were_counted_and_labels_are_escaped() -> 
 async def test_the_dashboard_asks_for_metrics_that_exist_and_for_all_of_them() -> None:
     fleet = Fleet()
     fleet.add("http://127.0.0.1:1")
-    metrics = Metrics(fleet, Registry(cast(Any, None), "p", TrajectoryTokens(b"s" * 32, "p")))
+    metrics = Metrics(fleet, Registry(cast(Any, None), "p", TrajectoryTokens(b"s" * 32, "p")), Counter())
     metrics.count_call("/v1/chat/completions", 200, 0.1)
     series = {line.split("{")[0].split(" ")[0] for line in metrics.text().decode().splitlines()}
     # A histogram's sum and count, and when a counter was made, are in no panel.

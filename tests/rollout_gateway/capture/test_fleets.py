@@ -242,19 +242,6 @@ async def test_a_trimmed_history_and_a_handoff_go_on_in_the_same_run(start_gatew
     assert len(wholes(runs)) == 2
 
 
-async def test_arguments_that_are_no_json_come_back_in_the_same_run(start_gateway_alone: StartGateway) -> None:
-    """Claude Code sends them back under a name of its own."""
-    model = Model()
-    model.malformed = True
-    async with front(start_gateway_alone, model) as gateway:
-        agent, messages = Agent(gateway.url), [user("Please read the parser.")]
-        (read,) = await agent.claude("You are Claude Code.", messages, MAIN)
-        read["input"] = {"__unparsedToolInput": read["input"]["_raw"]}
-        messages.append(claude_result(read, "Error: the input is no JSON."))
-        await agent.claude("You are Claude Code.", messages, MAIN)
-    assert [run.exchanges for run in await completed(gateway)] == [2]
-
-
 async def test_what_may_belong_to_several_runs_is_a_part_and_so_are_they(start_gateway_alone: StartGateway) -> None:
     """Runs of two tasks come to the same summary. The rest of one is nobody's, and none of the three is compared with
     runs that are whole."""

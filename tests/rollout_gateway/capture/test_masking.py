@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import events
-from pipeline.config import ConfigError, MaskConfig
+from pipeline.config import MaskConfig
 from pipeline.events import Event, ExchangeRecorded, PolicyEvaluated, SignalGiven, TrajectoryCompleted, TrajectoryOpened
 from pipeline.events.evaluation import TaskResult
 from pipeline.log.broker import Broker
@@ -223,11 +223,6 @@ async def test_people_are_named_by_pseudonyms() -> None:
         )
 
 
-def test_a_bad_pattern_is_named() -> None:
-    with pytest.raises(ConfigError, match="the pattern of 'x' can't be used"):
-        Masks([MaskConfig(name="x", pattern="(unclosed")])
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("pattern", ["(a+)+$", r"CORP\\\w+"])
 async def test_no_pattern_and_no_escapes_take_more_than_linear_time(pattern: str) -> None:
@@ -274,6 +269,7 @@ def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_ident
         "policy_version",
         "version",
         "other",
+        "outside",
         "finish_reason",
         "endpoint",
         "request_hash",

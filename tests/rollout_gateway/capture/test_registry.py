@@ -143,20 +143,6 @@ async def test_the_answers_that_a_call_refers_to_are_read_together(
         assert len(await here.exchanges_of(twice, Access("alice"))) == 2
 
 
-async def test_answers_of_runs_that_nobody_opened_cost_one_look(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registry, asked = Registry(broker, "test", TOKENS), list[str]()
-
-    async def opening(trajectory: str) -> None:
-        asked.append(trajectory)
-
-    monkeypatch.setattr(registry.log, "opening", opening)
-    invented = [f"chatcmpl-{new_answer_id(f't{i}')}" for i in range(100)]
-    assert await registry.exchanges_of(invented, Access("mallory")) == {}
-    assert len(asked) == 1
-
-
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0)

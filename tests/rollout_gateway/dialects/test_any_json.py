@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pipeline.chat.conversations import build_conversations
 from rollout_gateway.capture.conversations import quotes
 from rollout_gateway.capture.detection import _conversation
-from rollout_gateway.dialects import messages
 from rollout_gateway.dialects.calls import Call
 from rollout_gateway.dialects.endpoints import MALFORMED, read_answer, read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation
@@ -278,9 +277,3 @@ def test_half_a_surrogate_pair_is_named_with_its_place() -> None:
         read_chat(body)
     assert (refused.value.status, refused.value.param) == (400, "messages[0].content")
     assert read_chat(body.replace(b"\\ud83d", b"\\ud83d\\ude00")).choices == 1
-
-
-def test_arguments_that_are_nested_without_end_stay_text() -> None:
-    """A model may write them; they were a 500 of /v1/messages after the call was recorded."""
-    text = "[" * 5000
-    assert messages._arguments(text) == {"_raw": text}

@@ -6,14 +6,13 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.dialects.kit import CODEX, NO_SPACE, claude
-from tests.rollout_gateway.kit import ASK, exchanges
+from tests.rollout_gateway.kit import exchanges
 
 pytestmark = pytest.mark.anyio
 
@@ -69,15 +68,6 @@ async def test_errors_of_messages_are_anthropics_whatever_the_prefix(gateway: Ga
                 assert body["error"]["type"] == wanted.get(reply.status_code, "api_error")
 
 
-@pytest.mark.vllm
-async def test_top_logprobs_need_logprobs(gateway: GatewayProcess) -> None:
-    for client in (gateway.client(max_retries=0), gateway.agent(gateway.open(), max_retries=0)):
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(**ASK, top_logprobs=2)
-        assert refused.value.param == "top_logprobs"
-        assert client.chat.completions.create(**ASK, top_logprobs=2, logprobs=True).choices[0].logprobs
-
-
 # -- tools of /v1/responses --------------------------------------------------------------------------------------------
 
 
@@ -111,26 +101,6 @@ async def test_tools_of_namespaces_are_called_by_their_own_names(
     assert [t["function"]["name"] for t in asked["tools"]] == ["exec", "mcp__games__move", "apply_patch"]
     assert asked["messages"][1]["tool_calls"][0]["function"]["name"] == "mcp__games__move"
     assert all(e.sampled_ids and e.forced for e in events)
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_tools_type_ends_no_header(gateway: GatewayProcess, stream: bool) -> None:
-    forged = "computer\r\ncontent-length: 0\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nforged"
-    tools = [
-        {"type": forged},
-        {"type": "web_search\u00e9"},
-        *({"type": f"computer{i}" + "y" * 5000} for i in range(40)),
-    ]
-    body = {"model": "tictactoe", "input": "a1=x", "max_output_tokens": 2, "tools": tools, "stream": stream}
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
-        reply = client.post("/v1/responses", json=body)
-        assert reply.status_code == 200, reply.text
-        shown = reply.headers["x-journeywork-left-out"].split(", ")
-        assert shown[:2] == ["computer??content-length??0????HTTP?1.1?200?OK??content-length??", "web_search?"]
-        assert len(shown) == 16
-        assert max(map(len, shown)) == 64
-        assert client.get("/health").json() != "forged"
 
 
 def _last(reply: httpx.Response) -> Any:

@@ -77,18 +77,6 @@ def test_cut_and_decoded_are_the_same(size: int) -> None:
     assert all(c["logprobs"] is None for reply in cut[4] for c in reply["choices"])
 
 
-def test_chunks_of_another_shape_between_keep_their_order() -> None:
-    parts = stream("a", "b", "c", "d").split(b"\n\n")
-    odd = chunk("B", 1)
-    odd["choices"][0]["new_field"] = {"x": 1}
-    parts[2] = b"data: " + json.dumps(odd).encode()
-    data = b"\n\n".join(parts)
-    cut = captured(data, 50, cut=True)
-    assert cut == captured(data, 50, cut=False)
-    assert cut[3]["choices"][0]["message"]["content"] == "aBcd"
-    assert cut[4][2]["choices"][0]["new_field"] == {"x": 1}
-
-
 def test_an_invalid_delta_ends_the_stream_and_leaves_what_came_before() -> None:
     """The handler then records the reply as far as it came."""
     capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))

@@ -26,11 +26,13 @@ from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.outside import providers
 from rollout_gateway.outside.relay import EventBuffer, Relay
 from rollout_gateway.outside.requests import CHAT
+from store.reading import sql
 from tests.conftest import free_port
 from tests.rollout_gateway.conftest import PROJECT
 from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.outside.conftest import KEY, StartOutside, table
 from tests.rollout_gateway.outside.provider import Provider, Reply, chunks, completion, stream, whole
+from tests.store.kit import fill
 
 pytestmark = pytest.mark.anyio
 
@@ -134,8 +136,8 @@ def request_() -> Any:
 
 
 def relay_of(*tables: OutsideConfig) -> Any:
-    calls: Any = None
-    relay = Relay(tables, calls)
+    absent: Any = None
+    relay = Relay(tables, absent, absent)
     call = relay.read(CHAT, b'{"model": "master", "messages": []}')
     return relay, call
 
@@ -347,7 +349,11 @@ async def test_providers_key_is_in_no_file_and_no_answer(
     gateway.stop()
     events = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=run["id"])
     assert len(events) == 6
-    assert all(KEY.encode() not in encode(e.event) for e in events), "nor in lake and backups, which are made of it"
+    assert all(KEY.encode() not in encode(e.event) for e in events), "nor in backups, which are copies of files and log"
+    fill(tmp_path / "lake", [recorded.event for recorded in events])
+    with sql.connect(tmp_path / "lake") as lake:
+        recorded_calls = lake.sql("FROM rollout_exchange").fetchall()
+    assert (len(recorded_calls), KEY in str(recorded_calls)) == (6, False)
     files = [Path(folder) / name for folder, _, names in os.walk(tmp_path) for name in names]
     assert any(KEY.encode() in path.read_bytes() for path in files) is False
     assert {path.name for path in files} >= {"config.toml", "gateway.log"}

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from journeywork import AsyncJourneywork, JourneyworkError, Trajectory
 from pipeline.log.broker import Broker
 from tests.kits.clients import closed_after_test
 from tests.rollout_gateway.kit import exchanges, key_config
@@ -285,3 +286,22 @@ def test_replies_of_odd_types(start_outside: StartOutside, provider: Provider) -
     provider.says(Reply(301, [], headers={"location": "http://127.0.0.1:1/"}))
     with pytest.raises(openai.InternalServerError):
         gateway.client(max_retries=0).chat.completions.create(model="master", messages=[])
+
+
+async def test_outside_model_plays_an_evaluation(start_outside: StartOutside, provider: Provider) -> None:
+    """Through the gateway, and without a version."""
+    gateway = start_outside(table(provider))
+    provider.says(whole(completion("b2")))
+
+    async def play(run: Trajectory, task: str) -> float:
+        async with openai.AsyncOpenAI(**run.openai) as agent:
+            reply = await agent.chat.completions.create(model=run.model, messages=[{"role": "user", "content": task}])
+        return float(reply.choices[0].message.content == task)
+
+    async with AsyncJourneywork(gateway.url) as client:
+        (result,) = (await client.evaluate(["master"], ["b2", "c3"], play, progress=False)).entrants
+        assert (result.version, [task.values["reward"] for task in result.tasks]) == ("", [1.0, 0.0])
+        with pytest.raises(JourneyworkError, match="no policy version"):
+            await client.record_evaluation(
+                {"evaluation": "e", "entrant": "master@1", "model": "master", "version": "master@1"}
+            )

@@ -19,16 +19,18 @@ from pipeline.events import PolicyPromoted
 from pipeline.names import split_point
 from rollout_gateway.serving.routing import _version_in_split
 from store.evidence import comparison, decide
-from store.evidence.comparison import Evidence, Guard, Metric, Plan, _bounds, read_evidence
+from store.evidence.comparison import Evidence, Guard, Metric, Plan, Share, _bounds, read_evidence
 
 TABLES = """
 CREATE TABLE trajectories (project TEXT, model TEXT, trajectory TEXT, outcome TEXT, opened_at TIMESTAMPTZ,
-  completed_at TIMESTAMPTZ, first_step INT, last_step INT, reward DOUBLE, exchanges INT DEFAULT 1);
+  completed_at TIMESTAMPTZ, first_step INT, last_step INT, reward DOUBLE, exchanges INT DEFAULT 1,
+  group_id TEXT DEFAULT '', cost_usd DOUBLE DEFAULT 0, calls_s DOUBLE DEFAULT 0);
 CREATE TABLE rewards (project TEXT, trajectory TEXT, branch TEXT, outcome TEXT, reward DOUBLE, scored_at TIMESTAMPTZ);
 CREATE TABLE signals (project TEXT, trajectory TEXT, kind TEXT, "call" INT, name TEXT, value DOUBLE,
   given_at TIMESTAMPTZ);
-CREATE TABLE rollout_opened (project TEXT, trajectory TEXT, pinned TEXT);
+CREATE TABLE rollout_opened (project TEXT, trajectory TEXT, pinned TEXT, asked TEXT DEFAULT '');
 """
+_RUN_COLUMNS = "project, model, trajectory, outcome, opened_at, completed_at, first_step, last_step, reward, exchanges"
 DEADLINE = 20
 """Microseconds, as all times here."""
 _PLAN = Plan(
@@ -36,7 +38,8 @@ _PLAN = Plan(
     guards=(Guard(sql="reward", worse="lower"), Guard(sql="coalesce(judged, feedback['stars'])")),
     deadline_s=DEADLINE / 1e6,
 )
-_BEGUN = Evidence(plan=_PLAN, candidate="m@2", control="m@1", percent=50, since=0, until=0)
+_SHARE = 50.0
+_BEGUN = Evidence(plan=_PLAN, candidate="m@2", control="m@1", shares=(Share(percent=_SHARE),))
 _END = 10**6
 
 Run = tuple[int, int, int | None]  # version, times at which it was opened and at which it ended
@@ -55,7 +58,7 @@ def _time(at: int) -> datetime:
 def _id(number: int, step: int) -> str:
     """An id of a run that the split gives this version."""
     ids = (f"r{number}-{salt}" for salt in itertools.count())
-    return next(id_ for id_ in ids if (split_point(id_) < _BEGUN.percent) == (step == 2))
+    return next(id_ for id_ in ids if (split_point(id_) < _SHARE) == (step == 2))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,9 @@ def _fill(connection: duckdb.DuckDBPyConnection, runs: list[Run], said: list[Sai
     for table, rows in (("trajectories", opened), ("signals", given), ("rewards", scored)):
         connection.execute(f"DELETE FROM {table}")
         if rows:
-            connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
+            marks = ", ".join("?" * len(rows[0]))
+            columns = f"({_RUN_COLUMNS})" if table == "trajectories" else ""
+            connection.executemany(f"INSERT INTO {table} {columns} VALUES ({marks})", rows)
     connection.commit()
     return ids
 
@@ -170,7 +175,7 @@ def test_a_run_has_the_side_of_its_id(connection: duckdb.DuckDBPyConnection) -> 
     )
     connection.execute("UPDATE trajectories SET first_step = 1 WHERE trajectory = ?", [ids[1]])
     connection.execute("UPDATE trajectories SET first_step = 1, last_step = 1 WHERE trajectory = ?", [ids[2]])
-    connection.execute("INSERT INTO rollout_opened VALUES ('p', ?, 'm@2')", [ids[3]])
+    connection.execute("INSERT INTO rollout_opened VALUES ('p', ?, 'm@2', '')", [ids[3]])
     _, (_, reward, _) = _look(connection, _END)
     connection.execute("DELETE FROM rollout_opened")
     assert reward == ([(0, 0), (4 / 20, 4 / 20)], [])
@@ -195,9 +200,8 @@ def test_what_is_no_number_of_a_run_of_this_project_does_not_count(connection: d
 @pytest.mark.parametrize(("high", "percent"), [(0.1, 25.0), (0.1, 75.0), (0.7, 10.0)])
 def test_rounded_means_stay_within_the_range(high: float, percent: float) -> None:
     """The mean of three times 0.1 is 0.10000000000000002, which no range from 0 to 0.1 has."""
-    finding = comparison._compared(
-        Metric(sql="reward", high=high), [(False, high)] * 60, [(False, 0.0)] * 60, percent, 0.05
-    )
+    part = comparison.Part(percent, [(False, high)] * 60, [(False, 0.0)] * 60)
+    finding = comparison._compared(Metric(sql="reward", high=high), [part], 0.05)
     assert finding.pairs
     assert finding.high <= high
 
@@ -212,7 +216,10 @@ def test_a_decision_that_differs_is_shown_as_it_was_recorded_and_as_it_is_now(
         'CREATE TEMP TABLE policy_promoted (project TEXT, model TEXT, evidence TEXT, other TEXT, "at" INT)'
     )
     text = msgspec.json.encode(recorded).decode()
-    connection.execute("INSERT INTO policy_promoted VALUES ('p', 'm', ?, '', 1), ('p', 'm', '{}', 'm@1', 0)", [text])
+    connection.execute(
+        "INSERT INTO policy_promoted VALUES ('p', 'm', ?, '', 1), ('p', 'm', ?, 'm@1', 0)",
+        [text, msgspec.json.encode(_BEGUN).decode()],
+    )
     monkeypatch.setattr(decide, "installation_settings", lambda *_, **__: Config(project="p"))
     monkeypatch.setattr(decide.sql, "connect", lambda _: connection)
     assert decide.main(["check"]) == 1

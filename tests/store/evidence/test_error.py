@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.names import split_point
-from store.evidence.comparison import Evidence, Guard, Metric, Plan, read_evidence
+from store.evidence.comparison import Evidence, Guard, Metric, Plan, Share, read_evidence
 from tests.store.evidence.test_comparison import TABLES
 
 COMPARISONS, RUNS = 100, 240
@@ -128,7 +128,7 @@ def _play(
 def _begun(percent: float) -> Evidence:
     solved = "coalesce(reward, feedback['solved'])"
     plan = Plan(metric=Metric(sql=solved), guards=(Guard(sql=f"1 - {solved}", worse="higher"),), deadline_s=_DEADLINE_S)
-    return Evidence(plan=plan, candidate="m@2", control="m@1", percent=percent, since=0, until=0)
+    return Evidence(plan=plan, candidate="m@2", control="m@1", shares=(Share(percent=percent),))
 
 
 _SIDES = [loops, late_feedback, silent_if_it_failed, silent_control, crashes]

@@ -17,7 +17,7 @@ from pipeline.events import ExchangeRecorded, GroupScored, Hint, Member
 from pipeline.log.messages import Place
 from tests.trainer.kit import exchange
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory
-from trainer.batches.histories import Histories, TeacherPrompts, _render_hints
+from trainer.batches.histories import Histories, MayTrain, TeacherPrompts, _render_hints
 from trainer.distillation.prompts import HintedPrompts
 from trainer.tiny import make_tokenizer
 
@@ -30,14 +30,16 @@ def asked(trajectory: str, call: int, **more: Any) -> ExchangeRecorded:
     return exchange(trajectory, call, [5], [6], **{"request": request, "response": response, **more})
 
 
-def with_hints(tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None) -> TeacherPrompts:
+def with_hints(
+    tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None, **permitted: MayTrain
+) -> TeacherPrompts:
     """A group of two runs, whose worse one has so many hints on its call 0, as its teacher is asked."""
     make_tokenizer([]).save_pretrained(tmp_path)
     config = DistillConfig(best_run_reward=0.5, hint_template=" {hint}", correction_template=" best: {hint}")
     prompts = HintedPrompts(str(tmp_path), config, longest)
     worse = Member(trajectory="worse", reward=0.0, exchanges=1, hints=(Hint(call=0, text="b2"),) * hints)
     members = (Member(trajectory="best", reward=1.0, exchanges=1), worse)
-    return _render_hints(members, prompts, [(members[0], best), (worse, [asked("worse", 0)])])
+    return _render_hints(members, prompts, [(members[0], best), (worse, [asked("worse", 0)])], **permitted)
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,11 @@ def test_no_token_of_an_outside_model_trains(told: Sequence[tuple[str, Any, bool
     assert sorted(trained) == own
 
 
-def test_best_run_that_an_outside_model_answered_is_shown_to_no_other(tmp_path: Any) -> None:
-    taught = with_hints(tmp_path, [asked("best", 0, policy_version="outside:master")], 0, None)
-    assert (taught.hints, taught.hints_unused, taught.prompts) == (1, 1, {})
+@pytest.mark.parametrize("may", [True, False])
+def test_best_run_that_an_outside_model_answered_is_shown_where_it_may_train(tmp_path: Any, may: bool) -> None:
+    best = [asked("best", 0, policy_version="outside:master")]
+    taught = with_hints(tmp_path, best, 0, None, may_train=lambda version: may)
+    assert (taught.hints, taught.hints_unused, list(taught.prompts)) == (1, 1 - may, ["worse"] * may)
 
 
 @pytest.mark.parametrize(

@@ -102,11 +102,6 @@ def test_prefixes_are_shared_if_that_costs_less() -> None:
     assert not sharing_pays(group(1, 50), [0] * 8, cost)
 
 
-def test_sequences_without_a_common_prefix_are_laid_out_in_full() -> None:
-    group = [sequence([5, 6, 7], [2]), sequence([8, 9], [1])]
-    assert padded(group).tokens == prefix_shared(group, [0, 0]).tokens == 3
-
-
 @pytest.mark.parametrize("packing", ["padded", "prefix"])
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
 def test_micro_batches_hold_every_sequence_once_within_the_budget(packing: str, budget: int) -> None:
@@ -117,12 +112,6 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(packing: str, 
         assert len(batches) == 1
     if budget == 40 and packing == "padded":
         assert all(b.layout.ids_RL.numel() <= 40 for b in batches)
-
-
-def test_one_long_sequence_may_exceed_the_budget(engine: Engine) -> None:
-    long = sequence(list(range(2, 30)), [5, 27])
-    (batch,) = micro_batches([long], [0], 4, "padded")
-    assert batch.layout.tokens == 27
 
 
 def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -> None:

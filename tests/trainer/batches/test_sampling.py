@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.chat.sampling import NO_DEFAULTS, UNREADABLE, Defaults, sampling_of
 from pipeline.config import LoraConfig, LossConfig, TrainerConfig, VllmConfig
 from tests.trainer.kit import VOCAB, backward, exactly, exchange, stir
+from trainer.batches import sampling
 from trainer.batches.examples import Example
 from trainer.batches.packing import padded, prefix_shared
 from trainer.batches.sampling import defaults_of, restrict
@@ -123,12 +124,23 @@ def function_of_vllm(file: str, name: str) -> Callable[..., torch.Tensor]:
     return found
 
 
-def test_top_k_top_p_and_min_p_cut_as_in_vllm() -> None:
-    """Against vLLM's own code for top_k and top_p, and its definition of min_p."""
+@pytest.mark.parametrize("likely", [1024, 8])
+def test_top_k_top_p_and_min_p_cut_as_in_vllm(likely: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against vLLM's own code for top_k and top_p, and its definition of min_p; also where more than the tokens that
+    are ordered first are likely."""
+    monkeypatch.setattr(sampling, "_LIKELY", likely)
     cut = function_of_vllm("sample/ops/topk_topp_sampler.py", "apply_top_k_top_p_pytorch")
     torch.manual_seed(0)
     logits = torch.randn(40, VOCAB) * 2
-    for bounds in ((5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (6, 0.8, 0.05), (0, 1.0, 0.0)):
+    for bounds in (
+        (5, 1.0, 0.0),
+        (0, 0.7, 0.0),
+        (0, 0.1, 0.0),
+        (30, 0.9, 0.0),
+        (0, 1.0, 0.2),
+        (6, 0.8, 0.05),
+        (0, 1.0, 0.0),
+    ):
         top_k, top_p, min_p = bounds
         want = logits.clone()
         if min_p:
@@ -139,6 +151,15 @@ def test_top_k_top_p_and_min_p_cut_as_in_vllm() -> None:
         mine = restrict(logits, logits.argmax(-1), torch.tensor([bounds] * 40, dtype=torch.float32))
         assert torch.equal(mine, want), bounds
         assert (mine == -torch.inf).any() == (bounds != (0, 1.0, 0.0))
+    # Bounds of its own for each row, and tokens that are as probable as the last one that stays.
+    ties = logits.round()
+    of_each = torch.tensor([(0, 0.7, 0.0), (7, 1.0, 0.0), (20, 0.95, 0.0), (0, 1.0, 0.0)] * 10)
+    mine = restrict(ties, ties.argmax(-1), of_each)
+    k_each = torch.where(of_each[:, 0] > 0, of_each[:, 0], VOCAB).int()
+    kept = (mine > -torch.inf).sum(-1)
+    want = cut(ties.clone(), k_each, of_each[:, 1].clone())
+    assert torch.equal(kept, (want > -torch.inf).sum(-1))
+    assert torch.equal(mine.sort(-1).values, want.sort(-1).values)
 
 
 def test_a_token_that_the_policy_would_now_cut_keeps_its_logit() -> None:

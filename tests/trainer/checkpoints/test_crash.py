@@ -1,8 +1,7 @@
-"""Killed at every point of the commit protocol, and at random ones: the run ends as if nothing had happened."""
+"""Killed at every point of the commit protocol: the run ends as if nothing had happened."""
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -194,13 +193,3 @@ async def test_a_too_large_trajectory_is_discarded_once_at_whatever_point_the_tr
         (told,) = await kit.discards(broker)
         assert step.metrics["sequences_dropped"] == 1
         assert (told.reason, told.trajectories, told.version) == ("too_large", ("g-2",), "tiny@1")
-
-
-async def test_killed_ten_times_at_random(
-    lives: Lives, start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path
-) -> None:
-    rng = random.Random(6)
-    async with killed(lives, start_nats, tiny_base, tmp_path, 15, 38) as live:
-        for _ in range(10):
-            # A step passes about fifteen of these points: the ten deaths spread over the run.
-            assert live("any", rng.randrange(1, 40)) == DIED

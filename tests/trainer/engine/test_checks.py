@@ -207,16 +207,6 @@ def test_the_kl_to_the_base_model_is_measured_without_a_kl_term_too(engine: Engi
     assert (measured["tokens_checked"], in_the_loss["tokens_checked"]) == (measured["tokens_forward"], 0)
 
 
-@pytest.mark.usefixtures("every_step")
-def test_tokens_recorded_under_a_wrong_version_fail_the_step(engine: Engine, configured: Configure) -> None:
-    state = after(engine, 2)[-1]
-    wrong = sampled(engine, state, 0, 4, 0)
-    with pytest.raises(SamplerMismatchError, match=r"step 3 is not taken: .* differ by .* at the earlier version"):
-        engine.step(state, wrong, [0] * 4)
-    configured({"logprob_bound": 10.0})
-    assert engine.step(state, wrong, [0] * 4).metrics["sampler_logprob_diff"] > 1e-3
-
-
 def test_every_token_of_the_current_version_is_compared_with_the_sampler(engine: Engine, configured: Configure) -> None:
     """Without a pass of its own: the training pass has their logprobs."""
     state = engine.initial_state()

@@ -191,9 +191,3 @@ def test_bfloat16_has_its_own_logprob_bound(tmp_path: Path) -> None:
     assert not verify.Difference(mean=0.1, largest=0.2).within_bound(engine.config, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"trainer\.logprob_bound is 1e-12"):
         engine_of("qwen3", tmp_path / "other", logprob_bound=1e-12)  # which nothing meets
-
-
-def test_the_checked_sequences_are_longer_than_the_window() -> None:
-    chosen = verify.sequences(VOCAB, 1024, span=128)
-    assert max(len(s.ids) for s in chosen) > 128 + 24
-    assert max(len(s.ids) for s in verify.sequences(VOCAB, 64, span=4096)) <= 64

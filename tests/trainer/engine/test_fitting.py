@@ -29,7 +29,7 @@ def engine(tiny_base: str, tmp_path: Path) -> Engine:
         dtype="float64",
         logprob_bound=1e9,
         lora=LoraConfig(rank=4),
-        memory=MemoryConfig(tokens_per_batch=1024, packing="padded"),
+        memory=MemoryConfig(tokens_per_batch=1024, packing="padded", gradient_checkpointing="off"),
     )
     return exactly(Engine(tiny_base, config))
 
@@ -52,6 +52,33 @@ def long_one(tokens: int) -> Example:
     prompt = [2 + i % (VOCAB - 2) for i in range(tokens)]
     (sequence,) = build("long", [exchange("long", 0, prompt, [3, 4, 5])])
     return Example(sequence, 0.7)
+
+
+def test_out_of_memory_switches_checkpointing_on_before_passes_become_smaller(
+    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = MemoryConfig(tokens_per_batch=1024, packing="padded")
+    engine = exactly(
+        Engine(tiny_base, TrainerConfig(dtype="float64", logprob_bound=1e9, lora=LoraConfig(rank=4), memory=memory))
+    )
+    state = engine.initial_state()
+    examples = batch(engine, state)
+    whole = engine.step(state, examples, [0] * 6)
+    assert not engine.model.checkpointing
+    original = PolicyModel.scores
+
+    def limited(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
+        if not self.checkpointing:
+            raise torch.OutOfMemoryError("too much")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(PolicyModel, "scores", limited)
+    again = engine.step(state, examples, [0] * 6)
+    assert engine.model.checkpointing
+    assert again.metrics["token_budget"] == whole.metrics["token_budget"] == 1024
+    assert again.metrics["micro_batches"] == whole.metrics["micro_batches"]
+    for name, tensor in whole.state.weights.items():
+        torch.testing.assert_close(again.state.weights[name], tensor, rtol=1e-9, atol=1e-12)
 
 
 def test_out_of_memory_halves_the_budget_and_the_step_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,12 +52,6 @@ def test_settings_that_this_machine_can_not_run_are_errors(
         loading.device_for(TrainerConfig(**settings))
 
 
-def test_dtype_depends_on_the_device_unless_it_is_set() -> None:
-    assert loading.dtype_for(TrainerConfig(), CPU) == torch.float32
-    assert loading.dtype_for(TrainerConfig(), torch.device("cuda")) == torch.bfloat16
-    assert loading.dtype_for(TrainerConfig(dtype="bfloat16"), CPU) == torch.bfloat16
-
-
 def test_a_model_that_can_not_be_loaded_is_refused_in_one_sentence(
     tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,10 +199,12 @@ def test_checkpointing_gives_the_same_gradients(tmp_path: Path, family: str, pac
         torch.testing.assert_close(on[name], gradient, rtol=share, atol=share * float(gradient.abs().max()))
 
 
-def test_checkpointing_is_on_by_default_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_is_on_from_the_start_where_it_can_not_be_switched_on_later() -> None:
     wanted = loading.wants_checkpointing
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert [wanted(TrainerConfig(), d) for d in (cpu, gpu)] == [False, True]
+    assert [wanted(TrainerConfig(), d) for d in (cpu, gpu)] == [False, False]
+    for later in (TrainerConfig(engine="unsloth"), TrainerConfig(memory=MemoryConfig(sharded=True))):
+        assert [wanted(later, d) for d in (cpu, gpu)] == [False, True]
     assert [wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), d) for d in (cpu, gpu)] == [
         True,
         True,

@@ -123,13 +123,3 @@ def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
         assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, *cosine])
     if schedule == "linear":
         assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2 * 5 / 6, 1e-2 * 4 / 6])
-
-
-def test_rounded_adapters_are_half_the_size(tiny_base: str, tmp_path: Path) -> None:
-    sizes = []
-    for dtype in ("float32", "bfloat16"):
-        values = {"lora.rank": 64, "lora.dtype": dtype}
-        engine = Engine(tiny_base, with_values(TrainerConfig(), values))
-        files = adapter_files(engine.initial_state().weights, engine.model.lora, "b")
-        sizes.append(len(files["adapter_model.safetensors"]))
-    assert sizes[1] < 0.52 * sizes[0]

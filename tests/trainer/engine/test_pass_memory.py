@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.kits.settings import with_values
 from tests.trainer.kit import settings
 from trainer.batches.examples import Example
 from trainer.batches.packing import micro_batches
@@ -159,8 +158,7 @@ def test_a_pass_takes_the_memory_of_the_formula(
     engine = sizes.engine(tmp_path, dtype=dtype)
     for checkpointing in (False, True):
         if checkpointing:
-            config = with_values(engine.config, {"memory.gradient_checkpointing": "on"})
-            assert loading.checkpoint(engine.model.forward.model, config, engine.model.device)
+            assert loading.checkpoint(engine.model.forward.model, required=True)
         with Allocated() as allocated:
             sizes.make_pass(engine)
         assert allocated.peak == pytest.approx(sizes.peak(dtype, checkpointing, 16), rel=0.1), checkpointing
@@ -168,7 +166,7 @@ def test_a_pass_takes_the_memory_of_the_formula(
 
 @pytest.mark.parametrize(
     ("trainer", "cuts", "logit_bytes"),
-    [({"loss.entropy_coef": 0.1}, False, 20), ({}, True, 28)],
+    [({"loss.entropy_coef": 0.1}, False, 20), ({}, True, 20)],
     ids=["trained entropy", "top_k and top_p"],
 )
 def test_a_logit_takes_the_bytes_of_the_formula(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from tests.trainer.kit import backward, exactly, settings, stir, tree_of_conversations
 from trainer.batches.examples import Example
@@ -48,8 +49,14 @@ def attended(layout: Layout, mask: torch.Tensor, weights: torch.Tensor) -> list[
     return [output.detach(), *(part.grad for part in parts)]
 
 
+@pytest.mark.parametrize("lower_right", ["mask", "bias"])
 @pytest.mark.parametrize("span", [FULL, AttentionSpan(window=5), AttentionSpan(chunk=7)], ids=str)
-def test_segments_give_what_the_dense_mask_gives(span: AttentionSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_give_what_the_dense_mask_gives(
+    span: AttentionSpan, lower_right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with the bias that a GPU gets."""
+    if lower_right == "bias":
+        monkeypatch.setattr(tree_attention, "lower_right", lambda queries, keys, _: causal_lower_right(queries, keys))
     layout = layout_of((12, 4, 6), (1, 3, 3), (20, 1, 4), (9, 6, 1))
     dense = layout.dense_mask(span)
     assert dense is not None
@@ -57,7 +64,7 @@ def test_segments_give_what_the_dense_mask_gives(span: AttentionSpan, monkeypatc
     weights = torch.randn(*layout.ids_RL.shape, 4, 8, dtype=torch.float64)
     expected = attended(layout, dense, weights)
     monkeypatch.setattr(tree_attention, "_PAIRS_A_CALL", -(2**30))
-    mask = planned(dense.clone(), layout.ends_RL, causal=span == FULL)
+    mask = planned(layout, span)
     assert hasattr(mask, "plan")
     for mine, theirs in zip(attended(layout, mask, weights), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
@@ -83,10 +90,7 @@ def test_gradients_of_a_model_are_those_of_padded_rows(
 def test_a_plan_is_made_where_it_saves_pairs() -> None:
     for size, saves in (((2000, 8, 200), True), ((60, 8, 20), False)):
         layout = layout_of(size)
-        mask = layout.dense_mask()
-        assert mask is not None
-        assert layout.ends_RL is not None
-        plan = getattr(planned(mask, layout.ends_RL, causal=True), "plan", None)
+        plan = getattr(planned(layout, FULL), "plan", None)
         assert (plan is not None) == saves
         if plan is not None:
             (row,) = plan

@@ -47,15 +47,6 @@ def test_a_trainable_model() -> None:
             method()
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [("Model", {"name": "a"}), ("Model", {"project": "p"}), ("TrainableModel", {"name": "a", "project": "p"})],
-)
-def test_a_model_has_required_arguments(kind: str, arguments: dict[str, str]) -> None:
-    with pytest.raises(TypeError):
-        getattr(art, kind)(**arguments)
-
-
 def test_state_is_kept_and_merged(tmp_path: Path) -> None:
     def model() -> Any:
         return art.TrainableModel(name="a", project="p", base_model="b", base_path=str(tmp_path))
@@ -109,13 +100,6 @@ def test_rows_of_the_history_have_the_names_and_means_of_art(tmp_path: Path) -> 
         of("val", {"reward_std_dev": 0}) | counted(0, 0),
         of("discarded", named),
     ]
-
-
-def test_configurations_and_results_have_defaults() -> None:
-    config, sft = art.TrainConfig(), art.TrainSFTConfig()
-    assert (config.learning_rate, config.kl_penalty_coef) == (5e-6, 0.0)
-    assert (sft.learning_rate, sft.batch_size) == (5e-5, "auto")
-    assert art.TrainResult(step=1).metrics == {}
 
 
 def test_a_coroutine_function_is_tried_again() -> None:

@@ -7,35 +7,8 @@ import copy
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from .kit import CALL, TOOL, art, failed, gathered, played, rewards, said, user
-
-
-def test_a_trajectory_has_defaults_of_its_own() -> None:
-    given = [user("x")]
-    one, other = art.Trajectory(messages_and_choices=given), art.Trajectory()
-    one.metrics["a"] = 1
-    one.messages_and_choices.append(said("y"))
-    one.log("line")
-    assert given == [user("x")]
-    assert (other.messages_and_choices, other.reward, other.metrics, other.metadata) == ([], 0.0, {}, {})
-    assert (other.logs, other.tools, other.additional_histories) == ([], None, [])
-    assert (other.initial_policy_version, other.final_policy_version) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("field", "good", "bad"),
-    [
-        ("metadata", [{"a": value} for value in ("text", 3, 2.5, True, None)], {"a": [1]}),
-        ("metrics", [{"a": value} for value in (1, 0.5, True)], {"a": "many"}),
-        ("reward", [1, 0.5], "much"),
-    ],
-)
-def test_a_field_takes_plain_values_of_its_kind(field: str, good: list[Any], bad: Any) -> None:
-    assert [getattr(art.Trajectory(**{field: value}), field) for value in good] == good
-    with pytest.raises(ValidationError):
-        art.Trajectory(**{field: bad})
 
 
 def test_messages_are_those_of_dictionaries_and_choices_and_their_tool_calls() -> None:
@@ -48,16 +21,6 @@ def test_messages_are_those_of_dictionaries_and_choices_and_their_tool_calls() -
     (call,) = message["tool_calls"]
     assert (call["id"], call["type"], call["function"]) == ("c1", "function", CALL["function"])
     assert made.tools == [TOOL]
-
-
-def test_a_subclass_may_have_more_fields() -> None:
-    class Own(art.Trajectory):  # type: ignore[misc, name-defined]
-        answer: str | None = None
-
-    made = Own(reward=1, answer="x", rewrd=2)
-    assert not hasattr(made, "rewrd"), "an unknown field is ignored"
-    assert (made.answer, made.reward) == ("x", 1.0)
-    assert isinstance(art.TrajectoryGroup([made]).trajectories[0], Own)
 
 
 def test_a_trajectory_is_logged_and_read_from_json() -> None:
@@ -109,11 +72,6 @@ def test_an_awaited_group_plays_its_coroutines_at_the_same_time_and_raises_what_
     assert (most, len(group), group.metadata) == (5, 5, {"a": 1})
     with pytest.raises(RuntimeError, match="boom"):
         asyncio.run(run(failed()))
-
-
-def test_groups_come_in_their_order() -> None:
-    groups = gathered(lambda: [art.TrajectoryGroup([played(n, 0.03 - n / 100)]) for n in range(3)])
-    assert [rewards(group) for group in groups] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(

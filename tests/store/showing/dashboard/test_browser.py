@@ -31,6 +31,7 @@ PAGES = (
     "checkpoints",
     "judge",
     "compare",
+    "shadows",
     "whatif",
     "decisions",
     f"group/{quote(GROUPS[0], safe='')}",

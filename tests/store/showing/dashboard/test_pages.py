@@ -27,6 +27,7 @@ PAGES = (
     "checkpoints",
     "judge",
     "compare",
+    "shadows",
     "whatif",
     "decisions",
     "group/g0",

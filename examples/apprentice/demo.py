@@ -1,0 +1,162 @@
+"""`make apprentice`: from a provider's model to a model of one's own, on this machine.
+
+    python -m examples.apprentice.demo --seed 0 --run-dir runs/apprentice
+
+1. The agent sorts 300 messages of the inbox with the master, a provider's model at a price, through the gateway.
+2. `journeywork apprentice` trains the small model on the best of these runs.
+3. Agents sort further messages with the small model while the trainer trains it, as in `examples.inbox.demo`.
+
+Master, first and last version of the apprentice answer the same held-out messages. The history is checked, and
+`<run-dir>/report.json` has the quality of each and the money for a task. Exits with 1 if the run failed, or if its
+history holds what it must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.table import Table
+
+from examples.common.history import rows
+from examples.common.invariants import NEVER, counting
+from examples.common.running import ROOT, ExampleError, Installation, add_flags, flags, make_room, stop_when_told
+from examples.inbox import demo
+from examples.inbox.agent import Sorter
+from examples.inbox.messages import message
+from examples.inbox.report import console, say
+from examples.inbox.ways import Way
+from journeywork import AsyncJourneywork
+from journeywork.evaluation.results import EntrantResult
+from journeywork.transport import plain_errors
+
+MASTER, KEY_ENV = "master", "MASTER_KEY"
+RUNS = 300
+"""Messages that the master sorts for the apprentice."""
+RUNS_FROM = demo.EXAMPLES_FROM
+"""Number of the first of them. Messages of reinforcement learning have smaller numbers."""
+PRICES = {"input_usd": 2.5, "output_usd": 10.0}
+MONEY = "SELECT version, sum(cost_usd) / sum(runs) AS usd FROM costs GROUP BY version"
+
+
+@contextlib.contextmanager
+def master() -> Iterator[dict[str, Any]]:
+    """Run the provider in a process of its own, and yield its table of the settings."""
+    os.environ[KEY_ENV] = f"sk-{secrets.token_urlsafe(24)}"
+    command = [sys.executable, "-m", "examples.apprentice.master"]
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+    }  # it ends with its stdin
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as provider:
+        assert provider.stdout is not None
+        url = provider.stdout.readline().strip()
+        yield {"name": MASTER, "url": url, "model": "scripted-1", "api_key_env": KEY_ENV, "may_train": True, **PRICES}
+
+
+async def work_with_master(args: argparse.Namespace, up: Installation) -> EntrantResult:
+    """Let the master sort messages, and return what it makes of the held-out ones."""
+    sort = Sorter().rollout(training=False)
+    async with AsyncJourneywork(await up.ready()) as client:
+        messages = [message("train", RUNS_FROM + number, args.seed) for number in range(RUNS)]
+        options: dict[str, Any] = {"concurrency": demo.CONCURRENCY, "progress": False, "name": lambda m: m.id}
+        await client.gather(MASTER, messages, sort, group_size=1, **options)
+        held_out = [message("held_out", number) for number in range(args.held_out)]
+        compared = await client.evaluate([MASTER], held_out, sort, **options)
+    return compared.entrants[0]
+
+
+def conclude(master: EntrantResult, sft: EntrantResult, rl: EntrantResult, run_dir: Path, seconds: float) -> list[str]:
+    """Write and print the report. Return what must not be in the history and is."""
+    money = {row["version"]: row["usd"] for row in rows(run_dir, MONEY)}
+    found = {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER)) if row["count"]}
+    quality = {
+        name: {"value": e.mean, "ci95": [e.low, e.high], "n": e.count}
+        for name, e in ((n, r.estimate("solved")) for n, r in (("master", master), ("sft", sft), ("rl", rl)))
+    }
+    written = {
+        "quality": quality,
+        "money_per_task": {"master": money[f"outside:{MASTER}"], "now": money[rl.version]},
+        "versions": {"sft": sft.version, "rl": rl.version},
+        "wall_s": round(seconds, 1),
+        "findings": found,
+    }
+    (run_dir / "report.json").write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    table = Table("", "answered by", "held-out messages solved", "95 % interval", "USD for a task")
+    for (name, score), version in zip(quality.items(), (f"outside:{MASTER}", sft.version, rl.version), strict=True):
+        low, high = score["ci95"]
+        table.add_row(name, version, f"{score['value']:.3f}", f"{low:.3f} to {high:.3f}", f"{money[version]:.6f}")
+    console.print(table)
+    console.print(f"{seconds:.0f} s in all, report: {run_dir / 'report.json'}")
+    return [f"{count:,} times {name}" for name, count in found.items()]
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="seed of messages and trainer")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/apprentice"))
+    parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
+    parser.add_argument("--seconds", type=float, default=780, help="they end when the demo has run for this time")
+    parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
+    parser.add_argument("--base", type=Path, help="folder of another small language model")
+    add_flags(parser)
+    return parser.parse_args(argv, argparse.Namespace(began=time.monotonic()))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    run_dir: Path = args.run_dir.absolute()
+    stop_when_told()
+    try:
+        with master() as table, plain_errors(Exception):
+            settings = {**demo.settings_of(args), "outside": [table]}
+            make_room(run_dir)
+            say(f"the master sorts {RUNS} messages and {args.held_out} held-out ones")
+            up = Installation(run_dir, demo.SETTINGS, settings, "--services", "gateway,judge,store", *flags(args))
+            try:
+                by_master = anyio.run(work_with_master, args, up)
+            finally:
+                up.stop()
+            say(f"journeywork apprentice --runs {RUNS}")
+            options = (
+                "--runs",
+                str(RUNS),
+                "--least",
+                "1",
+                "--test-share",
+                "0",
+                "--",
+                "--epochs",
+                "2",
+                *demo.tuning(args),
+            )
+            print(demo.on_the_log(run_dir, settings, args, "apprentice", *options))
+            up = Installation(run_dir, demo.SETTINGS, settings, *flags(args))
+            try:
+                compared, _ = anyio.run(demo.play, Way("function"), args, up)
+            finally:
+                up.stop()
+            sft, rl, _ = compared.entrants
+        if findings := conclude(by_master, sft, rl, run_dir, time.monotonic() - args.began):
+            raise ExampleError("the history holds what it must not: " + "; ".join(findings))
+    except KeyboardInterrupt:
+        say(f"stopped; what was played so far is in {run_dir}")
+        raise SystemExit(130) from None
+    except ExampleError as error:
+        say(str(error))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Healing (`judge.healing`): an outside model corrects the call at fault of a run that scored low.
+
+The judge asks before it publishes the scored group, as it does with a teacher from outside. The outside model answers
+the call anew, through the gateway, from the messages that the policy had. Its answer teaches only if the judge model
+scores it higher than the policy's: then it is on the log as a signal of kind `correction`, and among the hints of the
+group's member, and `trainer.distill` learns from it as from any correction."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+
+from judge.comparing import AnswerJudge
+from judge.errors import UnscoredError
+from judge.ruler.transcripts import render_message
+from pipeline import crash
+from pipeline.concurrency.concurrently import concurrently
+from pipeline.config import Config, ConfigError
+from pipeline.events import AnswersCompared, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
+from pipeline.events.types import REWARD_TOLERANCE
+from pipeline.log.broker import Broker, HistoryGoneError
+from pipeline.names import outside_version
+from pipeline.running.ports import http_url
+from pipeline.telemetry.logs import get_logger
+
+logger = get_logger("judge.healing")
+
+NAME = "healing"
+"""Name and source of the signals."""
+_AT_ONCE = 8
+_SENT = ("messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens")
+_SHOWN = 50_000
+"""Characters of a run that the outside model reads to find the call at fault: its end."""
+_WHICH = """An agent did a task badly. Its replies are numbered. Which reply was the first that was wrong, the one to
+correct? Answer with one JSON object and nothing else: {"reply": <number>}.
+
+"""
+
+
+class HealingError(Exception):
+    """A run can't be healed, and why."""
+
+
+class Healer:
+    """Heals the runs of scored groups. Any number of judge processes may run one."""
+
+    def __init__(self, config: Config, broker: Broker, judge: AnswerJudge, client: httpx.AsyncClient) -> None:
+        """`client` posts to the gateway."""
+        self._config, self._broker, self._judge, self._client = config.judge.healing, broker, judge, client
+        self._table = next(t for t in config.outside if t.name == self._config.outside and t.dialect == "chat")
+        self._models = {model.name for model in config.models}
+        self._day, self._spent = 0, 0.0
+
+    async def heal(self, group: GroupScored) -> GroupScored:
+        """Return the group with the corrections of its low runs among their hints, within `judge.healing.wait_s`."""
+        if group.split != "train" or group.model not in self._models:
+            return group
+        low = [m for m in group.members if m.outcome == "scored" and m.reward < self._config.below]
+        hints: dict[str, Hint] = {}
+
+        async def correct(member: Member) -> None:
+            try:
+                if (hint := await self._correct(group, member)) is not None:
+                    hints[member.trajectory] = hint
+            except (HealingError, HistoryGoneError, UnscoredError) as error:
+                logger.warning("run not healed", trajectory=member.trajectory, reason=str(error)[:500])
+
+        with anyio.move_on_after(self._config.wait_s) as scope:
+            await concurrently(correct, low, _AT_ONCE)
+        if scope.cancelled_caught:
+            logger.error("runs not healed", group=group.group, reason="judge.healing.wait_s is over")
+        members = (
+            msgspec.structs.replace(m, hints=(*m.hints, hints[m.trajectory])) if m.trajectory in hints else m
+            for m in group.members
+        )
+        return msgspec.structs.replace(group, members=tuple(members)) if hints else group
+
+    async def _correct(self, group: GroupScored, member: Member) -> Hint | None:
+        """Return the correction of a run; `None` if there is none that is better. Raises `HealingError`,
+        `HistoryGoneError` and `UnscoredError`."""
+        names: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory}
+        if await self._broker.read(AnswersCompared, **names):
+            return await self._earlier(group, member)  # a judge died before it published the group
+        history = await self._broker.read(ExchangeRecorded, **names, at_least=member.exchanges)
+        if len(history) < member.exchanges:
+            raise HistoryGoneError(f"the whole history of trajectory {member.trajectory}")
+        calls = [e for e in (r.event for r in history) if _is_whole(e)]
+        if not calls:
+            raise HealingError("it has no whole chat completion of the policy")
+        call = await self._call_at_fault(calls, member)
+        sent = {k: v for k, v in msgspec.json.decode(call.request).items() if k in _SENT}
+        response = await self._ask(sent)
+        correction, said = _text(msgspec.json.encode(response)), _text(call.response)
+        if not correction or correction == said:
+            return None
+        compared = await self._judge.compare(
+            call, group.model, self._table.name, msgspec.json.encode(response), call.response
+        )
+        await self._broker.publish(compared)
+        crash.point("judge.healing_compared")
+        if compared.outside_score <= compared.apprentice_score + REWARD_TOLERANCE:
+            return None
+        by = outside_version(self._table.name)
+        signal = SignalGiven(
+            **names,
+            signal=f"{by}:{call.seq}",
+            model=group.model,
+            group=group.group,
+            call=call.seq,
+            name=NAME,
+            kind="correction",
+            text=correction,
+            by=by,
+            source=NAME,
+        )
+        await self._broker.publish(signal)
+        return _hint(signal)
+
+    async def _earlier(self, group: GroupScored, member: Member) -> Hint | None:
+        given = await self._broker.read(
+            SignalGiven, project=group.project, model=group.model, group=group.group, trajectory=member.trajectory
+        )
+        known = {(hint.call, hint.text) for hint in member.hints}
+        hints = (_hint(r.event) for r in given if r.event.source == NAME)
+        return next((hint for hint in hints if (hint.call, hint.text) not in known), None)
+
+    async def _call_at_fault(self, calls: Sequence[ExchangeRecorded], member: Member) -> ExchangeRecorded:
+        """Return the call with the lowest reward of its own; without such rewards, the one that the outside model
+        names."""
+        by_seq = {str(call.seq): call for call in calls}
+        graded = {seq: reward for seq, reward in member.call_rewards.items() if seq in by_seq}
+        if graded:
+            return by_seq[min(graded, key=lambda seq: (graded[seq], int(seq)))]
+        if len(calls) == 1:
+            return calls[0]
+        last = msgspec.json.decode(calls[-1].request)["messages"]
+        shown = [render_message(message) for message in last if message.get("role") != "assistant"]
+        replies = [f"Reply {call.seq}: {_text(call.response)}" for call in calls]
+        text = "\n".join([*shown, *replies])[-_SHOWN:]
+        answer = _text(msgspec.json.encode(await self._ask({"messages": [{"role": "user", "content": _WHICH + text}]})))
+        try:
+            named = msgspec.json.decode(answer[answer.find("{") : answer.rfind("}") + 1])["reply"]
+            return by_seq[str(named)]
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            raise HealingError("the outside model named no reply as the one at fault") from error
+
+    async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the outside model's chat completion. Raises `HealingError`."""
+        today = int(time.time() // 86_400)
+        if today != self._day:
+            self._day, self._spent = today, 0.0
+        if self._spent >= self._config.max_usd:
+            raise HealingError("judge.healing.max_usd of today is spent")
+        try:
+            answer = await self._client.post("/v1/chat/completions", json={**body, "model": self._table.name})
+            response: dict[str, Any] = answer.json()
+            if answer.status_code != 200:
+                raise HealingError(f"the gateway answered {answer.status_code}: {str(response)[:300]}")
+            usage = response.get("usage") or {}
+            tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        except (httpx.HTTPError, AttributeError, TypeError, ValueError) as error:
+            raise HealingError(f"the gateway at {self._client.base_url}: {type(error).__name__}: {error}") from error
+        self._spent += (tokens[0] * self._table.input_usd + tokens[1] * self._table.output_usd) / 1e6
+        return response
+
+
+@asynccontextmanager
+async def open_healer(config: Config, broker: Broker, judge: AnswerJudge | None) -> AsyncIterator[Healer | None]:
+    """Open the healer of the settings; `None` if there is none. Raises `ConfigError` for a missing key."""
+    settings = config.judge.healing
+    if not settings.outside or judge is None:
+        yield None
+        return
+    key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
+    if settings.api_key_env and not key:
+        raise ConfigError(f"judge.healing.api_key_env: the environment has no {settings.api_key_env}")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url = (settings.url or http_url(config.gateway.host, config.gateway.port)).rstrip("/").removesuffix("/v1")
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=settings.wait_s, trust_env=False) as client:
+        yield Healer(config, broker, judge, client)
+
+
+def _is_whole(call: ExchangeRecorded) -> bool:
+    """Whether the policy answered a call in one whole reply to messages."""
+    if call.step < 0 or call.choice or call.side_call or call.status != "complete":
+        return False
+    try:
+        return isinstance(msgspec.json.decode(call.request).get("messages"), list)
+    except (msgspec.DecodeError, AttributeError, RecursionError):
+        return False
+
+
+def _text(response: bytes) -> str:
+    """Return the reply of a chat completion as text, with its tool calls as JSON; empty if it has none."""
+    try:
+        message = msgspec.json.decode(response)["choices"][0]["message"]
+        calls = [msgspec.json.encode(call["function"]).decode() for call in message.get("tool_calls") or ()]
+        return "\n".join([*([str(message["content"])] if message.get("content") else []), *calls])
+    except (msgspec.DecodeError, AttributeError, LookupError, TypeError):
+        return ""
+
+
+def _hint(signal: SignalGiven) -> Hint:
+    return Hint(call=signal.call, text=signal.text, kind="correction", by=signal.by)

@@ -1,0 +1,204 @@
+"""Shadow calls: an apprentice is asked what an outside model was asked, and its answer is put on the log.
+
+Nobody waits for a shadow call. It begins when the agent has its answer, at an inference server that answers no agent's
+call, and is broken off when one comes; then it waits for its next turn. Its answer is an event of its own
+(`rollout.shadow`): no exchange, so it is part of no run, no group and no training row."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import msgspec
+
+from pipeline.config import GatewayConfig, OutsideConfig
+from pipeline.events import ShadowAnswered, now_us
+from pipeline.log.broker import BrokerError
+from pipeline.names import new_id, parse_version, split_point
+from pipeline.telemetry.logs import get_logger
+from rollout_gateway.capture.exchange import Exchange
+from rollout_gateway.dialects.calls import Answer, Call
+from rollout_gateway.dialects.endpoints import MALFORMED, read_answer, read_chat, upstream_body
+from rollout_gateway.dialects.permitted import SENT, Permitted
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.upstream import UpstreamError
+from rollout_gateway.serving.replicas import Fleet, Lease
+from rollout_gateway.serving.routing import VersionRouter
+
+log = get_logger("rollout_gateway.outside.shadow")
+
+_WAITING, _WAITING_BYTES = 256, 64 << 20
+"""Shadow calls that wait, and bytes of their requests, at most."""
+_BREAKS = 8
+"""How often a shadow call is broken off before it is dropped."""
+_OF_THE_STREAM = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(eq=False, slots=True)
+class _Shadow:
+    """A shadow call that waits or is under way."""
+
+    exchange: Exchange
+    table: OutsideConfig
+    call: Call
+    size: int
+    breaks: int = 0
+
+
+class Shadows:
+    """The shadow calls of a gateway process. `run` makes them."""
+
+    def __init__(
+        self,
+        tables: Iterable[OutsideConfig],
+        gateway: GatewayConfig,
+        fleet: Fleet,
+        router: VersionRouter,
+        permitted: Permitted,
+    ) -> None:
+        self._tables = {t.name: t for t in tables if t.shadow_percent > 0}
+        self._timeout_s, self._permitted = gateway.replicas.timeout_s, permitted
+        self._fleet, self._router = fleet, router
+        self._waiting: dict[str, deque[_Shadow]] = {name: deque() for name in self._tables}
+        self._bytes = 0
+        self._under_way: Counter[str] = Counter()
+        """Both by outside model."""
+        self.counts: Counter[str] = Counter()
+        """Shadow calls by how they ended: `answered`, `failed`, or `dropped` for want of a free server."""
+
+    def offer(self, exchange: Exchange) -> None:
+        """Ask the apprentice about this recorded and complete call of an outside model, if it is in the share."""
+        table = self._tables.get(exchange.call.params.model)
+        if table is None or split_point(f"{exchange.recorded_in.id}/{exchange.seq}") >= table.shadow_percent:
+            return
+        size = len(exchange.call.body)
+        waiting = self._waiting[table.name]
+        if len(waiting) >= _WAITING or self._bytes + size > _WAITING_BYTES:
+            self.counts["dropped"] += 1
+            return
+        try:
+            call = apprentice_call(exchange.call, table.apprentice, self._permitted)
+        except ApiError as error:
+            self._failed(exchange, error)
+            return
+        waiting.append(_Shadow(exchange, table, call, size))
+        self._bytes += size
+        self._fleet.idle.set()
+
+    async def run(self) -> None:
+        """Make the calls that are offered. Returns at once if there is no model to shadow, else never."""
+        async with anyio.create_task_group() as tasks:
+            while self._tables:
+                await self._fleet.idle.wait()
+                self._fleet.idle.clear()
+                for name in self._tables:
+                    while (turn := self._next(name)) is not None:
+                        tasks.start_soon(self._ask, *turn)
+
+    def _next(self, name: str) -> tuple[_Shadow, Lease, anyio.CancelScope] | None:
+        """Return the next shadow call of an outside model that can begin now, with its server and its scope there."""
+        table, waiting = self._tables[name], self._waiting[name]
+        if not waiting or self._under_way[name] >= table.shadow_calls:
+            return None
+        lease = self._fleet.acquire_idle(self._router.newest_loaded(table.apprentice))
+        if lease is None:
+            return None
+        shadow, scope = waiting.popleft(), anyio.CancelScope()
+        self._bytes -= shadow.size
+        self._under_way[name] += 1
+        lease.replica.shadows.add(scope)
+        return shadow, lease, scope
+
+    async def _ask(self, shadow: _Shadow, lease: Lease, scope: anyio.CancelScope) -> None:
+        answer, started_at = None, now_us()
+        try:
+            with scope:
+                answer = await self._answer(shadow.call, lease)
+        except (UpstreamError, *MALFORMED) as error:
+            self._failed(shadow.exchange, error)
+            return
+        finally:
+            lease.replica.shadows.discard(scope)
+            self._under_way[shadow.table.name] -= 1
+            lease.release()
+        if answer is not None:
+            await self._record(shadow, lease, answer, started_at)
+        elif shadow.breaks < _BREAKS:
+            shadow.breaks += 1
+            self._waiting[shadow.table.name].appendleft(shadow)
+            self._bytes += shadow.size
+        else:
+            self.counts["dropped"] += 1
+
+    async def _answer(self, call: Call, lease: Lease) -> Answer:
+        """Raises `UpstreamError`, and one of `MALFORMED`."""
+        body = upstream_body(call, lease.version, answer_id=new_id("shadow"))
+        reply = await lease.replica.upstream.request("POST", call.served_by, body, timeout_s=self._timeout_s)
+        data = await reply.read()
+        if reply.status != 200:
+            raise UpstreamError(f"it answered {reply.status}: {data[:300].decode(errors='replace')}")
+        return read_answer(data, call)
+
+    async def _record(self, shadow: _Shadow, lease: Lease, answer: Answer, started_at: int) -> None:
+        exchange, (choice,) = shadow.exchange, answer.choices
+        run = exchange.recorded_in
+        event = ShadowAnswered(
+            project=run.opened.project,
+            trajectory=run.id,
+            call=exchange.seq,
+            model=shadow.table.apprentice,
+            policy_version=lease.version,
+            step=parse_version(lease.version)[1],
+            outside=shadow.table.name,
+            response=answer.client_body(choice),
+            prompt_tokens=len(answer.prompt_ids) // 4,
+            sampled_ids=choice.ids,
+            logprobs=choice.logprobs,
+            finish_reason=choice.finish_reason,
+            same=said(answer) == said(exchange.answer),
+            replica=lease.replica.name,
+            started_at=started_at,
+        )
+        try:
+            await run.log.publish(await run.log.masks.apply(event), {"traceparent": run.traceparent})
+        except (ApiError, BrokerError) as error:
+            self._failed(exchange, error)
+        else:
+            self.counts["answered"] += 1
+
+    def _failed(self, exchange: Exchange, error: Exception) -> None:
+        self.counts["failed"] += 1
+        log.warning("shadow call failed", trajectory=exchange.recorded_in.id, call=exchange.seq, error=str(error)[:500])
+
+
+def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
+    """Return a call of an outside model as one of the policy model `apprentice`: plain, with one choice, without fields
+    that no inference server here takes. Raises a 400 `ApiError` for what it can't be asked."""
+    fields = {name: raw for name, raw in call.fields.items() if name in SENT - _OF_THE_STREAM}
+    made = read_chat(_encode({**fields, "model": apprentice}))
+    permitted.check(made.fields)
+    return made
+
+
+def said(answer: Answer) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Return text and tool calls of an answer's first choice, in a form that is equal for answers that say the same."""
+    message: dict[str, Any] = {}
+    if answer.choices and "message" in answer.choices[0].fields:
+        message = msgspec.json.decode(answer.choices[0].fields["message"])
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    calls = [(function.get("name"), _value(function.get("arguments"))) for function in functions]
+    return _value(message.get("content") or ""), calls
+
+
+def _value(text: Any) -> Any:
+    """The value of JSON; other text without the space around it."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text.strip()

@@ -1,0 +1,211 @@
+"""A correction of an outside model teaches only if the judge model scores it higher than what the policy said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from judge.comparing import open_answer_judge
+from judge.healing import Healer, open_healer
+from judge.service import Judge
+from pipeline.config import Config, ConfigError, HealingConfig, JudgeConfig, ModelConfig, NatsConfig, OutsideConfig
+from pipeline.config.checks import check
+from pipeline.events import AnswersCompared, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
+from pipeline.log.broker import Broker
+from tests.judge.kit import completed, exchange, groups
+from tests.judge.kit import running as judge_running
+from tests.kits.scoring_server import ScoringServer
+from tests.kits.settings import with_values
+
+pytestmark = pytest.mark.anyio
+
+CORRECTION = Hint(call=0, text="quality=0.9", kind="correction", by="outside:master")
+MASTER = OutsideConfig(name="master", url="http://h/v1", may_train=True, input_usd=1e6, output_usd=1e6)
+
+
+def settings(nats: NatsConfig, judge: ScoringServer, gateway: ScoringServer, **more: Any) -> Config:
+    healing = HealingConfig(outside="master", url=gateway.url)
+    rules = JudgeConfig(
+        model="openai/scorer", api_base=judge.url, healing=healing, group_size=1, min_size=1, retry_for_s=0.0
+    )
+    config = Config(project="p", nats=nats, judge=rules, models=(ModelConfig(name="m"),), outside=(MASTER,))
+    return with_values(config, {"judge.healing.max_usd": 1e9, **more})
+
+
+def master(*replies: str | int) -> ScoringServer:
+    waiting = list(replies)
+    return ScoringServer(lambda request: waiting.pop(0) if len(waiting) > 1 else waiting[0], keep=True)
+
+
+@asynccontextmanager
+async def healing(
+    broker: Broker, nats: NatsConfig, gateway: ScoringServer, **more: Any
+) -> AsyncIterator[tuple[Healer, ScoringServer]]:
+    async with ScoringServer().run() as judge, gateway.run():
+        config = settings(nats, judge, gateway, **more)
+        check(config)
+        async with open_answer_judge(config) as answers, open_healer(config, broker, answers) as healer:
+            assert healer is not None
+            yield healer, judge
+
+
+def scored(reward: float, calls: int = 1, **member: Any) -> GroupScored:
+    run = Member(trajectory="r", reward=reward, exchanges=calls, **member)
+    return GroupScored(project="p", group="g", model="m", judge="j", members=(run,))
+
+
+async def play(broker: Broker, *replies: str) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "look"}}]
+    messages: list[Any] = [{"role": "user", "content": "Win."}]
+    for seq, reply in enumerate(replies):
+        request = {"messages": list(messages), "tools": tools, "stream": True, "seed": 7, "model": "m"}
+        await broker.publish(
+            msgspec.structs.replace(exchange("r", reply, seq=seq), request=msgspec.json.encode(request))
+        )
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Go on."}]
+
+
+async def signals(broker: Broker) -> list[SignalGiven]:
+    return [r.event for r in await broker.read(SignalGiven)]
+
+
+async def test_a_better_answer_is_a_correction_on_the_log_and_a_hint_of_the_member(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    gateway = master("quality=0.9")
+    async with healing(broker, nats_config, gateway) as (healer, _):
+        await play(broker, "quality=0.2")
+        healed = await healer.heal(scored(0.1))
+        again = await healer.heal(scored(0.1))  # as after a crash before the group was published
+    assert healed.members[0].hints == again.members[0].hints == (CORRECTION,)
+    (request,) = gateway.requests
+    assert set(request) == {"messages", "tools", "model"}
+    assert (request["model"], request["messages"]) == ("master", [{"role": "user", "content": "Win."}])
+    (signal,) = await signals(broker)
+    assert (signal.kind, signal.text, signal.call, signal.source) == ("correction", "quality=0.9", 0, "healing")
+    assert (signal.trajectory, signal.group, signal.model, signal.by) == ("r", "g", "m", "outside:master")
+    (compared,) = await broker.read(AnswersCompared)
+    assert compared.event.outside_score > compared.event.apprentice_score
+
+
+@pytest.mark.parametrize("said", ["quality=0.1", "quality=0.2 too", ""])
+async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_config: NatsConfig, said: str) -> None:
+    async with healing(broker, nats_config, master(said)) as (healer, _):
+        await play(broker, "quality=0.2")
+        group = scored(0.1)
+        assert await healer.heal(group) == group
+        assert await healer.heal(group) == group
+    assert await signals(broker) == []
+    assert len(await broker.read(AnswersCompared)) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("group", "more"),
+    [
+        (scored(0.5), {}),
+        (scored(0.1, outcome="masked"), {}),
+        (msgspec.structs.replace(scored(0.1), split="val"), {}),
+        (msgspec.structs.replace(scored(0.1), model="other"), {}),
+        (scored(0.1), {"judge.healing.max_usd": 0.0}),
+        (scored(0.1), {"judge.healing.wait_s": 1e-9}),
+        (scored(0.1, calls=2), {}),
+    ],
+    ids=["good", "masked", "held out", "of another model", "no money", "no time", "gone"],
+)
+async def test_runs_that_are_not_healed(
+    broker: Broker, nats_config: NatsConfig, group: GroupScored, more: dict[str, Any]
+) -> None:
+    gateway = master("quality=0.9")
+    async with healing(broker, nats_config, gateway, **more) as (healer, _):
+        await play(broker, "quality=0.2")
+        assert await healer.heal(group) == group
+    assert await signals(broker) == []
+
+
+@pytest.mark.parametrize("reply", [429, "the second one"])
+async def test_a_run_is_left_as_it_is_if_the_outside_model_does_not_answer_as_asked(
+    broker: Broker, nats_config: NatsConfig, reply: str | int
+) -> None:
+    async with healing(broker, nats_config, master(reply)) as (healer, _):
+        await play(broker, "quality=0.2", "quality=0.1")
+        group = scored(0.1, calls=2)
+        assert await healer.heal(group) == group
+
+
+async def test_the_call_at_fault_is_the_lowest_graded_or_the_one_that_the_outside_model_names(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    gateway = master('The first: {"reply": 1}', "quality=0.9")
+    async with healing(broker, nats_config, gateway) as (healer, _):
+        await play(broker, "quality=0.3", "quality=0.2", "quality=0.4")
+        healed = await healer.heal(scored(0.1, calls=3))
+        assert [hint.call for hint in healed.members[0].hints] == [1]
+        asked = gateway.requests[0]["messages"][0]["content"]
+        assert "Reply 1: quality=0.2" in asked
+        assert len(gateway.requests[1]["messages"]) == 3
+    await broker.publish(exchange("r2", "quality=0.3"))
+    await broker.publish(exchange("r2", "quality=0.2", seq=1))
+    async with healing(broker, nats_config, master("quality=0.9")) as (healer, _):
+        run = Member(trajectory="r2", reward=0.0, exchanges=2, call_rewards={"0": -1.0, "1": 0.5, "9": -5.0})
+        healed = await healer.heal(msgspec.structs.replace(scored(0.1), members=(run,)))
+    assert [hint.call for hint in healed.members[0].hints] == [0]
+
+
+async def test_money_of_a_day_is_spent_once(broker: Broker, nats_config: NatsConfig) -> None:
+    gateway = master("quality=0.1")
+    async with healing(broker, nats_config, gateway, **{"judge.healing.max_usd": 1.0}) as (healer, _):
+        await play(broker, "quality=0.2")
+        await healer.heal(scored(0.1))
+        await broker.publish(exchange("s", "quality=0.2"))
+        other = Member(trajectory="s", reward=0.1, exchanges=1)
+        await healer.heal(msgspec.structs.replace(scored(0.1), members=(other,)))
+        assert len(gateway.requests) == 1
+        healer._day = 1
+        await healer.heal(msgspec.structs.replace(scored(0.1), members=(other,)))
+        assert len(gateway.requests) == 2
+
+
+async def test_the_judge_publishes_the_group_with_its_correction(broker: Broker, nats_config: NatsConfig) -> None:
+    async with healing(broker, nats_config, master("quality=0.9")) as (healer, judge):
+        config = settings(nats_config, judge, judge)
+        async with judge_running(Judge(broker, config, None, "j", None, healer.heal), broker):
+            await play(broker, "quality=0.2")
+            await broker.publish(completed("r", reward=0.1, exchanges=1))
+            (group,) = await groups(broker, 1)
+    assert group.members[0].hints == (CORRECTION,)
+    assert group.members[0].reward == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"outside": (MASTER.replace(name="another"),)}, "no model 'master'"),
+        ({"outside": (MASTER.replace(may_train=False),)}, "nothing may learn"),
+        ({"outside": (MASTER.replace(dialect="messages"),)}, "dialect chat"),
+        ({"judge": JudgeConfig(healing=HealingConfig(outside="master"))}, "set judge.model"),
+    ],
+)
+def test_settings_that_cannot_heal(changed: dict[str, Any], error: str) -> None:
+    judge = JudgeConfig(model="openai/scorer", healing=HealingConfig(outside="master"))
+    config = Config(models=(ModelConfig(name="m"),), outside=(MASTER,), judge=judge)
+    check(config)
+    with pytest.raises(ConfigError, match=error):
+        check(msgspec.structs.replace(config, **changed))
+
+
+async def test_a_reply_of_tool_calls_is_corrected_by_their_json(broker: Broker, nats_config: NatsConfig) -> None:
+    look = {"name": "look", "arguments": '{"at": "quality=0.9"}'}
+    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": look}]}
+    body = json.dumps({"choices": [{"index": 0, "message": message}], "usage": None}).encode()
+    gateway = ScoringServer(lambda request: body)
+    async with healing(broker, nats_config, gateway) as (healer, _):
+        await play(broker, "quality=0.2")
+        healed = await healer.heal(scored(0.1))
+    (hint,) = healed.members[0].hints
+    assert json.loads(hint.text) == look
+    assert [e.event.policy_version for e in await broker.read(ExchangeRecorded)] == ["m@0"]

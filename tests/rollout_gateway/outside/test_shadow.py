@@ -1,0 +1,274 @@
+"""Shadow calls: both answers are on the log, nobody waits, agents come first, and a shadow is part of no run."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import Config, ConfigError, GatewayConfig, ModelConfig, OutsideConfig
+from pipeline.config.checks import check
+from pipeline.events import EVENTS, AnswersCompared, ShadowAnswered, TrajectoryCompleted, unpack_ids, unpack_logprobs
+from pipeline.log.broker import Broker
+from pipeline.log.subjects import subject_filter
+from pipeline.names import is_name, split_point
+from pipeline.streams import CONSUMERS
+from rollout_gateway.dialects.calls import Answer, Raw, SampledChoice
+from rollout_gateway.dialects.permitted import Permitted
+from rollout_gateway.http.errors import ApiError
+from rollout_gateway.outside import shadow
+from rollout_gateway.outside.requests import read_call
+from rollout_gateway.outside.shadow import Shadows, apprentice_call, said
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
+from tests.rollout_gateway.fake_vllm import FakeVllm
+from tests.rollout_gateway.kit import ASK, exchanges, in_flight
+from tests.rollout_gateway.outside.conftest import table
+from tests.rollout_gateway.outside.provider import Provider, chunks, completion, stream, whole
+from tests.rollout_gateway.outside.test_relay import CHAT
+
+pytestmark = pytest.mark.anyio
+
+SHADOWED: Any = {"apprentice": "tictactoe", "shadow_percent": 100.0}
+
+
+@pytest.fixture
+async def gateway(
+    start_gateway_alone: StartGateway, fake_vllm: FakeVllm, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> GatewayProcess:
+    monkeypatch.setenv("TEST_PROVIDER_KEY", "sk-provider")
+    provider.says(whole(completion("hi")))
+    start = partial(start_gateway_alone, urls=(fake_vllm.url,), outside=(table(provider, **SHADOWED),))
+    return await anyio.to_thread.run_sync(start)
+
+
+async def ask(run: dict[str, Any], text: str = "go", **more: Any) -> httpx.Response:
+    body = {"model": "master", "messages": [{"role": "user", "content": text}], **more}
+    async with httpx.AsyncClient(timeout=60) as client:
+        headers = {"authorization": f"Bearer {run['api_key']}"}
+        return await client.post(run["base_url"] + "/chat/completions", json=body, headers=headers)
+
+
+async def opened(gateway: GatewayProcess, **body: Any) -> dict[str, Any]:
+    return await anyio.to_thread.run_sync(partial(gateway.open, **{"model": "master", **body}))
+
+
+async def shadows(broker: Broker, trajectory: str, count: int) -> list[ShadowAnswered]:
+    with anyio.fail_after(60):
+        while True:
+            found = await broker.read(ShadowAnswered, project=PROJECT, trajectory=trajectory)
+            if len(found) >= count:
+                return [recorded.event for recorded in found]
+            await anyio.sleep(0.02)  # the answer is published behind the agent's
+
+
+async def counts(gateway: GatewayProcess) -> dict[str, float]:
+    async with httpx.AsyncClient(timeout=60) as client:
+        lines = (await client.get(f"{gateway.url}/metrics")).text.splitlines()
+    said = [line for line in lines if line.startswith("journeywork_shadows_total{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in said}
+
+
+async def until_counted(gateway: GatewayProcess, result: str, least: int = 1) -> None:
+    with anyio.fail_after(60):
+        while (await counts(gateway)).get(result, 0) < least:
+            await anyio.sleep(0.02)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
+async def test_both_answers_are_on_the_log_and_the_shadow_is_part_of_no_run(
+    gateway: GatewayProcess, provider: Provider, broker: Broker, streamed: bool
+) -> None:
+    provider.says(stream(*chunks()) if streamed else whole(completion("hi ")))
+    run = await opened(gateway)
+    for text in ("first", "second"):
+        assert (await ask(run, text, stream=streamed, max_tokens=3, user="someone")).status_code == 200
+    recorded = await exchanges(broker, run["id"])
+    answered = await shadows(broker, run["id"], 2)
+    assert [event.seq for event in recorded] == [0, 1]
+    assert all(event.policy_version == "outside:master" for event in recorded)
+    for event in answered:
+        assert (event.model, event.policy_version, event.step, event.outside) == (
+            "tictactoe",
+            "tictactoe@0",
+            0,
+            "master",
+        )
+        assert unpack_ids(event.sampled_ids).tolist() == [7]
+        assert unpack_logprobs(event.logprobs).tolist() == [-0.5]
+        assert msgspec.json.decode(event.response)["choices"][0]["message"]["content"] == "hi"
+        assert event.same is not streamed
+    assert {event.call for event in answered} == {0, 1}
+    completed = await anyio.to_thread.run_sync(partial(gateway.complete, run["id"], reward=1.0))
+    assert completed.status_code == 200
+    (end,) = await broker.read(TrajectoryCompleted, project=PROJECT)
+    assert (end.event.exchanges, end.event.calls, end.event.sampled_tokens) == (2, 2, 0)
+
+
+async def test_agent_waits_for_no_shadow_and_breaks_off_one_at_its_server(
+    gateway: GatewayProcess, fake_vllm: FakeVllm, broker: Broker
+) -> None:
+    fake_vllm.held = asyncio.Event()
+    run = await opened(gateway)
+    with anyio.fail_after(20):
+        assert (await ask(run)).status_code == 200
+    await fake_vllm.called(1)
+    await in_flight(gateway, 1)
+    policy = await opened(gateway, model="tictactoe")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(ask, policy, **{**ASK, "messages": ASK["messages"]}))
+        await fake_vllm.called(2)
+        await in_flight(gateway, 1)  # the shadow was broken off, and waits while the agent's call is under way
+        assert (await counts(gateway)).get("answered") is None
+        assert len(fake_vllm.calls) == 2
+        fake_vllm.held.set()
+    (event,) = await shadows(broker, run["id"], 1)
+    assert event.call == 0
+    assert len(fake_vllm.calls) == 3
+
+
+async def test_shadow_that_its_server_refuses_is_counted_and_a_server_that_is_down_stops_them(
+    gateway: GatewayProcess, fake_vllm: FakeVllm, broker: Broker
+) -> None:
+    fake_vllm.fail_with = 500
+    run = await opened(gateway)
+    assert (await ask(run)).status_code == 200
+    await until_counted(gateway, "failed")
+    assert "shadow call failed" in gateway.log
+    await fake_vllm.stop()
+    for number in range(3):
+        assert (await ask(run, f"further {number}")).status_code == 200
+    assert await broker.read(ShadowAnswered, project=PROJECT) == []
+    await fake_vllm.start()  # on its port, for the fixture's end
+
+
+async def test_call_of_no_run_has_no_shadow(gateway: GatewayProcess, fake_vllm: FakeVllm) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        reply = await client.post(f"{gateway.url}/v1/chat/completions", json={"model": "master", "messages": []})
+    assert reply.status_code == 200
+    assert fake_vllm.calls == []
+
+
+def made(percent: float, fleet: Any = None) -> Shadows:
+    outside = OutsideConfig(name="master", url="http://h/v1", apprentice="a", shadow_percent=percent)
+    idle: Any = type("Fleet", (), {"idle": asyncio.Event()})()
+    router: Any = None
+    return Shadows([outside], GatewayConfig(), fleet or idle, router, Permitted())
+
+
+def recorded(seq: int, body: bytes = b'{"model": "master", "messages": []}') -> Any:
+    call = read_call("/v1/chat/completions", body, {"master": [OutsideConfig(name="master", url="http://h/v1")]})
+    run = type("Run", (), {"id": "run"})()
+    return type("Exchange", (), {"call": call, "recorded_in": run, "seq": seq})()
+
+
+async def test_queue_is_bounded_and_the_share_is_drawn_by_run_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = made(30.0)
+    for seq in range(400):
+        some.offer(recorded(seq))
+    chosen = [shadow.exchange.seq for shadow in some._waiting["master"]]
+    assert chosen == [seq for seq in range(400) if split_point(f"run/{seq}") < 30]
+    assert 80 < len(chosen) < 160
+    every = made(100.0)
+    for seq in range(shadow._WAITING + 5):
+        every.offer(recorded(seq))
+    assert (len(every._waiting["master"]), every.counts["dropped"]) == (shadow._WAITING, 5)
+    monkeypatch.setattr(shadow, "_WAITING_BYTES", 100)
+    small = made(100.0)
+    for seq in range(5):
+        small.offer(recorded(seq))
+    assert (len(small._waiting["master"]), small.counts["dropped"]) == (2, 3)
+
+
+def test_apprentice_is_asked_what_the_master_was_asked_without_what_no_server_here_takes() -> None:
+    tables = {"master": [OutsideConfig(name="master", url="http://h/v1")]}
+    body = {**CHAT, "n": 2, "stream": True, "stream_options": {"include_usage": True}, "store": True, "unknown": 1}
+    call = read_call("/v1/chat/completions", msgspec.json.encode(body), tables)
+    assert call is not None
+    asked = msgspec.json.decode(msgspec.json.encode(apprentice_call(call, "a", Permitted()).fields))
+    kept = ("temperature", "reasoning_effort", "messages", "tools")
+    assert asked == {"model": "a", **{name: CHAT[name] for name in kept}}
+    call.fields["max_tokens"], call.fields["seed"] = Raw(b"3"), Raw(b"true")
+    with pytest.raises(ApiError):
+        apprentice_call(call, "a", Permitted())
+
+
+NAMES = st.text(st.characters(categories=("L", "N", "P", "S"), codec="utf-8"), min_size=1, max_size=12).filter(is_name)
+ABOUT_TRAINING = ("trainer", "judge", "journeywork", "store/datasets")
+
+
+@given(project=NAMES, trajectory=NAMES, call=st.integers(0, 2**31))
+def test_a_shadow_is_on_no_subject_that_teaches(project: str, trajectory: str, call: int) -> None:
+    """What training learns from is read by subject: of all that judges and trainers consume or read, a shadow call and
+    its comparison are only what the judge compares."""
+    names: Any = {"project": project, "trajectory": trajectory, "call": call, "model": trajectory, "outside": project}
+    answered = ShadowAnswered(
+        **names, policy_version="m@1", step=1, response=b"{}", sampled_ids=b"", logprobs=b"", same=False
+    )
+    compared = AnswersCompared(**names, outside_score=1.0, apprentice_score=0.0)
+    readers = {spec.name for spec in CONSUMERS if spec.name.startswith(("judge", "trainer"))} - {"judge-shadows"}
+    filters = [subject for spec in CONSUMERS if spec.name in readers for subject in spec.subjects]
+    filters += [subject_filter(kind) for kind in EVENTS if kind not in (ShadowAnswered, AnswersCompared)]
+    for event in (answered, compared):
+        assert not any(takes(each, event.subject()) for each in filters)
+
+
+def takes(each: str, subject: str) -> bool:
+    """Whether a subject filter of NATS takes a subject."""
+    wanted, tokens = each.split("."), subject.split(".")
+    head = wanted.index(">") if ">" in wanted else len(wanted)
+    fits = all(w in ("*", t) for w, t in zip(wanted[:head], tokens, strict=False))
+    return fits and (len(tokens) > head if ">" in wanted else len(tokens) == head)
+
+
+def test_only_the_judge_of_answers_reads_shadow_calls() -> None:
+    root = Path(__file__).parents[3]
+    files = [file for folder in ABOUT_TRAINING for file in (root / folder).rglob("*.py")]
+    readers = [file.name for file in files if re.search("ShadowAnswered|AnswersCompared", file.read_text("utf-8"))]
+    assert sorted(readers) == ["comparing.py", "healing.py"]
+
+
+def answer(content: Any, *calls: tuple[str, str]) -> Answer:
+    message = {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"id": name, "function": {"name": name, "arguments": arguments}} for name, arguments in calls],
+    }
+    return Answer({}, b"", [SampledChoice(0, fields={"message": Raw(msgspec.json.encode(message))})])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (answer("yes"), answer(" yes\n"), True),
+        (answer("yes"), answer("no"), False),
+        (answer('{"a": 1, "b": [2]}'), answer('{"b":[2],"a":1.0}'), True),
+        (answer('{"a": 1}'), answer('{"a": 2}'), False),
+        (answer(None, ("look", '{"at": "a1"}')), answer("", ("look", '{ "at":"a1" }')), True),
+        (answer(None, ("look", '{"at": "a1"}')), answer(None, ("look", '{"at": "b1"}')), False),
+        (answer(None, ("look", "{}")), answer(None, ("see", "{}")), False),
+        (answer("x", ("look", "{}")), answer("x"), False),
+        (answer("x"), Answer({}, b"", []), False),
+    ],
+)
+def test_answers_that_say_the_same(one: Answer, other: Answer, same: bool) -> None:
+    assert (said(one) == said(other)) is same
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [({"apprentice": "other"}, "none of `models`"), ({"shadow_percent": 5.0}, "name the apprentice")],
+)
+def test_settings_that_cannot_be_meant(wrong: dict[str, Any], error: str) -> None:
+    outside = OutsideConfig(name="m", url="http://h/v1", **wrong)
+    with pytest.raises(ConfigError, match=error):
+        check(Config(models=(ModelConfig(name="a"),), outside=(outside,)))

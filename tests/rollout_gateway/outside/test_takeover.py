@@ -1,0 +1,351 @@
+"""Runs that name an outside model and are answered by its apprentice: who answers is fixed when a run opens, and the
+record says who answered each call."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, StoreConfig, VllmConfig, save
+from pipeline.events import ExchangeRecorded, PolicyPromoted, TrajectoryOpened
+from pipeline.log.broker import Broker
+from pipeline.names import split_point
+from pipeline.running.installations import SETTINGS
+from store.reading import sql
+from store.showing.pages.history import History
+from store.showing.pages.takeover import takeover_texts
+from tests.conftest import free_port
+from tests.kits.sampler import SamplerThread
+from tests.kits.services import service
+from tests.kits.settings import with_values
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, publish_adapter
+from tests.rollout_gateway.fake_vllm import FakeVllm
+from tests.rollout_gateway.kit import exchanges
+from tests.rollout_gateway.outside.conftest import KEY, table
+from tests.rollout_gateway.outside.provider import MESSAGE, RESPONSE, Provider, chunks, completion, stream, whole
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+
+CHAT: Any = {"model": "master", "messages": [{"role": "user", "content": "a1=x"}]}
+MASTER, APPRENTICE = "outside:master", "tictactoe@1"
+
+
+class Apprentice(FakeVllm):
+    """An inference server whose answers have this logprob."""
+
+    logprob = -0.5
+
+    async def _answer(self, path: str, body: Any) -> tuple[int, Any]:
+        status, answer = await super()._answer(path, body)
+        if path == "/v1/chat/completions" and status == 200:
+            assert not body.get("stream")
+            answer["choices"][0]["logprobs"]["content"][0]["logprob"] = self.logprob
+            answer["usage"] = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+        return status, answer
+
+
+class Shop:
+    """A gateway with a master and its apprentice."""
+
+    def __init__(self, gateway: GatewayProcess, server: Apprentice, provider: Provider, broker: Broker) -> None:
+        self.gateway, self.server, self.provider, self.broker = gateway, server, provider, broker
+        self.client = httpx.AsyncClient(timeout=60)
+
+    async def decide(self, action: str, status: int = 200, **body: Any) -> Any:
+        answer = await self.client.post(f"{self.gateway.url}/v1/policies/master/{action}", json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    async def open(self, name: str, **more: Any) -> str:
+        opened = {"model": "master", "id": name, **more}
+        answer = await self.client.post(f"{self.gateway.url}/v1/trajectories", json=opened)
+        assert answer.status_code == 201, answer.text
+        assert answer.json()["model"] == "master"
+        return str(answer.json()["base_url"])
+
+    async def call(self, name: str, path: str = "chat/completions", retry: bool = False, **more: Any) -> httpx.Response:
+        headers = {"x-stainless-retry-count": str(int(retry))}
+        return await self.client.post(f"{self.gateway.url}/t/{name}/v1/{path}", json={**CHAT, **more}, headers=headers)
+
+    async def opened(self, name: str) -> TrajectoryOpened:
+        (found,) = await self.broker.read(TrajectoryOpened, project=PROJECT, trajectory=name)
+        return found.event
+
+    async def calls(self, name: str) -> list[ExchangeRecorded]:
+        return await exchanges(self.broker, name)
+
+
+Open = Callable[..., Awaitable[Shop]]
+
+
+@pytest.fixture
+async def start(
+    tmp_path: Path, nats_config: NatsConfig, broker: Broker, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Open]:
+    monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
+    provider.says(whole(completion()))
+    closing: list[Callable[[], Any]] = []
+    shops: list[Shop] = []
+
+    async def open_shop(*, promote: bool = True, crash_at: str = "", tables: Any = (), **settings: Any) -> Shop:
+        server = Apprentice()
+        await server.start()
+        of_table = {"apprentice": "tictactoe", **settings.pop("table", {})}
+        config = Config(
+            project=PROJECT,
+            run_dir=str(tmp_path / "run"),
+            nats=nats_config,
+            vllm=VllmConfig(urls=(server.url,)),
+            models=(ModelConfig(name="tictactoe"),),
+            store=StoreConfig(flush_s=0.2),
+            outside=tuple(table(provider, **of_table, **more) for more in tables or ({},)),
+            gateway=with_values(GatewayConfig(), {"port": free_port(), "replicas.wait_s": 5.0, **settings}),
+        )
+        gateway = GatewayProcess(config)
+        await anyio.to_thread.run_sync(gateway.start, crash_at)
+        closing.append(gateway.stop)
+        agent = SamplerThread(with_values(config, {"run_dir": str(tmp_path / "sampler")}))
+        await anyio.to_thread.run_sync(agent.start)
+        closing.append(agent.stop)
+        shop = Shop(gateway, server, provider, broker)
+        shops.append(shop)
+        await publish_adapter(broker, 1)
+        if promote:
+            await shop.decide("promote", version=APPRENTICE)
+        return shop
+
+    yield open_shop
+    for close in reversed(closing):
+        await anyio.to_thread.run_sync(close)
+    for shop in shops:
+        await shop.client.aclose()
+        await shop.server.stop()
+
+
+async def test_a_run_keeps_its_side_and_a_decision_moves_new_ones(start: Open) -> None:
+    shop = await start(promote=False)
+    await shop.open("before")
+    await shop.decide("split", version=APPRENTICE, other=MASTER, percent=40)
+    names = [f"r{number}" for number in range(12)]
+    for name in names:
+        await shop.open(name)
+    await shop.decide("promote", version=APPRENTICE)
+    await shop.open("after")
+    await shop.decide("rollback")
+    for name in names:  # a client's retry of its opening, under another decision, is no other run
+        await shop.open(name)
+    await shop.decide("rollback")
+    await shop.open("back")
+    for name in ["before", *names, "after", "back"]:
+        answer = await shop.call(name)
+        assert answer.status_code == 200, answer.text
+        own = name == "after" or (name in names and split_point(name) < 40)
+        opened, (call,) = await shop.opened(name), await shop.calls(name)
+        assert (opened.model, opened.pinned) == (("tictactoe", APPRENTICE) if own else ("master", ""))
+        assert opened.asked == ("" if name == "before" else "master")
+        assert (call.model, call.policy_version) == (opened.model, APPRENTICE if own else MASTER)
+        assert bool(call.sampled_ids) == own == (answer.json()["model"] == APPRENTICE)
+    assert {split_point(name) < 40 for name in names} == {True, False}
+    assert len(shop.provider.got) == sum(split_point(name) >= 40 for name in names) + 2
+    group = [(await shop.opened(name)).model for name in ("g1", "g2") if await shop.open(name, group="one")]
+    assert len(set(group)) == 1
+    events = [r.event for r in await shop.broker.read(PolicyPromoted)]
+    assert events[-1].version == MASTER
+
+
+async def test_follow_routes_to_the_apprentices_name(start: Open) -> None:
+    shop = await start(promote=False)
+    await shop.decide("follow")
+    await shop.open("r")
+    assert (await shop.call("r")).json()["model"] == APPRENTICE
+    assert ((await shop.opened("r")).model, (await shop.opened("r")).pinned) == ("tictactoe", "")
+    (policy,) = [
+        p for p in (await shop.client.get(f"{shop.gateway.url}/v1/policies")).json()["data"] if p["model"] == "master"
+    ]
+    assert (policy["version"], policy["newest"]) == (APPRENTICE, APPRENTICE)
+    for wrong in ({"version": "tictactoe@7"}, {"version": "outside:other"}):
+        await shop.decide("promote", 404, **wrong)
+
+
+async def test_a_decision_after_another_one_than_the_caller_knows_is_refused(start: Open) -> None:
+    shop = await start(promote=False)
+    await shop.decide("split", version=APPRENTICE, other=MASTER, percent=5, request="begun")
+    raised = {"version": APPRENTICE, "other": MASTER, "percent": 25, "request": "begun-25", "after": "begun"}
+    await shop.decide("split", **raised)
+    await shop.decide("split", **raised)  # repeated
+    error = await shop.decide("promote", 409, version=APPRENTICE, request="late", after="begun")
+    assert error["error"]["code"] == "decision_changed"
+    assert [e.event.percent for e in await shop.broker.read(PolicyPromoted)] == [5, 25]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+async def test_the_master_answers_where_the_apprentice_does_not(start: Open, path: str) -> None:
+    said: dict[str, tuple[Any, Any, str]] = {
+        "chat/completions": (completion(), {}, "chat"),
+        "messages": (MESSAGE, {"max_tokens": 9}, "messages"),
+        "responses": (RESPONSE, {"input": "a1=x"}, "responses"),
+    }
+    answer, body, dialect = said[path]
+    shop = await start(table={"dialect": dialect, "apprentice_wait_s": 4.0})
+    shop.provider.says(whole(answer))
+    body = {k: v for k, v in {**CHAT, **body}.items() if path != "responses" or k != "messages"}
+
+    async def call(retry: bool = False) -> Any:
+        headers = {"x-stainless-retry-count": str(int(retry))}
+        return (await shop.client.post(f"{shop.gateway.url}/t/r/v1/{path}", json=body, headers=headers)).json()
+
+    await shop.open("r")
+    assert (await call())["model"] != answer["model"]
+    shop.server.fail_with = 400
+    assert await call() == answer
+    shop.server.fail_with, shop.server.held = 0, anyio.Event()  # type: ignore[assignment]
+    assert await call() == answer
+    assert await call(retry=True) == answer
+    assert len(shop.provider.got) == 2
+    first, refused, slow, master = await shop.calls("r")
+    assert (first.policy_version, first.status) == (APPRENTICE, "complete")
+    assert refused.failed_providers == (f"{APPRENTICE}: the inference server answered 400",)
+    assert (slow.policy_version, slow.status) == (APPRENTICE, "failed")
+    assert master.policy_version == MASTER
+    assert master.failed_providers == (
+        f"{APPRENTICE}: The inference server did not answer within outside.apprentice_wait_s (4 s).",
+    )
+    assert {e.model for e in (first, refused, slow, master)} == {"tictactoe"}
+
+
+async def test_without_the_setting_the_agent_gets_the_error(start: Open) -> None:
+    shop = await start(table={"apprentice_wait_s": 0.0})
+    await shop.open("r")
+    shop.server.fail_with = 500
+    assert (await shop.call("r")).status_code >= 500
+    assert not shop.provider.got
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
+async def test_calls_of_which_the_apprentice_is_unsure_go_to_the_master(start: Open, streamed: bool) -> None:
+    shop = await start(promote=False)
+    await shop.decide("promote", version=APPRENTICE, min_logprob=-1.0)
+    await shop.open("r")
+    shop.provider.says(stream(*chunks()) if streamed else whole(completion()))
+    more = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+    sure = await shop.call("r", **more)
+    assert not shop.provider.got
+    shop.server.logprob = -2.0
+    unsure = await shop.call("r", **more)
+    shown, hidden, master = await shop.calls("r")
+    if streamed:
+        assert sure.text.endswith("data: [DONE]\n\n")
+        assert json.loads(sure.text.split("\n\n")[0].removeprefix("data: "))["model"] == APPRENTICE
+        assert "big-2026" in unsure.text
+    else:
+        assert sure.json()["model"] == APPRENTICE
+        assert unsure.json() == completion()
+    assert (shown.status, hidden.status, master.status) == ("complete", "unsure", "complete")
+    assert hidden.sampled_ids == shown.sampled_ids != b""
+    assert master.policy_version == MASTER
+    assert master.failed_providers == (f"{APPRENTICE}: it was unsure: its mean logprob -2 is below -1",)
+    await shop.decide("promote", version=APPRENTICE)  # the run keeps its threshold
+    await shop.call("r", temperature=0.5, **more)
+    assert [e.status for e in await shop.calls("r")][3:] == ["unsure", "complete"]
+
+
+async def test_a_killed_gateway_asks_the_provider_once(start: Open) -> None:
+    """The record of the master's answer is on the log, the agent has not got it, and repeats the call."""
+    shop = await start(crash_at="gateway.before_answer:2")
+    shop.server.fail_with = 400
+    await shop.open("r")
+    await shop.call("r")
+    with pytest.raises(httpx.HTTPError):
+        await shop.call("r", temperature=0.5)
+    shop.gateway.process.wait()  # type: ignore[union-attr]
+    await anyio.to_thread.run_sync(shop.gateway.start)
+    answer = await shop.call("r", retry=True, temperature=0.5)
+    assert answer.json() == completion()
+    assert len(shop.provider.got) == 2
+    assert (await shop.opened("r")).pinned == APPRENTICE
+    assert [e.policy_version for e in await shop.calls("r")] == [MASTER, MASTER]
+
+
+async def test_detected_runs_are_taken_over_too(start: Open) -> None:
+    shop = await start(**{"detection.enabled": True, "detection.idle_s": 30.0})
+    url, said = f"{shop.gateway.url}/v1/chat/completions", list(CHAT["messages"])
+    for turn in range(3):
+        shop.server.fail_with = 400 if turn == 1 else 0
+        answer = (await shop.client.post(url, json={**CHAT, "messages": said})).json()
+        said += [answer["choices"][0]["message"], {"role": "user", "content": f"b{turn}"}]
+    (opened,) = [r.event for r in await shop.broker.read(TrajectoryOpened)]
+    assert (opened.model, opened.asked) == ("tictactoe", "master")
+    assert [e.policy_version for e in await shop.calls(opened.trajectory)] == [APPRENTICE, MASTER, APPRENTICE]
+
+
+_WATCH = (
+    "import sys; from store.evidence import decide; decide._SETTLED_S = 0; raise SystemExit(decide.main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_takeover_is_decided_once_whoever_is_killed(start: Open) -> None:
+    """Also the share is raised once. The watcher is killed before and after each decision, the gateway between."""
+    shop = await start(promote=False)
+    config = shop.gateway.config
+    save(config, Path(config.run_dir, SETTINGS))
+    where = ["--run-dir", config.run_dir, "--url", shop.gateway.url]
+
+    async def decide_by(*args: str, crash_at: str = "") -> int:
+        """As a process of its own."""
+        command = [sys.executable, "-c", _WATCH, *args, *([] if args[0] == "check" else where)]
+        environment = {**os.environ, "JOURNEYWORK_CRASH": crash_at}
+        return (await anyio.run_process(command, env=environment, check=False)).returncode
+
+    async def play(name: str, runs: int) -> None:
+        for number in range(runs):
+            await shop.open(f"{name}-{number}")
+            answer = await shop.call(f"{name}-{number}")
+            reward = float(answer.json()["model"] == APPRENTICE)
+            done = f"{shop.gateway.url}/v1/trajectories/{name}-{number}/complete"
+            assert (await shop.client.post(done, json={"reward": reward})).status_code == 200
+        query = f"SELECT count(*) = {runs} FROM takeovers WHERE model = 'master' AND outcome = 'scored' AND "
+        query += f"reward IS NOT NULL AND trajectory LIKE '{name}-%'"
+        with anyio.fail_after(120):
+            while not sql.connect(config).execute(query).fetchall()[0][0]:
+                await anyio.sleep(0.2)  # what the history holds are files, which appear without a word
+
+    async def decisions() -> list[tuple[str, str, float]]:
+        return [(e.event.action, e.event.version, e.event.percent) for e in await shop.broker.read(PolicyPromoted)]
+
+    with service("store", config):
+        plan = ("--steps", "40,60", "--metric", "reward", "--margin", "0.5", "--alpha", "0.4", "--deadline", "1e6")
+        assert await decide_by("begin", APPRENTICE, MASTER, *plan, "--guard", "cost_usd:0:1:higher:0.5") == 0
+        assert await decide_by("watch", "master", "--once") == 3
+        expected = [("split", APPRENTICE, 40.0)]
+        for name, further in (("first", ("split", APPRENTICE, 60.0)), ("second", ("promote", APPRENTICE, 100.0))):
+            await play(name, 20)
+            for crash_at in ("decide.before_publish", "decide.after_publish"):
+                assert await decisions() == expected
+                assert await decide_by("watch", "master", "--once", crash_at=crash_at) == -9
+                await anyio.to_thread.run_sync(shop.gateway.kill)
+                await anyio.to_thread.run_sync(shop.gateway.start)
+            expected.append(further)
+        assert await decisions() == expected
+        assert await decide_by("watch", "master", "--once") == 2  # it is over
+        await shop.open("last")
+        assert (await shop.opened("last")).pinned == APPRENTICE
+        for name in [f"{part}-{number}" for part in ("first", "second") for number in range(20)]:
+            percent = 40 if name.startswith("first") else 60
+            opened, (call,) = await shop.opened(name), await shop.calls(name)
+            assert call.policy_version == (opened.pinned or MASTER)
+            assert (opened.pinned == APPRENTICE) == (split_point(name) < percent)
+        assert await decide_by("check", "--run-dir", config.run_dir) == 0
+        history = History(config)
+        (text,) = takeover_texts(history)
+        history.close()
+        assert text.startswith("The apprentice of master answered ")
