@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from pipeline.config import ConfigError, LoraConfig, MemoryConfig, TrainerConfig
@@ -179,6 +180,22 @@ def test_training_has_no_dropout_and_no_router_loss(family: str, changed: dict[s
     examples = [Example(s, 1.0) for s in sequences]
     losses = [backward(engine, examples, groups, 0)["loss"] for _ in range(2)]
     assert losses[0] == losses[1]
+
+
+def test_a_bfloat16_model_is_compared_in_float32_and_keeps_its_weights(tmp_path: Path) -> None:
+    """Rounding alone moved the logprobs of a small real model by more than the bound for some adapters."""
+    engine = engine_of("qwen3", tmp_path, dtype="bfloat16")
+    verified = engine.passes.verified
+    assert (verified.layout, verified.attention) == ("prefix", "sdpa")
+    assert verified.packed is not None
+    assert max(verified.padded.largest, verified.packed.largest) < 1e-4
+    base = AutoModelForCausalLM.from_pretrained(engine.model.base, dtype=torch.bfloat16)
+    loaded = dict(engine.model.peft.get_base_model().named_parameters())
+    for name, weight in base.named_parameters():
+        mine = loaded.get(name, loaded.get(f"{name.removesuffix('.weight')}.base_layer.weight"))
+        assert mine is not None
+        assert mine.dtype == torch.bfloat16
+        assert torch.equal(mine, weight)
 
 
 def test_bfloat16_has_its_own_logprob_bound(tmp_path: Path) -> None:
