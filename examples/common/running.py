@@ -27,8 +27,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import openai
+import psutil
 
 from journeywork import AsyncJourneywork, Trajectory
+from pipeline.running.state import read_state
 
 ROOT = Path(__file__).resolve().parents[2]
 JOURNEYWORK = str(Path(sys.executable).with_name("journeywork"))
@@ -86,6 +88,21 @@ class Installation:
         state = json.loads((self.run_dir / "state.json").read_text())
         return sum(service["restarts"] for service in state["services"].values())
 
+    def usage(self) -> dict[str, dict[str, float]]:
+        """Return what each service has taken so far, with its child processes: the sum of their largest resident
+        memories in MB, and processor time in seconds."""
+        state = read_state(self.run_dir)
+        assert state is not None
+        found = {}
+        for name, service in state.services.items():
+            family = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
+            times = [process.cpu_times() for process in family]
+            found[name] = {
+                "memory_mb": round(sum(_largest_memory_mb(process.pid) for process in family), 1),
+                "processor_s": round(sum(t.user + t.system for t in times), 1),
+            }
+        return found
+
     def stop(self) -> None:
         """Stop the installation after the store has written everything that the log holds."""
         if self.process.poll() is None:
@@ -96,6 +113,16 @@ class Installation:
                 self.process.kill()
                 self.process.wait()
                 raise ExampleError(f"journeywork up did not stop; see {self.run_dir}/logs") from None
+
+
+def _largest_memory_mb(pid: int) -> float:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) / 1000
+
+
+def disk_mb(folder: Path) -> float:
+    """Return what the files of a folder take on the disk, in MB."""
+    return round(sum(file.lstat().st_blocks for file in folder.rglob("*")) * 512 / 1e6, 1)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -37,6 +37,8 @@ class Sorter:
     """For each policy step, whether all fields were right, in training."""
     train_s: float = 0.0
     """Seconds of training."""
+    usage: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What each service took, as `running.Installation.usage` returns it."""
 
     def rollout(
         self, *, training: bool, reports: bool = True

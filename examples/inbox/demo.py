@@ -176,6 +176,7 @@ async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[Ev
         warm, base = before.entrants
         after = await evaluate(f"{MODEL}@{step}", baseline=warm)
         report.show_answers(sorter, [BASE, WARM, f"{MODEL}@{step}"])
+        sorter.usage = up.usage()
     return dataclasses.replace(after, entrants=(*after.entrants, base)), sorter
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from examples.common import curve
 from examples.common.history import ask, rows
 from examples.common.invariants import NEVER, counting
+from examples.common.running import disk_mb
 from examples.inbox.agent import Sorter
 from examples.inbox.messages import message, right_fields
 from journeywork import EvaluationReport
@@ -96,6 +97,8 @@ def conclude(
         },
         "wall_s": round(wall_s, 1),
         "train_s": round(sorter.train_s, 1),
+        "processes": sorter.usage,
+        "disk_mb": disk_mb(run_dir),
         **counts,
         "failed_held_out_runs": sum(entrant.failed for entrant in compared.entrants),
         "findings": found,
@@ -123,6 +126,9 @@ def conclude(
         f"what {trained.version} learned from, in part:\n{ask(run_dir, LINEAGE.format(version=trained.version))}"
         f"{counts['calls']:,} calls, {counts['failed_calls']} failed, {len(found)} of {len(NEVER)} checks of the "
         f"history with findings, {wall_s:.0f} s in all\n"
+        f"memory {sum(taken['memory_mb'] for taken in sorter.usage.values()) / 1000:.1f} GB ("
+        + ", ".join(f"{name} {taken['memory_mb'] / 1000:.1f}" for name, taken in sorter.usage.items())
+        + f"), disk {written['disk_mb'] / 1000:.1f} GB\n"
         f"report: {run_dir / 'report.json'}\n"
         f'look around: journeywork ui --run-dir {run_dir}    journeywork sql --run-dir {run_dir} "SHOW TABLES"'
     )
