@@ -148,6 +148,20 @@ async def test_shadow_that_its_server_refuses_is_counted(
     assert await broker.read(ShadowAnswered, project=PROJECT) == []
 
 
+async def test_a_gateway_that_stops_waits_for_no_shadow_call(
+    gateway: GatewayProcess, fake_vllm: FakeVllm, broker: Broker
+) -> None:
+    fake_vllm.held = asyncio.Event()
+    run = await opened(gateway)
+    for text in ("one", "two"):
+        assert (await ask(run, text)).status_code == 200
+    await fake_vllm.called(2)
+    with anyio.fail_after(30):
+        await anyio.to_thread.run_sync(gateway.stop)  # which ends with the exit status 0
+    fake_vllm.held.set()
+    assert await broker.read(ShadowAnswered, project=PROJECT) == []
+
+
 async def test_without_an_inference_server_agents_get_their_answers_and_shadow_calls_wait(
     start_gateway_alone: StartGateway, provider: Provider, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
