@@ -56,7 +56,7 @@ EXAMPLES = 72
 EXAMPLES_FROM = 100_000
 """Number of the first example. Training messages have smaller numbers."""
 VLLM_ARGS = tomllib.loads(SETTINGS.read_text())["vllm"]["args"]
-CONCURRENCY = 48
+CONCURRENCY = 96
 LOOK_EVERY_S = 10.0
 SHOW_STEPS = 10
 """Steps between two looks at the answers to the same few held-out messages."""
