@@ -20,8 +20,8 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """How many seconds back `not_learning` (for groups without rewards) and `dead_letters` look, and `sampler_mismatch`
     for refused steps."""
     kl: Positive = 4.0
-    """`kl_rise`: mean KL divergence from the base model over the newest steps, in nats per token. The
-    demo's model of 0.9 million parameters reaches 2. Lower it for a large model, which rarely exceeds 0.1."""
+    """`kl_rise`: rise of the KL divergence from the base model, from the first steps to the newest, in nats per token.
+    A model of 0.9 million parameters reaches 2. Lower it for a large model, which rarely exceeds 0.1."""
     length_ratio: Positive = 2.0
     """`length_drift`: how many times longer or shorter the runs of the newest steps may be than those of the first
     steps, in trained tokens."""

@@ -169,12 +169,14 @@ FROM spending WHERE $threshold > 0 GROUP BY project HAVING value >= $threshold""
     Alarm(
         "kl_rise",
         "Rise of KL",
-        "The policy is far from the base model. It may exploit the reward function instead of solving the task.",
+        "The policy went far from where its training began. It may exploit the reward function instead of solving the "
+        "task.",
         "alarms.kl",
         f"""{NUMBERED_STEPS}
-SELECT project, model, '' AS about, avg(metrics['kl']) AS value,
-  format('the KL divergence from the base model is {{:.3g}} nats per token', value) AS detail
-FROM steps WHERE from_last <= $steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
+SELECT project, model, '' AS about, avg(metrics['kl']) FILTER (from_last <= $steps)
+    - if(count(metrics['kl']) > 1, min_by(metrics['kl'], step) FILTER (metrics['kl'] IS NOT NULL), 0) AS value,
+  format('the KL divergence from the base model rose by {{:.3g}} nats per token since training began', value) AS detail
+FROM steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
         "Read some of the best runs on the dashboard. If they exploit the reward, correct it and promote an "
         "older version. Otherwise set `trainer.loss.beta`, lower the learning rate, or raise the threshold.",
     ),

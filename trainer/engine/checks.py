@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.batches.examples import Example
 from trainer.batches.packing import Packing, common_prefix, used_ids
 from trainer.engine.passes import Passes, Scores
 from trainer.engine.state import Logprobs, TrainState
 from trainer.sequences import TokenSequence
+
+_MOST_RATIO = 10.0
+"""Of probabilities under base model and policy, in the estimate of the KL divergence."""
 
 EVERY = 10
 """A wrong version, mask or base model is found within this number of steps, whichever version's tokens show it."""
@@ -138,8 +142,10 @@ def _comparable(sequence: TokenSequence, version: int) -> TokenSequence:
 def kl_to_base(passes: Passes, step: Step, share: float) -> Metrics:
     """Return `kl`: the KL divergence of the policy before the step from the base model, estimated on a sample.
 
-    In nats per token, by the k3 estimator. Returns `tokens_checked` (tokens of the passes) too, and {} if the check is
-    not due, or the loss has a KL term and computes it anyway."""
+    In nats per token, by the k3 estimator (http://joschu.net/blog/kl-approx.html): the log ratio, and a term of mean 0
+    that takes its noise away near the base. That term is cut off at `_MOST_RATIO`: far from the base a single token
+    had made 1.4 nats 40. Returns `tokens_checked` (tokens of the passes) too, and {} if the check is not due, or the
+    loss has a KL term and computes it anyway."""
     if passes.config.loss.beta:
         return {}
     candidates = [Candidate(e.sequence, i, (step.groups[i], 0)) for i, e in enumerate(step.examples)]
@@ -148,4 +154,11 @@ def kl_to_base(passes: Passes, step: Step, share: float) -> Metrics:
         return {}
     base, tokens = _scores(passes, drawn, step, base=True)
     differences = np.concatenate([base[i] - step.logprobs[c.example] for i, c in enumerate(drawn)])
-    return {"kl": float((np.exp(differences) - differences - 1).mean()), "tokens_checked": float(tokens)}
+    return {"kl": kl_of(differences), "tokens_checked": float(tokens)}
+
+
+def kl_of(differences: npt.NDArray[np.floating[Any]]) -> float:
+    """Return the estimate that `kl_to_base` describes, in nats per token. `differences`: logprobs under the base less
+    those under the policy, of tokens that the policy sampled."""
+    ratios = np.exp(np.minimum(differences, np.log(_MOST_RATIO)))
+    return float((ratios - 1 - differences).mean())

@@ -127,7 +127,7 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
     """For each alarm, events with which it holds and events with which it does not. Call it when the test runs: several
     queries look at the last minutes only."""
     return {
-        "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 0.1, 0.1, 0.1, 0.1])),
+        "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 9.0, 9.0, 9.0, 9.0])),
         "sampler_mismatch": (steps("sampler_logprob_diff", [1e-6, 0.2]), steps("sampler_logprob_diff", [1e-6, 1e-6])),
         "length_drift": (
             [checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)) + i, "trajectories": 8.0}) for i in _TWICE],

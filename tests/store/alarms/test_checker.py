@@ -34,10 +34,10 @@ async def test_an_alarm_is_one_event_when_it_begins_and_one_when_it_ends(
     nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
 ) -> None:
     async with Broker.connect(nats_config) as broker, running_store(OFTEN) as config:
-        await publish(broker, steps("kl", [9.0, 9.0]))
+        await publish(broker, steps("kl", [0.0, 18.0]))
         (began,) = await changes(broker, 1)
         assert (began.alarm, began.state, began.model, began.value) == ("kl_rise", "raised", "m", 9.0)
-        await publish(broker, steps("kl", [9.0, 9.0, 0.1, 0.1])[2:])
+        await publish(broker, steps("kl", [0.0, 18.0, 0.1, 0.1])[2:])
         began_too, ended = await changes(broker, 2)
         assert began_too == began
         assert (ended.alarm, ended.state, ended.since) == ("kl_rise", "cleared", began.since)
@@ -117,7 +117,7 @@ async def test_a_damaged_file_is_an_alarm_and_the_others_are_checked(
         await publish(broker, letters(1))
         await changes(broker, 1)
     lake = open_lake(config)
-    await publish(broker, steps("kl", [9.0, 9.0]))
+    await publish(broker, steps("kl", [0.0, 18.0]))
     Path(lake.storage.key("policy.alarm", lake.names("policy.alarm")[0])).write_bytes(b"PAR1")
     async with running_store(OFTEN):
         found = await changes(broker, 3)
