@@ -36,11 +36,13 @@ class AnswerJudge:
         """`ruler` makes two passes."""
         self._ruler = ruler
 
-    async def compare(self, call: ExchangeRecorded, model: str, outside: str, *responses: bytes) -> AnswersCompared:
-        """Score the answers of the outside model and of the policy `model` to a call: two chat completions. Raises
+    async def compare(
+        self, call: ExchangeRecorded, model: str, outside: str, outside_response: bytes, apprentice_response: bytes
+    ) -> AnswersCompared:
+        """Score the answers of the model `outside` and of the policy `model` to a call: two chat completions. Raises
         `UnscoredError` if the judge can't be had, and `HistoryGoneError` if the call has no messages."""
         shown: list[Transcript] = []
-        for role, response in zip(("outside", "apprentice"), responses, strict=True):
+        for role, response in (("outside", outside_response), ("apprentice", apprentice_response)):
             answered = msgspec.structs.replace(call, response=response, status="complete", side_call=False)
             shown.append(from_exchanges(role, [answered]))
         judging = partial(self._ruler.judge, shown, count=False)
@@ -78,7 +80,7 @@ class ShadowJudge:
     """Compares the answers of shadow calls. Any number of processes may run one."""
 
     def __init__(self, broker: Broker, config: Config, judge: AnswerJudge | None) -> None:
-        """Without a `judge`, shadow calls are acknowledged: `same` of their event is all that is said of them."""
+        """Without a `judge`, shadow calls are acknowledged and not compared."""
         self._broker, self._judge, self._at_once = broker, judge, config.judge.concurrency
         self._budget = Budget(broker, config)
 
@@ -104,8 +106,7 @@ class ShadowJudge:
             call = next((r.event for r in history if (r.event.seq, r.event.choice) == (shadow.call, 0)), None)
             if call is None or await self._broker.read_last(AnswersCompared, **names, call=shadow.call) is not None:
                 return
-            responses = call.response, shadow.response
-            compared = await self._judge.compare(call, shadow.model, shadow.outside, *responses)
+            compared = await self._judge.compare(call, shadow.model, shadow.outside, call.response, shadow.response)
         except (HistoryGoneError, UnscoredError) as error:
             logger.error("shadow call not compared", reason=str(error)[:500], call=shadow.call, **names)
             return

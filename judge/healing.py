@@ -81,14 +81,15 @@ class Healer:
         """Return the correction of a run; `None` if there is none that is better. Raises `HistoryGoneError`, and
         `UnscoredError` if outside model or judge can't be had."""
         names: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory}
-        if await self._broker.read(AnswersCompared, **names):
-            return await self._earlier(group, member)  # a judge died before it published the group
         history = await self._broker.read(ExchangeRecorded, **names, at_least=member.exchanges)
         if len(history) < member.exchanges:
             raise HistoryGoneError(f"the whole history of trajectory {member.trajectory}")
         calls = [e for e in (r.event for r in history) if _is_whole(e)]
         if not calls:
             raise UnscoredError("it has no whole chat completion of the policy")
+        # Calls that an outside model answered are compared too, with shadow calls.
+        if {r.event.call for r in await self._broker.read(AnswersCompared, **names)} & {call.seq for call in calls}:
+            return await self._earlier(group, member)  # a judge died before it published the group
         call = await self._call_at_fault(calls, member)
         sent = {k: v for k, v in msgspec.json.decode(call.request).items() if k in _SENT}
         response = await self._ask(sent)
@@ -119,6 +120,8 @@ class Healer:
         return _hint(signal)
 
     async def _earlier(self, group: GroupScored, member: Member) -> Hint | None:
+        """Return the correction that is on the log, unless the member has it; `None` if there is none. So a correction
+        is lost with a judge that dies between the comparison and the signal, and no answer is paid for twice."""
         given = await self._broker.read(
             SignalGiven, project=group.project, model=group.model, group=group.group, trajectory=member.trajectory
         )

@@ -79,7 +79,7 @@ class App:
         self._gateway, self._calls, self._identity = gateway, gateway.calls, gateway.identity
         self._max_calls = gateway.config.gateway.max_calls or sys.maxsize
         self._running: set[Request] = set()
-        """Model calls under way."""
+        """Model calls under way, and requests to the control API."""
         self._stopping = False
         self._large_bodies = anyio.CapacityLimiter(1)
 
@@ -283,7 +283,7 @@ class App:
         """Answer a call of another API as the chat completion `call`. `known`: its caller, if that was found already.
         Returns the status."""
         if translation.continued:
-            caller, call = await self._continued_call(translation, call, admitted, request, known)
+            caller = await self._continued_call(translation, call, admitted, request, known)
         else:
             caller = known or await self._caller(call, admitted, request)
         translation.stored = caller.trajectory is not None
@@ -291,7 +291,7 @@ class App:
         sink = TranslatedSink(request, translation, headers) if call.stream else None
         status, answer = await self._calls.answer(call, caller, sink)
         if status == 400 and translation.merge_system():
-            merged = translation.call()  # it stays the call for which a trajectory was found
+            merged = translation.call()
             call.body, call.fields = merged.body, merged.fields
             self._gateway.permitted.check(call.fields)
             status, answer = await self._calls.answer(call, caller, sink)
@@ -304,8 +304,8 @@ class App:
 
     async def _continued_call(
         self, translation: Translation, call: Call, admitted: _Admitted, request: Request, known: Caller | None
-    ) -> tuple[Caller, Call]:
-        """The call that refers to recorded answers, with these from the log."""
+    ) -> Caller:
+        """Put the recorded answers that a call refers to into it, from the log. Return its caller."""
         del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
         caller = known or await self._caller(call, admitted, request)
         async with self._gateway.api_keys.reading(request.owner) as read:
@@ -313,12 +313,8 @@ class App:
         for missing in translation.continued - exchanges.keys():
             raise not_recorded(missing)
         whole = translation.call(exchanges)
-        whole.params.model, whole.held = call.params.model, call.held
-        if known and self._gateway.detector is not None:
-            self._gateway.detector.replace(call, whole)
-        if caller.trajectory is None:
-            caller = await self._caller(whole, admitted, request)
-        return caller, whole
+        call.body, call.fields = whole.body, whole.fields  # it stays the call for which a trajectory was found
+        return await self._caller(call, admitted, request) if caller.trajectory is None else caller
 
 
 def _is_apprentices(caller: Caller, call: OutsideCall) -> bool:

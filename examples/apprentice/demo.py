@@ -10,8 +10,7 @@
 
 Master, first and last version of the apprentice answer the same held-out messages. The history is checked, and
 `<run-dir>/report.json` has the quality of each, the decision, the share of calls that the apprentice answers at the
-end, and the money for a task then and before. Exits with 1 if the run failed, or if its
-history holds what it must not.
+end, and the money for a task then and before. Exits with 1 if the run failed, or if its history holds what it must not.
 """
 
 from __future__ import annotations
@@ -58,11 +57,8 @@ def master() -> Iterator[dict[str, Any]]:
     """Run the provider in a process of its own, and yield its table of the settings."""
     os.environ[KEY_ENV] = f"sk-{secrets.token_urlsafe(24)}"
     command = [sys.executable, "-m", "examples.apprentice.master"]
-    pipes: dict[str, Any] = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "text": True,
-    }  # it ends with its stdin
+    # It ends with its stdin.
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as provider:
         assert provider.stdout is not None
         url = provider.stdout.readline().strip()
@@ -145,18 +141,8 @@ def main(argv: list[str] | None = None) -> None:
             finally:
                 up.stop()
             say(f"journeywork apprentice --runs {RUNS}")
-            options = (
-                "--runs",
-                str(RUNS),
-                "--least",
-                "1",
-                "--test-share",
-                "0",
-                "--",
-                "--epochs",
-                "2",
-                *demo.tuning(args),
-            )
+            options = f"--runs {RUNS} --least 1 --test-share 0 -- --epochs 2".split()
+            options += demo.tuning(args)
             print(demo.on_the_log(run_dir, settings, args, "apprentice", *options))
             settings["outside"] = [{**table, "apprentice": MODEL, "shadow_percent": 100.0}]
             up = Installation(run_dir, demo.SETTINGS, settings, *flags(args))

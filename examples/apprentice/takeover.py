@@ -26,7 +26,7 @@ MASTER = "master"
 FROM = 2 * demo.EXAMPLES_FROM
 """Number of the first message of this half: no version was trained on one of these."""
 SHADOWED, ROUND, AFTER = 240, 96, 300
-"""Messages about which both are asked, that are sorted between two looks, and after the decision."""
+"""Messages about which both are asked, of each round until the decision, and after it."""
 MARGIN = 0.1
 """By how much the mean share of right fields may be worse."""
 QUALITY = 0.85
@@ -79,6 +79,8 @@ async def take_over(version: str, args: argparse.Namespace, up: Installation) ->
         say(f"the master sorts {SHADOWED} messages, and {version} unseen beside it")
         await sort(SHADOWED)
         shadows = await _read(run_dir, SHADOWS.format(version=version), lambda row: row["n"] >= SHADOWED)
+        if not shadows["n"]:
+            raise ExampleError(f"{version} answered no shadow call within {_SETTLE_S:g} s: see the gateway's log")
         say(f"they agree in {shadows['agreement']:.1%} of {shadows['n']} messages; journeywork decide begin …")
         plan = [arg for guard in GUARDS for arg in ("--guard", guard)]
         plan += ["--metric", "reward", "--margin", str(MARGIN), "--steps", "5,25", "--deadline", "60"]

@@ -43,7 +43,7 @@ _PROMPT = "prompt"
 
 
 class _Tasks:
-    """What GEPA needs to know of the tasks: how a prompt does at them, and what is told of it (`GEPAAdapter`)."""
+    """GEPA's adapter: plays the tasks with a prompt, and returns what the model that writes prompts reads about it."""
 
     propose_new_texts = None
 
@@ -64,19 +64,18 @@ class _Tasks:
         self, candidate: Mapping[str, str], eval_batch: Any, components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
         """Return each task with its reward and metrics."""
-        return {
-            _PROMPT: [{"Inputs": _as_text(task), "Feedback": _said(told)} for task, told in eval_batch.trajectories]
-        }
+        played = eval_batch.trajectories
+        return {_PROMPT: [{"Inputs": _as_text(task), "Feedback": _feedback(result)} for task, result in played]}
 
 
 def _as_text(task: Any) -> str:
     return task if isinstance(task, str) else json.dumps(task, default=str)
 
 
-def _said(told: TaskResult) -> str:
-    if told.failed:
+def _feedback(result: TaskResult) -> str:
+    if result.failed:
         return "The attempt ended with an error."
-    return "; ".join(f"{name}: {value:.3g}" for name, value in told.values.items()) or "It has no reward."
+    return "; ".join(f"{name}: {value:.3g}" for name, value in result.values.items()) or "It has no reward."
 
 
 def _writer(model: Entrant) -> Any:

@@ -168,7 +168,8 @@ class RewardFunction:
         except BaseException as error:
             await self._stop()
             if isinstance(error, (*_BROKEN, TimeoutError)):
-                fault = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else "ended its process"
+                broken = "ended its process, or its answer can't be read"
+                fault = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else broken
                 raise RewardFunctionError(f"{self._config.entry} {fault}; see the judge's log") from error
             raise
 
@@ -233,7 +234,10 @@ def unavailable() -> str:
 @functools.cache
 def _try(bwrap: str) -> str:
     python = sandboxed([sys.executable, "-I", "-c", ""])
-    tried = subprocess.run(python, capture_output=True, text=True, check=False, timeout=30)
+    try:
+        tried = subprocess.run(python, capture_output=True, text=True, check=False, timeout=_START_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{bwrap} does not work here: {error}"
     said = tried.stderr.strip() or f"exit code {tried.returncode}"
     return f"{bwrap} does not work here: {said}" if tried.returncode else ""
 

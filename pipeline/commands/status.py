@@ -45,6 +45,7 @@ _NEWEST = (256, 1024, 4096)
 
 _NEWEST_CALLS = 1000
 """Messages at the end of ROLLOUTS from which the sampler's share of time is read."""
+_STORE_S = 120
 
 
 def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
@@ -80,7 +81,10 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
 def _takeovers(run_dir: Path) -> list[str]:
     """Return what apprentices are worth, by the store, in sentences."""
     command = [sys.executable, "-m", "store.showing.pages.takeover", str(run_dir)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_STORE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return [f"The store was not read within {_STORE_S} s."]
     return (
         answer.stdout.splitlines() if answer.returncode == 0 else [f"The store can't be read: {answer.stderr[-300:]}"]
     )
@@ -178,7 +182,7 @@ async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, An
     return {
         model: {
             "newest": newest,
-            "discarded": {reason: n for (of, reason), n in counts if of == model},
+            "discarded": {reason: count for (discarded, reason), count in counts if discarded == model},
             "reward": _reward([group for group in scored if group.model == model]),
         }
         for model, newest in groups.items()

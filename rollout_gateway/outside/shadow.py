@@ -36,7 +36,8 @@ _WAITING_S = 600.0
 """How long a shadow call may wait: what is recorded of a run is not to come long after it."""
 _BREAKS = 8
 """How often a shadow call is broken off before it is dropped."""
-_OF_THE_STREAM = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
+_NOT_ASKED = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
+"""Fields by which the agent asks for another form of answer: a shadow call has one choice, and is no stream."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -61,9 +62,11 @@ class Shadows:
         self._timeout_s, self._permitted = config.gateway.replicas.timeout_s, permitted
         self._fleet, self._router = fleet, router
         self._waiting: dict[str, deque[_Shadow]] = {name: deque() for name in self._tables}
+        """By outside model."""
         self._bytes = 0
+        """Of the requests that wait."""
         self._under_way: Counter[str] = Counter()
-        """Both by outside model."""
+        """Number of shadow calls under way, by outside model."""
         self.counts: Counter[str] = Counter()
         """Shadow calls by how they ended: `answered`, `failed`, or `dropped` for want of a free server."""
 
@@ -125,6 +128,7 @@ class Shadows:
             lease.replica.shadows.discard(scope)
             self._under_way[shadow.table.name] -= 1
             lease.release()
+            self._fleet.idle.set()  # the next one may begin, even if another goes on at this server
         if answer is not None:
             await self._record(shadow, lease, answer, started_at)
         elif shadow.breaks < _BREAKS:
@@ -159,7 +163,7 @@ class Shadows:
             sampled_ids=choice.ids,
             logprobs=choice.logprobs,
             finish_reason=choice.finish_reason,
-            same=said(answer) == said(exchange.answer),
+            same=say_the_same(answer, exchange.answer),
             replica=lease.replica.name,
             started_at=started_at,
         )
@@ -178,14 +182,22 @@ class Shadows:
 def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
     """Return a call of an outside model as one of the policy model `apprentice`: plain, with one choice, without fields
     that no inference server here takes. Raises a 400 `ApiError` for what it can't be asked."""
-    fields = {name: raw for name, raw in call.fields.items() if name in SENT - _OF_THE_STREAM}
+    fields = {name: raw for name, raw in call.fields.items() if name in SENT - _NOT_ASKED}
     made = read_chat(_encode({**fields, "model": apprentice}))
     permitted.check(made.fields)
     return made
 
 
-def said(answer: Answer) -> Any:
-    """Return text and tool calls of an answer's first choice, in a form that is equal for answers that say the same."""
+def say_the_same(one: Answer, other: Answer) -> bool:
+    """Whether text and tool calls of the first choices are equal, JSON by its values. An answer whose message is none
+    of a chat completion, as a provider's may be, says the same as no other."""
+    try:
+        return bool(_said(one) == _said(other))
+    except (AttributeError, TypeError, msgspec.DecodeError, RecursionError):
+        return False
+
+
+def _said(answer: Answer) -> Any:
     fields = answer.choices[0].fields if answer.choices else {}
     message = msgspec.json.decode(fields.get("message", b"{}"))
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]

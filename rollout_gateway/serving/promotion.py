@@ -148,9 +148,9 @@ class Promotion:
         return True
 
     async def _before_last_decision(self, model: str, request: str) -> tuple[dict[str, Any], int]:
-        """Return `version`, `other` and `percent` of the decision before the last one that stands: the newest version
-        (empty) if it was the first. A repeated `request` gets what it got before. Return the sequence of the last
-        decision too. Raises a 409 `ApiError` without a decision."""
+        """Return the routing (`_routing`) of the decision before the last one that stands, and the sequence of the last
+        decision. Before the first decision a policy's name has no routing (empty), and an outside model answers itself.
+        A repeated `request` gets what it got before. Raises a 409 `ApiError` without a decision."""
         recorded = await self._broker.read(PolicyPromoted, project=self._project, model=model)
         decisions = [r.event for r in recorded]
         for event in decisions:
@@ -182,4 +182,5 @@ class Promotion:
 
 
 def _routing(event: PolicyPromoted) -> dict[str, Any]:
+    """Return the fields of a decision that say who answers."""
     return {name: getattr(event, name) for name in ("version", "other", "percent", "min_logprob")}

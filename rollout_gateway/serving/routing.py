@@ -89,8 +89,9 @@ class VersionRouter:
         return version
 
     def assign(self, opened: TrajectoryOpened) -> TrajectoryOpened:
-        """Return the opening with who answers the run, if there is a decision about the outside model that it is opened
-        for. It holds for the whole run, and for all runs of a group, which are compared with each other."""
+        """Return the opening with the model that answers the run, if there is a decision about the outside model that
+        it is opened for. The whole run keeps it, and all runs of a group get the same, as they are compared with each
+        other."""
         state = self._policies.masters.get(opened.model)
         if state is None or state.decided is None or opened.pinned:
             return opened

@@ -109,8 +109,9 @@ class Metric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Cascade(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which answers of an apprentice are shown: those whose mean logprob is not below `min_logprob`. Of so many
-    `pairs` of it and its master, that leaves `shown`, of which `agreed` agreed."""
+    """Which answers of an apprentice are shown: those whose mean logprob is not below `min_logprob`. It was chosen by
+    `pairs` answers of apprentice and master to one call. Of these the apprentice's is shown in `shown` pairs, and in
+    `agreed` of them the two agree."""
 
     min_logprob: Annotated[float, Meta(le=0)]
     quality: float
@@ -354,14 +355,15 @@ def _mean(values: Sequence[float]) -> float:
 def verdict(evidence: Evidence) -> Verdict:
     """Return what the plan makes of the findings: `promote` if the metric is shown to be better, or to be worse by less
     than the plan's margin, and each guard shown to be harmless; `raise` if that is shown of the next share; `rollback`
-    if the metric is shown to be worse, or a guard to be broken; `hold` at the plan's end."""
+    if the metric is shown to be worse, and not by less than the margin, or a guard to be broken; `hold` at the plan's
+    end."""
     plan, (metric, *guards) = evidence.plan, evidence.findings
     share = evidence.next_percent() / 100
     harms = [
         (f.low - g.margin, f.high - g.margin) if g.worse == "higher" else (-f.high - g.margin, -f.low - g.margin)
         for g, f in zip(plan.guards, guards, strict=True)
     ]
-    if metric.high < 0 or any(least > 0 for least, _ in harms):
+    if (metric.high < 0 and metric.low <= -plan.margin) or any(least > 0 for least, _ in harms):
         return "rollback"
     # Of a guard, what is beyond its margin at all runs may be within it at a part of them.
     scaled = [g.margin * (1 / share - 1) for g in plan.guards]

@@ -15,8 +15,8 @@ An apprentice takes over from an outside model, `master` say, in the same way, b
 
 `begin` splits the runs of the model between the candidate and the control. `watch` compares the results at each look:
 it promotes the candidate once it is shown to be better and no guard to be broken, routes all runs to the control once
-the candidate is shown to be worse, and to the control too at the end of the plan. It may be ended and started again at
-any time. docs/operations.md says what the numbers promise.
+the candidate is shown to be worse, and also at the end of the plan. It may be ended and started again at any time.
+docs/operations.md says what the numbers promise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from store.reading import sql
 from store.reading.options import exit_status
 
 _SETTLED_S = 30
-"""How long the store may take to have an event. What is younger is left for the next look."""
+"""How long the store may take to have an event. Younger events are read at the next look."""
 _RECORDED = """
 SELECT model, evidence FROM policy_promoted
 WHERE project = ? AND evidence <> '' AND (other = '' OR contains(evidence, '"verdict":"raise"')) ORDER BY "at"

@@ -108,6 +108,19 @@ async def test_a_better_answer_is_a_correction_on_the_log_and_a_hint_of_the_memb
     assert compared.event.outside_score > compared.event.apprentice_score
 
 
+async def test_a_run_is_healed_although_a_shadow_of_its_masters_call_was_compared(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    async with healing(broker, nats_config, master("quality=0.9")) as (healer, _):
+        await play(broker, "quality=0.2")
+        by_master = exchange("r", "quality=0.8", seq=1)
+        await broker.publish(msgspec.structs.replace(by_master, policy_version="outside:master", step=-1))
+        names: Any = {"project": "p", "trajectory": "r", "call": 1, "model": "m", "outside": "master"}
+        await broker.publish(AnswersCompared(**names, outside_score=1.0, apprentice_score=0.0))
+        healed = await healer.heal(scored(0.1, calls=2))
+    assert healed.members[0].hints == (CORRECTION,)
+
+
 @pytest.mark.parametrize("said", ["quality=0.1", "quality=0.2 too", ""])
 async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_config: NatsConfig, said: str) -> None:
     async with healing(broker, nats_config, master(said)) as (healer, _):

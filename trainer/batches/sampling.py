@@ -18,7 +18,7 @@ from pipeline.chat.sampling import Defaults
 
 _OVERRIDE = "--override-generation-config"
 _LIKELY = 1024
-"""So many of the most probable tokens are ordered, if they decide what `top_k` and `top_p` leave. To order a whole
+"""Number of most probable tokens that are ordered, where they decide what `top_k` and `top_p` leave. To order a whole
 vocabulary costs more than the rest of the loss."""
 
 

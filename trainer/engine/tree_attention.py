@@ -25,7 +25,7 @@ from trainer.batches.packing import FULL, AttentionSpan, Layout, pairs, segments
 
 _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _PAIRS_A_CALL = 2**15
-"""So many pairs must a call for one more segment save: a call has costs of its own."""
+"""Pairs of query and key that one more call has to save, since a call has costs of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Segment:
     seen: Sequence[tuple[int, int]]
     """The earlier segments that it sees, each with the number of its first columns that are seen, then its own."""
     mask: torch.Tensor | None
-    """[1, 1, queries, columns of `seen`], or `lower_right`. `None`: it sees no earlier one, and itself
+    """[1, 1, queries, columns of `seen`], or that of `lower_right`. `None`: it sees no earlier segment, and itself
     causally."""
 
 
@@ -48,7 +48,7 @@ class Row:
 
 def planned(layout: Layout, span: AttentionSpan) -> torch.Tensor:
     """Return the mask of a layout that has `ends_RL`. Where segments save time, its attribute `plan` holds those of its
-    rows, and its values are nothing: no mask of L x L is made."""
+    rows, and its values mean nothing: no mask of L x L is made."""
     assert layout.ends_RL is not None
     ends_RL = layout.ends_RL.tolist()
     calls = sum(len(segments(ends)) for ends in ends_RL)

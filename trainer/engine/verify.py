@@ -95,7 +95,8 @@ def logprob_bound_for(config: TrainerConfig, dtype: torch.dtype) -> float:
 
 
 def sequences(vocabulary: int, longest: int, span: int) -> list[TokenSequence]:
-    """Return random test sequences of about `span` tokens, at most `longest`, which form one prefix tree.
+    """Return random test sequences, which form one prefix tree. The longest have a few tokens more than `span`, and at
+    most `longest`.
 
     They branch at several depths; two of them are equal, and one shares no prefix."""
     rng = np.random.default_rng(0)
@@ -250,6 +251,7 @@ def _verify(model: PolicyModel) -> Verified:
         forward.model.set_attn_implementation("eager")
         rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, forward.trunk.dtype):
+        divided = ". Its rows are divided: set trainer.memory.context_parallel to 1"
         raise RefusedError(
             Verified(
                 rows,
@@ -259,8 +261,7 @@ def _verify(model: PolicyModel) -> Verified:
                 refused=(
                     f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's "
                     f"own by {rows}; trainer.logprob_bound is {logprob_bound_for(config, forward.trunk.dtype):g}"
-                    + (forward.context is not None)
-                    * ". Its rows are divided: set trainer.memory.context_parallel to 1"
+                    + ("" if forward.context is None else divided)
                 ),
             )
         )

@@ -255,3 +255,15 @@ async def test_a_worker_that_hangs_is_not_said_to_have_ended(tmp_path: Path, mon
         await refused(call, {"id": "a", "messages": []}, "length took longer than 0.1 s")
     async with function("length", "off", entry="slow_import:length").open() as call:
         await refused(call, {"id": "a"}, "slow_import:length took longer than 0.1 s")
+
+
+@pytest.mark.parametrize("script", ["sleep 60", None], ids=["hangs", "can't be started"])
+def test_bubblewrap_that_does_not_answer_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None
+) -> None:
+    monkeypatch.setattr(sandbox, "_START_S", 0.2)
+    bwrap = tmp_path / "bwrap"
+    monkeypatch.setattr(sandbox, "_BWRAP", (str(bwrap),))
+    bwrap.write_text(f"#!/bin/sh\nexec {script}\n")
+    bwrap.chmod(0o755 if script else 0o644)
+    assert "does not work here" in sandbox._try(str(bwrap))

@@ -26,9 +26,11 @@ from pipeline.streams import CONSUMERS
 from rollout_gateway.dialects.calls import Answer, Raw, SampledChoice
 from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.outside import shadow
 from rollout_gateway.outside.requests import read_call
-from rollout_gateway.outside.shadow import Shadows, apprentice_call, said
+from rollout_gateway.outside.shadow import Shadows, apprentice_call, say_the_same
+from rollout_gateway.serving.replicas import Fleet
 from tests.conftest import free_port
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
@@ -146,6 +148,36 @@ async def test_shadow_that_its_server_refuses_is_counted(
     await until_counted(gateway, "failed")
     assert "shadow call failed" in gateway.log
     assert await broker.read(ShadowAnswered, project=PROJECT) == []
+
+
+async def test_a_shadow_call_that_ends_makes_room_for_the_next_while_another_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet()
+    replica = fleet.add("http://h")
+    replica.ready, replica.loaded = True, {"a@1": ""}
+    some = made(100.0, fleet)
+    router: Any = type("Router", (), {"newest_loaded": lambda self, model: "a@1"})()
+    some._router = router
+    begun = list[asyncio.Event]()
+
+    async def answer(call: Any, lease: Any) -> Any:
+        begun.append(end := asyncio.Event())
+        await end.wait()
+        raise UpstreamError("over")
+
+    monkeypatch.setattr(some, "_answer", answer)
+    at_once = some._tables["master"].shadow_calls
+    for seq in range(at_once + 1):
+        some.offer(recorded(seq))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(some.run)
+        await anyio.wait_all_tasks_blocked()
+        assert len(begun) == at_once > 1
+        begun[0].set()
+        await anyio.wait_all_tasks_blocked()
+        assert len(begun) == at_once + 1
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_gateway_that_stops_waits_for_no_shadow_call(
@@ -275,6 +307,9 @@ def answer(content: Any, *calls: tuple[str, str]) -> Answer:
     return Answer({}, b"", [SampledChoice(0, fields={"message": Raw(msgspec.json.encode(message))})])
 
 
+MALFORMED = (b"[]", b'{"tool_calls": [null]}', b'{"tool_calls": 5}', b'{"tool_calls": [{"function": "x"}]}')
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
@@ -287,10 +322,14 @@ def answer(content: Any, *calls: tuple[str, str]) -> Answer:
         (answer(None, ("look", "{}")), answer(None, ("see", "{}")), False),
         (answer("x", ("look", "{}")), answer("x"), False),
         (answer("x"), Answer({}, b"", []), False),
+        *(
+            (answer("x"), Answer({}, b"", [SampledChoice(0, fields={"message": Raw(said)})]), False)
+            for said in MALFORMED
+        ),
     ],
 )
 def test_answers_that_say_the_same(one: Answer, other: Answer, same: bool) -> None:
-    assert (said(one) == said(other)) is same
+    assert say_the_same(one, other) is same
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,9 @@ def test_a_share_is_raised_by_what_it_may_cost() -> None:
     assert of((-0.09, 0.5), (-0.1, 0.0), 25) == "promote"
     assert of((-0.09, 0.5), (-0.1, 0.01), 25) == "continue"
     assert of((-0.3, -0.01), (-0.1, 0.0), 5) == "rollback"
+    # Worse by less than the margin is what the plan allows, also while a guard is not known yet.
+    assert of((-0.09, -0.01), (-0.1, 0.0), 25) == "promote"
+    assert of((-0.09, -0.01), (-0.1, 0.01), 25) == "continue"
     assert of((-0.3, 0.5), (0.01, 0.1), 5) == "rollback"
 
 
