@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 from urllib.parse import unquote
 
 import anyio
@@ -47,13 +48,14 @@ _TRANSLATIONS: dict[str, Callable[[bytes], Translation]] = {
 }
 _MODEL_CALLS = _READERS.keys() | _TRANSLATIONS.keys()
 
+_Read = TypeVar("_Read")
 _LARGE_BODY = 256 * 1024
 """Bytes. Smaller bodies are read within a few milliseconds."""
 LEFT_OUT_HEADER = b"x-journeywork-left-out"
 """Types of tools that a call named and the model was not shown."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
-_FINAL = ("not_recorded", "stopping")
-"""Errors of an apprentice's call that its master's answer would not mend."""
+_FINAL = ("not_recorded", "stopping", "trajectory_completed", "trajectory_expired")
+"""Errors of an apprentice's call that its master's answer would not mend: it could not be recorded either."""
 SIDE_CALL_HEADER = b"x-journeywork-side-call"
 ROLE_HEADER = b"x-journeywork-role"
 
@@ -219,7 +221,7 @@ class App:
         opened, wait_s, detector = caller.trajectory.opened, call.tables[0].apprentice_wait_s, self._gateway.detector
         own: Call = call
         try:
-            own, translation = self._read_own(admitted.path, request.body)
+            own, translation = await self._reading(request, partial(self._read_own, admitted.path, request.body))
             own.params.model, own.held = opened.model, opened.min_logprob is not None and own.stream
             caller = replace(caller, wait_s=wait_s, min_logprob=opened.min_logprob)
             if detector is not None:
@@ -243,14 +245,18 @@ class App:
         return call, translation
 
     async def _read(self, request: Request, path: str) -> tuple[Call, Translation | None]:
-        """Read and check the body of a model call. Large ones are read in a thread, one at a time, so that other
-        requests are answered meanwhile."""
+        """Read and check the body of a model call."""
 
         def read() -> tuple[Call, Translation | None]:
             if (outside := self._gateway.relay.read(path, request.body)) is not None:
                 return outside, None
             return self._read_own(path, request.body)
 
+        return await self._reading(request, read)
+
+    async def _reading(self, request: Request, read: Callable[[], _Read]) -> _Read:
+        """Return what `read` makes of the body. Large ones are read in a thread, one at a time, so that other requests
+        are answered meanwhile."""
         if len(request.body) < _LARGE_BODY:
             return read()
         return await anyio.to_thread.run_sync(read, limiter=self._large_bodies)

@@ -76,7 +76,7 @@ def best_runs(config: Config, master: str | None, runs: int, least: float) -> st
             f"[[outside]] {name}: may_train is false, so nothing may learn from its runs. If its provider's terms "
             f"permit it, set may_train = true in each table with this name"
         )
-    return BEST_RUNS.format(version=version, runs=runs, least=least)
+    return BEST_RUNS.format(version=version.replace("'", "''"), runs=runs, least=least)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -251,7 +251,8 @@ async def _opened(gateway: Gateway, trajectory: str, access: Access) -> Trajecto
     opened = await gateway.registry.opening(trajectory)
     gateway.registry.log.check_age(trajectory, opened.at if opened is not None else 0)
     may_grade_any = access.trajectory or access.feedback_only
-    if opened is None or not (may_grade_any or access.owns(opened.owner)) or not access.sees(opened.model):
+    models = (opened.model, opened.named) if opened is not None else ()
+    if opened is None or not (may_grade_any or access.owns(opened.owner)) or not any(map(access.sees, models)):
         raise unknown_trajectory(
             trajectory, "Send the id of a run or answer as its client got it, with a key that may grade it."
         )

@@ -20,18 +20,20 @@ from pipeline.log.broker import BrokerError
 from pipeline.names import new_id, parse_version, split_point
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.exchange import Exchange
+from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, Call
 from rollout_gateway.dialects.endpoints import MALFORMED, read_answer, read_chat, upstream_body
 from rollout_gateway.dialects.permitted import SENT, Permitted
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.upstream import UpstreamError
+from rollout_gateway.outside.answers import UNREADABLE
 from rollout_gateway.serving.replicas import Fleet, Lease
 from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway.outside.shadow")
 
 _WAITING, _WAITING_BYTES = 256, 64 << 20
-"""Shadow calls that wait, and bytes of their requests, at most."""
+"""Shadow calls that wait, and bytes of their requests and of the outside model's answers, at most."""
 _WAITING_S = 600.0
 """How long a shadow call may wait: what is recorded of a run is not to come long after it."""
 _BREAKS = 8
@@ -45,7 +47,10 @@ _encode = msgspec.json.Encoder().encode
 class _Shadow:
     """A shadow call that waits or is under way."""
 
-    exchange: Exchange
+    run: Trajectory
+    seq: int
+    said: Any
+    """What the outside model said, as `said` returns it."""
     table: OutsideConfig
     call: Call
     size: int
@@ -75,17 +80,21 @@ class Shadows:
         table = self._tables.get(exchange.call.params.model)
         if table is None or split_point(f"{exchange.recorded_in.id}/{exchange.seq}") >= table.shadow_percent:
             return
-        size = len(exchange.call.body)
+        size = len(exchange.call.body) + sum(
+            len(bytes(c.fields.get("message", b""))) for c in exchange.answer.choices[:1]
+        )
         waiting = self._waiting[table.name]
         if len(waiting) >= _WAITING or self._bytes + size > _WAITING_BYTES:
             self.counts["dropped"] += 1
             return
+        run, seq = exchange.recorded_in, exchange.seq
         try:
             call = apprentice_call(exchange.call, table.apprentice, self._permitted)
-        except ApiError as error:
-            self._failed(exchange, error)
+            shadow = _Shadow(run, seq, said(exchange.answer), table, call, size, time.monotonic())
+        except UNREADABLE as error:
+            self._failed(run, seq, error)
             return
-        waiting.append(_Shadow(exchange, table, call, size, time.monotonic()))
+        waiting.append(shadow)
         self._bytes += size
         self._fleet.idle.set()
 
@@ -117,12 +126,13 @@ class Shadows:
         return shadow, lease, scope
 
     async def _ask(self, shadow: _Shadow, lease: Lease, scope: anyio.CancelScope) -> None:
-        answer, started_at = None, now_us()
+        answer, same, started_at = None, False, now_us()
         try:
             with scope:
                 answer = await self._answer(shadow.call, lease)
+                same = said(answer) == shadow.said
         except (UpstreamError, *MALFORMED) as error:
-            self._failed(shadow.exchange, error)
+            self._failed(shadow.run, shadow.seq, error)
             return
         finally:
             lease.replica.shadows.discard(scope)
@@ -130,7 +140,7 @@ class Shadows:
             lease.release()
             self._fleet.idle.set()  # the next one may begin, even if another goes on at this server
         if answer is not None:
-            await self._record(shadow, lease, answer, started_at)
+            await self._record(shadow, lease, answer, same, started_at)
         elif shadow.breaks < _BREAKS:
             shadow.breaks += 1
             self._waiting[shadow.table.name].appendleft(shadow)
@@ -147,13 +157,12 @@ class Shadows:
             raise UpstreamError(f"it answered {reply.status}: {data[:300].decode(errors='replace')}")
         return read_answer(data, call)
 
-    async def _record(self, shadow: _Shadow, lease: Lease, answer: Answer, started_at: int) -> None:
-        exchange, (choice,) = shadow.exchange, answer.choices
-        run = exchange.recorded_in
+    async def _record(self, shadow: _Shadow, lease: Lease, answer: Answer, same: bool, started_at: int) -> None:
+        run, (choice,) = shadow.run, answer.choices
         event = ShadowAnswered(
             project=run.opened.project,
             trajectory=run.id,
-            call=exchange.seq,
+            call=shadow.seq,
             model=shadow.table.apprentice,
             policy_version=lease.version,
             step=parse_version(lease.version)[1],
@@ -163,20 +172,24 @@ class Shadows:
             sampled_ids=choice.ids,
             logprobs=choice.logprobs,
             finish_reason=choice.finish_reason,
+<<<<<<< HEAD
             same=say_the_same(answer, exchange.answer),
+=======
+            same=same,
+>>>>>>> w-attack
             replica=lease.replica.name,
             started_at=started_at,
         )
         try:
             await run.log.publish(await run.log.masks.apply(event), {"traceparent": run.traceparent})
         except (ApiError, BrokerError) as error:
-            self._failed(exchange, error)
+            self._failed(run, shadow.seq, error)
         else:
             self.counts["answered"] += 1
 
-    def _failed(self, exchange: Exchange, error: Exception) -> None:
+    def _failed(self, run: Trajectory, seq: int, error: Exception) -> None:
         self.counts["failed"] += 1
-        log.warning("shadow call failed", trajectory=exchange.recorded_in.id, call=exchange.seq, error=str(error)[:500])
+        log.warning("shadow call failed", trajectory=run.id, call=seq, error=str(error)[:500])
 
 
 def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
@@ -188,6 +201,7 @@ def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
     return made
 
 
+<<<<<<< HEAD
 def say_the_same(one: Answer, other: Answer) -> bool:
     """Whether text and tool calls of the first choices are equal, JSON by its values. An answer whose message is none
     of a chat completion, as a provider's may be, says the same as no other."""
@@ -198,6 +212,11 @@ def say_the_same(one: Answer, other: Answer) -> bool:
 
 
 def _said(answer: Answer) -> Any:
+=======
+def said(answer: Answer) -> Any:
+    """Return text and tool calls of an answer's first choice, in a form that is equal for answers that say the same.
+    Raises one of `UNREADABLE`: a provider may have said anything."""
+>>>>>>> w-attack
     fields = answer.choices[0].fields if answer.choices else {}
     message = msgspec.json.decode(fields.get("message", b"{}"))
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]

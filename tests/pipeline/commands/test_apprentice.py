@@ -70,6 +70,8 @@ def test_best_run_of_each_task_comes_first(tmp_path: Path) -> None:
     query = apprentice.best_runs(config(tmp_path, NatsConfig(), True), None, 10, 0.5)
     assert taken(tmp_path, query) == ["a2", "c1", "b1", "a1"]
     assert taken(tmp_path, apprentice.best_runs(config(tmp_path, NatsConfig(), True), "master", 2, 0.5)) == ["a2", "c1"]
+    quoted = Config(outside=(OutsideConfig(name="a'b", url="http://x/v1", may_train=True),))
+    assert taken(tmp_path, apprentice.best_runs(quoted, None, 10, 0.5)) == []
 
 
 @pytest.mark.parametrize(

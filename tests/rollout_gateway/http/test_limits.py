@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import anyio
 import httpx
@@ -16,9 +16,12 @@ import pytest
 
 from pipeline.log.broker import Broker
 from rollout_gateway.app import _READERS, App
+from rollout_gateway.capture.exchange import Caller as CallOf
 from rollout_gateway.dialects.calls import CHAT, Call
 from rollout_gateway.dialects.endpoints import read_chat
+from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.request import Request
+from rollout_gateway.outside.relay import NotAnsweredError
 from tests.conftest import VllmServer
 from tests.rollout_gateway.access.test_access import LET_IN, Caller
 from tests.rollout_gateway.conftest import StartGateway
@@ -185,6 +188,7 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
         return read_chat(body)
 
     monkeypatch.setitem(_READERS, CHAT, read)
+    monkeypatch.setattr(App, "_plain_call", AsyncMock(side_effect=ApiError(400, "", "refused by the server")))
     gateway = Mock()
     gateway.relay.read.return_value = None  # no outside model
     app = App(gateway)
@@ -192,4 +196,7 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
         request = Request(Mock(), "POST", CHAT, {}, "1.1", None)
         request.body = json.dumps({"model": "m", "messages": [], "user": "x" * size}).encode()
         await app._read(request, CHAT)
-    assert threads == [True, False]
+        # The same body again, for an apprentice.
+        with pytest.raises(NotAnsweredError, match="refused by the server"):
+            await app._ask_apprentice(request, Mock(path=CHAT), MagicMock(), CallOf(Mock()))
+    assert threads == [True, True, False, False]

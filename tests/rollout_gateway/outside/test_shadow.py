@@ -209,6 +209,19 @@ async def test_without_an_inference_server_agents_get_their_answers_and_shadow_c
     assert await broker.read(ShadowAnswered, project=PROJECT) == []
 
 
+@pytest.mark.parametrize("calls", [5, ["x"], [{"function": "x"}]])
+async def test_an_answer_of_the_provider_that_is_no_chat_completion_ends_no_gateway(
+    gateway: GatewayProcess, provider: Provider, broker: Broker, calls: Any
+) -> None:
+    provider.says(whole(completion("hi", tool_calls=calls)), whole(completion("hi")))
+    run = await opened(gateway)
+    assert (await ask(run, "odd")).json()["choices"][0]["message"]["tool_calls"] == calls
+    await until_counted(gateway, "failed")
+    assert (await ask(run, "plain")).status_code == 200
+    (event,) = await shadows(broker, run["id"], 1)
+    assert (event.call, event.same) == (1, True)
+
+
 async def test_call_of_no_run_has_no_shadow(gateway: GatewayProcess, fake_vllm: FakeVllm) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         reply = await client.post(f"{gateway.url}/v1/chat/completions", json={"model": "master", "messages": []})
@@ -223,17 +236,20 @@ def made(percent: float, fleet: Any = None) -> Shadows:
     return Shadows(Config(outside=(outside,)), fleet or idle, router, Permitted())
 
 
-def recorded(seq: int, body: bytes = b'{"model": "master", "messages": []}') -> Any:
+SILENT = Answer({}, b"", [])
+
+
+def recorded(seq: int, body: bytes = b'{"model": "master", "messages": []}', said_by_master: Answer = SILENT) -> Any:
     call = read_call("/v1/chat/completions", body, {"master": [OutsideConfig(name="master", url="http://h/v1")]})
     run = type("Run", (), {"id": "run"})()
-    return type("Exchange", (), {"call": call, "recorded_in": run, "seq": seq})()
+    return type("Exchange", (), {"call": call, "recorded_in": run, "seq": seq, "answer": said_by_master})()
 
 
 async def test_queue_is_bounded_and_the_share_is_drawn_by_run_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
     some = made(30.0)
     for seq in range(400):
         some.offer(recorded(seq))
-    chosen = [shadow.exchange.seq for shadow in some._waiting["master"]]
+    chosen = [shadow.seq for shadow in some._waiting["master"]]
     assert chosen == [seq for seq in range(400) if split_point(f"run/{seq}") < 30]
     assert 80 < len(chosen) < 160
     every = made(100.0)
@@ -248,6 +264,9 @@ async def test_queue_is_bounded_and_the_share_is_drawn_by_run_and_call(monkeypat
     for seq in range(5):
         small.offer(recorded(seq))
     assert (len(small._waiting["master"]), small.counts["dropped"]) == (2, 3)
+    long = made(100.0)
+    long.offer(recorded(0, said_by_master=answer("x" * 100)))
+    assert (len(long._waiting["master"]), long.counts["dropped"]) == (0, 1)
 
 
 def test_apprentice_is_asked_what_the_master_was_asked_without_what_no_server_here_takes() -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, StoreConfig, VllmConfig, save
-from pipeline.events import ExchangeRecorded, PolicyPromoted, TrajectoryOpened
+from pipeline.events import ExchangeRecorded, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.names import split_point
 from pipeline.running.installations import SETTINGS
@@ -222,6 +222,47 @@ async def test_the_master_answers_where_the_apprentice_does_not(start: Open, pat
         f"{APPRENTICE}: The inference server did not answer within outside.apprentice_wait_s (4 s).",
     )
     assert {e.model for e in (first, refused, slow, master)} == {"tictactoe"}
+
+
+async def test_no_provider_is_paid_for_a_run_that_was_completed_meanwhile(start: Open) -> None:
+    """The master's answer could not be recorded either."""
+    shop = await start()
+    await shop.open("r")
+    shop.server.held = anyio.Event()  # type: ignore[assignment]
+    answers: list[httpx.Response] = []
+
+    async def call(**more: Any) -> None:
+        answers.append(await shop.call("r", **more))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+        await shop.server.called(1)
+        opened = await shop.opened("r")
+        await shop.broker.publish(  # as another gateway does
+            TrajectoryCompleted(
+                project=PROJECT, trajectory="r", model=opened.model, group="", outcome="scored", exchanges=0
+            )
+        )
+        with anyio.fail_after(30):
+            while (await shop.call("r", temperature=0.5)).status_code != 409:
+                await anyio.sleep(0.05)
+        shop.server.held.set()
+    assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (409, "trajectory_completed")
+    assert not shop.provider.got
+
+
+async def test_a_runs_own_key_gives_feedback_whoever_answers_the_run(start: Open) -> None:
+    shop = await start()
+    opened = {"model": "master", "id": "r", "key_completes": True}
+    run = (await shop.client.post(f"{shop.gateway.url}/v1/trajectories", json=opened)).json()
+    await shop.call("r")
+    answer = await shop.client.post(
+        f"{shop.gateway.url}/v1/trajectories/r/feedback",
+        json={"thumb": "up"},
+        headers={"authorization": f"Bearer {run['api_key']}"},
+    )
+    assert answer.status_code == 201, answer.text
+    assert (await shop.opened("r")).model == "tictactoe"
 
 
 async def test_without_the_setting_the_agent_gets_the_error(start: Open) -> None:
