@@ -30,7 +30,7 @@ from rollout_gateway.capture.handler import UnsureError
 from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
 from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
-from rollout_gateway.dialects.responses import ResponsesTranslation, not_recorded
+from rollout_gateway.dialects.responses import ResponsesTranslation, unknown_reference
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from rollout_gateway.http.request import HeaderList, Headers, Request
@@ -317,7 +317,7 @@ class App:
         async with self._gateway.api_keys.reading(request.owner) as read:
             exchanges = await self._gateway.registry.exchanges_of(translation.continued, admitted.access, read)
         for missing in translation.continued - exchanges.keys():
-            raise not_recorded(missing)
+            raise unknown_reference(missing)
         whole = translation.call(exchanges)
         call.body, call.fields = whole.body, whole.fields  # it stays the call for which a trajectory was found
         return await self._caller(call, admitted, request) if caller.trajectory is None else caller

@@ -67,6 +67,7 @@ async def send(
     limiter = anyio.CapacityLimiter(_CONCURRENT)
 
     async def complete(name: str, members: list[Member]) -> None:
+        """Raises a `TrainingError` that says which trajectory the gateway refused, if its answer names one."""
         async with limiter:
             try:
                 await gateway.complete_group(name, model, members, task=tasks[name], split=split)

@@ -87,20 +87,20 @@ class ConfiguredComposer:
         self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
     ) -> GroupRewards:
         if not self._config.rewards:
-            final, verdicts = await self._ruled("", members)
+            final, verdicts = await self._judged_by("", members)
             reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
             return GroupRewards(final, reported, verdicts)
         components = await concurrently(lambda r: self._component(r, members, signals), self._config.rewards)
         return self._compose(members, dict(zip((r.name for r in self._config.rewards), components, strict=True)))
 
-    async def _ruled(
+    async def _judged_by(
         self, name: str, members: Sequence[TrajectoryCompleted]
     ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
-        """Return the scores and verdicts of a ruler, with the verdicts of the second judge if the group is in its
-        sample. Raises `UnscoredError`."""
+        """Return the scores and verdicts of the ruler `name`, with the verdicts of the second judge if the group is in
+        its sample. Raises `UnscoredError`."""
         second, sampled = self._second.get(name), f"second/{members[0].group}"
 
-        async def opinions() -> tuple[Verdict, ...]:
+        async def second_verdicts() -> tuple[Verdict, ...]:
             if second is None or share_of(sampled) >= self._config.second.share:
                 return ()
             try:
@@ -117,7 +117,7 @@ class ConfiguredComposer:
             ruled = await self.rulers[name](members)
             return ruled[1]
 
-        verdicts = await concurrently(lambda ask: ask(), (rule, opinions))
+        verdicts = await concurrently(lambda ask: ask(), (rule, second_verdicts))
         return ruled[0], (*verdicts[0], *verdicts[1])
 
     async def _component(
@@ -127,7 +127,7 @@ class ConfiguredComposer:
         values: dict[str, float | None]
         match reward.kind:
             case "ruler":
-                return Component(*await self._ruled(reward.name, members))
+                return Component(*await self._judged_by(reward.name, members))
             case "next_state":
                 runs = await self._next_state[reward.name](members)
                 means = {t: run.mean for t, run in runs.items() if run.mean is not None}

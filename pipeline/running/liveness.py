@@ -136,7 +136,7 @@ class LogProbe:
             if refusal is not None and refusal.kind == "at_limit":
                 at_limit[f"{name} at its limit"] = refusal.reason
             elif refusal is not None and refusal.kind == "missing":
-                if name in self._seen:
+                if name in self._seen:  # else it is not provisioned yet
                     reasons.append(refusal.reason)
                 return
             elif refusal is not None and refusal.kind == "silent":

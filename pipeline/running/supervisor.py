@@ -258,7 +258,7 @@ class Supervisor:
 
     async def _await_ready(self, watched: Watched, fd: int) -> None:
         if watched.spec.probe:
-            await _answers(watched.spec.probe)
+            await _until_it_answers(watched.spec.probe)
             if watched.spec.name == "nats":
                 await self._provision(watched.ever_ready)
         else:
@@ -378,7 +378,7 @@ class Supervisor:
                 self._write_state()
 
 
-async def _answers(probe: str) -> None:
+async def _until_it_answers(probe: str) -> None:
     """Return when a server answers at `probe`, a `tcp://` or `http://` address."""
     if probe.startswith("tcp://"):
         host, _, port = probe.removeprefix("tcp://").rpartition(":")

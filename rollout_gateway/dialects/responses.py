@@ -280,10 +280,11 @@ def _match(pattern: re.Pattern[str], name: str) -> re.Match[str]:
     """Raises a 400 `ApiError` if `name` is no id of this gateway."""
     if match := pattern.fullmatch(name):
         return match
-    raise not_recorded(name)
+    raise unknown_reference(name)
 
 
-def not_recorded(name: str) -> ApiError:
+def unknown_reference(name: str) -> ApiError:
+    """Return the error for a call that refers to an answer which the log does not hold."""
     return ApiError(
         400,
         "previous_response_not_found",
@@ -329,7 +330,7 @@ def _add_reference(
         case "fc" | "ctc":
             calls = answer.get("tool_calls") or []
             if index >= len(calls):
-                raise not_recorded(name)
+                raise unknown_reference(name)
             call = calls[index]
             add_call(messages, call["id"], call["function"]["name"], call["function"]["arguments"])
     return _KINDS[prefix]

@@ -280,14 +280,16 @@ def _check(args: argparse.Namespace) -> int:
     config = installation_settings(args.run_dir, sections=("store",))
     connection = sql.connect(config)
     different = 0
-    decisions = connection.execute(_RECORDED, [config.project]).fetchall()
-    for model, text in decisions:
-        recorded = msgspec.json.decode(text, type=Evidence)
+    rows = connection.execute(_RECORDED, [config.project]).fetchall()
+    decisions = [(model, text, evidence) for model, text in rows if (evidence := _evidence(text)) is not None]
+    for model, text, recorded in decisions:
         again = read_evidence(connection, config.project, recorded, recorded.until)
         different += again != recorded
         now = msgspec.json.encode(again).decode()
         said = "equal" if again == recorded else f"DIFFERENT: recorded {text}, now {now}"
         sys.stdout.write(visible(f"{model}: {recorded.verdict} of {recorded.candidate}: {said}") + "\n")
+    if others := len(rows) - len(decisions):
+        sys.stdout.write(f"{others} decisions have evidence of other programs, which is not computed\n")
     sys.stdout.write(f"{len(decisions)} decisions, {different} different\n")
     return 1 if different else 0
 
@@ -296,14 +298,22 @@ def _path(model: str, action: str) -> str:
     return f"/v1/policies/{quote(model, safe='')}/{action}"
 
 
+def _evidence(text: str) -> Evidence | None:
+    """Read the evidence of a decision; `None` if it has none, or another program wrote it in a form of its own."""
+    try:
+        return msgspec.json.decode(text, type=Evidence)
+    except msgspec.DecodeError:
+        return None
+
+
 def _in_force(gateway: GatewayApi, model: str) -> _Begun:
     """Return the comparison in force. Raises `ConfigError` if there is none."""
     policies = {p["model"]: p for p in gateway.ask("GET", "/v1/policies")["data"]}
     decision = (policies.get(model) or {}).get("decision") or {}
-    if decision.get("action") != "split" or not decision.get("evidence"):
+    evidence = _evidence(decision.get("evidence") or "")
+    if decision.get("action") != "split" or evidence is None:
         why = f"the last decision is {decision['action']}" if decision else "there was no decision"
         raise ConfigError(f"no comparison of {model} is in force, {why}: journeywork decide begin")
-    evidence = msgspec.json.decode(decision["evidence"], type=Evidence)
     share = Share(percent=decision["percent"], since=decision["at"])
     # What raised the share has it not yet.
     earlier = evidence.shares if evidence.verdict == "raise" else ()

@@ -189,6 +189,8 @@ def _unused(history: History, selection: Row, last: Row) -> str:
 
 
 def _todo(state: str, gain: Row | None, last: Row | None, waiting: Row) -> str:
+    """Return what to do next. `gain`: that on held-out tasks; `last`: the newest step; `waiting`: the runs that wait
+    to be scored."""
     if gain and gain["high"] is not None and gain["high"] < 0:
         return "It got worse: read some of its groups below, and promote an older version (Decisions)."
     if last and gain is None:

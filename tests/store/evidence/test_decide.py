@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import httpx
 import msgspec
 import pytest
 
-from pipeline.config import ConfigError, save
+from pipeline.config import Config, ConfigError, save
 from pipeline.running.installations import SETTINGS
 from store.evidence import decide
 from store.evidence.comparison import Evidence, Guard
@@ -146,6 +147,23 @@ def test_a_guard_that_nothing_can_break_is_refused(guard: str) -> None:
 
 def test_the_sql_of_a_guard_may_hold_colons() -> None:
     assert decide._parse_guard("a::INT:0:1:lower:0.5") == Guard(sql="a::INT", low=0, high=1, worse="lower", margin=0.5)
+
+
+def test_evidence_that_another_program_wrote_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = {"model": MODEL, "decision": {"action": "split", "evidence": '{"why": "mine"}', "percent": 5, "at": 1}}
+    gateway: Any = type("Gateway", (), {"ask": lambda self, method, path: {"data": [split]}})()
+    with pytest.raises(ConfigError, match="in force, the last decision is split"):
+        decide._in_force(gateway, MODEL)
+    connection = duckdb.connect()
+    connection.execute(
+        "CREATE TABLE policy_promoted AS SELECT 'p' project, 'm' model, '{}' evidence, '' other, 1 \"at\""
+    )
+    monkeypatch.setattr(decide.sql, "connect", lambda config: connection)
+    monkeypatch.setattr(decide, "installation_settings", lambda *where, **sections: Config(project="p"))
+    assert decide.main(["check"]) == 0
+    assert capsys.readouterr().out.startswith("1 decisions have evidence of other programs")
 
 
 @pytest.mark.slow
