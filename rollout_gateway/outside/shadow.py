@@ -172,11 +172,7 @@ class Shadows:
             sampled_ids=choice.ids,
             logprobs=choice.logprobs,
             finish_reason=choice.finish_reason,
-<<<<<<< HEAD
-            same=say_the_same(answer, exchange.answer),
-=======
             same=same,
->>>>>>> w-attack
             replica=lease.replica.name,
             started_at=started_at,
         )
@@ -201,22 +197,9 @@ def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
     return made
 
 
-<<<<<<< HEAD
-def say_the_same(one: Answer, other: Answer) -> bool:
-    """Whether text and tool calls of the first choices are equal, JSON by its values. An answer whose message is none
-    of a chat completion, as a provider's may be, says the same as no other."""
-    try:
-        return bool(_said(one) == _said(other))
-    except (AttributeError, TypeError, msgspec.DecodeError, RecursionError):
-        return False
-
-
-def _said(answer: Answer) -> Any:
-=======
 def said(answer: Answer) -> Any:
     """Return text and tool calls of an answer's first choice, in a form that is equal for answers that say the same.
     Raises one of `UNREADABLE`: a provider may have said anything."""
->>>>>>> w-attack
     fields = answer.choices[0].fields if answer.choices else {}
     message = msgspec.json.decode(fields.get("message", b"{}"))
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
