@@ -81,10 +81,12 @@ class FakeVllm:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            del self._connections[writer]
             writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+            try:
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+            finally:
+                del self._connections[writer]  # `stop` ends what is closing too
 
     async def before(self, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
         """Called with each request before it is answered."""
