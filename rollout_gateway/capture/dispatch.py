@@ -13,8 +13,8 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.exchange import Exchange
 from rollout_gateway.dialects.endpoints import upstream_body
 from rollout_gateway.dialects.shape import malformed
-from rollout_gateway.http.errors import ApiError, timed_out
-from rollout_gateway.http.upstream import UpstreamError, UpstreamReply, UpstreamTimeoutError
+from rollout_gateway.http.errors import ApiError, answer_too_long, timed_out
+from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, UpstreamReply, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet, Lease, least_loaded, replica_of
 from rollout_gateway.serving.routing import VersionRouter
 
@@ -107,6 +107,8 @@ class Dispatcher:
                 raise
             if isinstance(error, UpstreamTimeoutError):
                 raise timed_out() from error
+            if isinstance(error, UpstreamInvalidError):  # the call is the reason, not the server
+                raise answer_too_long(error) from error
             log.warning("connection to inference server failed", replica=lease.replica.name, error=str(error))
             lease.replica.suspect()  # no call is sent to it until its health was checked
             return error

@@ -24,8 +24,8 @@ from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.dialects.endpoints import MALFORMED, merged, read_answer
 from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
 from rollout_gateway.dialects.translate import StreamSink
-from rollout_gateway.http.errors import ApiError, ClientGoneError, bad_answer, timed_out
-from rollout_gateway.http.upstream import UpstreamError, UpstreamTimeoutError
+from rollout_gateway.http.errors import ApiError, ClientGoneError, answer_too_long, bad_answer, timed_out
+from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 
@@ -113,11 +113,12 @@ class CallHandler:
     async def _stream(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
         capture = StreamCapture(exchange.call)
         status: Status = "failed"
-        error_event, server_failed = b"", False
+        error_event, server_failed, size = b"", False, 0
 
         try:
             with exchange.caller.cancellation:
                 while data := await attempt.reply.read_some():
+                    attempt.reply.check_size(size := size + len(data))
                     if seen := capture.take(data):
                         await sink.write(seen)
             if not capture.ended:
@@ -215,10 +216,12 @@ def _end_stream(attempt: Attempt, server_failed: bool) -> None:
 
 
 def _stream_error(attempt: Attempt, error: Exception) -> tuple[bytes, bool]:
-    """The event that ends a stream early, and whether the server failed. A timeout does not count as
-    a server failure."""
+    """The event that ends a stream early, and whether the server failed. A timeout and too long an answer
+    do not count as a server failure."""
     if isinstance(error, UpstreamTimeoutError):
         error = timed_out()
+    if isinstance(error, UpstreamInvalidError):
+        error = answer_too_long(error)
     if isinstance(error, ApiError):
         return b"data: %b\n\n" % error.body(), False
     log.warning("stream broke off", replica=attempt.lease.replica.name, error=str(error))

@@ -128,6 +128,12 @@ def bad_answer(path: str, error: Exception) -> ApiError:
     return ApiError(502, "bad_upstream", f"The inference server's answer to {path} can't be read: {error}.")
 
 
+def answer_too_long(why: Exception) -> ApiError:
+    """The inference server answered with more bytes than one answer may have. It would do so again."""
+    message = f"The inference server's answer is not taken: {why}. Ask for fewer choices, tokens or logprobs."
+    return ApiError(502, "bad_upstream", message, headers=((b"x-should-retry", b"false"),))
+
+
 def internal_error() -> ApiError:
     """An unexpected exception, which was logged."""
     return ApiError(500, "internal_error", "Internal error. The gateway's log has the details.")

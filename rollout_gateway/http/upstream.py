@@ -54,13 +54,28 @@ def upstream_errors(url: str) -> Iterator[None]:
 class UpstreamReply:
     """A reply whose head has come. Read it to its end, or `close` it."""
 
+    most_bytes = 256 << 20
+    """Bytes of a whole answer at most: 128 choices of 1,000 tokens with 20 `top_logprobs` fit."""
+
     def __init__(self, response: aiohttp.ClientResponse, url: str) -> None:
         self._response, self.status, self._url = response, response.status, url
 
     async def read(self) -> bytes:
-        """Return the whole body. Raises `UpstreamError`."""
-        with upstream_errors(self._url):
-            return await self._response.read()
+        """Return the whole body. Raises `UpstreamError`, an `UpstreamInvalidError` for one that is too long."""
+        body = bytearray()
+        try:
+            while part := await self.read_some():
+                body += part
+                self.check_size(len(body))
+        except BaseException:
+            self.close()
+            raise
+        return bytes(body)
+
+    def check_size(self, size: int) -> None:
+        """Raise an `UpstreamInvalidError` if so many bytes are more than `most_bytes`."""
+        if size > self.most_bytes:
+            raise UpstreamInvalidError(f"it is longer than {self.most_bytes >> 20} MiB")
 
     async def read_some(self) -> bytes:
         """Return what has arrived of the body since the last call, once something has; nothing at its end. Raises

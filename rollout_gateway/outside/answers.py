@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from pipeline.config import OutsideConfig
-from rollout_gateway.dialects.calls import Answer, Fields, Raw, SampledChoice
+from rollout_gateway.dialects.calls import MAX_CHOICES, Answer, Fields, Raw, SampledChoice
 from rollout_gateway.dialects.messages_input import MessagesRequest, chat_messages
 from rollout_gateway.dialects.responses_input import InputItem, add_item
 from rollout_gateway.dialects.streaming import replay
@@ -226,6 +226,8 @@ class OutsideAnswer:
         native = self.native
         if self._call.dialect == "chat":
             told = native["choices"]
+            if len(told) > MAX_CHOICES:
+                raise ValueError(f"it has {len(told):,} choices; at most {MAX_CHOICES:,} are recorded")
             return [
                 {**choice, "message": {**choice["message"]}, "finish_reason": choice.get("finish_reason")}
                 for choice in (told if isinstance(told, list) else [told[number] for number in sorted(told)])

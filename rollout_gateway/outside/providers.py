@@ -14,8 +14,6 @@ from rollout_gateway.outside.requests import PATHS, answers_with, headers_for
 
 _CONNECT_S = 10.0
 _HIDDEN = b"[provider's key]"
-_ANSWER_BYTES = 64 << 20
-"""Bytes of a whole answer at most."""
 _CONTROL = re.compile(rb"[\x00-\x08\n-\x1f\x7f]")
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _ESCAPED = re.compile(rb"\\u00([0-7][0-9a-fA-F])")
@@ -94,6 +92,8 @@ class Provider:
 class ProviderReply(UpstreamReply):
     """A provider's reply whose head has come."""
 
+    most_bytes = 64 << 20
+
     def __init__(self, response: aiohttp.ClientResponse, provider: Provider) -> None:
         super().__init__(response, provider.url)
         self._provider, self._closed, self.table = provider, False, provider.table
@@ -119,8 +119,7 @@ class ProviderReply(UpstreamReply):
         body = bytearray(begun)
         while part := await self.read_some():
             body += part
-            if len(body) > _ANSWER_BYTES:
-                raise UpstreamInvalidError(f"it is longer than {_ANSWER_BYTES >> 20} MiB")
+            self.check_size(len(body))
         return self.hide_key(bytes(body))
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from pipeline.log.broker import Broker
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
+from rollout_gateway.http.upstream import UpstreamReply
 from tests.conftest import InferenceDouble
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
@@ -63,6 +64,22 @@ async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
         assert (event.status, event.policy_version, event.sampled_ids) == (status, "tictactoe@0", b"")
         assert gateway.fleet.replicas[0].load == 0
         server.held.set()
+
+
+async def test_an_answer_that_is_too_long_is_the_callers_doing(
+    nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is broken off and recorded, no second server is asked, and the first one stays in use."""
+    server = FakeVllm()
+    async with parts(nats_config, tmp_path, [server]) as gateway:
+        await gateway.open("t")
+        monkeypatch.setattr(UpstreamReply, "most_bytes", 150)
+        with pytest.raises(ApiError, match="Ask for fewer choices") as refused:
+            await gateway.call("t")
+        assert (refused.value.status, refused.value.code, len(server.calls)) == (502, "bad_upstream", 1)
+        assert gateway.fleet.replicas[0].ready
+        (event,) = await exchanges(gateway.broker, "t")
+        assert (event.status, event.policy_version) == ("failed", "tictactoe@0")
 
 
 _TEXT = [{"role": "user", "content": "x"}]

@@ -105,3 +105,12 @@ def test_null_in_place_of_a_list_is_an_empty_one() -> None:
     told = answer_of("messages", start, block, cited, *rest[-2:])
     assert told.error == ""
     assert told.native["content"][0]["citations"] == [{"n": 1}]
+
+
+def test_more_choices_than_a_call_may_ask_for_are_not_recorded() -> None:
+    """Each would be an event of the run."""
+    call = call_of("chat", stream=False)
+    many = OutsideAnswer(call, call.tables[0])
+    many.read(msgspec.json.encode({"choices": [{"message": {"content": "x"}}] * 1025}))
+    assert many.answer().choices == []
+    assert "1,025 choices" in many.error
