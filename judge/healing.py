@@ -26,7 +26,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.events import AnswersCompared, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Broker, HistoryGoneError
-from pipeline.names import outside_version
+from pipeline.names import is_version, outside_version, parse_version
 from pipeline.running.ports import http_url
 from pipeline.telemetry.logs import get_logger
 
@@ -161,6 +161,10 @@ class Healer:
             response: dict[str, Any] = answer.json()
             if answer.status_code != 200:
                 raise UnscoredError(f"the gateway answered {answer.status_code}: {str(response)[:300]}")
+            said_by = str(response.get("model"))
+            if is_version(said_by) and parse_version(said_by)[0] in self._models:
+                # It may have taken the name over, and nothing of its own is a correction.
+                raise UnscoredError(f"{said_by} answered in the place of {self._table.name}")
             usage = response.get("usage") or {}
             tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         except (httpx.HTTPError, AttributeError, TypeError, ValueError) as error:

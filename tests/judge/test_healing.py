@@ -132,6 +132,18 @@ async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_
     assert len(await broker.read(AnswersCompared)) == bool(said)
 
 
+async def test_the_apprentice_corrects_nothing_in_the_name_of_the_model_it_took_over(
+    broker: Broker, nats_config: NatsConfig
+) -> None:
+    message = {"role": "assistant", "content": "quality=0.9"}
+    said = msgspec.json.encode({"model": "m@3", "choices": [{"index": 0, "message": message}]})
+    async with healing(broker, nats_config, ScoringServer(lambda _: said)) as (healer, _):
+        await play(broker, "quality=0.2")
+        group = scored(0.1)
+        assert await healer.heal(group) == group
+    assert await signals_on_log(broker) == []
+
+
 @pytest.mark.parametrize(
     ("group", "more"),
     [
