@@ -133,6 +133,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with master() as table, plain_errors(Exception):
             settings = {**demo.settings_of(args), "outside": [table]}
+            # It begins surer than the demo's model: fewer of its first steps have to be small.
+            settings["trainer.optimizer.warmup_steps"] = 5
             make_room(run_dir)
             say(f"the master sorts {RUNS} messages and {args.held_out} held-out ones")
             up = Installation(run_dir, demo.SETTINGS, settings, "--services", "gateway,judge,store", *flags(args))

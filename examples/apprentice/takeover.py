@@ -33,7 +33,7 @@ QUALITY = 0.85
 """The apprentice's answers are shown where they agree with the master's with this probability."""
 SHADOWS = "SELECT count(*) AS n, avg(as_good::INT) AS agreement FROM shadows WHERE policy_version = '{version}'"
 PAIRS = "SELECT mean_logprob, as_good FROM shadows WHERE policy_version = '{version}'"
-GUARDS = ("cost_usd:0:0.01:higher:0", "calls_s:0:60:higher:10")
+GUARDS = ("cost_usd:0:0.0005:higher:0", "calls_s:0:60:higher:10")
 EVIDENCE = (
     f"""SELECT evidence FROM policy_promoted WHERE model = '{MASTER}' AND action = 'promote' ORDER BY "at" DESC"""
 )

@@ -68,8 +68,12 @@ NEVER: dict[str, str] = {
     "a run in two groups, or scored twice by one judge": """
         SELECT count(*) FROM (SELECT 1 FROM rewards GROUP BY project, branch, judge, trajectory HAVING count(*) > 1)""",
     "a scored group of another size than the judge waits for": """
-        SELECT count(*) FROM (SELECT *, mode(size) OVER (PARTITION BY model) AS usual FROM groups WHERE split = 'train')
-        WHERE status = 'scored' AND closed_by = 'size' AND size <> usual""",
+        SELECT count(*) FROM (
+          SELECT g.*, coalesce(nullif(o.named, 0), mode(size) OVER (PARTITION BY g.model)) AS usual FROM groups g
+          LEFT JOIN (SELECT project, "group" AS group_id, max(group_size) AS named FROM rollout_opened GROUP BY ALL) o
+            USING (project, group_id)
+          WHERE split = 'train'
+        ) WHERE status = 'scored' AND closed_by = 'size' AND size <> usual""",
     "a message that could not be handled": "SELECT count(*) FROM dead",
 }
 """What must not be in a history. The first is for one gateway: several learn of a load at slightly different times."""
