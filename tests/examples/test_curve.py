@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from examples.common import curve
 from journeywork.statistics import mean_of
 
@@ -51,23 +49,10 @@ def test_a_picture_is_the_same_each_time_and_shows_every_run() -> None:
     assert drawn.count("held-out games") == 1
 
 
-EXAMPLES = [path.parent for path in Path(curve.__file__).parents[1].glob("*/curve.json")]
-
-
-def test_the_demos_picture_is_drawn_from_its_recorded_data_and_fits_a_phone() -> None:
+def test_the_demo_learns_in_every_recorded_run_and_its_picture_shows_it_and_fits_a_phone() -> None:
     folder = Path(curve.__file__).parents[2] / "docs" / "pictures"
-    picture = (folder / "curve.svg").read_text("utf-8")
-    assert curve.draw(json.loads((folder / "curve.json").read_text("utf-8"))) == picture, "run `make pictures`"
-    assert 'width="302.4pt"' in picture[:2000]  # 420 px
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_a_recorded_example_learns_in_every_run_and_its_picture_shows_it(example: Path) -> None:
-    data = json.loads((example / "curve.json").read_text("utf-8"))
-    assert curve.draw(data) == (example / "curve.svg").read_text("utf-8"), (
-        f"run python -m examples.common.curve {example}"
-    )
+    picture, data = (folder / "curve.svg").read_text("utf-8"), json.loads((folder / "curve.json").read_text("utf-8"))
+    assert curve.draw(data) == picture, "run `make pictures`"
     assert len({run["seed"] for run in data["runs"]}) >= 2
-    for run in data["runs"]:
-        assert run["difference"]["ci95"][0] > 0
-        assert run["command"] in (example / "README.md").read_text("utf-8")
+    assert all(run["difference"]["ci95"][0] > 0.15 for run in data["runs"])
+    assert 'width="302.4pt"' in picture[:2000]  # 420 px

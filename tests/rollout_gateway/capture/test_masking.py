@@ -264,6 +264,7 @@ def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_ident
         "group",
         "owner",
         "pinned",
+        "asked",
         "signal",
         "by",
         "policy_version",
