@@ -76,6 +76,12 @@ def best_runs(config: Config, master: str | None, runs: int, least: float) -> st
             f"[[outside]] {name}: may_train is false, so nothing may learn from its runs. If its provider's terms "
             f"permit it, set may_train = true in each table with this name"
         )
+    first, apprentice = config.models[0].name, config.apprentices().get(name, "")
+    if apprentice not in ("", first):
+        raise ConfigError(
+            f"[[outside]] {name}: its apprentice is {apprentice!r}, and only the first model of `models`, {first!r}, "
+            f"can be trained on a data set: name {apprentice!r} first"
+        )
     return BEST_RUNS.format(version=version.replace("'", "''"), runs=runs, least=least)
 
 

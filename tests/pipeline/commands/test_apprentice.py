@@ -118,3 +118,11 @@ async def test_from_the_masters_runs_to_a_version(
         (step,) = [r.event for r in await broker.read(CheckpointPublished, project="p")]
     assert step.source.startswith("sft:sha256:")
     assert step.metrics["dataset_rows"] == 2
+
+
+def test_an_apprentice_that_is_not_the_first_model_is_refused(tmp_path: Path) -> None:
+    made = config(tmp_path, NatsConfig(), True)
+    (table,) = made.outside
+    other = msgspec.structs.replace(made, outside=(msgspec.structs.replace(table, apprentice="second"),))
+    with pytest.raises(ConfigError, match="its apprentice is 'second', and only the first model of `models`"):
+        apprentice.best_runs(other, None, 10, 0.5)
