@@ -167,7 +167,8 @@ def test_processes_of_two_machines_take_the_same_steps_as_one(
                 assert several["metrics"][metric] == pytest.approx(one["metrics"][metric], rel=1e-6, abs=1e-9), metric
     assert found["share"] <= 1 / ranks + 0.02
     if "fails" in phases:
-        assert found["fails"][FIRST]["first"]["token_budget"] == 75  # of 150
+        # Memory ran out once: both processes go on with gradient checkpointing, and passes stay as large.
+        assert found["fails"][FIRST]["first"]["token_budget"] == 150
         with limited():
             without_room = step_without_room(engine_of(bases[ranks], tmp_path))
         assert len(without_room["dropped"]) == 1
