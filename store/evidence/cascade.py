@@ -36,8 +36,11 @@ def find_threshold(pairs: Sequence[tuple[float, bool]], quality: float, alpha: f
 def _chance(count: int, agreed: int, quality: float) -> float:
     """Return the probability that `agreed` or more of `count` answers agree, if each does so with `quality`."""
     logs = (
-        math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
-        + k * math.log(quality) + (count - k) * math.log1p(-quality)
+        math.lgamma(count + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(count - k + 1)
+        + k * math.log(quality)
+        + (count - k) * math.log1p(-quality)
         for k in range(agreed, count + 1)
-    )  # fmt: skip
+    )
     return min(math.fsum(map(math.exp, logs)), 1.0)

@@ -227,9 +227,16 @@ def test_a_share_is_raised_by_what_it_may_cost() -> None:
 
     def finding(low: float, high: float) -> Finding:
         return Finding(
-            sql="", candidate_runs=9, control_runs=9, candidate_mean=0, control_mean=0, pairs=9, difference=0, low=low,
+            sql="",
+            candidate_runs=9,
+            control_runs=9,
+            candidate_mean=0,
+            control_mean=0,
+            pairs=9,
+            difference=0,
+            low=low,
             high=high,
-        )  # fmt: skip
+        )
 
     def of(metric: tuple[float, float], cost: tuple[float, float], percent: float) -> str:
         found = (finding(*metric), finding(*cost), finding(-60, 4))
