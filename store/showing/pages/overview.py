@@ -35,6 +35,11 @@ _STALENESS = """
       avg(wait_s) AS wait_s
     FROM staleness WHERE model = $model AND branch = $branch GROUP BY 1 ORDER BY 1
 """
+_UTILIZATION = """
+    SELECT step // $width * $width AS step, sum(sampling * seconds) / sum(seconds) AS sampling,
+      sum(training * seconds) / sum(seconds) AS training
+    FROM utilization WHERE model = $model GROUP BY 1 ORDER BY 1
+"""
 _SPAN = """
     SELECT epoch(min("at"))::BIGINT AS began, epoch(max("at"))::BIGINT AS ended FROM rollout_completed
     WHERE model = $model
@@ -184,6 +189,7 @@ def curves(history: History, query: Query) -> dict[str, Any]:
         "steps": [{**row, "metrics": row["metrics"] or {}} for row in steps],
         "staleness": history.shared_rows(_STALENESS, selection),
         "throughput": history.shared_rows(_THROUGHPUT, selection),
+        "utilization": history.shared_rows(_UTILIZATION, selection) if selection["branch"] == "main" else [],
         "spending": history.shared_rows(_SPENDING, selection),
         "metrics": with_intervals(history.shared_rows(_METRICS, selection)),
     }

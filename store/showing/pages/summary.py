@@ -10,6 +10,7 @@ from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.running.state import read_state
 from pipeline.statistics.intervals import Sample
 from pipeline.statistics.progress import reward_text
+from pipeline.statistics.utilization import bound_by
 from store.alarms.table import ALARMS
 from store.showing.pages.history import History, Row
 from store.showing.pages.intervals import SAMPLE, finite, sample_of
@@ -45,6 +46,12 @@ _PROGRESS = "SELECT * FROM progress WHERE model = $model AND branch = $branch"
 _DECISIONS = """
     SELECT action, version, other FROM policy_promoted WHERE model = $model ORDER BY "at", log_seq
 """
+_UTILIZATION = """
+    SELECT sum(seconds) AS seconds, sum(sampling * seconds) / sum(seconds) AS sampling,
+      sum(training * seconds) / sum(seconds) AS training, count(*) AS steps
+    FROM (FROM utilization WHERE model = $model ORDER BY step DESC LIMIT 10)
+"""
+"""Who waits for whom in the newest steps."""
 _NEWEST_USE = """
     SELECT
       EXISTS (FROM adapters WHERE model = $model AND version = $version AND loaded_at IS NOT NULL) AS loaded,
@@ -62,10 +69,10 @@ def summary(history: History, selection: Row, now: datetime | None = None) -> di
     """Return the sentences about a model and branch.
 
     `state`: `running`, `stopped`, or `unknown` where no supervisor ran here; `sentences`: what apprentices are worth,
-    whether the training reward moved, the state, the gain, the last step, the runs that wait; `todo`: what to do;
-    `alarms`: the raised ones; `gain`: the figures of the gain, or `None`; `waiting`: the columns `runs`, `groups` and
-    `newest` of the runs that wait to be scored, and `until`, when the last one's wait for feedback ends (`None`: it
-    waits for members)."""
+    whether the training reward moved, the state, the gain, the last step, what bounds the speed, the runs that wait;
+    `todo`: what to do; `alarms`: the raised ones; `gain`: the figures of the gain, or `None`; `waiting`: the columns
+    `runs`, `groups` and `newest` of the runs that wait to be scored, and `until`, when the last one's wait for feedback
+    ends (`None`: it waits for members)."""
     run = read_state(Path(history.config.run_dir))
     state = "unknown" if run is None else "running" if run.running else "stopped"
     alarms, gain = alarms_of(history), gain_of(history, selection)
@@ -88,6 +95,7 @@ def summary(history: History, selection: Row, now: datetime | None = None) -> di
         f"{when(last['published_at'])} UTC."
         if last
         else "No step was taken yet.",
+        *_utilization_texts(history, selection),
         *([_waiting_text(waiting)] if waiting["runs"] else []),
     ]
     if alarms:
@@ -151,6 +159,17 @@ def _reward_text(history: History, selection: Row) -> str:
         for end in ("first", "last")
     ]
     return reward_text(rows[0]["last_step"] - rows[0]["first_step"], *ends)
+
+
+def _utilization_texts(history: History, selection: Row) -> list[str]:
+    """Return what bounds the speed of branch `main`, if two steps were taken."""
+    (row,) = history.shared_rows(_UTILIZATION, selection)
+    if selection["branch"] != "main" or not row["steps"]:
+        return []
+    return [
+        f"Bound by {bound_by(row['sampling'], row['training'])}: in the last {number(row['steps'])} steps, servers "
+        f"answered calls for {row['sampling']:.0%} of the time and the trainer trained for {row['training']:.0%}."
+    ]
 
 
 def _waiting(history: History, selection: Row, moment: datetime) -> Row:

@@ -1,10 +1,14 @@
-"""The view `utilization`."""
+"""The view `utilization`, and what the dashboard says of it."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+from pipeline.config import Config
 from pipeline.events import Event
+from store.showing.pages.history import History
+from store.showing.pages.overview import with_curves
 from tests.kits.events import checkpoint
 from tests.store.kit import exchange, fill
 from tests.store.reading.test_sql import rows
@@ -30,3 +34,12 @@ def test_who_waited_for_whom_between_two_steps(tmp_path: Path) -> None:
     )
     found = rows(tmp_path, "SELECT step, seconds, training, sampling, bound_by FROM utilization ORDER BY step")
     assert found == [(2, 10.0, 0.5, 0.9, "sampling"), (3, 4.0, 1.0, 0.0, "training"), (4, 10.0, 0.8, 0.1, "agents")]
+    with contextlib.closing(History(Config(run_dir=str(tmp_path)))) as history:
+        page = with_curves(history, {})
+    assert [(row["step"], row["sampling"], row["training"]) for row in page["utilization"]] == [
+        (step, sampling, training) for step, _, training, sampling, _ in found
+    ]
+    assert page["summary"]["sentences"][-1] == (
+        "Bound by agents: in the last 3 steps, servers answered calls for 42% of the time and the trainer trained "
+        "for 71%."
+    )
