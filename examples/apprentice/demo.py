@@ -117,8 +117,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of messages and trainer")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/apprentice"))
-    parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
-    parser.add_argument("--seconds", type=float, default=600, help="they end when the demo has run for this time")
+    parser.add_argument("--steps", type=int, default=40, help="steps of reinforcement learning")
+    parser.add_argument("--seconds", type=float, default=1500, help="they end when the demo has run for this time")
     parser.add_argument("--take-over-s", type=float, default=400, help="longest time until the decision")
     parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
     parser.add_argument("--base", type=Path, help="folder of another small language model")
@@ -133,8 +133,6 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with master() as table, plain_errors(Exception):
             settings = {**demo.settings_of(args), "outside": [table]}
-            # It begins surer than the demo's model: fewer of its first steps have to be small.
-            settings["trainer.optimizer.warmup_steps"] = 5
             make_room(run_dir)
             say(f"the master sorts {RUNS} messages and {args.held_out} held-out ones")
             up = Installation(run_dir, demo.SETTINGS, settings, "--services", "gateway,judge,store", *flags(args))

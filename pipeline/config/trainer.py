@@ -156,8 +156,8 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     """AdamW on the adapter. Changed values apply from the next start on."""
 
     learning_rate: Share = 1e-5
-    """The default suits models of 0.5 to 10 billion parameters. Smaller models need more: 5e-4 for the demo's model
-    of 135 million parameters, 6e-3 for one of 0.9 million."""
+    """The default suits models of 0.5 to 10 billion parameters. Smaller models need more: 3e-4 for the demo's model
+    of 135 million parameters, with `warmup_steps` and a small `max_grad_norm`; 6e-3 for one of 0.9 million."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`.
     `inverse_sqrt` falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls
