@@ -11,7 +11,6 @@
 | `report` | the report for a terminal |
 | `command` | `journeywork eval` |
 | `prompting` | `journeywork prompt`: a better system prompt, by GEPA |
-| `bisection` | `journeywork bisect`: the step at which a task was lost |
 """
 
 from journeywork.evaluation.entrants import Entrant, parse_entrant

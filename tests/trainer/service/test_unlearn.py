@@ -1,9 +1,7 @@
-"""A poisoned batch is found by bisection among the versions that the trainer made; a branch without it wins the task
-back."""
+"""A poisoned batch lowers the versions that learned from it; a branch without it wins the task back."""
 
 from __future__ import annotations
 
-import random
 import shutil
 from pathlib import Path
 
@@ -14,14 +12,11 @@ import torch
 from peft import PeftModel
 from transformers import Qwen3ForCausalLM
 
-from journeywork.evaluation.bisection import bisect
-from journeywork.trajectory import Trajectory
 from pipeline.config import Config, NatsConfig
 from pipeline.events import CheckpointPublished, GroupScored, TrainingBatch
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from store.lake.versions import Versions
-from tests.kits.stub_gateway import StubGateway
 from tests.trainer import kit
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.service import train
@@ -73,7 +68,7 @@ async def versions(broker: Broker, branch: str) -> list[CheckpointPublished]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task_back(
+async def test_a_branch_without_a_poisoned_batch_wins_the_task_back(
     broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
     config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=20)
@@ -81,16 +76,6 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
     await train(config, lambda **_: None, until_empty=True)
     shares = [share_right(tiny_base, config, step) for step in range(STEPS + 1)]
     assert shares[POISONED] < 0.5 < shares[POISONED - 1]
-
-    stub, rng = StubGateway(step=STEPS), random.Random(3)
-
-    async def play(run: Trajectory, _: int) -> float:
-        return float(rng.random() < shares[int(stub.opened[run.id]["pinned"].rpartition("@")[2])])
-
-    async with stub.client() as client:
-        found = await bisect(client, f"m@{POISONED - 2}", f"m@{STEPS}", range(16), play)
-    assert found.culprit.version == f"m@{POISONED}"
-    assert found.comparisons <= 3  # log2(4) + 1
 
     main = await versions(broker, "main")
     lake = open_lake(config)
@@ -110,4 +95,5 @@ async def test_a_poisoned_batch_is_found_and_the_branch_without_it_wins_the_task
     with anyio.fail_after(100):
         await train(without, lambda **_: None, until_empty=True)
     last = (await versions(broker, "without"))[-1].step
-    assert share_right(tiny_base, without, last) > found.threshold > shares[-1]
+    middle = (shares[POISONED - 1] + shares[-1]) / 2
+    assert share_right(tiny_base, without, last) > middle > shares[-1]
