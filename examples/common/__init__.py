@@ -3,9 +3,8 @@
 | module | what lives there |
 | --- | --- |
 | `packaged` | a small language model from a package |
-| `running` | flags of an example, `journeywork up` around it, the version that is served |
+| `running` | `journeywork up` around an example, its flags, the version that is served |
 | `history` | SQL over its run |
 | `stand_in` | a program in place of a judge model |
 | `curve` | from a run to its report, from reports to a picture with intervals |
-| `two_cores.toml` | settings of tiny models on two CPU cores |
 """

@@ -17,8 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from examples.common.history import rows
-from journeywork import Estimate, EvaluationReport
+from journeywork import Estimate
 from journeywork.statistics import mean_of
 
 if TYPE_CHECKING:
@@ -61,34 +60,6 @@ def training_points(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         runs += sum(group["runs"] for group in part)
         points.append({"runs": runs} | as_json(mean_of([group["reward"] for group in part])))
     return points
-
-
-def report(args: argparse.Namespace, compared: EvaluationReport, metric: str = "") -> dict[str, Any]:
-    """Write `report.json` into the run directory of an example that has ended, print what it says, and return it.
-
-    `metric` names the metric of training runs that is compared with the held-out rewards, where a judge gives the
-    training rewards; by default their rewards are."""
-    value = f"t.metrics['{metric}']" if metric else "r.reward"
-    (counts,) = rows(args.run_dir, COUNTS)
-    before, after = (entrant.estimate("reward") for entrant in compared.entrants)
-    difference = compared.difference(1, "reward")
-    written = {
-        "command": args.command,
-        "seed": args.seed,
-        "base": args.base or "tiny",
-        **counts,
-        "training": training_points(rows(args.run_dir, GROUPS.format(value=value))),
-        "before": as_json(before),
-        "after": as_json(after),
-        "difference": as_json(difference),
-        "failed": sum(entrant.failed for entrant in compared.entrants),
-    }
-    (args.run_dir / "report.json").write_text(json.dumps(written, indent=1) + "\n", "utf-8")
-    print(
-        f"before: {before}\nafter: {after}\npaired difference: {difference}\n"
-        f"{counts['calls']:,} calls, {counts['training_s']:.0f} s of training; report: {args.run_dir / 'report.json'}"
-    )
-    return written
 
 
 def as_svg(figure: Figure) -> str:

@@ -1,31 +1,19 @@
-"""What an example's script needs around its agent: flags and a running installation.
-
-    args = running.arguments(__doc__, MODEL, steps=40, held_out=200, base=BASE)
-    async with running.installation(args, SETTINGS) as client:
-        ...
-        compared = await client.evaluate([f"{MODEL}@0", f"{MODEL}@{args.steps}"], held_out, play)
-    curve.report(args, compared)
-
-An example is a folder with `train.py`, the script, and `make_model.py`, which makes its tiny base model.
-"""
+"""What an example's script needs around its agent: a running installation, and a few flags."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import json
-import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import openai
 import psutil
 
@@ -34,14 +22,9 @@ from pipeline.running.state import read_state
 
 ROOT = Path(__file__).resolve().parents[2]
 JOURNEYWORK = str(Path(sys.executable).with_name("journeywork"))
-TWO_CORES = Path(__file__).with_name("two_cores.toml")
-GPU = ROOT / "deploy" / "journeywork.toml"
 LOOK_EVERY_S = 0.2
 """Seconds between two looks at the installation's state while it starts."""
 
-GROUP_SIZE = 8
-GROUPS_PER_STEP = 8
-CONCURRENCY = 32
 _POOL = openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=8, timeout=120)
 """One pool of connections for all agents."""
 
@@ -137,47 +120,6 @@ def flags(args: argparse.Namespace) -> list[str]:
     return settings + (["--vllm-url", args.vllm_url] if args.vllm_url else [])
 
 
-def arguments(
-    doc: str | None, name: str, *, steps: int, held_out: int, base: str | None = None, argv: Sequence[str] | None = None
-) -> argparse.Namespace:
-    """Read an example's flags. `steps`, `held_out` (number of tasks) and `base` are the defaults of the flags with
-    these names. The result also has `name`, the name of the example and of its model, and `command`, the command
-    line."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the training tasks and of the trainer")
-    parser.add_argument("--run-dir", type=Path, default=Path(f"runs/{name}"))
-    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps")
-    parser.add_argument("--held-out", type=int, default=held_out, help="number of held-out tasks")
-    parser.add_argument("--base", default=base, help="folder of a base model; default: a tiny one, made first")
-    parser.add_argument(
-        "--config",
-        type=Path,
-        help="settings; default: two_cores.toml for the tiny model, deploy/journeywork.toml for another one",
-    )
-    add_flags(parser)
-    given = sys.argv[1:] if argv is None else list(argv)
-    args = parser.parse_args(given)
-    args.name = name
-    args.command = shlex.join(["python", "-m", f"examples.{name}.train", *given])
-    return args
-
-
-def config_of(args: argparse.Namespace) -> Path:
-    """Return the file of settings that the flags name, or that suits the base model."""
-    chosen: Path = args.config or (GPU if args.base else TWO_CORES)
-    return chosen
-
-
-def base_model(name: str) -> Path:
-    """Return the folder of the example's tiny base model. If it is missing, run the example's `make_model` first."""
-    folder = ROOT / "runs" / "models" / name
-    if not folder.exists():
-        command = [sys.executable, "-m", f"examples.{name}.make_model", "--out", str(folder)]
-        print(f"making the base model in {folder}, in about a minute", flush=True)
-        subprocess.run(command, check=True, cwd=ROOT)
-    return folder
-
-
 def fast_bfloat16() -> bool:
     """Return whether this machine's processors multiply bfloat16 in hardware. Elsewhere it is several times slower than
     float32."""
@@ -186,33 +128,6 @@ def fast_bfloat16() -> bool:
     except OSError:
         return False
     return any(f" {name} " in flags or f" {name}\n" in flags for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-@contextlib.asynccontextmanager
-async def installation(args: argparse.Namespace, settings: Mapping[str, Any]) -> AsyncIterator[AsyncJourneywork]:
-    """Run `journeywork up` with the example's model and settings (by dotted names), and yield a client of its gateway.
-
-    Raises `ExampleError` if it does not come up. It is stopped when the block ends, and its history is complete
-    then."""
-    base = Path(args.base) if args.base else await anyio.to_thread.run_sync(base_model, args.name)
-    make_room(args.run_dir)
-    overrides = {
-        "models.0.name": args.name,
-        "models.0.base": str(base),
-        "judge.group_size": GROUP_SIZE,
-        "trainer.groups_per_step": GROUPS_PER_STEP,
-        "trainer.max_steps": args.steps,
-        **({} if args.base else {"trainer.optimizer.schedule": "linear"}),
-        "trainer.seed": args.seed,
-        **settings,
-    }
-    up = Installation(args.run_dir.absolute(), config_of(args), overrides, *flags(args))
-    try:
-        async with AsyncJourneywork(await up.ready()) as client:
-            yield client
-    finally:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(up.stop)
 
 
 def agent(run: Trajectory) -> openai.AsyncOpenAI:
@@ -224,12 +139,6 @@ async def served_step(client: AsyncJourneywork, model: str) -> int:
     """Return the policy step that answers the model's calls now; 0 is the base model."""
     (step,) = (entry["step"] for entry in await client.policies() if entry["model"] == model)
     return int(step)
-
-
-async def newest_version(client: AsyncJourneywork, model: str) -> str:
-    """Return the newest version of the model, whatever the model's name stands for."""
-    (newest,) = (entry["newest"] for entry in await client.policies() if entry["model"] == model)
-    return str(newest)
 
 
 def stop_when_told() -> None:

@@ -12,7 +12,6 @@ a divergence of 0.02 nats per move."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -79,41 +78,30 @@ def teach(board: str) -> list[float]:
     return share
 
 
-def asked(board: str, rng: random.Random) -> tuple[list[float], str]:
-    """The distribution of the teacher's move on a board, and what the model is asked."""
-    return teach(board), describe(board)
-
-
-def taught_game(
-    seed: str, ask: Callable[[str, random.Random], tuple[list[float], str]] = asked
-) -> tuple[tiny.Chat, list[list[float]]]:
+def taught_game(seed: str) -> tuple[tiny.Chat, list[list[float]]]:
     """One game of the teacher as a chat, and the distribution of each of its moves."""
     rng = random.Random(f"teacher/{seed}")
     game = Game(seed)
     chat: tiny.Chat = []
     shares = []
     while game.result is None:
-        share, said = ask(game.board, rng)
-        shares.append(share)
-        chat.append({"role": "user", "content": said})
+        shares.append(share := teach(game.board))
+        chat.append({"role": "user", "content": describe(game.board)})
         chat.append({"role": "assistant", "content": rng.choices(CELLS, share)[0]})
         game.play(chat[-1]["content"])
     return chat, shares
 
 
-def make_player(
-    doc: str | None, out: Path, steps: int, taught: Callable[[str], tuple[tiny.Chat, list[list[float]]]]
-) -> None:
-    """Make a model that imitates games of a teacher, each by its seed, as the flags say."""
-    args = tiny.arguments(doc, out, steps=steps)
+def main() -> None:
+    args = tiny.arguments(__doc__, MODEL_DIR, steps=400)
     tokenizer = make_tokenizer()
 
     def loss_of(model: Qwen3ForCausalLM, step: int) -> torch.Tensor:
-        games = [taught(f"pretrain/{args.seed}/{step * BATCH + i}") for i in range(BATCH)]
+        games = [taught_game(f"pretrain/{args.seed}/{step * BATCH + i}") for i in range(BATCH)]
         return tiny.choice_loss(model, tokenizer, CELLS, games)
 
     tiny.make(args, tokenizer, loss_of, width=192, mlp=512)
 
 
 if __name__ == "__main__":
-    make_player(__doc__, MODEL_DIR, 400, taught_game)
+    main()

@@ -41,7 +41,7 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize("way", ["function", "job"])
 def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
     base, run_dir = tmp_path / "model", tmp_path / "run"
-    run("examples.corrections.make_model", "--steps", "0", "--out", str(base))
+    run("examples.tictactoe.make_model", "--steps", "0", "--out", str(base))
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(FREQUENT)
     tokenizer.save_pretrained(base)
