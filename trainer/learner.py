@@ -24,7 +24,7 @@ from pipeline.names import version_name
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import cap_graders
 from trainer.batches.groups import GroupWithHistory
-from trainer.batches.metrics import group_metrics, replay_metrics
+from trainer.batches.metrics import group_metrics
 from trainer.batches.sampling import defaults_of
 from trainer.checkpoints.checkpoint import Checkpoints, Manifest, batch_id, pack, passed_over_if_damaged
 from trainer.checkpoints.compatibility import require_compatible
@@ -195,8 +195,6 @@ class Learner:
             outside = (sequence.ids < 0) | (sequence.ids >= model.vocabulary)
             if outside.any():
                 return f"token {int(sequence.ids[outside][0])} is not in the model's vocabulary"
-            if sequence.experts is not None and (why := model.forward.replay.why_unfit(sequence.experts)):
-                return why
             if not sequence.images:
                 continue
             if model.images is None:
@@ -223,8 +221,6 @@ class Learner:
         self.checkpoints.clear_attempts()
         metrics = result.metrics | self.validation.metrics()
         metrics |= group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
-        if settings.router_replay:
-            metrics |= replay_metrics(batch)
         metrics["step_s"] = time.perf_counter() - began
         metrics["gpu_s"] = metrics["step_s"] * self.engine.passes.processes
         manifest, files = self._write(
@@ -324,7 +320,7 @@ class Learner:
         if attempt > max_attempts:
             raise UntrainableError(f"the trainer died or failed {max_attempts} times while it computed this batch")
         self.engine.configure(settings)
-        if self.engine.model.lockstep:  # its processes can't try again when one of them runs out of memory
+        if self.engine.model.sharded:  # its processes can't try again when one of them runs out of memory
             budget = self.engine.passes.budget
             budget.tokens = max(1, settings.memory.tokens_per_batch >> (attempt - 1))
         group_of = [i for i, g in enumerate(batch) for _ in g.sequences]

@@ -7,7 +7,6 @@ are trained, those that `pipeline.chat.sampling` names. Prompts, tool results an
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -47,9 +46,6 @@ class TokenSequence:
     """The call that sampled each token: `seq` of its exchange, -1 for context. `None`: not known."""
     images: tuple[bytes, ...] = ()
     """The files of the images whose places are among the ids, in their order."""
-    experts: npt.NDArray[np.int16] | None = None
-    """The experts that the sampler's routers chose for each token, shape [T, layers, experts of a token]; -1 where they
-    are not known. `None`: none is known, or they are not replayed."""
 
     @classmethod
     def made_up(cls, name: str, ids: npt.NDArray[np.integer[Any]], trained: int) -> TokenSequence:
@@ -65,13 +61,6 @@ class TokenSequence:
         """Number of tokens that are trained."""
         return int(self.loss_mask.sum())
 
-    @property
-    def replayed_tokens(self) -> int:
-        """Number of trained tokens before which the sampler's experts are known."""
-        if self.experts is None:
-            return 0
-        return int((self.experts[np.flatnonzero(self.loss_mask) - 1] >= 0).all(axis=(1, 2)).sum())
-
     def masking_out(self, untrained: npt.NDArray[np.bool_]) -> TokenSequence:
         """Return the sequence with the same tokens; those where `untrained` (shape [T]) is true are context."""
         return replace(self, loss_mask=self.loss_mask & ~untrained)
@@ -83,8 +72,6 @@ class _Builder:
     def __init__(self) -> None:
         self.ids = np.zeros(0, np.int32)
         self.images: tuple[bytes, ...] = ()
-        self._experts: npt.NDArray[np.int16] | None = None
-        """The experts of the first tokens of `ids`. The tokens after them have none yet."""
         self._parts: list[tuple[npt.NDArray[Any], ...]] = []
         """Loss mask, logprobs, steps, temperatures, cuts and calls of every part added."""
 
@@ -111,33 +98,13 @@ class _Builder:
         n = len(ids)
         self.add(ids, np.zeros(n, np.bool_), np.full(n, np.nan, np.float32), -1, Sampling(), -1)
 
-    def add_experts(self, experts: npt.NDArray[np.int16] | None) -> None:
-        """Add the experts of the call that was added last, for the tokens that have none so far."""
-        if self._experts is None:
-            self._experts = experts
-        elif experts is not None and experts.shape[1:] == self._experts.shape[1:]:
-            self._experts = np.concatenate([self._experts, experts[len(self._experts) :]])
-
     def sequence(self, trajectory: str) -> TokenSequence:
         parts = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         loss_mask, logprobs, steps, temperatures, cuts, calls = parts
         loss_mask[:1] = False  # no token before it predicts the first one
         uncut = (cuts == _UNCUT).all()
-        experts = self._experts
-        if experts is not None:
-            unknown = np.full((len(self.ids) - len(experts), *experts.shape[1:]), -1, np.int16)
-            experts = np.concatenate([experts, unknown])
         return TokenSequence(
-            trajectory,
-            self.ids,
-            loss_mask,
-            logprobs,
-            steps,
-            temperatures,
-            None if uncut else cuts,
-            calls,
-            self.images,
-            experts,
+            trajectory, self.ids, loss_mask, logprobs, steps, temperatures, None if uncut else cuts, calls, self.images
         )
 
 
@@ -148,14 +115,13 @@ def build(
     defaults: Defaults = NO_DEFAULTS,
     mask_truncated: bool = False,
     left_out: Counter[str] | None = None,
-    replay: bool = False,
 ) -> list[TokenSequence]:
     """The sequences of one trajectory that hold at least one token to train, in the order in which they began.
 
     `defaults` are the sampling settings that the inference server uses where a request names none. With
     `mask_truncated`, replies that were cut off at their length limit are context. Calls that an outside model answered
     are left out. `left_out` is increased by the number of sampled tokens that are not trained because of an unsupported
-    sampling setting, by the setting. With `replay`, the sequences have the experts that the sampler chose."""
+    sampling setting, by the setting."""
     unique: dict[tuple[int, int], ExchangeRecorded] = {}
     for exchange in exchanges:
         unique.setdefault((exchange.seq, exchange.choice), exchange)
@@ -197,8 +163,6 @@ def build(
             sampling if reproducible else Sampling(),
             exchange.seq,
         )
-        if replay and exchange.experts:
-            builder.add_experts(_experts(exchange, len(builder.ids)))
     return [s for s in (b.sequence(trajectory) for b in builders) if s.loss_mask.any()]
 
 
@@ -206,13 +170,3 @@ def _logprobs(exchange: ExchangeRecorded, length: int) -> npt.NDArray[np.float32
     logprobs = unpack_logprobs(exchange.logprobs)
     # Where the numbers differ, no logprob can be assigned to its token.
     return logprobs if len(logprobs) == length else np.full(length, np.nan, np.float32)
-
-
-def _experts(exchange: ExchangeRecorded, tokens: int) -> npt.NDArray[np.int16] | None:
-    """The experts of the first tokens of an exchange, `None` if they are not such an array."""
-    try:
-        experts = np.load(io.BytesIO(exchange.experts), allow_pickle=False)
-    except (EOFError, ValueError):
-        return None
-    fits = experts.ndim == 3 and experts.dtype.kind in "iu" and len(experts) <= tokens
-    return experts.astype(np.int16) if fits else None

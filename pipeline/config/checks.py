@@ -83,10 +83,8 @@ def _check_access(config: Config) -> None:
         raise ConfigError("nats: users and nkey_seed are set; set one of them")
     if "--api-key" in config.vllm.flags:
         raise ConfigError("vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file")
-    memory = config.trainer.memory
-    if config.trainer.processes == 1 and (memory.sharded or memory.context_parallel > 1):
-        setting, what = ("sharded", "the model") if memory.sharded else ("context_parallel", "its rows")
-        raise ConfigError(f"trainer.memory.{setting}: set trainer.processes, among which to divide {what}")
+    if config.trainer.processes == 1 and config.trainer.memory.sharded:
+        raise ConfigError("trainer.memory.sharded: set trainer.processes, among which to divide the model")
     if config.vllm.sleep and config.trainer.processes > 1:
         raise ConfigError(
             "vllm.sleep: only a trainer of one process shares its GPU by turns; set trainer.processes = 1"
@@ -174,15 +172,6 @@ def check_trainer(config: TrainerConfig) -> None:
             f"trainer.lora.experts: adapters on experts can't be trained with {other}: set trainer.lora.experts to "
             'false, or take trainer.engine = "transformers" and trainer.memory.sharded = false'
         )
-    if config.engine == "unsloth" and config.memory.context_parallel > 1:
-        raise ConfigError("trainer.memory.context_parallel: only trainer.engine `transformers` divides rows")
-    if config.processes > 1 and config.processes % config.memory.context_parallel:
-        raise ConfigError(
-            f"trainer.memory.context_parallel: {config.memory.context_parallel} processes can't share rows, because "
-            f"it does not divide trainer.processes, which is {config.processes}"
-        )
-    if config.engine == "unsloth" and config.router_replay:
-        raise ConfigError("trainer.router_replay: only trainer.engine `transformers` replays routers")
     if config.engine == "unsloth" and packing == "prefix":
         raise ConfigError(
             "trainer.memory.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or "

@@ -193,7 +193,7 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again. This costs about a third more
     computation and saves most of the memory. `auto`: from the time on when memory runs out, but always on GPUs that
-    share one model (`sharded`, `context_parallel`) and with Unsloth."""
+    share one model (`sharded`) and with Unsloth."""
     gpu_share: Share = 0.0
     """Share of the GPU's memory that the trainer's process may use. 0: no limit. `journeywork up` sets 0.45 if its
     inference server runs on the same GPU."""
@@ -205,10 +205,6 @@ class MemoryConfig(Section, frozen=True, kw_only=True):
     sharded: bool = False
     """Divide the frozen base model among the trainer's processes (`trainer.processes`), for a model that one GPU does
     not hold. Otherwise each process holds all of it, which is faster. Needs engine `transformers`."""
-    context_parallel: SmallCount = 1
-    """Processes that share the tokens of a pass, for sequences whose activations do not fit one GPU. The number must
-    divide `trainer.processes` and the number of the model's attention heads. Needs engine `transformers`, a model
-    without recurrent layers, and attention by PyTorch's SDPA; runs with images are not trained."""
     packing: Literal["auto", "prefix", "padded"] = "auto"
     """`prefix`: sequences of a group compute their common prefix once. `padded`: one row per sequence. `auto`:
     `prefix` where it takes less computation and the model supports it."""
@@ -264,10 +260,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Limit of the forward passes that only check: their tokens, as a share of the tokens that ten steps compute. One
     of ten steps makes them. Half of the tokens compare earlier versions with the recorded logprobs, half measure the KL
     divergence from the base model. Tokens of the current version are compared in training anyway. 0: no such passes."""
-    router_replay: bool = False
-    """In a mixture of experts, send the tokens of a recorded call to the experts that the inference server chose, where
-    it returned them (vLLM with `--enable-return-routed-experts`, which `journeywork up` adds, for calls that are not
-    streamed)."""
     checkpoints: str = "checkpoints"
     """Folder of checkpoints under the run directory."""
     keep_checkpoints: SmallCount = 3

@@ -31,7 +31,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     trajectory. Readers get the whole exchange."""
 
     exchange: ExchangeRecorded
-    """The exchange, with the rest of `prompt_ids` and of the choices in `experts`, and the middle of `request` only."""
+    """The exchange, with the rest of `prompt_ids` and the middle of `request` only."""
     seq: int
     """`seq` of the earlier exchange."""
     choice: int = 0
@@ -40,8 +40,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     """`at` of the earlier exchange. It distinguishes the exchange from another one with the same number, written after
     a power cut."""
     check: int
-    """Check of the earlier exchange: a CRC-32 of the lengths and ends of its tokens, request and response, and of the
-    end of its `experts`."""
+    """Check of the earlier exchange: a CRC-32 of the lengths and ends of its tokens, request and response."""
     tokens: int
     """Number of leading tokens of the earlier exchange (prompt and reply) that precede the stored rest of
     `prompt_ids`."""
@@ -49,13 +48,11 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     """Number of leading bytes of the earlier request that precede the stored middle of `request`."""
     request_tail: int
     """Number of trailing bytes of the earlier request that follow it."""
-    experts: int = 0
-    """Number of bytes after the header of the earlier `experts` that precede the stored rest of `experts`."""
 
     @property
     def saved(self) -> int:
         """Bytes that are not repeated."""
-        return 4 * self.tokens + self.request_head + self.request_tail + self.experts
+        return 4 * self.tokens + self.request_head + self.request_tail
 
 
 class Key(NamedTuple):
@@ -76,17 +73,17 @@ class Base:
     def __init__(self, exchange: ExchangeRecorded) -> None:
         self.key = Key(exchange.seq, exchange.choice, exchange.at)
         self.tokens = bytes(exchange.prompt_ids) + bytes(exchange.sampled_ids)
-        self.request, self.experts = bytes(exchange.request), bytes(exchange.experts)
+        self.request = bytes(exchange.request)
         tokens, request, response = self.tokens, self.request, exchange.response
         lengths = b"%d %d %d" % (len(tokens), len(request), len(response))
-        ends = [part[-_CHECKED:] for part in (tokens, request, response, self.experts)]
+        ends = [part[-_CHECKED:] for part in (tokens, request, response)]
         self.check = zlib.crc32(lengths + b"".join(ends))
         """The `check` of a continuation of this exchange."""
 
     @property
     def size(self) -> int:
         """Bytes in memory."""
-        return len(self.tokens) + len(self.request) + len(self.experts)
+        return len(self.tokens) + len(self.request)
 
 
 class BrokenChainError(ValueError):
@@ -99,16 +96,9 @@ def continue_from(base: Base, exchange: ExchangeRecorded) -> Continuation | None
     tokens = len(base.tokens) if prompt.startswith(base.tokens) else common_prefix(base.tokens, prompt)
     tokens -= tokens % 4
     head, tail = _common_ends(base.request, request)
-    at = _header(exchange.experts)
-    choices = common_prefix(base.experts[_header(base.experts) :], exchange.experts[at:])
-    if tokens + head + tail + choices < _LEAST_SAVED:
+    if tokens + head + tail < _LEAST_SAVED:
         return None
-    rest = msgspec.structs.replace(
-        exchange,
-        prompt_ids=prompt[tokens:],
-        request=request[head : len(request) - tail],
-        experts=exchange.experts[:at] + exchange.experts[at + choices :],
-    )
+    rest = msgspec.structs.replace(exchange, prompt_ids=prompt[tokens:], request=request[head : len(request) - tail])
     return Continuation(
         exchange=rest,
         seq=base.key.seq,
@@ -118,14 +108,7 @@ def continue_from(base: Base, exchange: ExchangeRecorded) -> Continuation | None
         tokens=tokens // 4,
         request_head=head,
         request_tail=tail,
-        experts=choices,
     )
-
-
-def _header(npy: bytes) -> int:
-    """Return the length of the header of a NumPy file of version 1, which holds the array's shape; of other bytes,
-    their own length: no choices are found in them."""
-    return 10 + int.from_bytes(npy[8:10], "little") if npy.startswith(b"\x93NUMPY\x01") else len(npy)
 
 
 def _common_ends(base: bytes, request: bytes) -> tuple[int, int]:
@@ -141,18 +124,15 @@ def _common_ends(base: bytes, request: bytes) -> tuple[int, int]:
 
 def restore(base: Base, form: Continuation) -> ExchangeRecorded:
     """Return the whole exchange. Raises `BrokenChainError` if `base` is not what the continuation was made from."""
-    rest, size, choices = form.exchange, len(base.request), base.experts[_header(base.experts) :]
+    rest, size = form.exchange, len(base.request)
     if base.check != form.check:
         raise BrokenChainError(f"exchange {form.seq}.{form.choice} is not what {_name(rest)} continued")
     fits = 4 * form.tokens <= len(base.tokens) and form.request_head + form.request_tail <= size
-    fits = fits and form.experts <= len(choices)
-    if not fits or min(form.tokens, form.request_head, form.request_tail, form.experts) < 0:
+    if not fits or min(form.tokens, form.request_head, form.request_tail) < 0:
         raise BrokenChainError(f"exchange {form.seq}.{form.choice} is shorter than what {_name(rest)} repeats")
     request = base.request[: form.request_head] + rest.request + base.request[size - form.request_tail :]
-    at = _header(rest.experts)
-    experts = rest.experts[:at] + choices[: form.experts] + rest.experts[at:]
     prompt_ids = base.tokens[: 4 * form.tokens] + rest.prompt_ids
-    return msgspec.structs.replace(rest, prompt_ids=prompt_ids, request=request, experts=experts)
+    return msgspec.structs.replace(rest, prompt_ids=prompt_ids, request=request)
 
 
 def base_of(form: Continuation) -> Key:

@@ -142,9 +142,6 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """Logprobs of `sampled_ids`, under the distribution they were sampled from."""
     forced: TokenMask = b""
     """1 where a grammar constrained the choice; such tokens are never trained. Empty: no token was constrained."""
-    experts: bytes = b""
-    """The experts that the routers of a mixture of experts chose, as a NumPy file (`.npy`) of shape [tokens, layers,
-    experts of a token]: of all tokens of prompt and reply but the last one. Empty: the server returned none."""
     finish_reason: str = ""
     status: Literal["complete", "cancelled", "failed", "unsure"] = "complete"
     """`cancelled`: the client went away; `failed`: the upstream broke off. The tokens sampled until then are

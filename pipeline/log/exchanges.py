@@ -31,7 +31,7 @@ from pipeline.log.stream_reader import StreamReader
 from pipeline.log.subjects import stream_of, subject_filter
 
 _SMALL = 4096
-"""Bytes of prompt, request and choices of experts below which an exchange is written whole and not remembered: the
+"""Bytes of prompt and request below which an exchange is written whole and not remembered: the
 comparison would cost more than the bytes."""
 _MOST_ENDS = 4
 """Exchanges of a trajectory that are remembered: the ends of its branches."""
@@ -108,7 +108,7 @@ class RememberedExchanges:
 
 
 def _is_small(exchange: ExchangeRecorded) -> bool:
-    return len(exchange.prompt_ids) + len(exchange.request) + len(exchange.experts) < _SMALL
+    return len(exchange.prompt_ids) + len(exchange.request) < _SMALL
 
 
 async def make_whole(reader: StreamReader, remembered: RememberedExchanges, form: Form) -> ExchangeRecorded:

@@ -90,19 +90,16 @@ _QUANTIZATION = {"4bit": "bitsandbytes", "fp8": "fp8"}
 
 
 def _experts_flags(config: Config) -> list[str]:
-    """Return what a mixture of experts needs of vLLM. Raises `ConfigError` if its CPU build lacks it."""
-    trainers = [config.trainer_of(model) for model in config.models]
-    flags = {
-        "trainer.lora.experts": "--enable-mixed-moe-lora-format" if any(t.lora.experts for t in trainers) else "",
-        "trainer.router_replay": "--enable-return-routed-experts" if any(t.router_replay for t in trainers) else "",
-    }
-    needed = {setting: flag for setting, flag in flags.items() if flag}
-    if needed and vllm_device(config) == "cpu":
+    """Return what adapters on experts need of vLLM. Raises `ConfigError` if its CPU build lacks it."""
+    flag = "--enable-mixed-moe-lora-format"
+    if not any(config.trainer_of(model).lora.experts for model in config.models):
+        return []
+    if vllm_device(config) == "cpu":
         raise ConfigError(
-            f"{next(iter(needed))}: it needs vLLM on a GPU, and vLLM's CPU build is installed here; set it to "
-            "false, or name a server on a GPU in vllm.urls"
+            "trainer.lora.experts: it needs vLLM on a GPU, and vLLM's CPU build is installed here; set it to false, or "
+            "name a server on a GPU in vllm.urls"
         )
-    return [flag for flag in needed.values() if flag not in config.vllm.flags]
+    return [] if flag in config.vllm.flags else [flag]
 
 
 def _quantization_flags(config: Config) -> list[str]:

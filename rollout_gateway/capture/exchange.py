@@ -110,5 +110,4 @@ class Exchange:
             "sampled_ids": choice.ids,
             "logprobs": choice.logprobs,
             "forced": self.call.forced(choice),
-            "experts": choice.experts,
         }

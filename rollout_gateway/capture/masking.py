@@ -42,7 +42,7 @@ _VALUES = (
 )
 _JSON = ("metadata", "request", "response")
 """The numbers of a response are the inference server's, such as times: a pattern of digits would match each."""
-_TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "routed_experts", "token_ids"))
+_TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "token_ids"))
 """Fields of a response that hold its tokens, one by one."""
 _PERSON = (("user",), ("safety_identifier",), ("metadata", "user_id"), ("metadata", "subject"))
 """Where a call names the person whose run it is; `journeywork erase` looks there."""
@@ -138,7 +138,7 @@ class Masks:
                     for name in _TOKENS & container.keys():
                         del container[name]
             changed["response"] = msgspec.json.encode(response)
-            for name in ("prompt_ids", "sampled_ids", "logprobs", "forced", "experts", "request_hash"):
+            for name in ("prompt_ids", "sampled_ids", "logprobs", "forced", "request_hash"):
                 if hasattr(event, name):
                     changed[name] = type(getattr(event, name))()
         changed = rewritten | changed

@@ -32,7 +32,7 @@ _CALL_BYTES = 1024 * 1024
 
 def size_of(event: ExchangeRecorded) -> int:
     """Return the bytes of an exchange: its texts and prompt tokens."""
-    return len(event.request) + len(event.response) + len(event.prompt_ids) + len(event.experts)
+    return len(event.request) + len(event.response) + len(event.prompt_ids)
 
 
 @dataclass(eq=False, slots=True)

@@ -96,8 +96,6 @@ class SampledChoice:
     """The choice as the client gets it."""
     prompt_ids: bytes = b""
     """The choice's own prompt, if choices have different ones. Otherwise `Answer.prompt_ids` holds."""
-    experts: bytes = b""
-    """The experts that the routers chose, as vLLM returns them: a NumPy file."""
 
     def mean_logprob(self) -> float:
         """Return the mean of the logprobs; 0 without any."""

@@ -32,7 +32,6 @@ from rollout_gateway.http.errors import ApiError
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
 choices_decoder = msgspec.json.Decoder(list[Fields])
-_bytes_decoder = msgspec.json.Decoder(bytes | None)
 _index_decoder = msgspec.json.Decoder(int)
 _NULL = Raw(b"null")
 _TRUE = Raw(b"true")
@@ -40,7 +39,7 @@ _SAMPLED_ONLY = {CHAT: _TRUE, COMPLETIONS: Raw(b"0")}
 """JSON of `logprobs` in a request that asks for those of the sampled tokens only."""
 ADDED = ("prompt_token_ids", "prompt_text")
 """Fields of a reply that are there because the gateway asked for token ids."""
-_ADDED_TO_CHOICE = ("token_ids", "prompt_token_ids", "routed_experts")
+_ADDED_TO_CHOICE = ("token_ids", "prompt_token_ids")
 
 
 class _ChatParams(RequestParams, kw_only=True):
@@ -98,7 +97,7 @@ class _Message(msgspec.Struct):
 
 _usage_decoder = msgspec.json.Decoder(_Usage | None)
 _value_decoder = msgspec.json.Decoder()
-_TYPED = frozenset(("choices", "message", "delta", "usage", "prompt_token_ids", "token_ids", "routed_experts"))
+_TYPED = frozenset(("choices", "message", "delta", "usage", "prompt_token_ids", "token_ids"))
 """Fields of a reply or a choice that have decoders of their own."""
 MALFORMED = (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError)
 """What reading a reply raises if it is none."""
@@ -165,7 +164,6 @@ def read_answer(body: bytes, call: Call) -> Answer:
             index=_index_decoder.decode(choice["index"]) if "index" in choice else position,
             ids=ids,
             logprobs=pack_logprobs(choice.get("logprobs"))[-len(ids) :] if ids else b"",
-            experts=_bytes_decoder.decode(choice.get("routed_experts", _NULL)) or b"",
             finish_reason=decode_text(choice.get("finish_reason")),
             fields=choice,
             prompt_ids=pack_ids(choice.get("prompt_token_ids")),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
-import msgspec
-import numpy as np
 from hypothesis import strategies as st
 
 from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
@@ -50,14 +47,6 @@ def answer(text: str) -> bytes:
     return json.dumps({"id": "r", "choices": [{"message": {"content": text, "role": "assistant"}}]}).encode()
 
 
-def choices(tokens: list[int], layers: int = 2, k: int = 2) -> bytes:
-    """Choices of experts as vLLM returns them: for all tokens but the last one, by the token and its place."""
-    file, count = io.BytesIO(), max(len(tokens) - 1, 0)
-    seeds = np.array(tokens[:count], np.int64)[:, None] * 7 + np.arange(count)[:, None] * 31 + np.arange(layers * k)
-    np.save(file, (seeds % 251).astype(np.uint8).reshape(count, layers, k))
-    return file.getvalue()
-
-
 def growing(turns: int, start: int = 0) -> list[ExchangeRecorded]:
     """A run in which every call repeats everything before it."""
     prompt, said, out = [1] * CHUNK, ["s" * CHUNK * 4], []
@@ -91,7 +80,5 @@ def runs(draw: st.DrawFn) -> list[ExchangeRecorded]:
             sampled = [draw(st.integers(4, 7))] * draw(st.sampled_from([0, 1, CHUNK]))
             reply = draw(st.sampled_from(["yes", "x" * 100, '"quoted" \\ ä'])) * (1 + len(sampled) // 10)
             out.append(exchange(seq, prompt, sampled, request, choice=choice, response=answer(reply)))
-            routed = draw(st.sampled_from([b"", b"", choices(prompt + sampled), choices([9, *prompt]), b"no file"]))
-            out[-1] = msgspec.structs.replace(out[-1], experts=routed)
             heard.append((prompt + sampled, [*messages, reply] if draw(st.booleans()) else messages))
     return out

@@ -8,10 +8,6 @@ each phase the first process takes steps and the others take part in them; what 
 | --- | --- |
 | `whole` | steps under several settings; each process holds the whole model |
 | `sharded` | the same under a few of them with the model divided among the processes |
-| `context` | as `whole`, with the rows of a pass divided among the processes |
-| `both` | as `sharded`, with model and rows divided |
-| `memory` | one pass with rows divided: the bytes that PyTorch allocates in this process |
-| `refused` | why models whose rows can't be divided are refused, by what is wrong with them |
 | `fails` | as `whole`, under the first settings; the second process runs out of memory in the first step |
 | `too_large` | no process holds a pass with the first sequence |
 """
@@ -30,15 +26,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from pipeline.config import ConfigError
 from pipeline.telemetry import logs
 from tests.kits.settings import with_values
-from tests.trainer import families
-from tests.trainer.engine.test_pass_memory import Allocated, Shape
 from tests.trainer.kit import backward, exactly, settings, tree_of_conversations
 from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch
@@ -164,65 +155,9 @@ def share(engine: Engine) -> float:
     return float(local / sum(p.numel() for p in base))
 
 
-@contextmanager
-def shifting() -> Iterator[None]:
-    """MLPs that read the token before, which no configuration tells."""
-    original = Qwen3MLP.forward
-
-    def forward(self: Any, hidden_RLD: torch.Tensor) -> torch.Tensor:
-        before_RLD = torch.nn.functional.pad(hidden_RLD, (0, 0, 1, 0))[:, :-1]
-        out: torch.Tensor = original(self, hidden_RLD + before_RLD)
-        return out
-
-    Qwen3MLP.forward = forward
-    try:
-        yield
-    finally:
-        Qwen3MLP.forward = original
-
-
-def refusals(base: str, scratch: Path, process_group: ProcessGroup) -> dict[str, str]:
-    """Why models are refused whose rows are to be divided among two processes."""
-    cases: dict[str, tuple[str, AbstractContextManager[None]]] = {
-        "recurrent": (str(scratch / "qwen3_next"), nullcontext()),
-        "capped": (str(scratch / "gemma2"), nullcontext()),
-        "shifting": (base, shifting()),
-    }
-    if process_group.rank == 0:
-        for family in ("qwen3_next", "gemma2"):
-            families.make(family, scratch / family)
-    dist.barrier()
-    out = {}
-    for name, (folder, around) in cases.items():
-        with around:
-            try:
-                engine_of(folder, scratch, process_group, **{"memory.context_parallel": 2, "logprob_bound": None})
-            except ConfigError as error:
-                out[name] = str(error)
-    return out
-
-
-def bytes_of_a_pass(scratch: Path, process_group: ProcessGroup) -> dict[str, int]:
-    """What PyTorch allocates for one of `Shape`, with checkpointing and without."""
-    out = {}
-    scratch = scratch / "shape"
-    if process_group.rank == 0:
-        Shape().save(scratch)
-    dist.barrier()
-    for checkpointing in ("on", "off"):
-        divided = {"memory.context_parallel": 2, "memory.gradient_checkpointing": checkpointing}
-        engine = Shape().engine(scratch, process_group, **divided)
-        with Allocated() as allocated:
-            Shape().make_own_pass(engine)
-        out[checkpointing] = allocated.peak
-    return out
-
-
 PHASES: dict[str, tuple[Callable[[Engine], Any], Callable[[int], AbstractContextManager[None]]]] = {
     "whole": (steps, lambda _: nullcontext()),
     "sharded": (lambda engine: steps(engine, FEW), lambda _: nullcontext()),
-    "context": (steps, lambda _: nullcontext()),
-    "both": (lambda engine: steps(engine, FEW), lambda _: nullcontext()),
     "fails": (lambda engine: steps(engine, [FIRST]), lambda rank: failing_once() if rank == 1 else nullcontext()),
     "too_large": (step_without_room, lambda _: limited()),
 }
@@ -267,16 +202,8 @@ def run(base: str, out: Path, phases: Sequence[str]) -> None:
 
 
 def take_part(phase: str, base: str, scratch: Path, process_group: ProcessGroup) -> dict[str, Any]:
-    if phase in ("memory", "refused"):
-        found: list[Any] = [None] * process_group.size
-        done = bytes_of_a_pass(scratch, process_group) if phase == "memory" else refusals(base, scratch, process_group)
-        dist.all_gather_object(found, done)
-        return {phase: found}
     work, around = PHASES[phase]
-    divided: dict[str, Any] = {"memory.sharded": phase in ("sharded", "both")}
-    if phase in ("context", "both"):
-        divided["memory.context_parallel"] = process_group.size
-    engine = engine_of(base, scratch, process_group, **divided)
+    engine = engine_of(base, scratch, process_group, **{"memory.sharded": phase == "sharded"})
     with around(process_group.rank):
         if process_group.rank:
             process_group.worker_loop(lambda job: engine.passes.take_part(job))

@@ -84,7 +84,6 @@ class Histories:
                 defaults=self._defaults,
                 mask_truncated=self._settings.loss.mask_truncated,
                 left_out=left_out,
-                replay=self._settings.router_replay,
             )
             for sequence in built:
                 unjudged = self._unjudged(member, sequence, of_run)

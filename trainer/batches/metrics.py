@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.events import Member
-from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import GroupWithHistory
-
-logger = get_logger("trainer.batches.metrics")
 
 
 def group_metrics(
@@ -33,21 +30,6 @@ def group_metrics(
         "hints_unused": float(sum(g.history.hints_unused for g in batch)),
         **_run_metrics(members),
     }
-
-
-def replay_metrics(batch: Sequence[GroupWithHistory]) -> dict[str, float]:
-    """Return `tokens_replayed`, for a step with `trainer.router_replay`. Log a warning if the sampler's experts are not
-    known for all trained tokens."""
-    sequences = [s for g in batch for s in g.sequences]
-    trained, replayed = sum(s.trained_tokens for s in sequences), sum(s.replayed_tokens for s in sequences)
-    if replayed < trained:
-        logger.warning(
-            "tokens trained without router replay: their calls were streamed, or the inference server runs without "
-            "--enable-return-routed-experts",
-            tokens=trained - replayed,
-            of=trained,
-        )
-    return {"tokens_replayed": float(replayed)}
 
 
 def _run_metrics(members: Sequence[Member]) -> dict[str, float]:

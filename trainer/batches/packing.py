@@ -62,8 +62,6 @@ class Layout:
     """top_k, top_p and min_p under which each trained token was sampled. `None` where nothing was cut."""
     images: tuple[tuple[bytes, ...], ...] = ()
     """For each row the files of its images, among them those of tokens that were cut off. Empty: no row has any."""
-    experts_RLMk: torch.Tensor | None = None
-    """The experts that the sampler chose for each token in each layer, -1 where they are not known."""
 
     def dense_mask(self, span: AttentionSpan = FULL) -> torch.Tensor | None:
         """`ends_RL` as a mask of shape [R, 1, L, L]: true where the query (third axis) sees the key (last axis).
@@ -133,22 +131,7 @@ def _layout(
         flat(slot),
         tokens,
         None if all(s.cuts is None for s in sequences) else torch.from_numpy(np.concatenate(cuts)),
-        experts_RLMk=_experts(sequences, where, ids_RL.shape),
     )
-
-
-def _experts(
-    sequences: Sequence[TokenSequence], where: Sequence[tuple[int, Int]], shape: tuple[int, ...]
-) -> torch.Tensor | None:
-    """The experts of a layout of `shape` [R, L]."""
-    like = next((s.experts for s in sequences if s.experts is not None), None)
-    if like is None:
-        return None
-    experts_RLMk = np.full((*shape, *like.shape[1:]), -1, np.int16)
-    for sequence, (row, columns) in zip(sequences, where, strict=True):
-        if sequence.experts is not None:
-            experts_RLMk[row, columns] = sequence.experts[: len(columns)]
-    return torch.from_numpy(experts_RLMk)
 
 
 def padded(sequences: Sequence[TokenSequence]) -> Layout:
@@ -231,27 +214,6 @@ def _tree(sequences: Sequence[npt.NDArray[Any]]) -> _Tree:
     return _Tree(size, np.concatenate(positions), ends[:size], columns)
 
 
-def _keys(sequences: Sequence[TokenSequence]) -> list[npt.NDArray[Any]]:
-    """What sequences are compared by to share prefixes: their used ids, and the experts of each token. Sampling may
-    have sent equal tokens to different experts: those of another version, for example."""
-    used = [used_ids(s) for s in sequences]
-    like = next((s.experts for s in sequences if s.experts is not None), None)
-    if like is None:
-        return list(used)
-    unknown = np.full((1, *like.shape[1:]), -1, np.int16)
-    rows = [
-        np.column_stack(
-            [
-                ids,
-                (np.repeat(unknown, len(ids), 0) if s.experts is None else s.experts[: len(ids)]).reshape(len(ids), -1),
-            ]
-        )
-        for s, ids in zip(sequences, used, strict=True)
-    ]
-    keys = np.unique(np.concatenate(rows), axis=0, return_inverse=True)[1].reshape(-1)
-    return np.split(keys, np.cumsum([len(ids) for ids in used])[:-1])
-
-
 def by_group(groups: Sequence[int]) -> list[list[int]]:
     """The places of each group's sequences; `groups[s]` is the group of sequence s."""
     members: dict[int, list[int]] = {}
@@ -266,7 +228,7 @@ def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> 
 
     `groups[s]` is the group of sequence s."""
     members = by_group(groups)
-    trees = [_tree(_keys([sequences[s] for s in inside])) for inside in members]
+    trees = [_tree([used_ids(sequences[s]) for s in inside]) for inside in members]
     length = max(t.size for t in trees)
     ids_RL = np.zeros((len(trees), length), np.int64)
     positions_RL = np.zeros((len(trees), length), np.int64)
@@ -323,7 +285,7 @@ def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
     for inside in by_group(groups):
-        tree = _tree(_keys([sequences[s] for s in inside]))
+        tree = _tree([used_ids(sequences[s]) for s in inside])
         trees += tree.size * cost.per_token + pairs(tree.ends.tolist()) * cost.per_pair
     return trees < 0.95 * rows
 
@@ -376,10 +338,9 @@ def _group_pieces(
         inside.sort(key=lambda s: sequences[s].ids.tolist())
         piece: list[int] = []
         size = 0
-        keys = dict(zip(inside, _keys([sequences[s] for s in inside]), strict=True))
         for s in inside:
-            used = keys[s]
-            fresh = len(used) - (common_prefix(used, keys[piece[-1]]) if piece else 0)
+            used = used_ids(sequences[s])
+            fresh = len(used) - (common_prefix(used, used_ids(sequences[piece[-1]])) if piece else 0)
             if piece and size + fresh > budget:
                 pieces.append((size, piece))
                 piece, size, fresh = [], 0, len(used)

@@ -11,7 +11,6 @@
 | `forward` | the model's forward pass over a layout, with attention masks for shared prefixes |
 | `tree_attention` | attention over shared prefixes by segments of their tree, instead of under a dense mask |
 | `images` | the inputs of a vision-language model for the images of a layout |
-| `routing` | the sampler's choices of experts, replayed in the model's routers |
 | `verify` | the comparison of a training pass with the model's own forward pass, at the start |
 | `loss` | the losses, each with its paper |
 | `loss_inputs` | from examples to the inputs of a loss |
@@ -22,6 +21,5 @@
 | `late` | runs older than the staleness bound: their correction and effective sample size |
 | `statistics` | metrics from the passes of a step |
 | `parallel` | `ProcessGroup`: the processes that share the passes of a step |
-| `context_parallel` | `ContextGroup`: rows divided among these processes, and attention over whole rows |
 | `sharding` | `ShardedModel`: a base model divided among these processes |
 """

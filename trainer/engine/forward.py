@@ -24,15 +24,13 @@ import torch.utils.checkpoint
 from transformers import PreTrainedModel
 
 from pipeline.config import ConfigError
-from trainer.batches.packing import FULL, AttentionSpan, Layout
+from trainer.batches.packing import AttentionSpan, Layout
 from trainer.batches.sampling import restrict
 from trainer.distillation.divergence import reverse_kl
-from trainer.engine.context_parallel import ContextGroup, use_own_attention
 from trainer.engine.images import ImageInputs, ImageUnusableError
 from trainer.engine.parallel import ProcessGroup
-from trainer.engine.routing import RouterReplay
 from trainer.engine.sharding import ShardedModel
-from trainer.engine.tree_attention import planned
+from trainer.engine.tree_attention import planned, use_tree_attention
 
 _FULL = ("full_attention", "attention", "global_attention")
 
@@ -126,7 +124,7 @@ class Forward:
     model's inputs of images; without it, layouts must hold no images."""
 
     def __init__(self, model: Any, images: ImageInputs | None = None) -> None:
-        use_own_attention()
+        use_tree_attention()
         self.model, self.images = model, images
         self.text = model.config.get_text_config()
         """The configuration of the language model, which is a part of a vision-language model's."""
@@ -134,13 +132,10 @@ class Forward:
         parent, _, self._leaf = path.rpartition(".")
         self._parent = model.get_submodule(parent)
         self.trunk = model.get_submodule(path)
-        self.replay = RouterReplay(model)
         self._stub = _TrunkStub(self.trunk)
         self._output: Any = None
         """The class of the trunk's output, of which `logits` makes one. Known once the trunk has run."""
         self._shards: ShardedModel | None = None
-        self.context: ContextGroup | None = None
-        """The processes that rows are divided among. `None`: this one holds them whole."""
         self.mask_format: MaskFormat | None = None
         """The mask format that the trunk accepts, which `trainer.engine.verify` finds. `None` if prefixes can't be
         shared."""
@@ -148,19 +143,6 @@ class Forward:
     def shard(self, device: torch.device, process_group: ProcessGroup) -> None:
         """Divide the model's weights among the processes, and move this one's share to `device`."""
         self._shards = ShardedModel(self.model, self.trunk, device, process_group)
-
-    def divide_rows(self, size: int, process_group: ProcessGroup) -> None:
-        """Divide every row among `size` of the processes. Raises `ConfigError` if this model's can't be divided."""
-        spans = attention_spans(self.text)
-        if spans is None:
-            raise ConfigError(
-                f"trainer.memory.context_parallel: rows of {type(self.model).__name__} can't be divided: some of its "
-                "layers carry a state from token to token; set it to 1"
-            )
-        windows = any(span != FULL for span in spans.values())
-        self.context = ContextGroup(size, process_group, self.model.get_decoder(), masked=windows)
-        if windows:  # `trainer.engine.verify` finds out whether the model takes them so
-            self.mask_format = mask_formats(self.text)[0]
 
     def one_pass(self) -> AbstractContextManager[None]:
         """The context of one forward pass and its backward pass, whatever they consist of."""
@@ -171,32 +153,18 @@ class Forward:
         """The name of the attention implementation in use."""
         return str(self.text._attn_implementation)
 
-    def hidden(self, layout: Layout) -> tuple[torch.Tensor, Layout]:
-        """Run the trunk over a layout. Returns its last hidden states, [R, L, D], and the layout that they belong to:
-        if rows are divided, this process's part."""
-        part = layout
-        if self.context is not None:
-            layout = self.context.whole(layout)
-            part = self.context.part(layout)
-        self.replay.set(part.experts_RLMk)
+    def hidden(self, layout: Layout) -> torch.Tensor:
+        """Run the trunk over a layout. Returns its last hidden states, [R, L, D]."""
         output = self.trunk(
-            input_ids=part.ids_RL,
+            input_ids=layout.ids_RL,
             attention_mask=None if layout.ends_RL is None else self._masks(layout),
-            position_ids=part.positions_RL,
+            position_ids=layout.positions_RL,
             use_cache=False,
             **self._image_inputs(layout),
         )
         self._output = type(output)
-        return output.last_hidden_state, part
-
-    def place(self, values_N: torch.Tensor, layout: Layout, shape: tuple[int, int]) -> torch.Tensor:
-        """Values of the layout's trained tokens, [N, …], in `shape` [S, K, …]: zero where a sequence has fewer. If rows
-        are divided, with those of the other processes, which have no gradient here."""
-        at = (layout.sequence_N, layout.slot_N)
-        placed = values_N.new_zeros((*shape, *values_N.shape[1:]))
-        if self.context is not None:
-            placed = self.context.total(placed.index_put(at, values_N.detach()))
-        return placed.index_put(at, values_N)
+        hidden_RLD: torch.Tensor = output.last_hidden_state
+        return hidden_RLD
 
     def _image_inputs(self, layout: Layout) -> dict[str, torch.Tensor]:
         if not layout.images:

@@ -186,9 +186,8 @@ def wants_checkpointing(config: TrainerConfig, device: torch.device) -> bool:
     later (`PolicyModel.save_memory`): by Unsloth, and where processes wait for each other within a pass."""
     memory = config.memory
     if memory.gradient_checkpointing == "auto":
-        lockstep = memory.sharded or memory.context_parallel > 1
-        return bool(device.type == "cuda" and (lockstep or config.engine == "unsloth"))
-    return bool(memory.gradient_checkpointing == "on")
+        return device.type == "cuda" and (memory.sharded or config.engine == "unsloth")
+    return memory.gradient_checkpointing == "on"
 
 
 def checkpoint(model: Any, *, required: bool) -> bool:

@@ -46,14 +46,12 @@ def load_settings(config: TrainerConfig) -> dict[str, object]:
         "threads": config.threads,
         "memory.gradient_checkpointing": memory.gradient_checkpointing,
         "memory.sharded": memory.sharded,
-        "memory.context_parallel": memory.context_parallel,
     }
 
 
 class PolicyModel:
     """The model of `base`, a folder or hub name, under the settings `config`. With `trainer.memory.sharded`, its
-    weights are divided among the processes of `process_group`; with `trainer.memory.context_parallel`, the rows of its
-    passes.
+    weights are divided among the processes of `process_group`.
 
     Raises `ConfigError` where the settings do not work on this machine or with this model."""
 
@@ -66,8 +64,6 @@ class PolicyModel:
         # cuDNN makes a plan for each new shape of a pass, in tens of milliseconds, and passes have all lengths.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.sharded = config.memory.sharded and process_group is not None
-        self.context = 1 if process_group is None else config.memory.context_parallel
-        """Number of processes that the rows of a pass are divided among."""
         # A machine's memory need not hold one whole model for each of its processes.
         with process_group.in_turn() if process_group and self.sharded else nullcontext():
             loaded = load(base, config, self.device)
@@ -82,17 +78,12 @@ class PolicyModel:
             shapes = [getattr(p, "quant_state", p).shape for p in self.peft.parameters()]
             self.multiplied = sum(map(math.prod, shapes)) - embeddings.numel()
             # Unsloth loads the text model alone, and images stand in whole rows.
-            sees = config.engine == "transformers" and self.context == 1
-            self.images = image_inputs_of(base, inner.config) if sees else None
+            self.images = image_inputs_of(base, inner.config) if config.engine == "transformers" else None
             self.forward = Forward(inner, self.images)
-            if config.router_replay and not self.forward.replay.k:
-                raise ConfigError(f"trainer.router_replay: {base} has no routers that choose among experts")
             if process_group is not None and self.sharded:
                 self.forward.shard(self.device, process_group)
             elif config.engine == "transformers":
                 self.peft.to(self.device)
-        if process_group is not None and self.context > 1:
-            self.forward.divide_rows(self.context, process_group)
         # Views of the adapter's parameters under the names of its files; a step changes them in place.
         state = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         self._family: str = inner.config.model_type
@@ -109,11 +100,6 @@ class PolicyModel:
             raise ConfigError(f"trainer: {names} can't be changed once the model is loaded")
         self.config = config
         self.peft.train()
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether processes wait for each other within a pass."""
-        return self.sharded or self.context > 1
 
     def set_threads(self) -> None:
         """Apply `trainer.threads` to the calling thread: PyTorch keeps it per thread, and the service's worker
@@ -200,7 +186,7 @@ class PolicyModel:
         """Return what `logprobs` returns, and the divergences from a teacher, [S, K], zero where it was not asked.
         `teacher_logprobs` is what it said of each sequence of the layout; empty: there is no teacher."""
         layout = layout.to(self.device)
-        hidden_RLD, layout = self.forward.hidden(layout)
+        hidden_RLD = self.forward.hidden(layout)
         scored = self.forward.scores(
             hidden_RLD[layout.rows_N, layout.cols_N],
             layout.targets_N,
@@ -211,7 +197,7 @@ class PolicyModel:
             "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
             self._tops(layout, teacher_logprobs),
         )
-        logprobs_SK, entropies_SK, divergences_SK = (self.forward.place(values_N, layout, shape) for values_N in scored)
+        logprobs_SK, entropies_SK, divergences_SK = (_place(values_N, layout, shape) for values_N in scored)
         return logprobs_SK, entropies_SK, divergences_SK
 
     def _tops(
@@ -243,14 +229,15 @@ class PolicyModel:
         count = min(top_k, self.vocabulary)
 
         def ask(layout: Layout, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
-            hidden_RLD, layout = self.forward.hidden(layout.to(self.device))
+            layout = layout.to(self.device)
+            hidden_RLD = self.forward.hidden(layout)
             hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
             chunk = self.positions_at_once
             logprobs_N = self.forward.scores(
                 hidden_ND, layout.targets_N, layout.temperatures_N, layout.cuts_N3, chunk, "none"
             )[0]
             said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
-            return (self.forward.place(part, layout, shape) for part in said)
+            return (_place(part, layout, shape) for part in said)
 
         return {i: TeacherLogprobs(*said) for i, said in self._of_each(batches, sequences, ask)}
 
@@ -303,3 +290,9 @@ def _adapter_dtype(config: TrainerConfig, base: torch.dtype) -> torch.dtype | No
     if config.lora.dtype == "bfloat16" or (config.lora.dtype == "auto" and base == torch.bfloat16):
         return torch.bfloat16
     return None
+
+
+def _place(values_N: torch.Tensor, layout: Layout, shape: tuple[int, int]) -> torch.Tensor:
+    """Values of the layout's trained tokens, [N, …], in `shape` [S, K, …]: zero where a sequence has fewer."""
+    placed = values_N.new_zeros((*shape, *values_N.shape[1:]))
+    return placed.index_put((layout.sequence_N, layout.slot_N), values_N)

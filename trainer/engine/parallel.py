@@ -12,9 +12,9 @@ variables are hidden from accelerate and TRL. Otherwise these would expect equal
 wait for each other within a pass.
 
 An error in one process is raised in all before gradients are exchanged, so no process waits for one that failed.
-If one runs out of memory, all halve their budgets. Processes that share the model, or the rows of a pass
-(`trainer.engine.context_parallel`), wait for each other within a pass: there, an error ends the process. If a process
-dies, the connections of the others break, torchrun ends all of them, and the supervisor restarts the trainer.
+If one runs out of memory, all halve their budgets. Processes that share the model wait for each other within a pass:
+there, an error ends the process. If a process dies, the connections of the others break, torchrun ends all of them, and
+the supervisor restarts the trainer.
 """
 
 from __future__ import annotations
@@ -150,17 +150,16 @@ class ProcessGroup:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def partition(self, batches: Sequence[MicroBatch], context: int, *, even: bool) -> list[MicroBatch]:
-        """This process's passes. All processes compute the same division. Large passes are assigned first. `context`
-        processes make the same passes, because their rows are divided among them. `even`: all processes make as many
-        passes; those with fewer repeat the smallest one, as a pass that does not count."""
-        load = [0.0] * (self.size // context)
+    def partition(self, batches: Sequence[MicroBatch], *, even: bool) -> list[MicroBatch]:
+        """This process's passes. All processes compute the same division. Large passes are assigned first. `even`: all
+        processes make as many passes; those with fewer repeat the smallest one, as a pass that does not count."""
+        load = [0.0] * self.size
         parts: list[list[MicroBatch]] = [[] for _ in load]
         for batch in sorted(batches, key=_size, reverse=True):
             place = load.index(min(load))
             load[place] += _size(batch)
             parts[place].append(batch)
-        mine = parts[self.rank // context]
+        mine = parts[self.rank]
         if even:
             filler = replace(min(batches, key=_size), counts=False)
             mine += [filler] * (max(map(len, parts)) - len(mine))

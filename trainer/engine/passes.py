@@ -130,14 +130,12 @@ class Passes:
         return self._do(job)
 
     def _do(self, job: Job) -> list[Any]:
-        """This process's part of `job`; returns the result of each process, or of each context group. Gradients are
-        summed over the processes."""
+        """This process's part of `job`; returns the result of each process. Gradients are summed over the processes."""
         work = partial(self._own_part, job)
         if self._process_group is None:
             return [work()]
         parameters = self.model.parameters if job.work == "gradients" else ()
-        results = self._process_group.all_reduce(work, parameters, together=self.model.lockstep)
-        return results[:: self.model.context]  # processes that share rows have equal results
+        return self._process_group.all_reduce(work, parameters, together=self.model.sharded)
 
     def take_part(self, job: Job) -> None:
         """Do a worker process's part of `job`. A failure is logged; the process that sent the job raises it."""
@@ -174,12 +172,11 @@ class Passes:
         batches = micro_batches(sequences, job.groups, job.budget, job.packing, together)
         if self._process_group is None:
             return batches
-        groups = self.processes // self.model.context
-        if len(batches) < groups:
+        if len(batches) < self.processes:
             size = sum(b.layout.ids_RL.numel() for b in batches)
-            smaller = min(job.budget, max(-(-size // groups), _LEAST_BUDGET))
+            smaller = min(job.budget, max(-(-size // self.processes), _LEAST_BUDGET))
             batches = micro_batches(sequences, job.groups, smaller, job.packing, together)
-        return self._process_group.partition(batches, self.model.context, even=self.model.sharded)
+        return self._process_group.partition(batches, even=self.model.sharded)
 
     def _own_part(self, job: Job) -> Any:
         """What `job` asks for, of this process's passes: a `PassResult`, scores with the number of tokens of the

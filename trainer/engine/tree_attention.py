@@ -5,7 +5,7 @@ a prompt most of them are masked. A segment needs the keys of the earlier segmen
 200 tokens to a prompt of 2,000 these are 0.58 of the pairs, and the prompt needs no mask.
 
 All attention layers of transformers that compute by PyTorch's scaled dot products call one function. When a model
-is loaded for training, `trainer.engine.context_parallel` replaces it by one that looks whether the mask has a plan of
+is loaded for training, `use_tree_attention` replaces it by one that looks whether the mask has a plan of
 segments; calls without one go on as they were.
 
 Shape letters as in `trainer.batches.packing`, and H heads, D dimensions of a head.
@@ -123,3 +123,9 @@ def tree_attention(
         ]
         rows.append(torch.cat(outputs, dim=1))
     return torch.cat(rows), None
+
+
+def use_tree_attention() -> None:
+    """Let the models of this process attend by `tree_attention` where they compute by scaled dot products. May be
+    called again."""
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", tree_attention)

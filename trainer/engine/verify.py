@@ -242,7 +242,7 @@ def _verify(model: PolicyModel) -> Verified:
     patched = config.engine == "unsloth"
     reference = _reference_logprobs(model, samples, eager=not patched)
     rows = _difference(model, padded(samples), samples, reference)
-    if not rows.within_bound(config, forward.trunk.dtype) and not patched and forward.context is None:
+    if not rows.within_bound(config, forward.trunk.dtype) and not patched:
         logger.warning(
             "SDPA gives other logprobs than this model's own attention; eager attention is used instead",
             model=model.base,
@@ -251,7 +251,6 @@ def _verify(model: PolicyModel) -> Verified:
         forward.model.set_attn_implementation("eager")
         rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, forward.trunk.dtype):
-        divided = ". Its rows are divided: set trainer.memory.context_parallel to 1"
         raise RefusedError(
             Verified(
                 rows,
@@ -261,7 +260,6 @@ def _verify(model: PolicyModel) -> Verified:
                 refused=(
                     f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's "
                     f"own by {rows}; trainer.logprob_bound is {logprob_bound_for(config, forward.trunk.dtype):g}"
-                    + ("" if forward.context is None else divided)
                 ),
             )
         )

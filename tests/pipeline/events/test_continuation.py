@@ -22,7 +22,7 @@ from pipeline.events.continuation import (
     restore,
 )
 from pipeline.log.exchanges import RememberedExchanges
-from tests.kits.conversations import CHUNK, chat, choices, exchange, growing, runs
+from tests.kits.conversations import CHUNK, chat, exchange, growing, runs
 from trainer.sequences import build
 
 MEMORIES = st.sampled_from([0, 15_000, 10_000_000])
@@ -96,40 +96,6 @@ def test_a_growing_run_takes_the_bytes_of_what_is_new() -> None:
     assert memory.bytes == Base(exchanges[-1]).size  # each takes the place of the one that it repeats
 
 
-def test_the_choices_of_experts_of_ten_turns_are_on_the_log_once() -> None:
-    """48 layers and 8 experts a token, as Qwen3-30B-A3B has: 384 bytes, where a token's id has 4."""
-    tokens, out = [5] * CHUNK, []
-    for seq, plain in enumerate(growing(10)):
-        experts = choices(tokens := tokens + [7 + seq] * CHUNK, 48, 8)
-        out.append(msgspec.structs.replace(plain, experts=experts))
-        tokens = tokens + [9 + seq] * CHUNK
-    memory = RememberedExchanges(100_000_000)
-    forms = written(out, [memory], [0])
-    assert [restored.experts for restored in (read(f, memory, forms) for f in forms)] == [o.experts for o in out]
-    ours = sum(len((f.exchange if isinstance(f, Continuation) else f).experts) for f in forms)
-    header = 128
-    assert ours == len(out[-1].experts) + 9 * header
-    assert sum(len(o.experts) for o in out) > 5.4 * ours
-    assert sum(len(encode(f)) for f in forms) < 4.1e6
-    # Computed in another batch, a token may have gone elsewhere: what follows it is not repeated.
-    base, last = Base(out[-2]), out[-1]
-    other = bytearray(last.experts)
-    other[header + 3 * 384] ^= 1
-    form = continue_from(base, msgspec.structs.replace(last, experts=bytes(other)))
-    assert form is not None
-    assert form.experts == 3 * 384
-    assert restore(base, form).experts == bytes(other)
-
-
-def test_a_changed_choice_of_the_earlier_exchange_is_an_error() -> None:
-    first, second = (msgspec.structs.replace(e, experts=choices([3] * 600)) for e in growing(2))
-    form = continue_from(Base(first), second)
-    assert form is not None
-    assert form.experts == 599 * 4
-    with pytest.raises(BrokenChainError, match="is not what"):
-        restore(Base(msgspec.structs.replace(first, experts=choices([3] * 599 + [4, 4]))), form)
-
-
 def test_the_longest_earlier_prefix_is_continued_not_the_last_one() -> None:
     memory, said = RememberedExchanges(1_000_000), ["m" * 2_000, "n" * 2_000]
     main = exchange(0, [1] * 800, [2] * CHUNK, chat(said))
@@ -173,7 +139,7 @@ def test_a_missing_other_or_shorter_predecessor_is_an_error_and_never_other_toke
     other = msgspec.structs.replace(first, request=first.request.replace(b"s", b"t"))
     with pytest.raises(BrokenChainError, match=r"exchange 0\.0 is not what exchange 1\.0"):
         restore(Base(other), one)
-    for wrong in ({"tokens": 10_000}, {"request_head": -1}, {"request_tail": 10**6}, {"experts": 1}, {"experts": -1}):
+    for wrong in ({"tokens": 10_000}, {"request_head": -1}, {"request_tail": 10**6}):
         with pytest.raises(BrokenChainError, match="is shorter than"):
             restore(Base(first), msgspec.structs.replace(one, **wrong))
     itself = msgspec.structs.replace(one, seq=1, at=second.at)

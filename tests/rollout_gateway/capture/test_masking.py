@@ -256,7 +256,7 @@ async def test_the_event_loop_goes_on_while_a_large_body_is_masked() -> None:
 
 def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_identifier() -> None:
     """A field of a new event that can hold a person's words belongs to `masking._VALUES` or `_JSON`."""
-    tokens = {"prompt_ids", "sampled_ids", "logprobs", "forced", "experts", "top_ids", "top_logprobs"}
+    tokens = {"prompt_ids", "sampled_ids", "logprobs", "forced", "top_ids", "top_logprobs"}
     identifiers = {
         "project",
         "trajectory",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from rollout_gateway.dialects.endpoints import read_answer, read_chat, read_completion
+from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.http.errors import ApiError
@@ -33,21 +32,6 @@ def test_a_seed_must_be_a_64_bit_integer(read: Callable[[bytes], object], prompt
         read(msgspec.json.encode({**body, "seed": msgspec.Raw(seed)}))
     error = refused.value
     assert (error.status, error.code, error.param) == (400, "invalid_body", "seed")
-
-
-def test_the_experts_of_an_answer_are_kept_and_not_shown_to_the_client() -> None:
-    experts = b"\x93NUMPY and so on"
-    choice: dict[str, Any] = {"index": 0, "message": {"content": "x"}, "token_ids": [7], "finish_reason": "stop"}
-    call = read_chat(msgspec.json.encode({"model": "m", "messages": []}))
-    for field, kept in (
-        ({"routed_experts": base64.b64encode(experts).decode()}, experts),
-        ({"routed_experts": None}, b""),
-        ({}, b""),
-    ):
-        body = msgspec.json.encode({"id": "a", "prompt_token_ids": [5, 6], "choices": [choice | field]})
-        answer = read_answer(body, call)
-        assert answer.choices[0].experts == kept
-        assert b"routed_experts" not in answer.client_body(answer.choices[0])
 
 
 @pytest.mark.parametrize("number", [0, 1])

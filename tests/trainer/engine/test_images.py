@@ -178,7 +178,7 @@ def test_a_task_that_only_the_image_answers_is_learned(tmp_path: Path) -> None:
         examples, groups, rewards = list[Example](), list[int](), list[float]()
         for group, right in enumerate(asked):
             with torch.no_grad():
-                hidden, _ = engine.model.forward.hidden(padded([right]))
+                hidden = engine.model.forward.hidden(padded([right]))
                 logits = engine.model.forward.logits(hidden[0, [len(right.ids) - 2]])[0]
             answers = torch.multinomial(logits.softmax(-1), ATTEMPTS, replacement=True, generator=generator).numpy()
             correct = (answers == right.ids[-1]).astype(float)

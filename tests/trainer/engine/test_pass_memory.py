@@ -92,9 +92,9 @@ class Shape:
             sequence = dataclasses.replace(sequence, cuts=of_each)
         return Example(sequence, 1.0)
 
-    def peak(self, dtype: str, checkpointing: bool, logit_bytes: int, context: int = 1) -> float:
+    def peak(self, dtype: str, checkpointing: bool, logit_bytes: int) -> float:
         """The bytes of a pass, by the formulas of docs/training.md."""
-        D, I, A, K, T = self.D, self.I, self.A, self.K, self.T / context  # noqa: E741 - as in the docs
+        D, I, A, K, T = self.D, self.I, self.A, self.K, self.T  # noqa: E741 - as in the docs
         if dtype == "float32":
             width, layer, working = 4, 4 * (4 * D + 4 * I + 3 * A + 3 * K + 7 * RANK), 8 * I
         else:
