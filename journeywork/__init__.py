@@ -21,9 +21,6 @@
 | `gathering` | concurrent runs |
 | `art` | programs that were written for openpipe-art |
 | `looping`, `attempts` | playing while the trainer trains; what the gateway has of it, for a resume |
-| `scenarios` | `journeywork scenarios`: tasks that a model writes |
-| `feedback_file`, `langfuse_scores` | `journeywork feedback` |
-| `forking` | `journeywork fork`: versions of a lake, and the settings of an installation that begins with one |
 | `evaluation/` | held-out tasks played by versions and other models; `journeywork eval` |
 | `starter/` | `journeywork init` |
 | `statistics` | means with 95 % intervals |

@@ -37,20 +37,14 @@ def not_negative(text: str) -> float:
 
 
 def add_gateway(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that plays through a gateway."""
-    add_connection(parser)
-    add = parser.add_argument
-    add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
-    add("--max-exceptions", type=not_negative, default=0.1, help="count, or share below 1, of attempts that may raise")
-
-
-def add_connection(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that asks a gateway: `gateway_of` and `client_of` read them."""
+    """Add the arguments of a command that plays through a gateway: `gateway_of` and `client_of` read them."""
     add = parser.add_argument
     add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the run")
     add("--run-dir", default="", help="the gateway's run; default: the running one under runs/, else the newest")
     add("--api-key-env", default="JOURNEYWORK_API_KEY", metavar="NAME", help="variable with the gateway's API key")
     add("--json", action="store_true", help="print one JSON object")
+    add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
+    add("--max-exceptions", type=not_negative, default=0.1, help="count, or share below 1, of attempts that may raise")
 
 
 def gateway_of(args: argparse.Namespace) -> str:

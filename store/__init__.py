@@ -2,10 +2,10 @@
 
 | module or room | what lives there |
 | --- | --- |
-| `service` | the service: a writer for each consumer, maintenance, curves, alarms |
+| `service` | the service: a writer for each consumer, maintenance, alarms |
 | `lake/` | what writes: the Delta tables, their storage, the writer, maintenance |
 | `reading/` | what readers share: the views, SQL, and a run as rows |
-| `showing/` | what shows a run: the dashboard, `show`, curves and trackers |
+| `showing/` | what shows a run: the dashboard |
 | `commands/` | `journeywork replay` and `journeywork diff` |
 | `evidence/` | comparisons of two versions in use: `journeywork decide` |
 | `datasets/` | runs as data sets for supervised trainers: `journeywork dataset` |

@@ -1,7 +1,7 @@
-"""The store service. It runs one writer per consumer, all into one lake, table maintenance, curves and alarms.
+"""The store service. It runs one writer per consumer, all into one lake, table maintenance and alarms.
 
 Any number of store processes may write into one lake. Of those that share a run directory, the one that holds a file
-lock writes the curves and checks the alarms. When it ends, another one gets the lock and continues."""
+lock checks the alarms. When it ends, another one gets the lock and continues."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from store.lake.maintenance import Maintenance
 from store.lake.storage import open_storage
 from store.lake.table import LAKE_ERRORS
 from store.lake.writer import Writer, store_consumers
-from store.showing.curves.task import Curves
-from store.showing.curves.trackers import check_trackers
 
 logger = get_logger("store.service")
 
@@ -31,10 +29,8 @@ _LOCK_RETRY_S = 2.0
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` if `store.dir` names no bucket, or `curves.trackers` names a library that is not
-    installed."""
+    """Raise `ConfigError` if `store.dir` names no bucket."""
     open_storage(config)
-    check_trackers(config)
 
 
 async def serve(config: Config, ready: Ready) -> None:
@@ -65,13 +61,10 @@ async def _prepare(lake: Lake) -> None:
 
 
 async def _serve_run_directory(config: Config, broker: Broker, unmerged: Mapping[str, str]) -> None:
-    """Wait for the lock of the run directory, then write its curves and check its alarms until cancelled."""
+    """Wait for the lock of the run directory, then check its alarms until cancelled."""
     path = config.path("store.lock")
     await anyio.to_thread.run_sync(lambda: path.parent.mkdir(parents=True, exist_ok=True))
     with path.open("w") as file:
         while not try_lock(file):  # noqa: ASYNC110 - no event tells that a file lock is free
             await anyio.sleep(_LOCK_RETRY_S)
-        async with anyio.create_task_group() as tg:
-            if config.curves.enabled:
-                tg.start_soon(Curves(config, broker).run)
-            tg.start_soon(Checker(config, broker, unmerged).run)
+        await Checker(config, broker, unmerged).run()

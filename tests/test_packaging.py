@@ -80,7 +80,7 @@ def test_the_wheel_holds_every_package_its_data_and_what_pip_and_vllm_read(wheel
         newest = re.search(pattern, (ROOT / page).read_text("utf-8"), re.MULTILINE)
         assert newest is not None
         assert newest.group(1) == _project()["version"], page
-    wanted = {f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "wandb")} | {"Requires-Python: >=3.11"}
+    wanted = {f"Provides-Extra: {extra}" for extra in ("cpu", "gpu")} | {"Requires-Python: >=3.11"}
     wanted |= {f"Classifier: Programming Language :: Python :: {version}" for version in PYTHONS}
     assert wanted <= set(told["METADATA"].splitlines())
 

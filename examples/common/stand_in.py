@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -60,16 +60,9 @@ def judge_settings(judge: dict[str, Any], score: Score) -> Iterator[dict[str, An
         yield {"judge.model": "openai/stand-in", "judge.api_base": url}
 
 
-def write(tasks: Sequence[str]) -> str:
-    """Return the reply to a prompt of `journeywork.scenarios`: every task; those that were written are left out
-    there."""
-    return json.dumps({"scenarios": [{"task": task, "difficulty": 1} for task in tasks]})
-
-
 @contextlib.contextmanager
-def serving(score: Score, tasks: Sequence[str] = ()) -> Iterator[str]:
-    """Serve on a free port while the block runs, and yield the URL for `judge.api_base`. A prompt that asks for
-    scenarios is answered with `tasks`."""
+def serving(score: Score) -> Iterator[str]:
+    """Serve on a free port while the block runs, and yield the URL for `judge.api_base`."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -77,9 +70,7 @@ def serving(score: Score, tasks: Sequence[str] = ()) -> Iterator[str]:
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["content-length"])))
             try:
-                form = (request.get("response_format") or {}).get("json_schema", {}).get("name")
-                text = write(tasks) if form == "scenarios" else judge(request["messages"], score)
-                status, answer = 200, _completion(request["model"], text)
+                status, answer = 200, _completion(request["model"], judge(request["messages"], score))
             except ValueError as error:
                 status, answer = 400, {"error": {"message": str(error), "type": "invalid_request_error"}}
             body = json.dumps(answer).encode()

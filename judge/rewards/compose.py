@@ -15,12 +15,11 @@ from typing import NamedTuple
 import msgspec
 
 from judge.feedback import RunFeedback, by_run, feedback_value, merge
-from judge.limits import share_of
 from judge.models.judge_model import open_judge_model
 from judge.next_state import NextStateJudge
 from judge.reward_parts import combine, is_usable
 from judge.rewards.sandbox import FunctionReward, RewardFunction, RewardFunctionError
-from judge.ruler.asking import JudgingError, LoadTranscript
+from judge.ruler.asking import LoadTranscript
 from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript, load_transcript
@@ -62,11 +61,8 @@ class ConfiguredComposer:
         functions: Mapping[str, RewardFunction],
         load: LoadTranscript,
         next_state: Mapping[str, NextStateJudge] | None = None,
-        second: Mapping[str, LlmRuler] | None = None,
     ) -> None:
-        """`rulers`, `functions` and `next_state` by the name of their reward; `""` is the ruler of uncomposed rewards.
-        `second`: those of the second judge, which are asked about a sample."""
-        self._second = second or {}
+        """`rulers`, `functions` and `next_state` by the name of their reward; `""`: the ruler of uncomposed rewards."""
         self._config, self.rulers, self._functions, self._load = config, rulers, functions, load
         self._next_state = next_state or {}
 
@@ -87,38 +83,11 @@ class ConfiguredComposer:
         self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
     ) -> GroupRewards:
         if not self._config.rewards:
-            final, verdicts = await self._judged_by("", members)
+            final, verdicts = await self.rulers[""](members)
             reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
             return GroupRewards(final, reported, verdicts)
         components = await concurrently(lambda r: self._component(r, members, signals), self._config.rewards)
         return self._compose(members, dict(zip((r.name for r in self._config.rewards), components, strict=True)))
-
-    async def _judged_by(
-        self, name: str, members: Sequence[TrajectoryCompleted]
-    ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
-        """Return the scores and verdicts of the ruler `name`, with the verdicts of the second judge if the group is in
-        its sample. Raises `UnscoredError`."""
-        second, sampled = self._second.get(name), f"second/{members[0].group}"
-
-        async def second_verdicts() -> tuple[Verdict, ...]:
-            if second is None or share_of(sampled) >= self._config.second.share:
-                return ()
-            try:
-                _, given = await second.judge(await concurrently(self._load, members))
-            except (JudgingError, HistoryGoneError) as error:
-                logger.warning("the second judge gave no scores", group=members[0].group, reason=str(error)[:300])
-                return ()
-            return tuple(msgspec.structs.replace(v, second=True) for v in given)
-
-        ruled: tuple[dict[str, float], tuple[Verdict, ...]] = {}, ()
-
-        async def rule() -> tuple[Verdict, ...]:
-            nonlocal ruled
-            ruled = await self.rulers[name](members)
-            return ruled[1]
-
-        verdicts = await concurrently(lambda ask: ask(), (rule, second_verdicts))
-        return ruled[0], (*verdicts[0], *verdicts[1])
 
     async def _component(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven]
@@ -127,7 +96,7 @@ class ConfiguredComposer:
         values: dict[str, float | None]
         match reward.kind:
             case "ruler":
-                return Component(*await self._judged_by(reward.name, members))
+                return Component(*await self.rulers[reward.name](members))
             case "next_state":
                 runs = await self._next_state[reward.name](members)
                 means = {t: run.mean for t, run in runs.items() if run.mean is not None}
@@ -246,19 +215,6 @@ def _reported(member: TrajectoryCompleted) -> dict[str, float]:
     return {**member.rewards, **({AGENT: own} if own is not None else {})}
 
 
-def second_config(judge: JudgeConfig) -> JudgeConfig:
-    """Return the settings of the second judge: those of the first with its own model, address and key.
-    `judge.request.params` may hold secrets of the first one's provider."""
-    return msgspec.structs.replace(
-        judge,
-        model=judge.second.model,
-        api_base=judge.second.api_base,
-        api_key_env=judge.second.api_key_env,
-        fallbacks=(),
-        request=msgspec.structs.replace(judge.request, params={}),
-    )
-
-
 @asynccontextmanager
 async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[ConfiguredComposer | None]:
     """Open what the settings want beyond agents' own rewards; `None` if nothing. `load` returns a member's transcript.
@@ -277,7 +233,6 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
         for function in functions.values():
             await function.start()
         rulers: dict[str, LlmRuler] = {}
-        second: dict[str, LlmRuler] = {}
         next_state: dict[str, NextStateJudge] = {}
         judged = [r for r in judge.rewards if r.kind in ("ruler", "next_state")]
         if judge.model and (judged or not judge.rewards):
@@ -290,11 +245,7 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
                     rulers[reward.name] = LlmRuler(judge, rubric, model, load)
                 else:
                     next_state[reward.name] = NextStateJudge(judge, reward.votes, rubric, model, load)
-        if judge.second.model and rulers:
-            other = second_config(judge)
-            model = await stack.enter_async_context(open_judge_model(other))
-            second = {name: LlmRuler(other, ruler.rubric, model, load) for name, ruler in rulers.items()}
-        yield ConfiguredComposer(judge, rulers, functions, load, next_state, second)
+        yield ConfiguredComposer(judge, rulers, functions, load, next_state)
 
 
 @asynccontextmanager

@@ -95,7 +95,7 @@ class LlmRuler(Asker):
     def learn(self, verdicts: Sequence[Verdict]) -> None:
         """Add a group that an earlier process of this judge scored, so that a restart keeps the estimate of position
         bias."""
-        own = (v for v in verdicts if v.rubric_hash == self.rubric.hash and not v.second)
+        own = (v for v in verdicts if v.rubric_hash == self.rubric.hash)
         if passes := [_pass_of(v) for v in own]:
             self.statistics.add(passes)
 

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 SDK = {
     "eval": ("journeywork.evaluation.command", "play held-out tasks with versions and other models"),
     "prompt": ("journeywork.evaluation.prompting", "improve a system prompt on tasks, before weights"),
-    "feedback": ("journeywork.feedback_file", "give the feedback in a file or in Langfuse"),
-    "scenarios": ("journeywork.scenarios", "make scenarios from a task description"),
-    "fork": ("journeywork.forking", "start an installation that begins with a version or a PEFT adapter"),
     "init": ("journeywork.starter.command", "write a starter project"),
 }
 """Commands that need the SDK only."""

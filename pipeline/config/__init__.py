@@ -29,13 +29,11 @@ from pipeline.config.judge import (
     JudgeConfig,
     JudgeRequestConfig,
     RewardConfig,
-    SecondJudgeConfig,
     TeacherConfig,
 )
 from pipeline.config.outside import OutsideConfig
 from pipeline.config.sections import (
     BudgetConfig,
-    CurvesConfig,
     NatsConfig,
     RetentionConfig,
     SamplerConfig,

@@ -150,20 +150,6 @@ class AnchorConfig(Section, frozen=True, kw_only=True):
     """Kendall tau below which a run raises the alarm: an error in the log and `judge_drift`."""
 
 
-class SecondJudgeConfig(Section, frozen=True, kw_only=True):
-    """A second judge model, which is asked about a sample of the groups that RULER scores, with the same rubric. Its
-    verdicts are recorded and are no part of a reward."""
-
-    model: str = ""
-    """litellm name of the model; take one of another family than `judge.model`. Empty: none."""
-    api_base: str = ""
-    """As `judge.api_base`."""
-    api_key_env: str = ""
-    """As `judge.api_key_env`."""
-    share: Share = 0.1
-    """Share of the groups that it is asked about, chosen by a hash of their names."""
-
-
 class HealingConfig(Section, frozen=True, kw_only=True):
     """Healing: a run of the policy that scored low is given to an outside model before its group is published. The
     outside model answers the call at fault anew; if the judge model scores that answer higher, in both orders, it is a
@@ -224,5 +210,4 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     judge model's."""
     request: JudgeRequestConfig = JudgeRequestConfig()
     anchors: AnchorConfig = AnchorConfig()
-    second: SecondJudgeConfig = SecondJudgeConfig()
     healing: HealingConfig = HealingConfig()

@@ -1,5 +1,5 @@
 """The sections of the log, vLLM, the sampler agent, the store, budgets, the dashboard, retention, the supervisor,
-telemetry, curves and signing."""
+telemetry and signing."""
 
 from __future__ import annotations
 
@@ -252,19 +252,6 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
     )
     """Regular expressions of the text that `content = "masked"` replaces: mail addresses, bearer tokens, API keys, card
     numbers."""
-
-
-class CurvesConfig(Section, frozen=True, kw_only=True):
-    """Curves of the training steps and evaluations, in `curves/` of the run directory: a line of `metrics.jsonl`
-    for each (docs/dashboard.md)."""
-
-    enabled: bool = True
-    """Whether the store service writes them."""
-    trackers: tuple[Literal["wandb"], ...] = ()
-    """Trackers to which the points are also sent. The store service needs the extra of the same name for each. Its
-    address and login come from its own environment variables (docs/dashboard.md)."""
-    tracker_project: str = ""
-    """Project that the runs belong to at the trackers. Empty: `project`."""
 
 
 class SigningConfig(Section, frozen=True, kw_only=True):

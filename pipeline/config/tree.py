@@ -66,7 +66,6 @@ class Config(Section, frozen=True, kw_only=True):
     ui: sections.UiConfig = sections.UiConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     telemetry: sections.TelemetryConfig = sections.TelemetryConfig()
-    curves: sections.CurvesConfig = sections.CurvesConfig()
     signing: sections.SigningConfig = sections.SigningConfig()
     environment: dict[str, tuple[str, ...]] = {}
     """Further environment variables that `journeywork up` passes to a process (`nats`, `vllm`, `gateway`,

@@ -44,8 +44,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Calls until a reply could be read."""
     left_out: int = 0
     """Bytes of the trajectories that were cut, because the prompt may not exceed `judge.context_tokens`."""
-    second: bool = False
-    """Whether it comes from the second judge (`judge.second`), whose scores are no part of a reward."""
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True):

@@ -111,7 +111,7 @@ def names(config: Config, process: str) -> tuple[str, ...]:
     """Return the names (and beginnings with `*`) of the variables that `process` gets."""
     own = [name for _, name in _named(config, process)]
     if process == "judge":
-        for model in (config.judge.model, *config.judge.fallbacks, config.judge.second.model):
+        for model in (config.judge.model, *config.judge.fallbacks):
             own += _provider(model)
         if config.teacher.url:
             own += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
@@ -126,7 +126,6 @@ def _named(config: Config, process: str) -> list[tuple[str, str]]:
     named: dict[str, dict[str, Iterable[str]]] = {
         "judge": {
             "judge.api_key_env": [judge.api_key_env],
-            "judge.second.api_key_env": [judge.second.api_key_env],
             "judge.healing.api_key_env": [judge.healing.api_key_env],
             "teacher.api_key_env": [config.teacher.api_key_env],
             "judge.request.params": references(request.params),

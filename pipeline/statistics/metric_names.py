@@ -1,4 +1,4 @@
-"""The names of the trainer's metrics in curves, trackers and answers of the gateway."""
+"""The names of the trainer's metrics in answers of the gateway."""
 
 from __future__ import annotations
 
@@ -24,19 +24,14 @@ RUN = "run/"
 
 
 def named(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the trainer's metrics by the names of curves."""
-    curves: dict[str, float] = {}
+    """Return the trainer's metrics as `trainer/<name>`, and those that ART has a name for under that name too."""
+    both: dict[str, float] = {}
     for name, value in metrics.items():
         alias = ALIASES.get(name)
         if name.startswith(RUN):
-            own = plain_name(name.removeprefix(RUN))
+            own = re.sub(r"[^A-Za-z0-9_.-]+", ".", name.removeprefix(RUN)).strip(".")
             name, alias = f"{RUN}{own}", f"train/{own}"
-        curves[f"trainer/{name}"] = value
+        both[f"trainer/{name}"] = value
         if alias:
-            curves[alias] = value
-    return curves
-
-
-def plain_name(text: str) -> str:
-    """Return the text with the characters that trackers take in names."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", ".", text).strip(".")
+            both[alias] = value
+    return both

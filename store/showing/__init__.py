@@ -4,5 +4,4 @@
 | --- | --- |
 | `pages` | what the pages of the dashboard show |
 | `dashboard` | web pages; `journeywork ui` |
-| `curves` | a JSONL file of the training steps, and experiment trackers |
 """

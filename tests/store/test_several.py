@@ -77,7 +77,7 @@ async def test_stores_that_are_killed_and_stores_that_sleep(
     assert min(done["asleep"], done["killed"]) > 3
 
 
-async def test_one_store_of_a_run_directory_checks_alarms_and_writes_curves(
+async def test_one_store_of_a_run_directory_checks_alarms(
     nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[str] = []

@@ -56,8 +56,8 @@ def test_a_rubric_may_be_a_text_that_is_longer_than_any_file_name(tmp_path: Path
 
 def test_a_command_that_fails_is_told_with_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = Commands(tmp_path)
-    with pytest.raises(WhatIfError, match="`journeywork fork` ended with status 2: journeywork fork: "):
-        commands.call("fork", "--no-such-flag")
+    with pytest.raises(WhatIfError, match="`journeywork eval` ended with status 2: journeywork eval: "):
+        commands.call("eval", "--no-such-flag")
     monkeypatch.setattr(sys, "executable", "/bin/false")  # a command that dies without a word
     with pytest.raises(WhatIfError, match="`journeywork train` ended with status 1: it printed nothing"):
         commands.call("train")

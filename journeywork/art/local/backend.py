@@ -18,6 +18,8 @@ from journeywork.art.local.processes import (
     Installation,
     UpError,
     cause_of_end,
+    checkpoints_folder,
+    flags,
     program_of_up,
     state_of,
     stop_installations,
@@ -25,7 +27,6 @@ from journeywork.art.local.processes import (
 from journeywork.art.model import Model, TrainableModel
 from journeywork.art.trajectories import AnyGroup
 from journeywork.art.types import TrainResult
-from journeywork.forking import checkpoints_folder, flags
 
 log = logging.getLogger("journeywork.art")
 
@@ -156,7 +157,7 @@ class LocalBackend(RemoteBackend):
         of that name, which ART left, stays."""
         result = await super().train(model, trajectory_groups, learning_rate=learning_rate, **options)
         run_dir = self.run_dir(model)
-        folder = run_dir / checkpoints_folder(model.project, model.name) / f"step-{result.step:08d}"
+        folder = checkpoints_folder(run_dir, model.project, model.name) / f"step-{result.step:08d}"
         arts = run_dir.with_name("checkpoints") / f"{result.step:04d}"
         if folder.is_dir() and (arts.is_symlink() or not arts.exists()):
             arts.parent.mkdir(exist_ok=True)

@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from journeywork.art.mcp.types import GeneratedScenario, GeneratedScenarioCollection, MCPResource, MCPTool
-from journeywork.scenarios import Writer, write_scenarios
+from journeywork.art.mcp.types import GeneratedScenarioCollection, MCPResource, MCPTool
+from journeywork.art.mcp.writing import Writer, write_scenarios
 
 log = logging.getLogger("journeywork.art")
 
@@ -63,8 +63,7 @@ async def generate_scenarios(
         more=f"- {custom_instructions}" if custom_instructions else "",
     )
     writer = Writer(generator_model, generator_base_url, key)
-    scenarios = await write_scenarios(writer, description, num_scenarios)
-    collection = GeneratedScenarioCollection([GeneratedScenario(s.task, s.difficulty) for s in scenarios])
+    collection = GeneratedScenarioCollection(await write_scenarios(writer, description, num_scenarios))
     if show_preview:
         preview_scenarios(collection.to_dicts())
     return collection

@@ -74,7 +74,7 @@ VERDICTS = View(
           score_."call" AS "call", score_.score AS score, score_.explanation AS explanation, score_.hint AS hint,
           list_position(verdict_."order", score_.trajectory) - 1 AS position, verdict_.cost_usd AS cost_usd,
           verdict_.latency_s AS latency_s, verdict_.attempts AS attempts, verdict_.left_out AS left_out,
-          coalesce(verdict_.second, false) AS second, "at" AS scored_at
+          "at" AS scored_at
         FROM scored
         """,
     sources=(GroupScored, Verdict, Score),

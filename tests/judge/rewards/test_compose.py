@@ -10,10 +10,10 @@ import pytest
 from journeywork.trajectory import finite_number
 from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
-from judge.rewards.compose import ConfiguredComposer, open_composer, second_config
+from judge.rewards.compose import ConfiguredComposer, open_composer
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from judge.scoring import AGENT, agent_reward
-from pipeline.config import Config, ConfigError, JudgeConfig, JudgeRequestConfig, RewardConfig, SecondJudgeConfig, load
+from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, load
 from tests.judge.functions import NUMBERS
 from tests.judge.kit import Model, completed, loading, ruler, transcript
 from tests.kits.scoring_server import Scorer
@@ -217,51 +217,6 @@ async def test_a_function_that_can_t_be_imported_stops_the_judge_s_start() -> No
     with pytest.raises(ConfigError, match=r"judge.rewards: x: nomod:fn cannot be imported: .*No module named 'nomod'"):
         async with open_composer(Config(judge=JudgeConfig(rewards=(reward,))), None):  # type: ignore[arg-type]
             pass
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-async def test_a_second_judge_s_verdicts_are_recorded_and_no_part_of_the_reward(share: float) -> None:
-    names = [f"t{i}" for i in range(4)]
-    transcripts = [transcript(n, f"quality=0.{i + 1}") for i, n in enumerate(names)]
-    config = JudgeConfig(model="test/judge", second=SecondJudgeConfig(model="test/other", share=share))
-    first, opinion = Model(Scorer()), Model(Scorer(first_bonus=0.3))
-    rulers, second = {"": ruler(first, transcripts)}, {"": ruler(opinion, transcripts)}
-    composer = ConfiguredComposer(config, rulers, {}, loading(transcripts), second=second)
-    rewards = await composer([completed(n) for n in names])
-    assert rewards.final == pytest.approx({n: (i + 1) / 10 for i, n in enumerate(names)})
-    assert [v.second for v in rewards.verdicts] == [False, False] + [True, True] * bool(share)
-    assert len(opinion.requests) == 2 * bool(share)
-    rulers[""].learn(rewards.verdicts)  # the bias of the second judge is not the first one's
-    assert rulers[""].statistics.bias.first_position() == pytest.approx(0.0, abs=0.02)
-
-
-async def test_a_second_judge_that_fails_holds_nothing_up() -> None:
-    transcripts = [transcript(n, f"quality=0.{i + 1}") for i, n in enumerate("ab")]
-    load, members = loading(transcripts), [completed("a"), completed("b")]
-    config = JudgeConfig(model="test/judge", second=SecondJudgeConfig(model="test/other", share=1.0))
-    rulers = {"": ruler(Model(Scorer()), transcripts)}
-    failing = {"": ruler(Model(lambda _: 500), transcripts)}
-    rewards = await ConfiguredComposer(config, rulers, {}, load, second=failing)(members)
-    assert rewards.final == pytest.approx({"a": 0.1, "b": 0.2})
-    assert not any(v.second for v in rewards.verdicts)
-    unable = {"": ruler(Model(lambda _: 500), transcripts, retry_for_s=0.0)}
-    with pytest.raises(UnscoredError):
-        await ConfiguredComposer(config, unable, {}, load, second=rulers)(members)
-
-
-def test_the_second_judge_gets_no_secret_of_the_first() -> None:
-    request = JudgeRequestConfig(params={"extra_headers": {"a": "${KEY}"}}, max_tokens=100)
-    judge = JudgeConfig(
-        model="openai/a",
-        api_base="http://a/v1",
-        api_key_env="A",
-        fallbacks=("openai/b",),
-        request=request,
-        second=SecondJudgeConfig(model="openai/c", api_base="http://c/v1", api_key_env="C"),
-    )
-    other = second_config(judge)
-    assert (other.model, other.api_base, other.api_key_env, other.fallbacks) == ("openai/c", "http://c/v1", "C", ())
-    assert (other.request.params, other.request.max_tokens) == ({}, 100)
 
 
 async def test_penalties_for_length_turns_and_context_are_named_parts_of_the_reward() -> None:

@@ -67,8 +67,6 @@ def test_every_process_is_in_the_table() -> None:
         ("judge", ["judge.model=together_ai/x"], {"TOGETHERAI_API_KEY"}),
         ("judge", ["judge.model=fireworks_ai/x"], {"FIREWORKS_API_KEY"}),
         ("judge", ["judge.model=perplexity/x"], {"PERPLEXITYAI_API_KEY"}),
-        ("judge", ["judge.second.model=claude-x"], {"ANTHROPIC_API_KEY"}),
-        ("judge", ["judge.second.api_key_env=GITHUB_TOKEN"], {"GITHUB_TOKEN"}),
         ("gateway", ["gateway.key_secret_env=GATEWAY_SECRET"], {"GATEWAY_SECRET"}),
         ("nats", ['environment.nats=["GITHUB_*"]'], {"GITHUB_TOKEN"}),
     ],

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from journeywork.forking import settings_of as fork_settings
 from pipeline import streams
 from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import STATE_FILE, CheckpointPublished
@@ -114,7 +113,7 @@ async def test_forks_of_step_40_from_the_lake_alone_go_on_as_the_original(
 
     for place in (f"{tmp_path}/lake", store.dir, f"{tmp_path}/adapters"):
         nats = NatsConfig(url=start_nats().url)
-        start = fork_settings(f"{place}#{kit.MODEL}@40")["models.0.start"]
+        start = f"{place}#{kit.MODEL}@40"
         config = kit.settings(tiny_base, tmp_path / f"fork-{nats.url[-5:]}", nats, groups_per_step=1)
         fork = with_start(msgspec.structs.replace(config, store=store), start)
         await train(fork, 41, first=40)
