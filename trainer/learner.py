@@ -149,7 +149,7 @@ class Learner:
     def _state_of(self, step: int, files: Mapping[str, bytes]) -> TrainState:
         if STATE_FILE in files:
             return state_of(step, files)
-        return self.engine.state_with(step, self.engine.model.renamed(weights_of(files)))
+        return self.engine.state_with(step, weights_of(files))
 
     def _state_from(self, start: Start, step: int) -> TrainState:
         """The state of a version or an adapter from elsewhere, as that of `step`. Raises `ConfigError` as `resume`

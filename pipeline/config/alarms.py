@@ -12,8 +12,7 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     """Time between two checks, which the store service makes. The pause is longer if a check takes more than a
     twentieth of this time."""
     steps: Several = 10
-    """Number of a model's newest steps that `not_learning`, `kl_rise`, `length_drift` and `sampler_mismatch`
-    examine."""
+    """Number of a model's newest steps that `not_learning`, `kl_rise` and `sampler_mismatch` examine."""
     groups: Several = 50
     """Number of a model's newest training groups that `not_learning` examines."""
     window_s: Positive = 3600.0
@@ -22,9 +21,6 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     kl: Positive = 4.0
     """`kl_rise`: rise of the KL divergence from the base model, from the first steps to the newest, in nats per token.
     A model of 0.9 million parameters reaches 2. Lower it for a large model, which rarely exceeds 0.1."""
-    length_ratio: Positive = 2.0
-    """`length_drift`: how many times longer or shorter the runs of the newest steps may be than those of the first
-    steps, in trained tokens."""
     logprob_diff: Positive = 0.05
     """`sampler_mismatch`: largest mean difference of the sampler's and the trainer's logprobs in the newest steps, in
     nats. The trainer itself refuses steps above `trainer.logprob_bound`."""

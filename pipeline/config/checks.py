@@ -166,12 +166,6 @@ def check_trainer(config: TrainerConfig) -> None:
         raise ConfigError("trainer.memory.quantization: trainer.engine `unsloth` takes `4bit` or `none`")
     if config.engine == "unsloth" and config.memory.sharded:
         raise ConfigError("trainer.memory.sharded: only trainer.engine `transformers` divides a model")
-    if config.lora.experts and (config.engine == "unsloth" or config.memory.sharded):
-        other = "unsloth" if config.engine == "unsloth" else "trainer.memory.sharded"
-        raise ConfigError(
-            f"trainer.lora.experts: adapters on experts can't be trained with {other}: set trainer.lora.experts to "
-            'false, or take trainer.engine = "transformers" and trainer.memory.sharded = false'
-        )
     if config.engine == "unsloth" and packing == "prefix":
         raise ConfigError(
             "trainer.memory.packing: unsloth replaces the attention mask, so prefixes can't be shared; use `padded` or "

@@ -242,16 +242,8 @@ class TelemetryConfig(Section, frozen=True, kw_only=True):
 
     enabled: Literal["auto", "on", "off"] = "auto"
     """`auto`: on if such a variable is set."""
-    content: Literal["all", "masked", "none"] = "all"
-    """Whether prompts, replies, explanations and metadata are sent. `masked`: with every match of `masks` replaced."""
-    masks: tuple[str, ...] = (
-        r"[\w.+-]+@[\w-]+\.[\w.-]+",
-        r"(?i)\bbearer\s+[\w.~+/=-]{8,}",
-        r"\b(?:sk|pk|rk|ghp|gho|glpat|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{16,}",
-        r"\b\d(?:[ -]?\d){12,18}\b",
-    )
-    """Regular expressions of the text that `content = "masked"` replaces: mail addresses, bearer tokens, API keys, card
-    numbers."""
+    content: Literal["all", "none"] = "all"
+    """Whether prompts, replies, explanations and metadata are sent."""
 
 
 class SigningConfig(Section, frozen=True, kw_only=True):

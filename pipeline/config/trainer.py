@@ -34,8 +34,6 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     targets: tuple[str, ...] = ()
     """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all except heads, routers
     and experts."""
-    experts: bool = False
-    """In a mixture of experts, the experts get an adapter too."""
 
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]

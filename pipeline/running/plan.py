@@ -89,19 +89,6 @@ _QUANTIZATION = {"4bit": "bitsandbytes", "fp8": "fp8"}
 """vLLM's name for how it holds the base model, by `trainer.memory.quantization`."""
 
 
-def _experts_flags(config: Config) -> list[str]:
-    """Return what adapters on experts need of vLLM. Raises `ConfigError` if its CPU build lacks it."""
-    flag = "--enable-mixed-moe-lora-format"
-    if not any(config.trainer_of(model).lora.experts for model in config.models):
-        return []
-    if vllm_device(config) == "cpu":
-        raise ConfigError(
-            "trainer.lora.experts: it needs vLLM on a GPU, and vLLM's CPU build is installed here; set it to false, or "
-            "name a server on a GPU in vllm.urls"
-        )
-    return [] if flag in config.vllm.flags else [flag]
-
-
 def _quantization_flags(config: Config) -> list[str]:
     """Return how vLLM holds the base model, if all trainers here hold it in the same way and `vllm.args` does not say.
     vLLM's CPU build serves no such model."""
@@ -145,7 +132,6 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         "--max-lora-rank",
         str(settings.max_lora_rank),
     ]
-    argv += _experts_flags(config)
     parser = families.tool_parser(base) if settings.tool_parser == "auto" else settings.tool_parser
     if parser and "--tool-call-parser" not in settings.flags:
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", parser]

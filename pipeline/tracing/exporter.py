@@ -20,7 +20,6 @@ from pipeline.log.broker import Broker, Consumption, LogEntry
 from pipeline.running.service import Ready, main
 from pipeline.tracing import langfuse, spans
 from pipeline.tracing.backend import TraceBackend, requests_of, send
-from pipeline.tracing.content import Content
 from pipeline.tracing.trace import Run, caller, make_run
 
 BATCH = 512
@@ -30,29 +29,29 @@ _REMEMBERED = 10_000
 class SpanMaker:
     """Makes the spans and the scores of an event, with what the log says about its trajectory."""
 
-    def __init__(self, broker: Broker, content: Content) -> None:
-        self._broker, self._content = broker, content
+    def __init__(self, broker: Broker, shown: bool) -> None:
+        self._broker, self._shown = broker, shown
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
 
     async def make(self, recorded: LogEntry[AnyEvent]) -> tuple[list[ReadableSpan], list[langfuse.Score]]:
-        event, content = recorded.event, self._content
+        event, shown = recorded.event, self._shown
         match event:
             case ExchangeRecorded():
                 run = await self._run(event.project, event.trajectory, event.group, event.model, recorded)
                 called_by = caller(event.project, event.trajectory, recorded.headers)
-                return [spans.call_span(event, run, content, called_by)], []
+                return [spans.call_span(event, run, shown, called_by)], []
             case TrajectoryCompleted():
                 keys = {"project": event.project, "trajectory": event.trajectory}
                 run = await self._run(event.project, event.trajectory, event.group, event.model)
-                last = await self._broker.read_last(ExchangeRecorded, **keys) if content.shown else None
-                return [spans.run_span(event, run, last.event if last else None, content)], []
+                last = await self._broker.read_last(ExchangeRecorded, **keys) if shown else None
+                return [spans.run_span(event, run, last.event if last else None, shown)], []
             case GroupScored():
                 made: list[ReadableSpan] = []
                 scores: list[langfuse.Score] = []
                 for member in event.members:
                     run = await self._run(event.project, member.trajectory, event.group, event.model)
-                    made.append(spans.verdict_span(event, member, run, content))
-                    scores += langfuse.scores(event, member, run, content)
+                    made.append(spans.verdict_span(event, member, run, shown))
+                    scores += langfuse.scores(event, member, run, shown)
                 return made, scores
             case _:
                 return [], []
@@ -67,7 +66,7 @@ class SpanMaker:
             context = caller(project, trajectory, opened.headers) if opened else None
             context = context or caller(project, trajectory, await self._first_headers(project, trajectory, call))
             event = opened.event if opened else None
-            self._runs[key] = make_run(project, trajectory, group, model, event, context, self._content)
+            self._runs[key] = make_run(project, trajectory, group, model, event, context, self._shown)
             if len(self._runs) > _REMEMBERED:
                 self._runs.popitem(last=False)
         return self._runs[key]
@@ -98,10 +97,10 @@ async def export(
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    backend, content = TraceBackend.from_environment(), Content(config.telemetry)
+    backend = TraceBackend.from_environment()
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(Broker.connect(config.nats, name="telemetry"))
-        maker = SpanMaker(broker, content)
+        maker = SpanMaker(broker, config.telemetry.content == "all")
         consumed = [
             await stack.enter_async_context(broker.consume(f"telemetry-{name}")) for name in ("rollouts", "groups")
         ]
@@ -113,7 +112,6 @@ async def serve(config: Config, ready: Ready) -> None:
 
 def check(config: Config) -> None:
     """Raise `ConfigError` if the service could not start with these settings."""
-    Content(config.telemetry)
     TraceBackend.from_environment().close()
 
 

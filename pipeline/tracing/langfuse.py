@@ -20,7 +20,6 @@ from pipeline.concurrency.backoff import Backoff
 from pipeline.config import ConfigError
 from pipeline.events import GroupScored, Member
 from pipeline.telemetry.logs import get_logger
-from pipeline.tracing.content import Content
 from pipeline.tracing.spans import verdict_span_id
 from pipeline.tracing.trace import Run, hashed
 
@@ -69,7 +68,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
     environment: str = ""
 
 
-def scores(event: GroupScored, member: Member, run: Run, content: Content) -> list[Score]:
+def scores(event: GroupScored, member: Member, run: Run, shown: bool) -> list[Score]:
     """Return the reward of a member of a group, its components, and the score of each verdict on it."""
     branch = "" if event.branch == "main" else f"{event.branch}/"
     at = datetime.fromtimestamp(event.at / 1e6, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -99,7 +98,7 @@ def scores(event: GroupScored, member: Member, run: Run, content: Content) -> li
                 said.score,
                 verdict_span_id(event, member.trajectory),
                 f"{number}/{said.call}" if said.call >= 0 else str(number),
-                content.text(said.explanation),
+                said.explanation if shown else "",
                 **about,
                 **({"call": said.call} if said.call >= 0 else {}),
             )

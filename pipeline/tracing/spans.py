@@ -18,14 +18,14 @@ from opentelemetry.trace import SpanKind
 
 from pipeline.events import ExchangeRecorded, GroupScored, Member, TrajectoryCompleted
 from pipeline.names import is_outside, version_name
-from pipeline.tracing.content import Content, Json, document, reply, request_input
+from pipeline.tracing.content import Json, as_json, document, reply, request_input
 from pipeline.tracing.trace import Attributes, Run, hashed, link, span
 
 _NUMBERS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty")
 _METADATA = "langfuse.observation.metadata."
 
 
-def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None, content: Content) -> ReadableSpan:
+def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None, shown: bool) -> ReadableSpan:
     """Return the span of the whole run. `last` is its last call, whose reply is the run's output."""
     attributes = run.attributes("agent", version_name(event.model, event.last_step)) | {
         "gen_ai.operation.name": "invoke_agent",
@@ -38,10 +38,10 @@ def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None
     }
     if event.reward is not None:
         attributes[f"{_METADATA}reward"] = event.reward
-    if content.shown and event.task:
-        attributes["langfuse.observation.input"] = content.text(event.task)
-    if content.shown and last is not None:
-        attributes["langfuse.observation.output"] = content.json(reply(document(last.response)))
+    if shown and event.task:
+        attributes["langfuse.observation.input"] = event.task
+    if shown and last is not None:
+        attributes["langfuse.observation.output"] = as_json(reply(document(last.response)))
     return span(
         f"invoke_agent {event.model}",
         run.trace,
@@ -54,7 +54,7 @@ def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None
     )
 
 
-def call_span(event: ExchangeRecorded, run: Run, content: Content, called_by: tuple[int, int] | None) -> ReadableSpan:
+def call_span(event: ExchangeRecorded, run: Run, shown: bool, called_by: tuple[int, int] | None) -> ReadableSpan:
     """Return the span of one model call. `called_by`: trace and span of the agent's own span of this call."""
     request, response = document(event.request), document(event.response)
     prompt = event.input_tokens or len(event.prompt_ids) // 4
@@ -82,11 +82,11 @@ def call_span(event: ExchangeRecorded, run: Run, content: Content, called_by: tu
     if event.first_token_at:
         began = datetime.fromtimestamp(event.first_token_at / 1e6, UTC)
         attributes["langfuse.observation.completion_start_time"] = began.isoformat().replace("+00:00", "Z")
-    if content.shown:
-        attributes["langfuse.observation.input"] = content.json(request_input(request))
-        attributes["langfuse.observation.output"] = content.json(reply(response))
+    if shown:
+        attributes["langfuse.observation.input"] = as_json(request_input(request))
+        attributes["langfuse.observation.output"] = as_json(reply(response))
         if isinstance(request.get("tools"), list):
-            attributes["gen_ai.tool.definitions"] = content.json(request["tools"])
+            attributes["gen_ai.tool.definitions"] = as_json(request["tools"])
     return span(
         f"{operation} {event.model}",
         run.trace,
@@ -115,7 +115,7 @@ def verdict_span_id(event: GroupScored, trajectory: str) -> int:
     return hashed("verdict", event.message_id(), trajectory, size=8)
 
 
-def verdict_span(event: GroupScored, member: Member, run: Run, content: Content) -> ReadableSpan:
+def verdict_span(event: GroupScored, member: Member, run: Run, shown: bool) -> ReadableSpan:
     """Return the span of the verdicts on one trajectory."""
     results = []
     for verdict in event.verdicts:
@@ -127,8 +127,8 @@ def verdict_span(event: GroupScored, member: Member, run: Run, content: Content)
                 }
                 if score.call >= 0:
                     said[f"{_METADATA}call"] = score.call
-                if content.shown and score.explanation:
-                    said["gen_ai.evaluation.explanation"] = content.text(score.explanation)
+                if shown and score.explanation:
+                    said["gen_ai.evaluation.explanation"] = score.explanation
                 results.append(SpanEvent("gen_ai.evaluation.result", said, event.at * 1000))
     attributes = run.attributes("evaluator", version_name(event.model, member.last_step)) | {
         f"{_METADATA}reward": member.reward,

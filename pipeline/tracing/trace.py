@@ -23,7 +23,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from pipeline.events import TrajectoryOpened
-from pipeline.tracing.content import Content, document
+from pipeline.tracing.content import document
 
 _TRACEPARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -117,13 +117,12 @@ def make_run(
     model: str,
     opened: TrajectoryOpened | None,
     context: tuple[int, int] | None,
-    content: Content,
+    shown: bool,
 ) -> Run:
     """Return the trajectory as its spans show it. `context` is the caller's trace and span."""
     metadata = document(bytes(opened.metadata)) if opened else {}
     trace, above = context or (trace_id(project, trajectory), 0)
-    shown = content.value(metadata) if content.shown else {}
-    task = content.text(opened.task)[:_NAME_CHARS] if opened else ""
+    task = opened.task[:_NAME_CHARS] if opened and shown else ""
     tags = metadata.get("tags", metadata.get("langfuse_tags", []))
     group = opened.group if opened else group
     return Run(
@@ -137,7 +136,9 @@ def make_run(
         user=_text(metadata, "user_id", "langfuse_user_id"),
         tags=(model, opened.split if opened else "train", *(str(t)[:_NAME_CHARS] for t in _list(tags))),
         metadata={
-            key: str(value)[:_NAME_CHARS] for key, value in shown.items() if isinstance(value, str | int | float)
+            key: str(value)[:_NAME_CHARS]
+            for key, value in metadata.items()
+            if shown and isinstance(value, str | int | float)
         },
     )
 

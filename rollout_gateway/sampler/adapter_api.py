@@ -34,8 +34,7 @@ async def load(server: Upstream, version: str, path: str) -> None:
     """Make the server load the adapter in the folder `path`.
 
     Raises `UpstreamError`, and `AdapterError` if the server refuses (`permanent` for a 4xx status)."""
-    # An adapter of the trainer on experts has PEFT's stacked layout; without such, vLLM ignores the third field.
-    request = msgspec.json.encode({"lora_name": version, "lora_path": path, "is_3d_lora_weight": True})
+    request = msgspec.json.encode({"lora_name": version, "lora_path": path})
     status, body = await server.fetch("POST", "/v1/load_lora_adapter", request, timeout_s=120)
     if status != 200 and b"already been loaded" not in body:
         text = body[:300].decode(errors="replace")

@@ -181,23 +181,6 @@ FROM steps GROUP BY ALL HAVING count(*) >= $steps AND value > $threshold""",
         "older version. Otherwise set `trainer.loss.beta`, lower the learning rate, or raise the threshold.",
     ),
     Alarm(
-        "length_drift",
-        "Drift of length",
-        "Runs have become much longer or shorter than in the first steps. The policy may have learned that length is "
-        "rewarded, whatever the text says, or that a short answer is enough.",
-        "alarms.length_ratio",
-        f"""{NUMBERED_STEPS}
-SELECT project, model, '' AS about,
-  avg(metrics['tokens'] / metrics['trajectories']) FILTER (from_last <= $steps)
-    / avg(metrics['tokens'] / metrics['trajectories']) FILTER (from_first <= $steps) AS value,
-  format('a trained run has {{:.0f}}% of the sampled tokens that it had in the first steps', 100 * value) AS detail
-FROM steps WHERE metrics['trajectories'] > 0
-GROUP BY ALL HAVING count(*) >= 2 * $steps AND greatest(value, 1 / value) > $threshold""",
-        "Read some of the longest and shortest runs of a group on the dashboard. If the reward or the judge "
-        "prefers length, correct it, and promote an older version; `trainer.loss.type` `dr_grpo` does not weight a "
-        "token by its run's length. If the task asks for it, raise the threshold.",
-    ),
-    Alarm(
         "store_behind",
         "Store behind",
         "The store has not written events that the log will delete soon, or the log has deleted events that no store "

@@ -14,7 +14,7 @@ from trainer.checkpoints.tensors import adapter_config
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_ADAPTER_SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "target_parameters": "experts"}
+_ADAPTER_SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 """Keys of adapter_config.json that a run can't change, and the settings under `trainer.lora` that they come from."""
 
 

@@ -48,7 +48,6 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
     adapter = {
         "rank": config.lora.rank,
         "layers": sorted(model.lora.target_modules),
-        "experts": config.lora.experts,
         "parameters": sum(p.numel() for p in model.parameters),
     }
     return (
@@ -80,8 +79,8 @@ def report(findings: dict[str, Any]) -> str:
     """The findings as text."""
     lines = [f"{findings['model']}: " + (f"refused: {findings['refused']}" if findings["refused"] else "trains right")]
     if adapter := findings.get("adapter"):
-        on = [*adapter["layers"], *(["the experts"] if adapter["experts"] else [])]
-        lines.append(f"  adapter: rank {adapter['rank']}, {adapter['parameters']:,} parameters, on {', '.join(on)}")
+        on = ", ".join(adapter["layers"])
+        lines.append(f"  adapter: rank {adapter['rank']}, {adapter['parameters']:,} parameters, on {on}")
     for name, text in (("padded", "one row a sequence"), ("packed", "prefixes shared"), ("images", "rows with images")):
         if (difference := findings[f"{name}_difference"]) is not None:
             lines.append(f"  {text}: at most {difference:.3g} nats from the model's own logprobs")

@@ -7,7 +7,6 @@
 | `model` | `PolicyModel`: a base model with one adapter, and the logprobs that it gives |
 | `state` | `TrainState`, what a step returns, and the errors of batches that can't be trained |
 | `loading` | base models and fresh adapters, by Transformers or Unsloth |
-| `experts` | adapters on the experts of a mixture of experts |
 | `forward` | the model's forward pass over a layout, with attention masks for shared prefixes |
 | `tree_attention` | attention over shared prefixes by segments of their tree, instead of under a dense mask |
 | `images` | the inputs of a vision-language model for the images of a layout |

@@ -32,7 +32,6 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
-from trainer.engine.experts import parameters_to_adapt
 from trainer.engine.forward import disable_randomness, towers_of
 
 logger = get_logger("trainer.engine.loading")
@@ -129,7 +128,6 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
         bias="none",
         target_modules=find_lora_targets(model, config),
         exclude_modules=rf"({towers})\..*" if towers else None,
-        target_parameters=parameters_to_adapt(model, config),
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(config.seed)
@@ -212,7 +210,7 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
     """Return the last parts of the names of the linear layers that get an adapter, sorted.
 
     These are `trainer.lora.targets`, or all layers that can have one. Routers can't: vLLM does not serve adapters on
-    them. Experts are stacked parameters, no linear layers (`trainer.engine.experts`). Nor can layers of a list,
+    them. Experts are stacked parameters, no linear layers. Nor can layers of a list,
     whose names are numbers, as those of the decoder's layers are, nor layers whose weight another module reads. Raises
     `ConfigError` if the setting names a layer that can't have an adapter."""
     head = model.get_output_embeddings()
@@ -275,7 +273,7 @@ def _leaf(name: str) -> str:
 
 def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
     """Load with Unsloth, which places the model itself: `device` only decides the dtype, and what `auto` means for
-    checkpointing. `check_trainer` has refused quantisation other than `4bit`, and adapters on experts.
+    checkpointing. `check_trainer` has refused quantisation other than `4bit`.
 
     `_load_transformers` checks more. Unsloth does not return which tensors the weights lacked, and has checkpointing of
     its own for every model that it loads. It takes `trainer.lora.targets` as they are: what vLLM can serve is not

@@ -18,7 +18,6 @@ from peft.utils import get_peft_model_state_dict
 from pipeline.config import ConfigError, TrainerConfig
 from trainer.batches.packing import Layout, MicroBatch
 from trainer.distillation.teacher import TeacherLogprobs
-from trainer.engine.experts import served_name
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
 from trainer.engine.images import image_inputs_of
@@ -86,8 +85,7 @@ class PolicyModel:
                 self.peft.to(self.device)
         # Views of the adapter's parameters under the names of its files; a step changes them in place.
         state = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
-        self._family: str = inner.config.model_type
-        self._live = self.renamed(state)
+        self._live = state
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
         self.dtype: torch.dtype = self.forward.trunk.dtype
         self.adapter_dtype = _adapter_dtype(config, self.dtype)
@@ -125,10 +123,6 @@ class PolicyModel:
             torch.cuda.empty_cache()
 
     # -- the adapter ---------------------------------------------------------------------------------------------
-
-    def renamed(self, weights: Weights) -> Weights:
-        """`weights` under the names that vLLM has for them, whichever of PEFT's names they have."""
-        return {served_name(name, self._family): tensor for name, tensor in weights.items()}
 
     def weights(self) -> Weights:
         """A copy of the live adapter, on the CPU."""

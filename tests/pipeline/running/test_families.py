@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config, ConfigError, ModelConfig, TrainerConfig, VllmConfig
+from pipeline.config import Config, ModelConfig, VllmConfig
 from pipeline.running.families import TOOL_PARSERS, tool_parser
 from pipeline.running.plan import vllm_command
 from tests.conftest import VllmServer
-from tests.kits.settings import with_values
 
 
 def model(folder: Path, kind: str) -> str:
@@ -23,21 +22,6 @@ def model(folder: Path, kind: str) -> str:
 def command(base: str, **settings: object) -> str:
     config = Config(models=(ModelConfig(base=base),), vllm=VllmConfig(**settings))  # type: ignore[arg-type]
     return " ".join(vllm_command(config, 1).argv)
-
-
-def test_adapters_on_experts_get_the_flag_that_they_need_on_a_gpu(tmp_path: Path) -> None:
-    setting, flag = "lora.experts", "--enable-mixed-moe-lora-format"
-    base = model(tmp_path / "a", "qwen3_moe")
-    config = Config(
-        models=(ModelConfig(base=base),),
-        trainer=with_values(TrainerConfig(), {setting: True}),
-        vllm=VllmConfig(device="cuda"),
-    )
-    assert vllm_command(config, 1).argv.count(flag) == 1
-    assert vllm_command(with_values(config, {"vllm.args": (flag,)}), 1).argv.count(flag) == 1
-    assert flag not in command(base)
-    with pytest.raises(ConfigError, match=rf"trainer\.{setting}: it needs vLLM on a GPU"):
-        vllm_command(with_values(config, {"vllm.device": "cpu"}), 1)
 
 
 def test_every_parser_is_one_of_vllms() -> None:

@@ -7,11 +7,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from pipeline.config import NatsConfig, TelemetryConfig
+from pipeline.config import NatsConfig
 from pipeline.events import GroupScored, Score, Verdict
 from pipeline.log.broker import Broker
 from pipeline.tracing import langfuse, trace
-from pipeline.tracing.content import Content
 from pipeline.tracing.exporter import SpanMaker
 from tests.kits.langfuse import LangfuseReceiver
 from tests.pipeline.tracing.kit import AGENTS_TRACE, SPANS, publish_lives, run_until
@@ -47,7 +46,7 @@ async def test_each_vote_on_a_call_is_a_score_of_its_own(broker: Broker) -> None
     votes = tuple(Score(trajectory=name, score=-1.0, call=call) for call in (0, 1))
     verdicts = (Verdict(judge_model="judge/1", rubric="next_state", scores=votes),) * 2
     judged = replace(group, event=msgspec.structs.replace(group.event, verdicts=verdicts))
-    _, made = await SpanMaker(broker, Content(TelemetryConfig())).make(judged)
+    _, made = await SpanMaker(broker, True).make(judged)
     found = [score for score in made if score.name == "judge.next_state"]
     assert [(s.metadata["pass"], s.metadata["call"]) for s in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len({s.id for s in made}) == len(made)
@@ -62,7 +61,7 @@ async def test_a_score_that_is_sent_again_replaces_itself(nats_config: NatsConfi
     assert to is not None
     for _ in range(2):  # as after a crash before the acknowledgement
         async with Broker.connect(nats_config) as broker:
-            _, made = await SpanMaker(broker, Content(TelemetryConfig())).make(group)
+            _, made = await SpanMaker(broker, True).make(group)
             await langfuse.put(to, made)
     assert (len(receiver.scores), receiver.posts) == (6, 12)
 

@@ -120,7 +120,6 @@ def costs(usd: float, step_s: float, sampled: int) -> list[Event]:
 
 
 LEVEL = [1.0] * 2 * STEPS
-_TWICE = range(1, 2 * STEPS + 1)
 
 
 def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
@@ -129,10 +128,6 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
     return {
         "kl_rise": (steps("kl", [0.1, 5.0, 5.0, 5.0, 5.0]), steps("kl", [9.0, 9.0, 9.0, 9.0, 9.0])),
         "sampler_mismatch": (steps("sampler_logprob_diff", [1e-6, 0.2]), steps("sampler_logprob_diff", [1e-6, 1e-6])),
-        "length_drift": (
-            [checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)) + i, "trajectories": 8.0}) for i in _TWICE],
-            [checkpoint(i, metrics={"tokens": 80.0 * (1 + (i > STEPS)), "trajectories": 8.0}) for i in _TWICE],
-        ),
         "over_judge_budget": (costs(5.0, 1.0, 10), costs(4.99, 9999.0, 9999)),
         "over_gpu_budget": (costs(0.1, 3600.0, 10), costs(9.0, 3599.0, 9999)),
         "over_token_budget": (costs(0.1, 1.0, 1000), costs(9.0, 9999.0, 999)),

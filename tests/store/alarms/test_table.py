@@ -17,7 +17,7 @@ from store.alarms.table import ALARMS, BY_NAME
 from store.docs import runnable
 from store.reading import sql
 from tests.store.alarms.kit import REPLICA, SETTINGS, STEPS, anchors, cases, costs, letters, loads, passes, steps
-from tests.store.kit import checkpoint, fill
+from tests.store.kit import fill
 
 FULL, ROOMY = Fill("ROLLOUTS", "stream", 81, 100), Fill("ROLLOUTS", "stream", 79, 100)
 BUDGET = BudgetConfig(judge_usd=5.0, gpu_hours=1.0, sampled_tokens=1000)
@@ -69,10 +69,6 @@ def test_no_alarm_holds_in_a_run_that_has_just_begun(tmp_path: Path) -> None:
         assert [alarm.name for alarm in ALARMS if evaluate(connection, config, alarm)] == []
 
 
-def _lengths(*of_steps: float) -> list[Event]:
-    return [checkpoint(i, metrics={"tokens": 8 * n, "trajectories": 8.0}) for i, n in enumerate(of_steps, 1)]
-
-
 @pytest.mark.parametrize(
     ("name", "make", "detail"),
     [
@@ -96,11 +92,6 @@ def _lengths(*of_steps: float) -> list[Event]:
             "replica_behind",
             lambda: steps("kl", [0.1, 0.1]) + loads(1, 2, server_start="9", ago_us=9) + loads(1, server_start="10"),
             f"{REPLICA} serves m@1 at most; m@2 was published",
-        ),
-        (
-            "length_drift",
-            lambda: _lengths(*[100.0] * STEPS, *[40.0] * STEPS),
-            "a trained run has 40% of the sampled tokens that it had in the first steps",
         ),
         ("replica_behind", lambda: steps("kl", [9.0] * STEPS, branch="b") + loads(0, replica="10.0.0.9:1"), None),
         ("kl_rise", lambda: steps("kl", [9.0] * STEPS, branch="b"), None),

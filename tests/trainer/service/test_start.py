@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pipeline import streams
 from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
@@ -25,11 +24,8 @@ from store.lake.versions import Versions
 from tests.conftest import NatsServer
 from tests.store.conftest import object_store, s3_server
 from tests.trainer import kit
-from tests.trainer.families import make as make_family
 from tests.trainer.kit import checkpoints, running, steps_reach
-from trainer import service
 from trainer.checkpoints.start import read_start
-from trainer.engine.experts import PARAMETERS
 from trainer.engine.state import Weights
 
 __all__ = ["object_store", "s3_server"]  # fixtures
@@ -169,40 +165,6 @@ async def test_training_begins_with_a_peft_adapter(nats_config: NatsConfig, tiny
     assert (event.step, event.parent) == (2, f"{kit.MODEL}@1")
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert largest_difference(weights(config, 1), adapter) < 1e-6
-
-
-async def test_an_adapter_of_mixtrals_experts_begins_under_pefts_names_and_no_others(tmp_path: Path) -> None:
-    """PEFT's name of the experts is not vLLM's, under which versions are published. Those of each expert's own
-    matrices, as other versions of transformers have them, have no place."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    base = make_family("mixtral", tmp_path / "base")
-    config = kit.settings(base, tmp_path / "run", NatsConfig(), **{"lora.experts": True})
-    learner = service.make_learners(config)[kit.MODEL]
-    learner.open_folder()
-    lora = LoraConfig(
-        r=4,
-        lora_alpha=int(config.trainer.lora.alpha),
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=list(PARAMETERS),
-        task_type="CAUSAL_LM",
-    )
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(tmp_path / "peft")
-    adapter = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    assert any(".mlp.experts." in name for name in adapter)
-    learner.begin(read_start(str(tmp_path / "peft"), config))
-    published = weights(config, 1)
-    renamed = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in adapter.items()}
-    assert largest_difference(published, renamed) == 0
-
-    single = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.lora_A.weight"
-    others = {n: t for n, t in adapter.items() if ".experts." not in n} | {single: torch.zeros(4, 32)}
-    save_file(others, tmp_path / "peft" / "adapter_model.safetensors")
-    told = f"tensors without a place in it: 1 ({single}); missing tensors: 8 (base_model.model.model.layers.0.block_"
-    for take in (learner.begin, learner.adopt):
-        with pytest.raises(ConfigError, match=rf"{re.escape(told)}.*name the merged model as models\.base"):
-            take(read_start(str(tmp_path / "peft"), config))
 
 
 @pytest.mark.parametrize(
