@@ -6,7 +6,7 @@ import math
 import re
 
 from pipeline.config.secrets import written_out
-from pipeline.config.trainer import LOSS_OPTIONS, TrainerConfig
+from pipeline.config.trainer import TrainerConfig
 from pipeline.config.tree import PROCESSES, Config
 from pipeline.errors import ConfigError
 from pipeline.names import branch_model, is_outside, outside_version
@@ -137,16 +137,9 @@ def _check_names(config: Config) -> None:
 def check_trainer(config: TrainerConfig) -> None:
     """Raise `ConfigError` if settings of the trainer contradict each other."""
     loss, packing = config.loss, config.memory.packing
-    if loss.type == "vespo" and loss.importance_sampling.startswith("sequence"):
-        # TRL makes this check only where it samples itself.
+    if config.late != "off" and loss.importance_sampling == "none":
         raise ConfigError(
-            "trainer.loss.importance_sampling: loss type `vespo` takes `none`, `token_truncate` or `token_mask`, "
-            f"not {loss.importance_sampling!r}"
-        )
-    if config.late != "off" and (loss.type == "vespo" or loss.importance_sampling == "none"):
-        raise ConfigError(
-            "trainer.late: late runs are corrected by a ratio of whole sequences, which neither loss type `vespo` nor "
-            'trainer.loss.importance_sampling = "none" takes'
+            'trainer.late: late runs are corrected by a ratio, and trainer.loss.importance_sampling = "none" takes none'
         )
     if loss.baseline != "group" and loss.advantage_scaling == "group":
         raise ConfigError(
@@ -158,8 +151,6 @@ def check_trainer(config: TrainerConfig) -> None:
             f"trainer.optimizer.schedule: `{config.optimizer.schedule}` falls to 0 at trainer.max_steps, which is 0: "
             "set it to the last step, or take `constant` or `inverse_sqrt`"
         )
-    if unknown := loss.options.keys() - set(LOSS_OPTIONS):
-        raise ConfigError(f"trainer.loss.options: {', '.join(sorted(unknown))} is not one of {', '.join(LOSS_OPTIONS)}")
     if config.memory.quantization != "none" and config.memory.sharded:
         raise ConfigError("trainer.memory.quantization: a divided model (trainer.memory.sharded) is not quantised")
     if config.engine == "unsloth" and config.memory.quantization == "fp8":

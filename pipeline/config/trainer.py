@@ -36,16 +36,8 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     and experts."""
 
 
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 """The losses of `trainer.engine.loss`, by TRL's names."""
-LOSS_OPTIONS = (
-    "sapo_temperature_pos",
-    "sapo_temperature_neg",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-)
 
 
 class LossConfig(Section, frozen=True, kw_only=True):
@@ -113,9 +105,6 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """Do not train on replies that hit the token limit."""
     max_completion_length: Count = 512
     """Constant that type `dr_grpo` divides by, in tokens."""
-    options: dict[str, float] = {}
-    """Constants of single types, by TRL's names: `sapo_temperature_pos`, `sapo_temperature_neg`, `vespo_k_pos`,
-    `vespo_lambda_pos`, `vespo_k_neg`, `vespo_lambda_neg`."""
 
 
 class DistillConfig(Section, frozen=True, kw_only=True):

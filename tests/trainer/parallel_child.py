@@ -43,9 +43,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bnpo": {"memory.packing": "padded", "loss.beta": 0.1},
     "dr_grpo": {"memory.packing": "padded", "memory.tokens_per_batch": 1},
     "cispo": {"loss.kl_penalty": 0.1},
-    "sapo": {"memory.packing": "padded", "memory.tokens_per_batch": 60, "loss.importance_sampling": "sequence_mask"},
-    "vespo": {},
-    "luspo": {"loss.importance_level": "sequence"},
     "sft": {"memory.tokens_per_batch": 30},
     "dapo, taught": {
         "memory.packing": "prefix",

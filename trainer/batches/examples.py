@@ -184,7 +184,7 @@ def _std(returns: Sequence[npt.NDArray[np.float64]]) -> float:
 
 def loss_terms(sequence: TokenSequence, config: TrainerConfig) -> int:
     """How often the loss counts a sequence: losses that average over sequences once, the others once per token."""
-    return 1 if config.loss.type in ("grpo", "sapo") else sequence.trained_tokens
+    return 1 if config.loss.type == "grpo" else sequence.trained_tokens
 
 
 def trajectory_weights(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> dict[str, float]:

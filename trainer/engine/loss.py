@@ -5,10 +5,7 @@
 | `grpo` | DeepSeekMath, arXiv 2402.03300: PPO's clip (1707.06347) | sequences of their tokens' means |
 | `bnpo`, `dapo` | the same, by DAPO, 2503.14476 | tokens of the batch |
 | `dr_grpo` | the same, by Dr. GRPO, 2503.20783 | sequences, of sums over `max_completion_length` |
-| `luspo` | the same, by 2602.05261, with a ratio of sequences (GSPO, 2507.18071) | sequences, of sums |
 | `cispo` | MiniMax-M1, 2506.13585: the ratio is bounded and a constant | tokens of the batch |
-| `sapo` | 2511.20347: a soft gate in place of the clip | sequences of their tokens' means |
-| `vespo` | 2602.10693: a Gamma weight of the sequence's ratio to the sampler | tokens of the batch |
 
 Tests compare each with TRL's `GRPOTrainer`.
 
@@ -26,10 +23,6 @@ from pipeline.config import LossConfig
 
 CISPO_BOUND = 5.0
 """Bound on CISPO's ratio where `epsilon_high` is not set."""
-SAPO_TEMPERATURES = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
-VESPO_GAMMA = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
-_LOG_LEAST, _LOG_MOST = math.log(1e-8), 20.0
-"""Bounds of VESPO's log ratio, by the authors' code."""
 
 Sums = dict[str, tuple[float, float]]
 """Of each metric the sum over tokens, and their number. Those of several passes are added."""
@@ -65,12 +58,12 @@ def policy_loss(
     ratio = log_ratio_SK.exp()  # [S, 1] from here on if it is one of sequences
     if config.importance_level == "sequence":
         ratio = _mean(log_ratio_SK, given.mask_SK).exp()
-    terms, metrics = _surrogate(config, given, logprobs_SK, log_ratio_SK, ratio)
+    terms, metrics = _surrogate(config, given, logprobs_SK, ratio)
     if config.off_policy_mask is not None:  # DeepSeek-V3.2, arXiv 2512.02556
         drift_SK = torch.nan_to_num(given.sampled_SK - logprobs_SK.detach(), nan=0.0)
         kept = (given.advantages >= 0) | (_mean(drift_SK, given.mask_SK) <= config.off_policy_mask)
         terms = terms * kept
-    if given.weights is not None and config.type != "vespo":
+    if given.weights is not None:
         terms = terms * given.weights
     if given.reference_SK is not None:  # the k3 estimate of J. Schulman, "Approximating KL divergence" (2020)
         difference_SK = given.reference_SK - logprobs_SK
@@ -80,12 +73,10 @@ def policy_loss(
         terms = terms + config.beta * metrics["kl"]
     sums_S = (terms * given.mask_SK).sum(-1)
     match config.type:
-        case "grpo" | "sapo":
+        case "grpo":
             loss = (sums_S / given.mask_SK.sum(-1).clamp(min=1.0)).sum() / given.sequences
         case "dr_grpo":
             loss = sums_S.sum() / (given.sequences * config.max_completion_length)
-        case "luspo":
-            loss = sums_S.sum() / given.sequences
         case _:
             loss = sums_S.sum() / max(given.tokens, 1)
     if config.entropy_coef:
@@ -95,41 +86,20 @@ def policy_loss(
 
 
 def _surrogate(
-    config: LossConfig, given: LossInputs, logprobs_SK: torch.Tensor, log_ratio_SK: torch.Tensor, ratio: torch.Tensor
+    config: LossConfig, given: LossInputs, logprobs_SK: torch.Tensor, ratio: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return what each token, or each sequence, adds to the loss before it is averaged, and its metrics."""
     advantages = given.advantages
     positive = advantages > 0
-    match config.type:
-        case "cispo":
-            bound = CISPO_BOUND if config.epsilon_high is None else config.epsilon_high
-            clipped = (ratio > bound) & positive
-            return -ratio.clamp(max=bound).detach() * advantages * logprobs_SK, {"cispo_clip_ratio": clipped}
-        case "sapo":
-            constants = SAPO_TEMPERATURES | config.options
-            temperature = _by_sign(positive, ratio, constants, "sapo_temperature")
-            return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, {}
-        case "vespo":
-            phi_S1 = _gamma_weights(given, log_ratio_SK.detach(), VESPO_GAMMA | config.options)
-            return -phi_S1 * advantages * logprobs_SK, {"vespo/phi_seq_mean": phi_S1}
+    if config.type == "cispo":
+        bound = CISPO_BOUND if config.epsilon_high is None else config.epsilon_high
+        clipped = (ratio > bound) & positive
+        return -ratio.clamp(max=bound).detach() * advantages * logprobs_SK, {"cispo_clip_ratio": clipped}
     low, high = (1 - config.epsilon, 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high))
     free = ratio if config.delta is None else ratio.clamp(max=config.delta)  # INTELLECT-2, arXiv 2505.07291
     below, above = (free < low) & (advantages < 0), (free > high) & positive
-    clipped = {"clip_ratio/low_mean": below, "clip_ratio/high_mean": above, "clip_ratio/region_mean": below | above}
-    return -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages), clipped
-
-
-def _gamma_weights(given: LossInputs, log_ratio_SK: torch.Tensor, constants: dict[str, float]) -> torch.Tensor:
-    """VESPO's weight exp(lambda (1 - w)) w^k of each sequence's ratio w to the sampler, [S, 1] or [S, K]."""
-    log_w = (log_ratio_SK.clamp(-20.0, 20.0) * given.mask_SK).sum(-1, keepdim=True)
-    if given.weights is not None:
-        of_tokens = given.weights.log().clamp(_LOG_LEAST, _LOG_MOST)  # of padding too, where the weights are bounded
-        log_w = log_w + (of_tokens * given.mask_SK).sum(-1, keepdim=True)
-    log_w = log_w.clamp(_LOG_LEAST, _LOG_MOST)
-    not_negative = given.advantages >= 0
-    k = _by_sign(not_negative, log_w, constants, "vespo_k")
-    rate = _by_sign(not_negative, log_w, constants, "vespo_lambda").clamp(min=1e-4)
-    return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    metrics = {"clip_ratio/low_mean": below, "clip_ratio/high_mean": above, "clip_ratio/region_mean": below | above}
+    return -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
 def supervised_loss(given: LossInputs, logprobs_SK: torch.Tensor) -> torch.Tensor:
@@ -161,11 +131,6 @@ def importance_weights(
     if minimum is not None:
         outside |= ratio < minimum
     return ratio.masked_fill(outside, 0.0)
-
-
-def _by_sign(positive: torch.Tensor, like: torch.Tensor, constants: dict[str, float], name: str) -> torch.Tensor:
-    """The constant `<name>_pos` or `<name>_neg` by the sign of each advantage, in the type of `like`."""
-    return torch.where(positive, *(like.new_tensor(constants[f"{name}_{sign}"]) for sign in ("pos", "neg")))
 
 
 def _mean(values_SK: torch.Tensor, mask_SK: torch.Tensor) -> torch.Tensor:

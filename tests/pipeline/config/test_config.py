@@ -40,7 +40,6 @@ from tests.kits.settings import with_values
             "models.0.trainer.optimizer.learning_rate=-1",
             "models: trainer of policy: settings: trainer.optimizer.learning_rate: expected",
         ),
-        ("trainer.loss.options.vespo_k_pos=inf", "trainer.loss.options.vespo_k_pos: expected a finite number"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "settings: trainer.optimizer.betas.1: expected `float` < 1.0"),
         ("trainer.optimizer.schedule=linear", "trainer.optimizer.schedule: `linear` falls to 0 at trainer.max_steps"),
         ("trainer.branch=../x", "trainer.branch: '../x' can't be a name"),

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.config import ConfigError, LossConfig, TrainerConfig
+from pipeline.config import LossConfig, TrainerConfig
 from pipeline.config.trainer import LossType
 from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure
@@ -206,32 +206,18 @@ OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction
 
 @pytest.mark.parametrize("updates", ["one", "several"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize(
-    ("loss_type", "correction"),
-    [
-        (loss_type, correction)
-        for loss_type in get_args(LossType)
-        for correction in CORRECTIONS
-        if not (loss_type == "vespo" and correction.startswith("sequence"))
-    ],
-)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("loss_type", get_args(LossType))
 def test_loss_equals_trl_s_own_computation(
     engine: Engine, tmp_path: Path, loss_type: str, correction: str, beta: float, updates: str
 ) -> None:
     """Every loss type, correction and KL weight, of the only update of a step and of a later one, where the policy has
     moved since the step began."""
-    level = "sequence" if loss_type == "luspo" else "token"
     theirs = (OFF if correction == "none" else ON | {"vllm_importance_sampling_mode": correction}) | {
         "loss_type": loss_type,
-        "importance_sampling_level": level,
         "epsilon_high": 5.0 if loss_type == "cispo" else None,
     }
-    settings = {
-        "loss.type": loss_type,
-        "loss.importance_sampling": correction,
-        "loss.beta": beta,
-        "loss.importance_level": level,
-    }
+    settings = {"loss.type": loss_type, "loss.importance_sampling": correction, "loss.beta": beta}
     assert_parity(engine, settings, theirs, tmp_path, moved=updates == "several")
 
 
@@ -270,28 +256,6 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"loss.beta": 0.1, "loss.kl_unbiased": False, "loss.importance_sampling": "none"},
         OFF | {"use_bias_correction_kl": False},
     ),
-    (
-        {
-            "loss.type": "sapo",
-            "loss.importance_sampling": "none",
-            "loss.options": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
-        },
-        OFF | {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
-    ),
-    (
-        {
-            "loss.type": "vespo",
-            "loss.options": {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 2.5},
-        },
-        ON
-        | {
-            "loss_type": "vespo",
-            "vespo_k_pos": 1.5,
-            "vespo_lambda_pos": 2.0,
-            "vespo_k_neg": 2.0,
-            "vespo_lambda_neg": 2.5,
-        },
-    ),
 ]
 
 
@@ -317,17 +281,6 @@ BATCH: dict[str, Any] = {
 }
 
 
-def test_a_combination_that_trl_refuses_is_refused(configured: Configure) -> None:
-    """TRL checks it in its constructor, where it would sample itself; here it does not."""
-    with pytest.raises(ConfigError, match=r"importance_sampling: loss type `vespo` takes .* not 'sequence_truncate'"):
-        configured({"loss.type": "vespo", "loss.importance_sampling": "sequence_truncate"})
-
-
-def test_an_option_that_trl_does_not_have_is_an_error(configured: Configure) -> None:
-    with pytest.raises(ConfigError, match=r"loss\.options: sapo_temprature is not one of"):
-        configured({"loss.options": {"sapo_temprature": 1.0}})
-
-
 def assert_parity(
     engine: Engine, settings: dict[str, Any], theirs: dict[str, Any], tmp_path: Path, *, moved: bool = False
 ) -> list[float]:
@@ -349,12 +302,11 @@ def assert_parity(
     engine.model.peft.zero_grad()
     metrics = backward(engine, examples, [0] * len(examples), 0)
     assert metrics["micro_batches"] > 1
-    near = 1e-6 if config.loss.type == "sapo" else 1e-9  # SAPO's temperatures are float32 in TRL
-    assert metrics["loss"] == pytest.approx(their_loss, rel=near, abs=1e-12)
+    assert metrics["loss"] == pytest.approx(their_loss, rel=1e-9, abs=1e-12)
     for mine, other in zip(engine.model.parameters, their_gradients, strict=True):
         assert mine.grad is not None
         assert mine.grad.dtype == torch.float64
-        torch.testing.assert_close(mine.grad, other, rtol=near, atol=near * float(other.abs().max()))
+        torch.testing.assert_close(mine.grad, other, rtol=1e-9, atol=1e-9 * float(other.abs().max()))
     return [float(g.norm()) for g in their_gradients]
 
 
@@ -429,16 +381,6 @@ def given(advantages: list[float], width: int, **more: torch.Tensor) -> LossInpu
     old = torch.full((1, width), -1.0)
     inputs: dict[str, Any] = {"old_SK": old, "sampled_SK": old, "weights": None, "reference_SK": None} | more
     return LossInputs(mask, row, **inputs, sequences=1, tokens=n)
-
-
-@pytest.mark.parametrize("width", [4, 8])
-def test_padding_changes_no_loss_where_weights_are_bounded(width: int) -> None:
-    """VESPO multiplied the weights of padding too, which a bound keeps from being 1."""
-    config = LossConfig(type="vespo", importance_clip=0.5)
-    weights = torch.full((1, width), 0.5)
-    inputs, logprobs = given([1.0] * 4, width, weights=weights), torch.full((1, width), -1.0)
-    loss, _ = policy_loss(config, inputs, logprobs, torch.zeros(1, width))
-    assert loss.item() == pytest.approx(0.0652, abs=1e-3)
 
 
 def test_a_metric_of_sequences_counts_their_tokens_whatever_the_advantages_shape() -> None:
