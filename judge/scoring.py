@@ -89,7 +89,6 @@ def judge_hash(config: JudgeConfig) -> str:
         judged = [r for r in config.rewards if r.kind in ("ruler", "next_state")]
         what |= {
             "model": config.model,
-            "fallbacks": config.fallbacks,
             "rubrics": [load_rubric(config.rubric).hash, *(rubric_of(r, config).hash for r in judged)],
             "judgings": config.passes,
             "temperature": config.request.temperature,

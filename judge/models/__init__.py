@@ -6,5 +6,5 @@
 | `judge_model` | opens the judge model of the settings; adapts a request to what the model accepts |
 | `openai_client` | the direct way to an OpenAI-compatible URL, which needs little CPU time |
 | `litellm_client` | every other provider, through litellm |
-| `params` | `judge.request.params` and `judge.request.model_params` |
+| `params` | `judge.request.params` |
 """

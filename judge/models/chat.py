@@ -33,7 +33,7 @@ class ModelReply:
 
 
 class ModelError(Exception):
-    """The model could not be reached or refused the request, after all retries and fallbacks."""
+    """The model could not be reached or refused the request, after all retries."""
 
 
 class InvalidRequestError(ModelError):

@@ -40,8 +40,7 @@ class JudgeModel:
         self._structured = config.request.structured != "text"
         self._max_tokens = config.request.max_tokens
         # A client's own limit holds for each read, so a server that sends a byte now and then exceeds it.
-        attempts = (config.request.retries + 1) * (len(config.fallbacks) + 1)
-        self._limit_s = attempts * (config.request.timeout_s + _PAUSE_S)
+        self._limit_s = (config.request.retries + 1) * (config.request.timeout_s + _PAUSE_S)
 
     async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> ModelReply:
         parameters: dict[str, Any] = {}
@@ -75,7 +74,7 @@ class JudgeModel:
         """Halve the tokens reserved for replies if they, and not the prompt, take most of the context.
 
         Return whether the call is worth repeating. A limit set in `judge.request.params` is never changed."""
-        own = {**self._config.request.params, **self._config.request.model_params.get(self._config.model, {})}
+        own = self._config.request.params
         prompt_tokens = sum(len(text_of(m["content"]).encode()) for m in messages) // 3
         if {"max_tokens", "max_completion_tokens"} & own.keys() or prompt_tokens > reserved:
             return False

@@ -1,4 +1,4 @@
-"""Calls through litellm's router: any provider, fallbacks, prices.
+"""Calls through litellm's router: any provider, its prices.
 
 litellm takes seconds to import and would fetch a price list, so it is imported only when it is needed, in a thread,
 with the price list that comes with it.
@@ -41,77 +41,73 @@ def _import_litellm() -> Any:
 
 
 class LiteLlmClient:
-    """A `Client` for `judge.model` and its fallbacks."""
+    """A `Client` for `judge.model`."""
 
     def __init__(self, config: JudgeConfig, key: str) -> None:
         """`key` may be empty. Blocks for the import of litellm.
 
-        Raises `ConfigError` if litellm knows no provider for a model, the judge model has no key, or a parameter cannot
-        be used or refers to a missing environment variable."""
+        Raises `ConfigError` if litellm knows no provider for the model, it has no key, or a parameter cannot be used or
+        refers to a missing environment variable."""
         self._config, self._key = config, key
         self._litellm = _import_litellm()
-        names = [config.model, *config.fallbacks]
         try:
             self._router = self._litellm.Router(
-                model_list=[self._deployment(name) for name in names],
+                model_list=[{"model_name": config.model, "litellm_params": self._parameters()}],
                 num_retries=config.request.retries,
                 timeout=config.request.timeout_s,
-                fallbacks=[{config.model: list(config.fallbacks)}] if config.fallbacks else [],
-                disable_cooldowns=len(names) == 1,
+                disable_cooldowns=True,
             )
         except self._litellm.exceptions.BadRequestError as error:
             raise ConfigError(
-                f"judge.model: litellm knows no provider for one of {', '.join(map(repr, names))}: write "
-                "<provider>/<model>, such as openai/gpt-5 or, for your own server at judge.api_base, openai/<its name>"
+                f"judge.model: litellm knows no provider for {config.model!r}: write <provider>/<model>, such as "
+                "openai/gpt-5 or, for your own server at judge.api_base, openai/<its name>"
             ) from error
-        if len(names) == 1:
-            # The router counts calls and tokens for limits and cooldowns, which a single model does not have. The
-            # callbacks make litellm assemble a log record of every call: a fifth of a call's CPU time.
-            for callbacks in (self._litellm.success_callback, self._litellm._async_success_callback):
-                callbacks[:] = [c for c in callbacks if getattr(c, "__self__", None) is not self._router]
+        # The router counts calls and tokens for limits and cooldowns, which a single model does not have. The callbacks
+        # make litellm assemble a log record of every call: a fifth of a call's CPU time.
+        for callbacks in (self._litellm.success_callback, self._litellm._async_success_callback):
+            callbacks[:] = [c for c in callbacks if getattr(c, "__self__", None) is not self._router]
 
     async def aclose(self) -> None:
         """litellm owns its connections and shares them between routers, so there is nothing to close."""
 
-    def _provider(self, name: str) -> str:
+    def _parameters(self) -> dict[str, Any]:
+        # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params =
+        # false`.
+        name = self._config.model
+        parameters: dict[str, Any] = {"model": name, "drop_params": True}
+        if self._config.api_base:
+            parameters["api_base"] = self._config.api_base
+        if self._key:
+            parameters["api_key"] = self._key
+        elif self._config.api_base and self._provider() not in _WITH_IDENTITIES:
+            # OpenAI's client insists on a key; a server without keys ignores it.
+            parameters["api_key"] = "none"
+        if self._config.request.max_tokens:
+            parameters["max_tokens"] = self._config.request.max_tokens
+        own = resolve_params(self._config)
+        if "api_key" not in {*parameters, *own} and (missing := self._missing_key()):
+            if not {"api_base", "base_url"} & own.keys():  # litellm's two names of an address
+                unset = f"{name} needs a key: set {' or '.join(missing)} in the environment of the judge"
+                raise ConfigError(f"judge.model: {unset}, or {advice_on_key(self._config)}")
+            parameters["api_key"] = "none"
+        if "max_completion_tokens" in own:
+            parameters.pop("max_tokens", None)
+        return {**parameters, **own}
+
+    def _provider(self) -> str:
+        name = self._config.model
         try:
             return str(self._litellm.get_llm_provider(name)[1])
         except self._litellm.exceptions.BadRequestError:  # litellm does not know the name
             return name.partition("/")[0]
 
-    def _deployment(self, name: str) -> dict[str, Any]:
-        # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params =
-        # false`.
-        parameters: dict[str, Any] = {"model": name, "drop_params": True}
-        same_provider = self._provider(name) == self._provider(self._config.model)
-        if same_provider:  # key and address are sent to no other provider
-            if self._config.api_base:
-                parameters["api_base"] = self._config.api_base
-            if self._key:
-                parameters["api_key"] = self._key
-            elif self._config.api_base and self._provider(name) not in _WITH_IDENTITIES:
-                # OpenAI's client insists on a key; a server without keys ignores it.
-                parameters["api_key"] = "none"
-        if self._config.request.max_tokens:
-            parameters["max_tokens"] = self._config.request.max_tokens
-        own = resolve_params(self._config, name, same_provider=same_provider)
-        if "api_key" not in {*parameters, *own} and (missing := self._missing_key(name)):
-            if {"api_base", "base_url"} & own.keys():  # litellm's two names of an address
-                parameters["api_key"] = "none"
-            elif name == self._config.model:
-                unset = f"{name} needs a key: set {' or '.join(missing)} in the environment of the judge"
-                raise ConfigError(f"judge.model: {unset}, or {advice_on_key(self._config)}")
-        if "max_completion_tokens" in own:
-            parameters.pop("max_tokens", None)
-        return {"model_name": name, "litellm_params": {**parameters, **own}}
-
-    def _missing_key(self, name: str) -> list[str]:
+    def _missing_key(self) -> list[str]:
         """Return the variables that would hold the key without which litellm sends no call; empty if one is set."""
-        provider = self._provider(name)
+        provider = self._provider()
         others = any(variable.startswith(f"{provider.upper()}_") for variable in os.environ)
         if others or provider not in _WITHOUT_KEY_REFUSED:
             return []
-        return list(self._litellm.validate_environment(name)["missing_keys"])
+        return list(self._litellm.validate_environment(self._config.model)["missing_keys"])
 
     async def send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
         began, model = time.monotonic(), self._config.model

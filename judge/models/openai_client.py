@@ -40,18 +40,17 @@ class OpenAiClient:
 
     @staticmethod
     def supports(config: JudgeConfig) -> bool:
-        """Return whether the settings need nothing that only litellm has: another provider, fallbacks, prices, its
-        own parameters.
+        """Return whether the settings need nothing that only litellm has: another provider, prices, its own parameters.
 
         Imports `openai`, which takes half a second, if the model and its address are right."""
-        if not (config.api_base and config.model.startswith(_PREFIX)) or config.fallbacks:
+        if not (config.api_base and config.model.startswith(_PREFIX)):
             return False
         if _OPENAI_OWN.match(config.model.removeprefix(_PREFIX)):
             return False
         from openai.resources.chat.completions import AsyncCompletions
 
         known = inspect.signature(AsyncCompletions.create).parameters
-        return {*config.request.params, *config.request.model_params.get(config.model, {})} <= known.keys()
+        return config.request.params.keys() <= known.keys()
 
     def __init__(self, config: JudgeConfig, key: str) -> None:
         """`key` may be empty. Raises `ConfigError` if a parameter refers to a missing environment variable."""
@@ -59,7 +58,7 @@ class OpenAiClient:
 
         self._openai, self._config = openai, config
         self._name = config.model.removeprefix(_PREFIX)
-        self._parameters = resolve_params(config, config.model, same_provider=True)
+        self._parameters = resolve_params(config)
         if config.request.max_tokens and "max_completion_tokens" not in self._parameters:
             self._parameters.setdefault("max_tokens", config.request.max_tokens)
         self._client = openai.AsyncOpenAI(

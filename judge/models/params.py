@@ -1,5 +1,4 @@
-"""`judge.request.params` and `judge.request.model_params`: any parameter of litellm's `completion`, with secrets from
-the environment only."""
+"""`judge.request.params`: any parameter of litellm's `completion`, with secrets from the environment only."""
 
 from __future__ import annotations
 
@@ -37,33 +36,18 @@ def advice_on_key(config: JudgeConfig) -> str:
     return "name the environment variable with its key in judge.api_key_env"
 
 
-def resolve_params(config: JudgeConfig, name: str, *, same_provider: bool) -> dict[str, Any]:
-    """Return the parameters for the model `name`, with references to the environment resolved.
-
-    `judge.request.model_params` of the model come first. `judge.request.params` are added if `same_provider`: they
-    may hold secrets of the judge model's provider. Raises `ConfigError` naming a parameter that cannot be used, or a
-    missing variable."""
-    tables = {"judge.request.params": config.request.params}
-    tables |= {f"judge.request.model_params.{model}": table for model, table in config.request.model_params.items()}
-    for model in config.request.model_params:
-        if model not in (config.model, *config.fallbacks):
-            raise ConfigError(f"judge.request.model_params: {model} is neither judge.model nor one of judge.fallbacks")
-    for where, table in tables.items():
-        if reserved := next((key for key in table if key in RESERVED), ""):
-            raise ConfigError(f"{where}.{reserved}: the judge sets this parameter itself; remove it")
-    own = config.request.model_params.get(name, {})
-    shared = config.request.params if same_provider else {}
-    return {
-        **{k: _resolve(v, f"judge.request.params.{k}") for k, v in shared.items() if k not in own},
-        **{k: _resolve(v, f"judge.request.model_params.{name}.{k}") for k, v in own.items()},
-    }
+def resolve_params(config: JudgeConfig) -> dict[str, Any]:
+    """Return `judge.request.params` with references to the environment resolved. Raises `ConfigError` naming a
+    parameter that cannot be used, or a missing variable."""
+    params = config.request.params
+    if reserved := next((key for key in params if key in RESERVED), ""):
+        raise ConfigError(f"judge.request.params.{reserved}: the judge sets this parameter itself; remove it")
+    return {name: _resolve(value, f"judge.request.params.{name}") for name, value in params.items()}
 
 
 def scoring_params(config: JudgeConfig) -> dict[str, Any]:
-    """Return the parameters that can change scores, by model and as written. They are part of the judge's identity."""
-    tables = {"": config.request.params, **config.request.model_params}
-    scoring = {n: {k: v for k, v in t.items() if not _CONNECTION.match(k)} for n, t in tables.items()}
-    return {n: t for n, t in scoring.items() if t}
+    """Return the parameters that can change scores, as written. They are part of the judge's identity."""
+    return {name: value for name, value in config.request.params.items() if not _CONNECTION.match(name)}
 
 
 def _resolve(value: Any, where: str) -> Any:

@@ -192,15 +192,11 @@ def check(config: Config, *, whole: bool = True) -> None:
         return
     _check_access(config)
     _check_names(config)
-    tables = {
-        "judge.request.params": config.judge.request.params,
-        "judge.request.model_params": config.judge.request.model_params,
-    }
     if name := next(written_out(config.vllm.env, "vllm.env"), ""):
         raise ConfigError(
             f"{name}: a secret does not belong in the settings; set the variable where `journeywork up` is started"
         )
-    for name in (n for where, table in tables.items() for n in written_out(table, where)):
+    for name in written_out(config.judge.request.params, "judge.request.params"):
         raise ConfigError(f'{name}: a secret does not belong in the settings; name its variable instead: "${{NAME}}"')
     if healer := config.judge.healing.outside:
         if not any(table.name == healer and table.dialect == "chat" for table in config.outside):

@@ -84,12 +84,8 @@ class JudgeRequestConfig(Section, frozen=True, kw_only=True):
     max_tokens: Natural = 8192
     """Longest reply in tokens, a reasoning model's thinking included. 0: no limit is sent."""
     params: dict[str, Any] = {}
-    """Further parameters of litellm's `completion` for the judge model and for fallbacks of the same provider, for
-    example `reasoning_effort`, `extra_headers`, `api_version`, `tenant_id`. `${NAME}` in a string is replaced by
-    the environment variable. Give secrets in this way only."""
-    model_params: dict[str, dict[str, Any]] = {}
-    """Parameters of single models, by litellm name of the judge model or of a fallback. They come before those in
-    `params`."""
+    """Further parameters of litellm's `completion`, for example `reasoning_effort`, `extra_headers`, `api_version`,
+    `tenant_id`. `${NAME}` in a string is replaced by the environment variable. Give secrets in this way only."""
 
 
 class FeedbackConfig(Section, frozen=True, kw_only=True):
@@ -185,8 +181,6 @@ class JudgeConfig(Section, frozen=True, kw_only=True):
     """URL of the judge model's server. Empty: the provider's own."""
     api_key_env: str = ""
     """Name of the environment variable that holds the API key. The key itself is in no file."""
-    fallbacks: tuple[str, ...] = ()
-    """litellm names of models to call, in this order, if the judge model can't be reached."""
     rubric: str = ""
     """Path of a rubric, or the name of one that comes with Journeywork. Empty: `general`."""
     concurrency: Count = 16

@@ -111,8 +111,7 @@ def names(config: Config, process: str) -> tuple[str, ...]:
     """Return the names (and beginnings with `*`) of the variables that `process` gets."""
     own = [name for _, name in _named(config, process)]
     if process == "judge":
-        for model in (config.judge.model, *config.judge.fallbacks):
-            own += _provider(model)
+        own += _provider(config.judge.model)
         if config.teacher.url:
             own += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
     if process == "gateway" and config.outside:
@@ -122,14 +121,13 @@ def names(config: Config, process: str) -> tuple[str, ...]:
 
 def _named(config: Config, process: str) -> list[tuple[str, str]]:
     """Return the settings of `process` that name a variable, and the variable."""
-    judge, request = config.judge, config.judge.request
+    judge = config.judge
     named: dict[str, dict[str, Iterable[str]]] = {
         "judge": {
             "judge.api_key_env": [judge.api_key_env],
             "judge.healing.api_key_env": [judge.healing.api_key_env],
             "teacher.api_key_env": [config.teacher.api_key_env],
-            "judge.request.params": references(request.params),
-            "judge.request.model_params": references(request.model_params),
+            "judge.request.params": references(judge.request.params),
         },
         "gateway": {
             "gateway.key_secret_env": [config.gateway.key_secret_env],

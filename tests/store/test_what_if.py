@@ -64,14 +64,12 @@ def test_a_command_that_fails_is_told_with_its_own_error(tmp_path: Path, monkeyp
 
 
 def test_a_name_with_a_dot_is_one_name_and_the_runs_other_names_stay(tmp_path: Path) -> None:
-    kind = '[judge.request.model_params."{}"]\ntemperature = {}\n'
-    (tmp_path / "cool.toml").write_text(kind.format("qwen2.5-7b", 0.5))
-    run = load(None, ['models=[{name="m"}]', f"run_dir={tmp_path}", "judge.model=qwen2.5-7b", 'judge.fallbacks=["x"]'])
-    run = with_values(run, {"judge.request.model_params": {"x": {"temperature": 1.0}}})
+    (tmp_path / "cool.toml").write_text('[judge.request.params."v1.5"]\nseed = 2\n')
+    run = load(None, ['models=[{name="m"}]', f"run_dir={tmp_path}", "judge.model=m"])
+    run = with_values(run, {"judge.request.params": {"x": {"seed": 1}}})
     (plan,) = asked(tmp_path, "--with", str(tmp_path / "cool.toml"), run=run).plans
     variant = load(tmp_path / SETTINGS, plan.overrides)
-    given = {"x": {"temperature": 1.0}, "qwen2.5-7b": {"temperature": 0.5}}
-    assert variant.judge.request.model_params == given
+    assert variant.judge.request.params == {"x": {"seed": 1}, "v1.5": {"seed": 2}}
 
 
 def test_only_settings_of_the_trainer_judge_nothing_again(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_references_are_replaced_by_values_of_the_environment(monkeypatch: pytes
         "top_k": 3,
     }
     config = JudgeConfig(model="azure/x", request=JudgeRequestConfig(params=params))
-    assert resolve_params(config, "azure/x", same_provider=True) == {
+    assert resolve_params(config) == {
         "tenant_id": "t-1",
         "reasoning_effort": "low",
         "extra_headers": {"Authorization": "Bearer s3cret"},
@@ -33,25 +33,10 @@ def test_references_are_replaced_by_values_of_the_environment(monkeypatch: pytes
     }
 
 
-def test_a_fallback_at_another_provider_gets_only_its_own_parameters() -> None:
-    config = JudgeConfig(
-        model="azure/x",
-        fallbacks=("azure/y", "anthropic/z"),
-        request=JudgeRequestConfig(
-            params={"api_version": "1", "reasoning_effort": "low"},
-            model_params={"anthropic/z": {"thinking": {"type": "enabled"}}, "azure/y": {"reasoning_effort": "high"}},
-        ),
-    )
-    assert resolve_params(config, "azure/y", same_provider=True) == {"api_version": "1", "reasoning_effort": "high"}
-    assert resolve_params(config, "anthropic/z", same_provider=False) == {"thinking": {"type": "enabled"}}
-
-
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({"request.params": {"stream": True}}, r"judge\.request\.params\.stream: the judge sets this parameter itself"),
-        ({"request.model_params": {"x/y": {"n": 2}}, "fallbacks": ("x/y",)}, r"judge\.request\.model_params\.x/y\.n"),
-        ({"request.model_params": {"x/z": {}}}, "x/z is neither judge.model nor one of judge.fallbacks"),
         (
             {"request.params": {"api_key": "${NO_SUCH_VARIABLE}"}},
             r"judge\.request\.params\.api_key: the environment has no NO_SUCH_VARIABLE",
@@ -60,7 +45,7 @@ def test_a_fallback_at_another_provider_gets_only_its_own_parameters() -> None:
 )
 def test_a_parameter_that_can_t_be_used_is_named(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        resolve_params(with_values(JudgeConfig(model="m/x"), fields), "m/x", same_provider=True)
+        resolve_params(with_values(JudgeConfig(model="m/x"), fields))
 
 
 @pytest.mark.parametrize(
@@ -72,10 +57,7 @@ def test_a_parameter_that_can_t_be_used_is_named(fields: dict[str, Any], why: st
         ('params = {client_secret = "x"}', "judge.request.params.client_secret"),
         ('params = {list = [{azure_ad_token = "x"}]}', "judge.request.params.list.azure_ad_token"),
         ("params = {vertex_credentials = '{\"private_key\": 1}'}", "judge.request.params.vertex_credentials"),
-        (
-            'model_params = {"a/b" = {aws_secret_access_key = "x"}}',
-            "judge.request.model_params.a/b.aws_secret_access_key",
-        ),
+        ('params = {aws_secret_access_key = "x"}', "judge.request.params.aws_secret_access_key"),
     ],
 )
 def test_a_secret_in_the_settings_is_refused_before_they_are_saved(tmp_path: Path, table: str, name: str) -> None:
@@ -98,11 +80,10 @@ def test_parameters_survive_saving(tmp_path: Path) -> None:
 
 def test_the_judge_s_hash_depends_only_on_settings_that_can_change_scores(tmp_path: Path) -> None:
     def named(**fields: Any) -> str:
-        return judge_hash(with_values(JudgeConfig(model="m/x", fallbacks=("m/y",)), fields))
+        return judge_hash(with_values(JudgeConfig(model="m/x"), fields))
 
     plain = named()
     assert named(**{"request.params": {"reasoning_effort": "high"}}) != plain
-    assert named(**{"request.model_params": {"m/y": {"top_p": 0.5}}}) != plain
     same = {"extra_headers": {"a": "b"}, "tenant_id": "t", "client_secret": "${X}", "timeout": 3, "api_version": "1"}
     assert named(**{"request.params": same}) == plain
     assert named(**{"request.max_tokens": 100}) == plain

@@ -96,7 +96,7 @@ def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
             },
         ),
         ("judge", {"judge.anchors.file=nothing.jsonl": "nothing.jsonl"}),
-        ("judge", {"judge.model=5": "judge.model: litellm knows no provider for one of '5'"}),
+        ("judge", {"judge.model=5": "judge.model: litellm knows no provider for '5'"}),
         ("trainer", {"trainer.optimizer.schedule=linear": "trainer.optimizer.schedule"}),
         ("store", {"nats.max_bytes=10": "nats.max_bytes: 10 is too small"}),
     ],
