@@ -1,7 +1,7 @@
 """`journeywork dataset`: runs of the history as files that TRL's trainers take.
 
     journeywork dataset "SELECT trajectory FROM trajectories WHERE reward >= 1" --as sft --out data/good
-    journeywork dataset "SELECT trajectory FROM trajectories" --as dpo --out hf://datasets/me/pairs
+    journeywork dataset "SELECT trajectory FROM trajectories" --as dpo --out data/pairs
 
 The query returns the ids of runs in a column `trajectory`, and may return a `reward` that counts instead of the run's.
 The formats are in docs/store.md. The same query over the same history writes the same bytes.
@@ -17,14 +17,12 @@ from pathlib import Path
 from pipeline.running.installations import installation_settings
 from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible
-from store.datasets.folder import Source, files_of, upload, write
+from store.datasets.folder import Source, files_of, write
 from store.datasets.rows import FORMATS, rows_of
 from store.datasets.runs import select
 from store.lake.storage import StoreError
 from store.reading import sql
 from store.reading.options import add_installation, exit_status
-
-_HUB = "hf://datasets/"
 
 
 def _share(text: str) -> float:
@@ -41,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("dataset", "Write runs of the history as files for TRL's trainers.")
     parser.add_argument("query", help="returns ids of runs in a column `trajectory`, perhaps a column `reward`")
     parser.add_argument("--as", required=True, choices=tuple(FORMATS), dest="kind", help="format")
-    parser.add_argument("--out", required=True, help="folder, or hf://datasets/OWNER/NAME")
+    parser.add_argument("--out", required=True, type=Path, help="folder")
     parser.add_argument("--test-share", type=_share, default=0.0, help="share of tasks in the split `test`; default 0")
     parser.add_argument(
         "--held-out", action="store_true", help="include held-out runs (split val), which are left out otherwise"
@@ -69,11 +67,7 @@ def _run(args: argparse.Namespace) -> int:
         reasons = "; ".join(f"{n} × {why}" for why, n in left_out.items() if n)
         raise StoreError(f"no row of format {args.kind}: {reasons or 'the query selects no complete run'}")
     source = Source(args.query, args.kind, runs, [base for (base,) in bases], left_out)
-    files = files_of(rows, source, args.test_share)
-    if args.out.startswith(_HUB):
-        upload(files, args.out.removeprefix(_HUB))
-    else:
-        write(files, Path(args.out))
+    write(files_of(rows, source, args.test_share), args.out)
     unusable = "".join(f"  {count} × {why}\n" for why, count in left_out.items() if count) or "  nothing\n"
     sys.stdout.write(visible(f"{len(rows)} rows of {len(runs)} runs in {args.out}; left out:\n{unusable}"))
     return 0

@@ -74,18 +74,6 @@ def remove(out: Path) -> None:
         out.rmdir()
 
 
-def upload(files: Mapping[str, bytes], repository: str) -> None:
-    """Write the files to a data set of the Hugging Face hub, in one commit. It takes the hub's own token.
-
-    Raises `huggingface_hub.errors.HfHubHTTPError` if the hub refuses them."""
-    from huggingface_hub import CommitOperationAdd, HfApi
-
-    hub = HfApi()
-    hub.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
-    added = [CommitOperationAdd(name, content) for name, content in files.items()]
-    hub.create_commit(repository, added, repo_type="dataset", commit_message="journeywork dataset")
-
-
 def _card(rows: Sequence[Row], source: Source, test_share: float, files: Mapping[str, bytes]) -> str:
     calls = [c for run in source.runs for c in run.calls]
     versions = Counter(v for run in source.runs for v in run.versions)

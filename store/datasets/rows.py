@@ -3,7 +3,6 @@
 | format | a row is | of |
 | --- | --- | --- |
 | `sft` | `messages`, `replies`: places of those that the model sampled | each conversation of a run |
-| `prompts` | `prompt`: what came before the first reply | each task |
 | `dpo` | `prompt`, `chosen`, `rejected`: the first reply in which two runs of a group differ | pairs of a group |
 | `reward` | `chosen`, `rejected`: two whole conversations | pairs of a group |
 | `kto` | `prompt`, `completion`, `label`: a reply, and whether its run is better than its group | each reply |
@@ -47,23 +46,21 @@ def rows_of(
     may_train: Callable[[str], bool] = lambda version: not is_outside(version),
 ) -> tuple[list[Row], Counter[str]]:
     """Return the rows of a format, and how many runs, pairs or replies gave none, by the reason. `held_out`: whether
-    runs of the split `val` give rows. `may_train`: whether a model may learn from what a version answered; runs with
-    another answer give prompts only.
+    runs of the split `val` give rows. `may_train`: whether a model may learn from what a version answered.
 
     Every row also says its `run` (or `runs`) and `task`."""
     left_out: Counter[str] = Counter()
     if not held_out:
         left_out.update("a held-out run (split val)" for run in runs if run.split == "val")
         runs = [run for run in runs if run.split != "val"]
-    if kind != "prompts":
-        left_out.update(f"a run with outcome {run.outcome}" for run in runs if run.outcome != "scored")
-        runs = [run for run in runs if run.outcome == "scored"]
-        forbidden = {run.trajectory: [v for v in run.versions if not may_train(v)] for run in runs}
-        left_out.update(
-            f"a run of the outside model {outside_model(versions[0])}, whose table does not say may_train"
-            for versions in filter(None, forbidden.values())
-        )
-        runs = [run for run in runs if not forbidden[run.trajectory]]
+    left_out.update(f"a run with outcome {run.outcome}" for run in runs if run.outcome != "scored")
+    runs = [run for run in runs if run.outcome == "scored"]
+    forbidden = {run.trajectory: [v for v in run.versions if not may_train(v)] for run in runs}
+    left_out.update(
+        f"a run of the outside model {outside_model(versions[0])}, whose table does not say may_train"
+        for versions in filter(None, forbidden.values())
+    )
+    runs = [run for run in runs if not forbidden[run.trajectory]]
     made = FORMATS[kind](runs, left_out)
     return list(made), left_out
 
@@ -80,16 +77,6 @@ def _sft(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
                 "run": run.trajectory,
                 "task": run.key,
             }
-
-
-def _prompts(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
-    seen = set()
-    for run, conversation in _conversations(runs, left_out):
-        prompt = _messages(conversation)[: min(conversation.sampled, default=None)]
-        text = msgspec.json.encode(prompt)
-        if conversation is run.conversations[0] and text not in seen:
-            seen.add(text)
-            yield {"prompt": prompt, **_tools(conversation), "run": run.trajectory, "task": run.key}
 
 
 def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
@@ -147,7 +134,6 @@ FORMATS: Mapping[str, Callable[[Sequence[Run], Counter[str]], Iterator[Row]]] = 
     "dpo": _dpo,
     "kto": _kto,
     "reward": _reward,
-    "prompts": _prompts,
 }
 
 

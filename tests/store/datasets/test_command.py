@@ -149,12 +149,11 @@ def test_only_replies_that_the_model_sampled_are_rows_or_train(tmp_path: Path) -
         *run("r1", "g", [*few_shot, reply("7"), user("?")], 0.0, examples=3),
     ]
     fill(tmp_path / "run", events)
-    made = {kind: dataset(tmp_path / "run", tmp_path / kind, "--as", kind) for kind in ("kto", "prompts", "sft")}
+    made = {kind: dataset(tmp_path / "run", tmp_path / kind, "--as", kind) for kind in ("kto", "sft")}
     assert [(r["prompt"], r["completion"], r["label"]) for r in made["kto"]] == [
         (few_shot, [reply("6")], True),
         (few_shot, [reply("7")], False),
     ]
-    assert [r["prompt"] for r in made["prompts"]] == [few_shot]
     assert [(r["messages"], r["replies"]) for r in made["sft"]] == [
         ([*few_shot, reply("6")], [3]),
         ([*few_shot, reply("7")], [3]),
@@ -191,14 +190,12 @@ def test_a_verdict_counts_before_the_agents_reward_and_the_query_before_both(run
     assert {(r["run"], r["label"]) for r in rows} == {("a1", False), ("a2", False), ("a3", True)}
 
 
-def test_reward_and_prompts(run_dir: Path, tmp_path: Path) -> None:
+def test_reward_has_whole_conversations(run_dir: Path, tmp_path: Path) -> None:
     pairs = dataset(run_dir, tmp_path / "reward", "--as", "reward")
     assert [(r["chosen"][-1], r["rejected"][-1]) for r in pairs] == [
         (reply("b1"), reply("c1")),
         (reply("b2"), reply("b3")),
     ]
-    prompts = dataset(run_dir, tmp_path / "prompts", "--as", "prompts")
-    assert [(r["run"], r["prompt"]) for r in prompts] == [("a1", [user("go")]), ("b1", [user("look")])]
 
 
 def test_the_same_query_writes_the_same_bytes_however_the_store_is_laid_out(run_dir: Path, tmp_path: Path) -> None:

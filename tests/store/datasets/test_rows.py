@@ -77,7 +77,7 @@ def test_reasoning_stands_where_chat_templates_read_it_under_either_name() -> No
         assert row["messages"][1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 
 
-def test_runs_of_outside_models_give_prompts_only_unless_they_may_train() -> None:
+def test_runs_of_outside_models_give_no_rows_unless_they_may_train() -> None:
     """A run that an outside model answered in part, too."""
     own, master, mixed = (run_of(name, {"role": "assistant", "content": "a"}) for name in ("a", "b", "c"))
     master = replace(master, versions=("outside:master",))
@@ -87,4 +87,3 @@ def test_runs_of_outside_models_give_prompts_only_unless_they_may_train() -> Non
         assert left_out["a run of the outside model master, whose table does not say may_train"] == 2
     assert [row["run"] for row in rows_of(runs, "sft")[0]] == ["a"]
     assert [row["run"] for row in rows_of(runs, "sft", may_train=lambda version: True)[0]] == ["a", "b", "c"]
-    assert len(rows_of([master], "prompts")[0]) == 1
