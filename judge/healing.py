@@ -206,4 +206,4 @@ def _text(response: bytes) -> str:
 
 
 def _hint(signal: SignalGiven) -> Hint:
-    return Hint(call=signal.call, text=signal.text, kind="correction", by=signal.by)
+    return Hint(call=signal.call, text=signal.text, kind="correction", by=signal.by, version=signal.version)

@@ -39,7 +39,8 @@ from tests.kits.settings import with_values
 
 pytestmark = pytest.mark.anyio
 
-CORRECTION = Hint(call=0, text="quality=0.9", kind="correction", by="outside:master")
+OUTSIDE = "outside:master"
+CORRECTION = Hint(call=0, text="quality=0.9", kind="correction", by=OUTSIDE, version=OUTSIDE)
 MASTER = OutsideConfig(name="master", url="http://h/v1", may_train=True, input_usd=1e6, output_usd=1e6)
 
 
