@@ -47,6 +47,8 @@ class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):
     source: str = ""
     """Where it came from, such as `api`, `dashboard`, `langfuse`, `file`. Where `corrected_by` named a run: the version
     that gave its last answer."""
+    copied_from: str = ""
+    """The run that `corrected_by` named."""
 
     @property
     def version(self) -> str:
