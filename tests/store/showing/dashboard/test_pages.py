@@ -11,7 +11,7 @@ from msgspec import structs
 from starlette.testclient import TestClient
 
 from pipeline.config import Config
-from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened, pack_mask, pack_seqs
+from pipeline.events import Event, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened, pack_mask, pack_seqs
 from store.showing.dashboard.gateway import Gateway
 from store.showing.dashboard.server import _LISTS, _SINGLE
 from store.showing.pages import groups as reading_groups
@@ -355,3 +355,13 @@ def test_a_call_is_corrected_by_a_person(client: TestClient, monkeypatch: pytest
     assert "The correction is recorded" in page
     assert ("journeywork rejudge" in page) == (use == "history")
     assert "corrected" not in re.findall(r'action="/correct/[^"]*"', page)[0]
+
+
+def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> None:
+    promoted = PolicyPromoted(
+        project="p", model="m", version="m@1", request="r", prompt="Play <well>.", replaces="Play."
+    )
+    fill(run_dir, [promoted])
+    client = open_dashboard()
+    for page in ("decisions", "overview", "checkpoint/m@1"):
+        assert client.get(f"/{page}").text.count("<pre>Play &lt;well&gt;.</pre>") == 1
