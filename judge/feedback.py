@@ -89,7 +89,13 @@ def feedback_on(
             continue
         earlier = known.get(member.trajectory, RunFeedback())
         hints = (
-            Hint(call=s.call, text=s.text, kind="correction" if s.kind == "correction" else "text", by=s.by)
+            Hint(
+                call=s.call,
+                text=s.text,
+                kind="correction" if s.kind == "correction" else "text",
+                by=s.by,
+                version=s.version,
+            )
             for s in own
             if s.kind in ("text", "correction") and s.text
         )

@@ -35,6 +35,7 @@ logger = get_logger("judge.healing")
 NAME = "healing"
 """Name and source of the signals."""
 _SENT = ("messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens")
+_DAY_US = 86_400_000_000
 _SHOWN = 50_000
 """Characters of a run that the outside model reads to find the call at fault: its end."""
 _WHICH = """An agent did a task badly. Its replies are numbered. Which reply was the first that was wrong, the one to
@@ -50,7 +51,7 @@ class Healer:
         """`client` posts to the gateway."""
         self._config, self._broker, self._judge, self._client = config.judge.healing, broker, judge, client
         self._table = next(t for t in config.outside if t.name == self._config.outside and t.dialect == "chat")
-        self._models = {model.name for model in config.models}
+        self._models, self._project = {model.name for model in config.models}, config.project
         self._day, self._spent = 0, 0.0
 
     async def heal(self, group: GroupScored) -> GroupScored:
@@ -90,16 +91,16 @@ class Healer:
         # Calls that an outside model answered are compared too, with shadow calls.
         if {r.event.call for r in await self._broker.read(AnswersCompared, **names)} & {call.seq for call in calls}:
             return await self._earlier(group, member)  # a judge died before it published the group
-        call = await self._call_at_fault(calls, member)
+        call, paid = await self._call_at_fault(calls, member)
         sent = {k: v for k, v in msgspec.json.decode(call.request).items() if k in _SENT}
-        response = await self._ask(sent)
-        correction, said = _text(msgspec.json.encode(response)), _text(call.response)
+        response, usd = await self._ask(sent)
+        correction, said = _text(response), _text(call.response)
         if not correction or correction == said:
-            return None
-        compared = await self._judge.compare(
-            call, group.model, self._table.name, msgspec.json.encode(response), call.response
-        )
-        await self._broker.publish(compared)
+            about: dict[str, Any] = {**names, "call": call.seq, "model": group.model, "outside": self._table.name}
+            compared = AnswersCompared(**about, outside_score=0.5, apprentice_score=0.5)
+        else:
+            compared = await self._judge.compare(call, group.model, self._table.name, response, call.response)
+        await self._broker.publish(msgspec.structs.replace(compared, outside_usd=paid + usd))
         crash.point("judge.healing_compared")
         if compared.outside_score <= compared.apprentice_score + REWARD_TOLERANCE:
             return None
@@ -129,31 +130,40 @@ class Healer:
         hints = (_hint(r.event) for r in given if r.event.source == NAME)
         return next((hint for hint in hints if (hint.call, hint.text) not in known), None)
 
-    async def _call_at_fault(self, calls: Sequence[ExchangeRecorded], member: Member) -> ExchangeRecorded:
+    async def _call_at_fault(self, calls: Sequence[ExchangeRecorded], member: Member) -> tuple[ExchangeRecorded, float]:
         """Return the call with the lowest reward of its own; without such rewards, the one that the outside model
-        names."""
+        names, and what that cost in USD."""
         by_seq = {str(call.seq): call for call in calls}
         graded = {seq: reward for seq, reward in member.call_rewards.items() if seq in by_seq}
         if graded:
-            return by_seq[min(graded, key=lambda seq: (graded[seq], int(seq)))]
+            return by_seq[min(graded, key=lambda seq: (graded[seq], int(seq)))], 0.0
         if len(calls) == 1:
-            return calls[0]
+            return calls[0], 0.0
         last = msgspec.json.decode(calls[-1].request).get("messages") or ()
         shown = [render_message(message) for message in last if message.get("role") != "assistant"]
         replies = [f"Reply {call.seq}: {_text(call.response)}" for call in calls]
         text = "\n".join([*shown, *replies])[-_SHOWN:]
-        answer = _text(msgspec.json.encode(await self._ask({"messages": [{"role": "user", "content": _WHICH + text}]})))
+        response, usd = await self._ask({"messages": [{"role": "user", "content": _WHICH + text}]})
+        answer = _text(response)
         try:
             named = msgspec.json.decode(answer[answer.find("{") : answer.rfind("}") + 1])["reply"]
-            return by_seq[str(named)]
+            return by_seq[str(named)], usd
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise UnscoredError("the outside model named no reply as the one at fault") from error
 
-    async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the outside model's chat completion. Raises `UnscoredError`."""
+    async def _count_today(self) -> None:
+        """Begin a day with what the log says was spent in it, by any judge."""
         today = int(time.time() // 86_400)
-        if today != self._day:
-            self._day, self._spent = today, 0.0
+        if today == self._day:
+            return
+        recorded = await self._broker.read(AnswersCompared, project=self._project)
+        if today != self._day:  # nobody was faster
+            spent = (r.event.outside_usd for r in recorded if r.event.at // _DAY_US == today)
+            self._day, self._spent = today, sum(spent)
+
+    async def _ask(self, body: dict[str, Any]) -> tuple[bytes, float]:
+        """Return the outside model's chat completion, and its cost in USD. Raises `UnscoredError`."""
+        await self._count_today()
         if self._spent >= self._config.max_usd:
             raise UnscoredError("judge.healing.max_usd of today is spent")
         try:
@@ -169,8 +179,9 @@ class Healer:
             tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         except (httpx.HTTPError, AttributeError, TypeError, ValueError) as error:
             raise UnscoredError(f"the gateway at {self._client.base_url}: {type(error).__name__}: {error}") from error
-        self._spent += (tokens[0] * self._table.input_usd + tokens[1] * self._table.output_usd) / 1e6
-        return response
+        usd = (tokens[0] * self._table.input_usd + tokens[1] * self._table.output_usd) / 1e6
+        self._spent += usd
+        return msgspec.json.encode(response), usd
 
 
 @asynccontextmanager
@@ -206,4 +217,4 @@ def _text(response: bytes) -> str:
 
 
 def _hint(signal: SignalGiven) -> Hint:
-    return Hint(call=signal.call, text=signal.text, kind="correction", by=signal.by)
+    return Hint(call=signal.call, text=signal.text, kind="correction", by=signal.by, version=signal.version)

@@ -27,9 +27,11 @@ from rollout_gateway.api.routes import Route, decode_segment, find, not_allowed
 from rollout_gateway.api.trajectories import traceparent
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import UnsureError
+from rollout_gateway.capture.identity import named_run
 from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
 from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
+from rollout_gateway.dialects.prompts import named_by, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation, unknown_reference
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
@@ -72,6 +74,8 @@ class _Admitted:
     route: Route | None = None
     """`None` for a model call."""
     values: list[str] = field(default_factory=list)
+    prompt: str = ""
+    """Id of the promoted prompt that was put into a model call."""
 
 
 class App:
@@ -185,6 +189,7 @@ class App:
             self._check_calls(request.owner)
             await request.read()
             await self._identity.charge_body(admitted.access, request)
+            admitted.prompt = await self._put_prompt(request, admitted)
             call, translation = await self._read(request, path)
             if translation is not None:
                 status = await self._translated_call(request, admitted, translation, call)
@@ -237,6 +242,21 @@ class App:
                 detector.replace(own, call)
             raise NotAnsweredError(opened.pinned or opened.model, str(error)) from error
 
+    async def _put_prompt(self, request: Request, admitted: _Admitted) -> str:
+        """Put a promoted prompt in place of the agent's. Return its id; empty if there is none for the call."""
+        if not self._gateway.router.has_prompts():
+            return ""
+        model, metadata = named_by(request.body)
+        run = admitted.access.trajectory or named_run(admitted.trajectory, request.headers, metadata)
+        decision = self._gateway.router.prompt_for(model, await self._gateway.registry.opening(run) if run else None)
+        if decision is None:
+            return ""
+        put = partial(with_prompt, admitted.path, request.body, decision.replaces, decision.prompt)
+        if (body := await self._reading(request, put)) is None:
+            return ""
+        request.body = body
+        return decision.prompt_id
+
     def _read_own(self, path: str, body: bytes) -> tuple[Call, Translation | None]:
         """Read and check the body of a call that a policy answers."""
         translation = _TRANSLATIONS[path](body) if path in _TRANSLATIONS else None
@@ -281,6 +301,7 @@ class App:
             headers.get(SIDE_CALL_HEADER, b"") in (b"1", b"true"),
             _role(headers),
             request.cancellation,
+            prompt=admitted.prompt,
         )
 
     async def _translated_call(

@@ -6,11 +6,13 @@
 | `support@12` | a version |
 | `support@0`, `support@base` | the base model |
 | `https://host/v1#name` | the model `name` of an OpenAI-compatible server |
+| `support@12+prompt:FILE` | any of these, with the system prompt in a file, which the rollout takes from `run.prompt` |
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from journeywork.trajectory import parse_policy
@@ -36,7 +38,11 @@ class Entrant:
 
 
 def parse_entrant(text: str) -> Entrant:
-    """Return the entrant that `text` names. Raises `ValueError` that says what is wrong."""
+    """Return the entrant that `text` names. Raises `ValueError` that says what is wrong, and `OSError` for a file that
+    can't be read."""
+    model, mark, file = text.rpartition("+prompt:")
+    if mark:
+        return replace(parse_entrant(model), name=text, prompt=Path(file).read_text("utf-8"))
     if text.startswith(("http://", "https://")):
         url, mark, model = text.partition("#")
         if not (mark and model):

@@ -6,7 +6,11 @@
 The rollout takes its system prompt from `run.prompt`. GEPA (arXiv 2507.19457; the extra `prompt`) plays the tasks with
 one prompt after another, and the model `--by` writes the next from what went wrong. Then the first and the best prompt
 play the held-out tasks as entrants of one evaluation, which is on the log with both texts (view `evaluations`). `--out`
-is written if the best one is better there, by the 95 % interval. The model that plays is an entrant as of `journeywork
+is written if the best one is better there, by the 95 % interval, and `journeywork policy promote` takes it:
+
+    journeywork policy promote support@12 --prompt better.txt --replaces system.txt
+
+The model that plays is an entrant as of `journeywork
 eval`, so an outside model's prompt can be improved as a policy's.
 """
 

@@ -174,6 +174,9 @@ class StoreConfig(Section, frozen=True, kw_only=True):
     adapter. `none`: nothing."""
     keep_days: NotNegative = 0.0
     """Age in days of its newest event at which a file is deleted. 0: never."""
+    gpu_usd_h: NotNegative = 0.0
+    """Price of an hour in which an inference server answers calls, in USD: what the GPU or the machine costs. The views
+    `costs` and `takeovers` add it to what providers charged. 0: answers of policies cost nothing there."""
 
 
 class BudgetConfig(Section, frozen=True, kw_only=True):

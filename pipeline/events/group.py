@@ -56,6 +56,8 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
     """`correction`: the answer that the call should have given."""
     by: str = ""
     """Name of the API key that gave it. Empty: the judge of kind `next_state`."""
+    version: str = ""
+    """`outside:<name>` where an outside model wrote the text: it teaches only where the model `may_train`."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Literal
 
@@ -175,9 +176,19 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     min_logprob: float | None = None
     """About an outside model: answers of its apprentice with a lower mean logprob are replaced by the outside model's.
     `null`: none is."""
+    prompt: str = ""
+    """System prompt that `version` gets in place of the agent's, while the decision is in force. Empty: the agent's
+    own."""
+    replaces: str = ""
+    """The agent's system prompt in whose place it is put. Another one stays."""
     evidence: str = ""
     """JSON, if `journeywork decide` made the decision: its plan, the runs, the numbers and the verdict
     (docs/operations.md)."""
+
+    @property
+    def prompt_id(self) -> str:
+        """How `prompt` is named: the beginning of its SHA-256; empty without one."""
+        return hashlib.sha256(self.prompt.encode()).hexdigest()[:12] if self.prompt else ""
 
     def message_id(self) -> str:
         return f"{self.project}/{self.model}/promoted/{self.request}"

@@ -132,7 +132,7 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """-1 where an outside model answered."""
     group: str = ""
     request: Json
-    """The client's request body."""
+    """The client's request body; with a promoted prompt in place of the client's, if `prompt` names one."""
     response: Json
     """The chat completion as the client received it. The chunks of a stream are joined."""
     prompt_ids: TokenIds
@@ -159,6 +159,8 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     started_at: Micros = 0
     first_token_at: Micros = 0
     """0 where the reply was not streamed."""
+    prompt: str = ""
+    """Id of the promoted prompt that the model saw in place of the agent's (`policy.promoted`). Empty: none."""
     copied_from: str = ""
     """`<trajectory>/<seq>` of the exchange that this one is a copy of: the trajectory was made of calls that were
     recorded in another one. Empty: the call was made in this trajectory."""

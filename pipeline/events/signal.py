@@ -8,6 +8,7 @@ from typing import Literal
 from pipeline.events.base import Event
 from pipeline.events.rollout import ExchangeRecorded
 from pipeline.events.types import Logprobs, Split, TokenIds
+from pipeline.names import is_outside
 
 OWN_REWARD = "reward"
 """Name of a number about a call that is that call's reward if the run's owner gave it and no reward of kind `feedback`
@@ -44,7 +45,15 @@ class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):
     by: str = ""
     """Name of the API key that gave it; empty where the installation has no keys."""
     source: str = ""
-    """Where it came from, such as `api`, `dashboard`, `langfuse`, `file`."""
+    """Where it came from, such as `api`, `dashboard`, `langfuse`, `file`. Where `corrected_by` named a run: the version
+    that gave its last answer."""
+    copied_from: str = ""
+    """The run that `corrected_by` named."""
+
+    @property
+    def version(self) -> str:
+        """`outside:<name>` if an outside model wrote the text, else empty."""
+        return next((v for v in (self.source, self.by) if is_outside(v)), "")
 
     def message_id(self) -> str:
         return f"{self.project}/{self.trajectory}/signal/{self.signal}"

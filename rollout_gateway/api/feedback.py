@@ -197,6 +197,7 @@ async def _checked_signal(
         **grade,
         by=by,
         source=source,
+        copied_from=body.corrected_by,
     )
     if target.role:
         recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event)) if body.key else None

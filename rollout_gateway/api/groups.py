@@ -99,8 +99,13 @@ async def _open(
         group_size=len(body.trajectories),
         owner=access.owner,
     )
+    for reference in member.exchanges[:1]:  # it is a run of whoever answered, whatever was decided since
+        source = await gateway.registry.opening_for(reference.trajectory, access)
+        sides = {name: getattr(source, name) for name in ("model", "asked", "pinned", "min_logprob") if source.asked}
+        event = msgspec.structs.replace(event, **sides)
     # The groups of a requested batch wait for each other; the trainer bounds how many may.
-    await gateway.registry.open(event, "", access, paced=member.batch is None)
+    paced, assigned = member.batch is None, bool(member.exchanges)
+    await gateway.registry.open(event, "", access, paced=paced, assigned=assigned)
 
 
 async def get_group(request: ControlRequest) -> dict[str, Any]:
@@ -110,13 +115,21 @@ async def get_group(request: ControlRequest) -> dict[str, Any]:
     model = request.query.get("model", models[0] if len(models) == 1 else "")
     if model not in models:
         raise gateway.unknown_model(model, access)
-    if not access.operator:
-        owner = await gateway.registry.groups.owner(model, group)
-        if owner is None or not access.owns(owner):
-            message = f"Group {group!r} is unknown: it was not opened here, or another API key opened it."
-            raise ApiError(404, "group_not_found", message)
+    owners = {name: await gateway.registry.groups.owner(name, group) for name in gateway.policies.sides(model)}
+    own = [name for name, owner in owners.items() if owner is not None and access.owns(owner)]
+    if not own and not access.operator:
+        message = f"Group {group!r} is unknown: it was not opened here, or another API key opened it."
+        raise ApiError(404, "group_not_found", message)
     unknown = {"version": "", "metrics": {}, "reason": "", "detail": ""}
-    return {"group": group, "model": model, **unknown, **await _outcome(gateway, model, group)}
+    outcomes = []
+    for name in own or [model]:
+        outcome = await _outcome(gateway, name, group)
+        if not access.sees(name):  # the version of a model that took over
+            outcome = {field: value for field, value in outcome.items() if field not in ("version", "metrics")}
+        outcomes.append(outcome)
+    # Of a group that was opened around a decision, one part may be decided later.
+    outcome = next((o for o in outcomes if o["status"] == "waiting"), outcomes[-1])
+    return {"group": group, "model": model, **unknown, **outcome}
 
 
 async def _outcome(gateway: Gateway, model: str, group: str) -> dict[str, Any]:

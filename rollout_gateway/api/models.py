@@ -56,7 +56,7 @@ def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
     trained = policies.apprentices.get(model, model)
     loaded = {v for r in gateway.fleet.ready() for v in r.loaded if parse_version(v)[0] == trained}
     fields = _DECISION + (_OPERATORS if access.operator else ())
-    return {
+    policy: dict[str, Any] = {
         "model": model,
         "apprentice": policies.apprentices.get(model),
         "version": version,
@@ -65,7 +65,14 @@ def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
         "loaded": sorted(loaded, key=lambda v: parse_version(v)[1]),
         "refused": {v: why for v, why in policies.refused.items() if parse_version(v)[0] == trained},
         "decision": {name: getattr(decided, name) for name in fields} if decided else None,
+        "prompt": (decided.prompt_id if decided else "") or None,
     }
+    if access.sees(trained):
+        return policy
+    # The key may use the outside model only: its apprentice and who answers are not told.
+    policy |= dict.fromkeys(("apprentice", "version", "step", "newest")) | {"loaded": [], "refused": {}}
+    hidden = dict.fromkeys(("version", "other", "reason"))
+    return policy | {"decision": policy["decision"] and {**policy["decision"], **hidden}}
 
 
 async def decide(request: ControlRequest, action: Action) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Caller:
     """Seconds until the answer has to come or its stream to begin. 0: as long as the inference server may take."""
     min_logprob: float | None = None
     """Least mean logprob of an answer that is shown."""
+    prompt: str = ""
+    """Id of the promoted prompt that was put into the call."""
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +95,7 @@ class Exchange:
             status=self.status,
             side_call=self.caller.side_call,
             role=self.caller.role,
+            prompt=self.caller.prompt,
             endpoint=call.endpoint,
             streamed=call.stream,
             request_hash=self.request_hash(),

@@ -185,6 +185,11 @@ def _check_own(named: str, own: str) -> None:
         raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
 
 
+def named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> str:
+    """Return the trajectory that a call names by URL, body or header; empty if it names none. No name is checked."""
+    return _named_run(url, headers, metadata).trajectory
+
+
 def _named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> _NamedRun:
     """Return what a call names. `url`: the trajectory in its path; `metadata`: that of its body.
 

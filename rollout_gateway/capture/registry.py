@@ -245,16 +245,18 @@ class Registry:
         *,
         paced: bool = True,
         named: bool = True,
+        assigned: bool = False,
     ) -> Trajectory:
         """Open a trajectory: publish `event` and keep the trajectory in memory. A client's retry, which opens it in the
         same way, returns the trajectory that is open already. `access`: of the key `event.owner`; `None`: an agent's.
         `paced`: whether a new group has to wait while too many are untrained. `named`: whether a client chose the id,
-        which then may have been used before.
+        which then may have been used before. `assigned`: whether `event` says already who answers the run.
 
         Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, or
         the group to another key, 410 if the id belonged to a trajectory that expired, 429 if too many groups are
         untrained."""
-        event = self.assign(await self.log.masks.apply(event))
+        event = await self.log.masks.apply(event)
+        event = event if assigned else self.assign(event)
         if named:
             await self.log.check_new(event)
         if paced and self.pacing is not None and not event.asked:  # its agent never waited for training
@@ -293,7 +295,7 @@ class Registry:
         await self._wait_until_idle(run)
         with run.closed_to_calls():
             if completion.exchanges:
-                sources = await self._sources(trajectory, run.opened.model, completion.exchanges)
+                sources = await self._sources(trajectory, run.opened.named, completion.exchanges)
                 await copy_calls(run, [(sources[r.trajectory], r) for r in completion.exchanges])
             await run.refresh()
             event = await _completed(run, completion, inferred)
@@ -303,9 +305,9 @@ class Registry:
         return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
 
     async def check_references(self, trajectory: str, model: str, references: Sequence[Reference]) -> None:
-        """Check that a trajectory of `model`, which need not be open, can be made of these calls. Raises an `ApiError`:
-        404 if a call or its trajectory is unknown, 400 if its answers carry no references or come from another
-        model."""
+        """Check that a trajectory, which need not be open, can be made of these calls. `model`: the name that agents
+        give it. Raises an `ApiError`: 404 if a call or its trajectory is unknown, 400 if its answers carry no
+        references or are of a model with another name."""
         sources = await self._sources(trajectory, model, references)
         for reference in references:
             if await sources[reference.trajectory].stream_seq_of(reference.reply, reference.choice) is None:
@@ -321,7 +323,7 @@ class Registry:
                 if error.code != "trajectory_completed":
                     raise
                 source = await self.find_to_read(name)
-            if not source.opened.references or source.opened.model != model:
+            if not source.opened.references or source.opened.named != model:
                 message = (
                     f"Calls of trajectory {name!r} can't make up {trajectory!r}: it must be opened with `references`, "
                     f"for the model {model!r}."

@@ -6,6 +6,7 @@
     journeywork policy rollback support                       take back the last decision
     journeywork policy split support@12 support@10 --percent 20
     journeywork policy follow support                         the newest version again
+    journeywork policy promote support@12 --prompt better.txt --replaces system.txt    with a prompt
 
 The name may be that of an outside model with an apprentice, `master` say. It stands for itself as `outside:master`:
 
@@ -23,6 +24,7 @@ import json
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -44,7 +46,7 @@ _DONE = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 0 on success, 1 if the gateway refuses or does not answer, 2 for invalid usage."""
     args = _parser().parse_args(argv)
-    with exit_on_error("policy", (ConfigError, InvalidNameError), (GatewayError,)):
+    with exit_on_error("policy", (ConfigError, InvalidNameError, OSError, UnicodeDecodeError), (GatewayError,)):
         (_list if args.action == "list" else _decide)(connect(args), args)
 
 
@@ -78,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         of_one.add_argument("version", help=version)
         of_one.add_argument("--of", metavar="MODEL", help="outside model that its apprentice's version answers for")
         of_one.add_argument("--min-logprob", **unsure)
+        of_one.add_argument("--prompt", metavar="FILE", help="system prompt that the version gets")
+        of_one.add_argument("--replaces", metavar="FILE", help="the agent's system prompt in whose place it is put")
     command("rollback", "take back the last decision; again: the one before it").add_argument(
         "model", help="name of the model"
     )
@@ -98,6 +102,8 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
     else:
         model, body["version"] = getattr(args, "of", None) or named_model(args.version), args.version
         body["min_logprob"] = args.min_logprob
+        files = {name: getattr(args, name, None) for name in ("prompt", "replaces")}
+        body |= {name: Path(file).read_text("utf-8") for name, file in files.items() if file}
     if args.action == "split":
         model = named_model(args.other) if is_outside(args.other) else model
         body |= {"other": args.other, "percent": args.percent}
@@ -134,7 +140,8 @@ def describe(policy: dict[str, Any]) -> str:
     if decision and decision["other"]:
         routed = f"{decision['percent']:g} % {decision['version']}, {100 - decision['percent']:g} % {decision['other']}"
     why = "it is an outside model; there was no decision" if is_outside(routed) and not decision else _why(decision)
-    lines = [f"{model}: {routed}", f"  why: {why}"]
+    prompt = f" with the prompt {policy['prompt']}" if policy.get("prompt") else ""
+    lines = [f"{model}: {routed}{prompt}", f"  why: {why}"]
     lines.append(f"  newest {policy['newest']}, loaded {', '.join(policy['loaded']) or 'none'}")
     lines += [f"  refused {version}: {why}" for version, why in policy["refused"].items()]
     return "\n".join(lines)

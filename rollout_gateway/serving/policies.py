@@ -119,6 +119,10 @@ class Policies:
         """Versions whose adapter is about to be deleted. Calls that use them continue; new trajectories and decisions
         can't name them."""
 
+    def sides(self, model: str) -> tuple[str, ...]:
+        """Return the models that answer the runs which agents open under a name: an outside model's apprentice too."""
+        return tuple(filter(None, (model, self.apprentices.get(model))))
+
     def decided(self) -> list[str]:
         """Return the policy versions that the decisions in force name."""
         decisions = (state.promoted for state in (*self.models.values(), *self.masters.values()))

@@ -54,6 +54,9 @@ class VersionDecision(Decision, frozen=True, kw_only=True, forbid_unknown_fields
     """JSON of what the decision rests on; kept as it is."""
     min_logprob: Annotated[float, Meta(le=0, ge=-1e6)] | None = None
     """About an outside model: as in `policy.promoted`."""
+    prompt: Annotated[str, Meta(max_length=65536)] = ""
+    """System prompt that the version gets in place of `replaces`, the agent's. Not in a split."""
+    replaces: Annotated[str, Meta(max_length=65536)] = ""
     after: RequestId = ""
     """Request id of the decision in force, as far as the caller knows. If another one is in force, nothing is
     decided."""
@@ -102,6 +105,10 @@ class Promotion:
         if model in self._policies.models and getattr(decision, "min_logprob", None) is not None:
             message = f"{model!r} is no outside model: nobody else can answer where its answers are not shown."
             raise ApiError(400, "invalid_body", message, param="min_logprob")
+        prompt, replaces = getattr(decision, "prompt", ""), getattr(decision, "replaces", "")
+        if bool(prompt) != bool(replaces) or (prompt and action == "split"):
+            message = "A prompt needs `replaces`, the agent's prompt in whose place it is put, and goes to all runs."
+            raise ApiError(400, "invalid_body", message, param="prompt")
         if decision.request:
             check_name(decision.request)
         by = {"by": owner or decision.by, "request": decision.request or new_id("d")}
@@ -183,4 +190,4 @@ class Promotion:
 
 def _routing(event: PolicyPromoted) -> dict[str, Any]:
     """Return the fields of a decision that say who answers."""
-    return {name: getattr(event, name) for name in ("version", "other", "percent", "min_logprob")}
+    return {name: getattr(event, name) for name in ("version", "other", "percent", "min_logprob", "prompt", "replaces")}

@@ -103,6 +103,26 @@ class VersionRouter:
         apprentice = self._policies.apprentices[name]
         return msgspec.structs.replace(opened, asked=name, model=apprentice, pinned=version, min_logprob=least)
 
+    def has_prompts(self) -> bool:
+        """Return whether a decision in force has a prompt."""
+        states = (*self._policies.models.values(), *self._policies.masters.values())
+        return any(state.promoted is not None and state.promoted.prompt for state in states)
+
+    def prompt_for(self, model: str, opening: TrajectoryOpened | None) -> PolicyPromoted | None:
+        """Return the decision whose prompt a call gets that names `model`; `None` if none has one. Exact versions, and
+        runs that another decision or their client gave to a version, get none."""
+        state = self._policies.models.get(model) or self._policies.masters.get(model)
+        decision = state.promoted if state is not None else None
+        if decision is None or not decision.prompt:
+            return None
+        if opening is None:
+            return decision
+        if opening.named != model:
+            return None
+        answers = outside_version(model) if opening.model in self.outside else opening.pinned
+        by_client = bool(opening.pinned) and not opening.asked
+        return decision if not by_client and answers in ("", decision.version) else None
+
     def refuse_outside(self, model: str) -> None:
         """Raise a 400 `ApiError` if `model` is an outside model, which no inference server here can be asked about."""
         if model in self.outside:

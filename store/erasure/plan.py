@@ -2,7 +2,7 @@
 
 A run is a person's if its `metadata` names the person as `subject`, or one of its calls does, in the field that its API
 has for end users: `user` or `safety_identifier` (OpenAI), `metadata.user_id` (Anthropic), `metadata.subject`. So is a
-run that was made of calls of such a run.
+run that was made of calls of such a run, or that an answer of such a run corrected (`corrected_by`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ UNION SELECT trajectory FROM rollout_exchange WHERE project = $project AND $subj
   request ->> '$.metadata.subject'
 )
 """
-_COPIES = """
-SELECT DISTINCT trajectory FROM rollout_exchange WHERE project = $project AND copied_from <> ''
-  AND regexp_replace(copied_from, '/[0-9]+$', '') IN (SELECT unnest($runs))
+_COPIED = """
+SELECT trajectory, regexp_replace(copied_from, '/[0-9]+$', '') FROM rollout_exchange
+WHERE project = $project AND copied_from <> ''
+UNION SELECT trajectory, copied_from FROM rollout_signal WHERE project = $project AND copied_from <> ''
 """
-_SOURCES = """
-SELECT DISTINCT regexp_replace(copied_from, '/[0-9]+$', '') FROM rollout_exchange
-WHERE project = $project AND trajectory IN (SELECT unnest($runs)) AND copied_from <> ''
-"""
+"""Runs that have a call or a correction of another run, and that run."""
 _OPEN = """
 SELECT trajectory FROM trajectories WHERE project = $project AND outcome = 'open'
   AND trajectory IN (SELECT unnest($runs))
@@ -144,7 +142,8 @@ def make_plan(
     )
     values: dict[str, Any] = {"project": config.project}
     runs = {*plan.runs, *_column(connection, _OF_PERSON, values | {"subject": subject})}
-    while copies := {*_column(connection, _COPIES, values | {"runs": sorted(runs)})} - runs:
+    copied = connection.execute(_COPIED, values).fetchall()
+    while copies := {run for run, source in copied if source in runs} - runs:
         runs |= copies
     left: set[str] = set()
     if finished:
@@ -172,12 +171,13 @@ def make_plan(
 
 def _unfinished(connection: duckdb.DuckDBPyConnection, config: Config, runs: set[str], *, untrained: bool) -> set[str]:
     """Return those of the runs that are open or wait for a judge, or for the trainer unless `untrained`, and the runs
-    whose calls they are made of: these tell that they are the person's."""
+    that they have calls or corrections of: these tell that they are the person's."""
     values: dict[str, Any] = {"project": config.project, "runs": sorted(runs)}
     unfinished = {*_column(connection, _OPEN, values), *_column(connection, _UNJUDGED, values)}
     if not untrained:
         unfinished.update(*(members for _, _, members in connection.execute(_UNTRAINED, values).fetchall()))
-    while sources := {*_column(connection, _SOURCES, values | {"runs": sorted(unfinished)})} - unfinished:
+    copied = connection.execute(_COPIED, {"project": config.project}).fetchall()
+    while sources := {source for run, source in copied if run in unfinished} - unfinished:
         unfinished |= sources
     return unfinished & runs
 

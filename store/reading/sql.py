@@ -62,7 +62,13 @@ def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config,
             f"there is no store at {lake}. If the run has just begun, nothing was recorded yet: try again after "
             "its first calls. Else name another run with --run-dir, or start one with `journeywork up`"
         )
+    set_price(connection, config)
     define_views(connection, lake, {}, tags=None if query is None else _tags_of(query))
+
+
+def set_price(connection: duckdb.DuckDBPyConnection, config: Config) -> None:
+    """Tell the views what an hour of an inference server costs."""
+    connection.execute(f"CREATE OR REPLACE MACRO gpu_usd_h() AS {config.store.gpu_usd_h!r}::DOUBLE")
 
 
 def _tags_of(query: str) -> Collection[str]:
@@ -106,6 +112,7 @@ def define_views(
         # DuckDB opens every file that a view reads when the view is made: the documented views are made over no files.
         for tag in schema.tables():
             _define(connection, lake, tag, [])
+        connection.execute("CREATE MACRO IF NOT EXISTS gpu_usd_h() AS 0::DOUBLE")
         for view in VIEWS:
             connection.execute(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}")
     for tag in schema.tables() if tags is None else tags:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal as signals
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,7 +40,8 @@ from tests.kits.settings import with_values
 
 pytestmark = pytest.mark.anyio
 
-CORRECTION = Hint(call=0, text="quality=0.9", kind="correction", by="outside:master")
+OUTSIDE = "outside:master"
+CORRECTION = Hint(call=0, text="quality=0.9", kind="correction", by=OUTSIDE, version=OUTSIDE)
 MASTER = OutsideConfig(name="master", url="http://h/v1", may_train=True, input_usd=1e6, output_usd=1e6)
 
 
@@ -129,7 +131,7 @@ async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_
         assert await healer.heal(group) == group
         assert await healer.heal(group) == group
     assert await signals_on_log(broker) == []
-    assert len(await broker.read(AnswersCompared)) == bool(said)
+    assert len(await broker.read(AnswersCompared)) == 1
 
 
 async def test_the_apprentice_corrects_nothing_in_the_name_of_the_model_it_took_over(
@@ -196,8 +198,11 @@ async def test_the_call_at_fault_is_the_lowest_graded_or_the_one_that_the_outsid
     assert [hint.call for hint in healed.members[0].hints] == [0]
 
 
-async def test_money_of_a_day_is_spent_once(broker: Broker, nats_config: NatsConfig) -> None:
-    gateway = master("quality=0.1")
+@pytest.mark.parametrize("said", ["quality=0.1", "quality=0.2", ""], ids=["worse", "the same", "nothing"])
+async def test_money_of_a_day_is_spent_once(
+    broker: Broker, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    gateway = master(said)
     async with healing(broker, nats_config, gateway, **{"judge.healing.max_usd": 1.0}) as (healer, _):
         await play(broker, "quality=0.2")
         await healer.heal(scored(0.1))
@@ -205,9 +210,15 @@ async def test_money_of_a_day_is_spent_once(broker: Broker, nats_config: NatsCon
         other = Member(trajectory="s", reward=0.1, exchanges=1)
         await healer.heal(msgspec.structs.replace(scored(0.1), members=(other,)))
         assert len(gateway.requests) == 1
-        healer._day = 1
-        await healer.heal(msgspec.structs.replace(scored(0.1), members=(other,)))
-        assert len(gateway.requests) == 2
+    gateway = master("quality=0.1")
+    async with healing(broker, nats_config, gateway, **{"judge.healing.max_usd": 1.0}) as (healer, _):
+        group = msgspec.structs.replace(scored(0.1), members=(other,))
+        await healer.heal(group)  # by a judge that was started anew
+        assert len(gateway.requests) == 0
+        tomorrow = time.time() + 86_400
+        monkeypatch.setattr(time, "time", lambda: tomorrow)
+        await healer.heal(group)
+        assert len(gateway.requests) == 1
 
 
 async def test_the_judge_publishes_the_group_with_its_correction(broker: Broker, nats_config: NatsConfig) -> None:

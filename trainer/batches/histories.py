@@ -195,6 +195,11 @@ def _render_hints(
         example = correction if best is not None and is_better(best, member) else []
         hints: dict[int, list[Hint]] = {}
         for hint in member.hints if calls else ():
+            if hint.version and not may_train(hint.version):
+                count, unused = count + 1, unused + 1
+                reason = f"{hint.version} wrote it, whose table does not say may_train"
+                logger.warning("hint not used", trajectory=member.trajectory, call=hint.call, reason=reason)
+                continue
             # A hint for the run as a whole (-1) is given to its first call.
             hints.setdefault(min(calls) if hint.call < 0 else hint.call, []).append(hint)
         for call in sorted(hints.keys() | (calls.keys() if example else ())):

@@ -63,6 +63,7 @@ EXCHANGES = View(
         "ended_at": "When the reply was complete, UTC.",
         "latency_s": "Seconds from `started_at` to `ended_at`.",
         "first_token_s": "Seconds to the first token; null where the reply was not streamed.",
+        "prompt": "Id of the promoted prompt that the model saw in place of the agent's; null if none.",
         "copied_from": "`<trajectory>/<seq>` of the call that this one is a copy of; null if it was made in this run.",
         "stream_seq": "Sequence in ROLLOUTS.",
     },
@@ -73,7 +74,7 @@ EXCHANGES = View(
           streamed, replica, nullif(started_at, {NEVER}) AS started_at, "at" AS ended_at,
           epoch_us("at" - nullif(started_at, {NEVER})) / 1e6 AS latency_s,
           epoch_us(nullif(first_token_at, {NEVER}) - nullif(started_at, {NEVER})) / 1e6 AS first_token_s,
-          nullif(copied_from, '') AS copied_from,
+          nullif(prompt, '') AS prompt, nullif(copied_from, '') AS copied_from,
           input_tokens, cached_tokens, output_tokens, cost_usd, nullif(error, '') AS error, failed_providers,
           log_seq AS stream_seq,
           nullif(split_part(traceparent, '-', 2), '') AS trace_id

@@ -7,19 +7,35 @@ from __future__ import annotations
 
 from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from pipeline.statistics.utilization import BUSY
-from store.reading.views.view import NEVER, View
+from store.reading.views.view import GPU_USD_S, NEVER, View
 
 
 def _answering(whose: str, name: str) -> str:
-    """Return SQL for the seconds in which calls were answered, as the column `name`. They are the union of the calls
-    that share the columns `whose`: each adds the part after the end of those that began before it."""
+    """Return SQL for the seconds in which calls were answered, shadow calls too, as the column `name`. They are the
+    union of the calls that share the columns `whose`: each adds the part after the end of those that began before
+    it."""
     return f"""
-          SELECT project, model, "at", greatest(0, epoch_us("at" - greatest(started_at, coalesce(max("at") OVER (
-            PARTITION BY {whose} ORDER BY started_at, log_seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
-          ), started_at)))) / 1e6 AS {name}
-          FROM rollout_exchange WHERE started_at > {NEVER} AND copied_from = ''
-            AND NOT starts_with(policy_version, 'outside:')
+          SELECT project, model, trajectory, version, shadow, "at", greatest(0, epoch_us("at" - greatest(
+            started_at, coalesce(max("at") OVER (
+              PARTITION BY {whose} ORDER BY started_at, log_seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+            ), started_at)))) / 1e6 AS {name}
+          FROM (
+            SELECT project, model, trajectory, policy_version AS version, false AS shadow, "at", started_at, replica,
+              log_seq
+            FROM rollout_exchange WHERE copied_from = '' AND NOT starts_with(policy_version, 'outside:')
+            UNION ALL BY NAME
+            SELECT project, model, trajectory, policy_version AS version, true AS shadow, "at", started_at, replica,
+              log_seq
+            FROM rollout_shadow
+          ) WHERE started_at > {NEVER}
     """
+
+
+_SERVED = f"""served AS (
+          SELECT project, trajectory, version, sum(gpu_s) AS gpu_s FROM ({_answering("replica", "gpu_s")})
+          WHERE NOT shadow GROUP BY ALL
+        )"""
+"""SQL of a table of the seconds that inference servers took for a run, by version."""
 
 
 SPENDING = View(
@@ -31,8 +47,8 @@ SPENDING = View(
         "published_at": "When the step was published, UTC.",
         "judge_usd": "Cost of the verdicts on groups, of all branches, and on single answers.",
         "train_gpu_s": "Seconds of the steps, times `trainer.processes`.",
-        "serve_gpu_s": "Seconds in which an inference server answered a call, or several at once. A GPU that trainer "
-        "and server share is counted for both.",
+        "serve_gpu_s": "Seconds in which an inference server answered a call, or several at once, shadow calls too. A "
+        "GPU that trainer and server share is counted for both.",
         "sampled_tokens": "Tokens that were sampled in runs that ended.",
         "total_usd": "`judge_usd` of this step and all before it.",
         "total_gpu_s": "`train_gpu_s` and `serve_gpu_s` of this step and all before it.",
@@ -53,7 +69,7 @@ SPENDING = View(
           UNION ALL BY NAME
           SELECT project, model, "at", coalesce(metrics['gpu_s'], metrics['step_s']) AS train_gpu_s
           FROM policy_checkpoint
-          UNION ALL BY NAME FROM calls
+          UNION ALL BY NAME SELECT project, model, "at", serve_gpu_s FROM calls
           UNION ALL BY NAME SELECT project, model, "at", sampled_tokens FROM rollout_completed
         ), steps AS (
           SELECT project, model, version, step, "at" FROM policy_checkpoint WHERE branch = 'main'
@@ -137,7 +153,10 @@ COSTS = View(
         "solved": f"Number of scored runs whose final reward is {SOLVED} or more.",
         "calls": "Number of model calls.",
         "input_tokens": "Tokens of the prompts, cached ones included; of a provider by its own count.",
-        "cost_usd": "What providers charged. Calls of the policy cost nothing here: `spending` has its hours.",
+        "gpu_s": "Seconds of inference servers that answered them. Calls that a server answers at the same time share "
+        "its seconds.",
+        "cost_usd": "What providers charged, and `gpu_s` at the price `store.gpu_usd_h`. `spending` has the hours of "
+        "training and of shadow calls.",
         "unpriced": "Calls of providers without a known cost: they failed, broke off or told no usage.",
         "usd_per_solved": "`cost_usd` per solved run; null where none is.",
         "tokens_per_solved": "Input and output tokens per solved run; null where none is.",
@@ -151,7 +170,7 @@ COSTS = View(
             coalesce(sum(cost_usd), 0) AS cost_usd,
             count(*) FILTER (step < 0 AND choice = 0 AND cost_usd IS NULL) AS unpriced
           FROM rollout_exchange WHERE copied_from = '' GROUP BY ALL
-        ), final AS (
+        ), {_SERVED}, final AS (
           SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
           WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
         ), summed AS (
@@ -159,8 +178,10 @@ COSTS = View(
             count(*) FILTER (t.outcome = 'scored' AND coalesce(f.reward, t.reward) >= {SOLVED}) AS solved,
             sum(s.calls)::BIGINT AS calls, sum(s.input_tokens)::BIGINT AS input_tokens,
             sum(s.cached_tokens)::BIGINT AS cached_tokens, sum(s.output_tokens)::BIGINT AS output_tokens,
-            sum(s.cost_usd) AS cost_usd, sum(s.unpriced)::BIGINT AS unpriced
+            coalesce(sum(v.gpu_s), 0) AS gpu_s,
+            sum(s.cost_usd) + coalesce(sum(v.gpu_s), 0) * {GPU_USD_S} AS cost_usd, sum(s.unpriced)::BIGINT AS unpriced
           FROM spent s JOIN trajectories t ON t.project = s.project AND t.trajectory = s.trajectory
+          LEFT JOIN served v ON v.project = s.project AND v.trajectory = s.trajectory AND v.version = s.version
           LEFT JOIN final f ON f.project = s.project AND f.trajectory = s.trajectory
           GROUP BY ALL
         )
@@ -184,11 +205,14 @@ TAKEOVERS = View(
         "apprentice_calls": "Those that the apprentice answered.",
         "unsure_calls": "Answers of the apprentice that were not shown, because its mean logprob was too low.",
         "instead_calls": "Calls that the master answered in a run of the apprentice: it was unsure, or did not answer.",
-        "cost_usd": "What providers charged.",
+        "cost_usd": "What providers charged, and the time of inference servers at the price `store.gpu_usd_h`.",
         "opened_at": "When the run began, UTC.",
     },
-    """
-        WITH names AS (SELECT DISTINCT project, asked AS name FROM rollout_opened WHERE asked <> ''), said AS (
+    f"""
+        WITH names AS (SELECT DISTINCT project, asked AS name FROM rollout_opened WHERE asked <> ''), {_SERVED},
+        own AS (
+          SELECT project, trajectory, sum(gpu_s) AS gpu_s FROM served GROUP BY ALL
+        ), said AS (
           SELECT project, trajectory, count(*) FILTER (status = 'complete') AS calls,
             count(*) FILTER (status = 'complete' AND step >= 0) AS apprentice_calls,
             count(*) FILTER (status = 'unsure') AS unsure_calls,
@@ -204,11 +228,12 @@ TAKEOVERS = View(
           if(t.outcome = 'scored', coalesce(f.reward, t.reward), NULL) AS reward, coalesce(s.calls, 0) AS calls,
           coalesce(s.apprentice_calls, 0) AS apprentice_calls, coalesce(s.unsure_calls, 0) AS unsure_calls,
           if(o.model = n.name, 0, coalesce(s.master_calls, 0)) AS instead_calls,
-          coalesce(s.cost_usd, 0) AS cost_usd, t.opened_at
+          coalesce(s.cost_usd, 0) + coalesce(own.gpu_s, 0) * {GPU_USD_S} AS cost_usd, t.opened_at
         FROM rollout_opened o
         JOIN names n ON n.project = o.project AND n.name = coalesce(nullif(o.asked, ''), o.model)
         JOIN trajectories t ON t.project = o.project AND t.trajectory = o.trajectory
         LEFT JOIN said s ON s.project = o.project AND s.trajectory = o.trajectory
+        LEFT JOIN own ON own.project = o.project AND own.trajectory = o.trajectory
         LEFT JOIN final f ON f.project = o.project AND f.trajectory = o.trajectory
         """,
     sources=(TrajectoryOpened, ExchangeRecorded),

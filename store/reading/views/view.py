@@ -12,6 +12,9 @@ from pipeline.events import schema
 NEVER = "TIMESTAMP '1970-01-01'"
 """A time that was not recorded."""
 
+GPU_USD_S = "gpu_usd_h() / 3600"
+"""Price of a second of an inference server in USD, which `store.reading.sql` takes from the settings."""
+
 _COMMON = {
     "project": "Namespace.",
     "model": "Serving name of the policy.",

@@ -40,9 +40,11 @@ class Gateway:
         """Change what a model's name stands for. Raises `PageError` with the gateway's status and message."""
         await self._ask(key, "POST", f"/v1/policies/{quote(model, safe='')}/{action}", body)
 
-    async def give_feedback(self, key: str, trajectory: str, body: dict[str, Any]) -> None:
-        """Record what a person says of a trajectory. Raises `PageError`."""
-        await self._ask(key, "POST", f"/v1/trajectories/{quote(trajectory, safe='')}/feedback", body)
+    async def give_feedback(self, key: str, trajectory: str, body: dict[str, Any]) -> str:
+        """Record what a person says of a trajectory. Return its `use`, what settings make of it. Raises
+        `PageError`."""
+        told = await self._ask(key, "POST", f"/v1/trajectories/{quote(trajectory, safe='')}/feedback", body)
+        return str(told["signals"][0]["use"])
 
     async def _ask(self, key: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         state = read_state(Path(self._config.run_dir))

@@ -1,7 +1,9 @@
-"""A person's scores of a group's members: the page's form to bodies of the gateway's feedback route."""
+"""A person's scores of a group's members, and corrections of calls: from the pages' forms to bodies of the gateway's
+feedback route."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,3 +28,15 @@ def bodies(form: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         raise PageError(400, f"The comment on {min(stray)[:80]!r} needs a score beside it.")
     common = {"name": "label", "source": "dashboard"}
     return {t: {**common, "value": s, "text": given["comment"].get(t, "")} for t, s in scores.items()}
+
+
+def correction(form: Mapping[str, str]) -> dict[str, Any]:
+    """The feedback of a form with the fields `call`, the number of a call, and `correction`, the answer that it should
+    have given. The same form again is the same signal. Raises `PageError`."""
+    call, text = form.get("call", ""), form.get("correction", "").strip().replace("\r\n", "\n")
+    if not (call.isascii() and call.isdigit()) or len(call) > 9:
+        raise PageError(400, f"call={call[:40]!r}: write the number of a call.")
+    if not text:
+        raise PageError(400, "Write the answer that the call should have given.")
+    key = f"correction-{call}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return {"name": "healing", "source": "dashboard", "call": int(call), "correction": text, "key": key}

@@ -98,6 +98,7 @@ class Dashboard:
         routes += [
             *(Route(f"/compare{end}", self._compare) for end in ("", ".json")),
             Route("/label/{group:path}", self._label, methods=["POST"]),
+            Route("/correct/{trajectory:path}", self._correct, methods=["POST"]),
             Route("/policies/{model:path}", self._decide, methods=["POST"]),
             Route("/sign-in", self._sign_in, methods=["GET", "POST"]),
             Route("/sign-out", self._sign_out, methods=["POST"]),
@@ -240,6 +241,13 @@ class Dashboard:
             await self._gateway.give_feedback(key, trajectory, body)
         query = urlencode({**request.query_params, "labeled": len(bodies)})
         return _redirect(f"/group/{quote(group, safe='')}?{query}")
+
+    async def _correct(self, request: Request) -> Response:
+        """Record what a call of a run should have answered."""
+        key, trajectory = self._access.key(request), request.path_params["trajectory"]
+        use = await self._gateway.give_feedback(key, trajectory, labels.correction(await self._form(request)))
+        query = urlencode({**request.query_params, "corrected": use})
+        return _redirect(f"/trajectory/{quote(trajectory, safe='')}?{query}")
 
     # -- signing in --------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class History:
         self._connection = duckdb.connect(
             config={"memory_limit": _MEMORY, "threads": "2", "temp_directory": self._spill.name}
         )
+        sql.set_price(self._connection, config)
         self._results: dict[tuple[str, str], tuple[list[Row], float]] = {}
         """By query and parameters, the rows and the time until which they are returned again."""
         self._lock = threading.Lock()

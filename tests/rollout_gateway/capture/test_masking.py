@@ -282,7 +282,7 @@ def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_ident
         "teacher",
         "request",
     }
-    of_operators = {"reason", "evidence"}  # of a promotion
+    of_operators = {"reason", "evidence", "prompt", "replaces"}  # of a promotion
     (gateway,) = [user for user in users.USERS if user.name == "gateway"]
     kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]
     published = [

@@ -49,9 +49,9 @@ async def test_masters_answer_corrects_a_run_where_all_tables_permit_it(
     assert give(gateway, run, corrected_by=unanswered) == (404, "exchange_not_found")
     assert give(gateway, run, corrected_by=text, correction="x") == (400, "invalid_body")
     assert give(gateway, run, corrected_by="t-no") == (404, "trajectory_not_found")
-    assert [(s.kind, s.text, s.source) for s in await signals(broker, run)] == [
-        ("correction", "b2", "outside:master"),
-        ("correction", '{"name":"look","arguments":"{\\"at\\": 1}"}', "outside:master"),
+    assert [(s.kind, s.text, s.source, s.copied_from) for s in await signals(broker, run)] == [
+        ("correction", "b2", "outside:master", text),
+        ("correction", '{"name":"look","arguments":"{\\"at\\": 1}"}', "outside:master", call),
     ]
 
 

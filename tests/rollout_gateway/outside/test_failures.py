@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,8 @@ import httpx
 import openai
 import pytest
 
+from pipeline import streams
+from pipeline.commands.backup import MANIFEST, backup
 from pipeline.config import NatsConfig, OutsideConfig
 from pipeline.events import ExchangeRecorded, encode
 from pipeline.log.broker import Broker
@@ -27,7 +31,7 @@ from rollout_gateway.outside import providers
 from rollout_gateway.outside.relay import EventBuffer, Relay
 from rollout_gateway.outside.requests import CHAT
 from store.reading import sql
-from tests.conftest import free_port
+from tests.conftest import NatsServer, free_port
 from tests.rollout_gateway.conftest import PROJECT
 from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.outside.conftest import KEY, StartOutside, table
@@ -326,8 +330,13 @@ async def test_killed_gateway_sends_nothing_twice_and_loses_nothing_that_was_ans
     assert gateway.complete(run["id"], reward=1.0).json()["exchanges"] == 2
 
 
-async def test_providers_key_is_in_no_file_and_no_answer(
-    start_outside: StartOutside, provider: Provider, broker: Broker, nats_config: NatsConfig, tmp_path: Path
+async def test_providers_key_is_in_no_file_no_backup_and_no_answer(
+    start_outside: StartOutside,
+    provider: Provider,
+    broker: Broker,
+    nats_server: NatsServer,
+    start_nats: Callable[..., NatsServer],
+    tmp_path: Path,
 ) -> None:
     """A provider that repeats its key, in bodies, streams and headers."""
     gateway = start_outside(table(provider), **{"detection.enabled": True})
@@ -349,11 +358,27 @@ async def test_providers_key_is_in_no_file_and_no_answer(
     gateway.stop()
     events = await broker.read(ExchangeRecorded, project=PROJECT, trajectory=run["id"])
     assert len(events) == 6
-    assert all(KEY.encode() not in encode(e.event) for e in events), "nor in backups, which are copies of files and log"
-    fill(tmp_path / "lake", [recorded.event for recorded in events])
-    with sql.connect(tmp_path / "lake") as lake:
+    assert all(KEY.encode() not in encode(e.event) for e in events)
+    fill(gateway.folder, [recorded.event for recorded in events])
+    with sql.connect(gateway.folder) as lake:
         recorded_calls = lake.sql("FROM rollout_exchange").fetchall()
     assert (len(recorded_calls), KEY in str(recorded_calls)) == (6, False)
+    nats_server.stop()
+    (gateway.folder / "nats").symlink_to(nats_server.folder / "js")
+    copied = backup(gateway.config, tmp_path / "copy").files
+    assert {name.split("/")[0] for name in copied} >= {"config.toml", "nats", "store"}
+    # The log's blocks are compressed: their messages are searched on a server that has the copy.
+    again = start_nats()
+    again.stop()
+    shutil.rmtree(again.folder / "js")
+    shutil.copytree(tmp_path / "copy" / "nats", again.folder / "js")
+    again.start()
+    payloads = []
+    async with Broker.connect(NatsConfig(url=again.url, provision=False)) as restored:
+        for stream_of_log in streams.STREAMS:
+            payloads += [m.payload async for m in restored.messages(stream_of_log.name)]
+    assert sum(encode(recorded.event) in payloads for recorded in events) == 6
+    assert not any(KEY.encode() in payload for payload in payloads)
     files = [Path(folder) / name for folder, _, names in os.walk(tmp_path) for name in names]
     assert any(KEY.encode() in path.read_bytes() for path in files) is False
-    assert {path.name for path in files} >= {"config.toml", "gateway.log"}
+    assert {path.name for path in files} >= {"config.toml", "gateway.log", MANIFEST}

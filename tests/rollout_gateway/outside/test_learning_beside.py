@@ -53,6 +53,7 @@ async def test_a_shadow_is_compared_and_a_low_run_is_healed_by_the_master(
     assert set(compared) == {of_master["id"], of_policy["id"]}
     assert all(event.outside_score > event.apprentice_score for event in compared.values())
     (member,) = scored[0].event.members
-    assert member.hints == (Hint(call=0, text="quality=1.0", kind="correction", by="outside:master"),)
+    by = "outside:master"
+    assert member.hints == (Hint(call=0, text="quality=1.0", kind="correction", by=by, version=by),)
     (signal,) = await broker.read(SignalGiven)
     assert (signal.event.trajectory, signal.event.kind) == (of_policy["id"], "correction")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, StoreConfig, VllmConfig, save
-from pipeline.events import ExchangeRecorded, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import ExchangeRecorded, GroupDiscarded, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.names import split_point
 from pipeline.running.installations import SETTINGS
@@ -28,7 +28,7 @@ from tests.kits.services import service
 from tests.kits.settings import with_values
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
-from tests.rollout_gateway.kit import exchanges
+from tests.rollout_gateway.kit import exchanges, key_config
 from tests.rollout_gateway.outside.conftest import KEY, table
 from tests.rollout_gateway.outside.provider import MESSAGE, RESPONSE, Provider, chunks, completion, stream, whole
 
@@ -393,3 +393,64 @@ async def test_a_takeover_is_decided_once_whoever_is_killed(start: Open) -> None
         (text,) = takeover_texts(history)
         history.close()
         assert text.startswith("The apprentice of master answered ")
+
+
+async def test_a_group_keeps_the_name_that_it_was_opened_with(start: Open) -> None:
+    """Its agent knows the master only, and so may its key."""
+    keys = (key_config("a", models=("master",)), key_config("b"), key_config("op", role="operator"))
+    shop = await start(promote=False, keys=keys)
+
+    async def get(path: str, key: str) -> tuple[int, Any]:
+        answer = await shop.client.get(f"{shop.gateway.url}/v1/{path}", headers={"authorization": f"Bearer {key}"})
+        return answer.status_code, answer.json()
+
+    shop.client.headers["authorization"] = "Bearer op"
+    await shop.decide("promote", version=APPRENTICE)
+    shop.client.headers["authorization"] = "Bearer a"
+    for name in ("r1", "r2"):
+        await shop.open(name, group="g")
+    assert (await get("groups/g?model=master", "b"))[0] == 404
+    for path, key in (("groups/g", "a"), ("groups/g?model=master", "op"), ("groups/g?model=tictactoe", "op")):
+        status, group = await get(path, key)
+        assert (status, group["status"]) == (200, "waiting")
+    ended: Any = {"project": PROJECT, "group": "g", "model": "tictactoe", "trajectories": ("r1", "r2")}
+    await shop.broker.publish(GroupDiscarded(**ended, reason="no_variance", by="trainer"))
+    assert (await get("groups/g", "a"))[1] == {
+        **group,
+        "model": "master",
+        "status": "discarded",
+        "reason": "no_variance",
+    }
+    await publish_adapter(shop.broker, 2, groups=("g",))
+    with anyio.fail_after(60):
+        while (await get("groups/g?model=master", "op"))[1]["version"] != "tictactoe@2":
+            await anyio.sleep(0.05)  # the gateway reads the checkpoint
+    assert (await get("groups/g", "a"))[1] == {**group, "model": "master", "status": "trained"}
+    (policy,) = (await get("policies", "a"))[1]["data"]
+    assert "tictactoe" not in json.dumps(policy)
+    assert (policy["version"], policy["step"], policy["decision"]["action"]) == (None, None, "promote")
+
+
+async def test_calls_make_up_a_groups_members_whoever_answers_them(start: Open) -> None:
+    """The members are runs of the side that answered, whatever was decided since."""
+    shop = await start()
+
+    async def complete(*members: tuple[str, str]) -> int:
+        bodies = []
+        for name, source in members:
+            choice = (await shop.call(source)).json()["choices"][0]
+            bodies.append({"id": name, "exchanges": [choice["journeywork"]], "reward": 1.0})
+        url = f"{shop.gateway.url}/v1/groups/g/complete"
+        answer = await shop.client.post(url, json={"model": "master", "trajectories": bodies}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return len(answer.json()["data"])
+
+    for source in ("s1", "s2"):
+        await shop.open(source, references=True)
+    assert await complete(("m1", "s1")) == 1
+    await shop.decide("promote", version=MASTER)
+    assert await complete(("m2", "s2")) == 1
+    for name in ("m1", "m2"):
+        opened, (call,) = await shop.opened(name), await shop.calls(name)
+        assert (opened.model, opened.asked, opened.pinned) == ("tictactoe", "master", APPRENTICE)
+        assert call.policy_version == APPRENTICE

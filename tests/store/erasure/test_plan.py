@@ -12,20 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import Config, ConfigError, ModelConfig
-from pipeline.events import Event
+from pipeline.events import Event, SignalGiven, TrajectoryOpened
 from store.erasure.command import _summary
 from store.erasure.plan import Plan, _in_lake, digest_of, journal_of, make_plan
 from store.reading import sql
 from tests.store.kit import checkpoint, exchange, fill, scored
 
 
-def plan_of(tmp_path: Path, versions: list[Event]) -> Plan:
+def plan_of(tmp_path: Path, versions: list[Event], *, finished: bool = False) -> Plan:
     """The plan for Alice, whose only run is in the scored group g."""
     request = msgspec.json.encode({"messages": [], "user": "alice"})
     config = Config(project="p", run_dir=str(tmp_path), models=(ModelConfig(name="m", base="tiny"),))
     fill(tmp_path, [exchange("a", group="g", request=request), scored("g", {"a": 1.0, "b": 0.0}), *versions])
     with sql.connect(config) as connection:
-        return make_plan(connection, config, "alice", untrained=True)
+        return make_plan(connection, config, "alice", untrained=True, finished=finished)
 
 
 def trained(step: int, group: str = "g", **more: Any) -> Event:
@@ -108,3 +108,24 @@ def test_a_damaged_data_set_may_hold_the_person_s_runs_and_is_named(content: byt
     (tmp_path / "train.parquet").write_bytes(content)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/train.parquet can't be read"):
         plan_of(tmp_path, [trained(1)])
+
+
+def test_a_run_that_a_person_s_run_corrected_is_hers_too(tmp_path: Path) -> None:
+    """Its signal, and the hint of its group, hold the answer that she got."""
+    named: Any = {"project": "p", "model": "m", "group": "g2", "kind": "correction", "by": "op"}
+    signals: list[Event] = [
+        SignalGiven(**named, trajectory="c", signal="s", text="Dear Alice", copied_from="a"),
+        SignalGiven(**named, trajectory="d", signal="s", text="Dear Bob", copied_from="b"),
+    ]
+    plan = plan_of(tmp_path, [*signals, scored("g2", {"d": 1.0}), trained(1, "g3")])
+    assert plan.runs == ["a", "c"]
+    assert plan.held_up == []
+
+
+@pytest.mark.parametrize("run", ["c", "a"])
+def test_a_run_that_corrected_one_that_is_not_finished_is_left_with_it(run: str, tmp_path: Path) -> None:
+    """It tells that the other one is the person's."""
+    named: Any = {"project": "p", "trajectory": "c", "model": "m", "group": "g2"}
+    signal = SignalGiven(**named, signal="s", kind="correction", text="Dear Alice", copied_from="a")
+    fill(tmp_path, [TrajectoryOpened(**named), signal])
+    assert run in plan_of(tmp_path, [], finished=True).left

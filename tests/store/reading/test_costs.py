@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config import Config
+from pipeline.config import Config, StoreConfig
 from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened
+from store.reading import sql
 from store.showing.pages.history import History
 from store.showing.pages.takeover import takeover_texts
-from tests.store.kit import exchange, fill, scored
+from tests.store.kit import exchange, fill, scored, shadow
 from tests.store.reading.test_sql import rows
 
 DAY = 86_400_000_000
@@ -120,3 +121,36 @@ def test_what_an_apprentice_is_worth(tmp_path: Path) -> None:
         "on 2 tasks, the master's 0.750 [0.000, 1.000] on 2 tasks. That day cost $1.00; by the master alone it would "
         "be $1.50."
     )
+
+
+def test_own_compute_has_a_price_and_shadow_calls_take_time(tmp_path: Path) -> None:
+    """Calls that one server answers at the same time share its seconds."""
+
+    def at(begin: float, end: float) -> dict[str, Any]:
+        when = 3 * DAY
+        return {"started_at": when + int(begin * 1e6), "at": when + int(end * 1e6), "replica": "r"}
+
+    first, last = run("a", "m", "one", 3, "scored", 1.0)
+    fill(
+        tmp_path,
+        [
+            msgspec.structs.replace(first, asked="master", pinned="m@3"),
+            exchange("a", 0, 3, **at(0, 10)),
+            exchange("a", 1, -1, **{**OUTSIDE, "model": "m", **at(20, 30)}),
+            last,
+            *run("b", "m", "two", 3, "scored", 0.0),
+            exchange("b", 0, 3, **at(5, 20)),
+            exchange("b", 0, 3, choice=1, **at(5, 20)),
+            shadow("c", policy_version="m@3", **at(18, 24)),
+        ],
+    )
+    for price, of_a, of_b in ((0.0, 0.25, 0.0), (3600.0, 10.25, 10.0)):
+        config = Config(run_dir=str(tmp_path), store=StoreConfig(gpu_usd_h=price))
+        with sql.connect(config) as connection:
+            costs = connection.sql("SELECT task, sum(cost_usd), sum(gpu_s) FROM costs GROUP BY task ORDER BY task")
+            assert costs.fetchall() == [("one", of_a, 10.0), ("two", of_b, 10.0)]
+            assert connection.sql("SELECT trajectory, cost_usd FROM takeovers").fetchall() == [("a", of_a)]
+            assert connection.sql("SELECT serve_gpu_s FROM spending").fetchall() == [(24.0,)]
+        history = History(config)
+        assert history.row("SELECT sum(cost_usd) AS usd FROM costs", {}) == {"usd": of_a + of_b}
+        history.close()

@@ -151,7 +151,7 @@ def test_two_hosts_are_refused(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "headers", [{"origin": "https://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {}]
 )
-@pytest.mark.parametrize("path", ["/policies/m", "/label/g0", "/sign-out", "/sign-in"])
+@pytest.mark.parametrize("path", ["/policies/m", "/label/g0", "/correct/t0", "/sign-out", "/sign-in"])
 def test_a_change_that_another_page_asks_for_is_refused(client: TestClient, headers: dict[str, str], path: str) -> None:
     assert client.post(path, data={"action": "pin"}, headers=headers).status_code == 403
 
@@ -164,7 +164,8 @@ def test_a_program_that_names_no_origin_is_told_what_to_send(client: TestClient)
 
 
 def test_a_decision_without_a_gateway_says_so(client: TestClient) -> None:
-    for path, form in (("/policies/m", {"action": "pin", "version": "m@1"}), ("/label/g0", {"score:t0": "1"})):
+    pin, score, correction = {"action": "pin", "version": "m@1"}, {"score:t0": "1"}, {"call": "0", "correction": "b2"}
+    for path, form in (("/policies/m", pin), ("/label/g0", score), ("/correct/t0", correction)):
         answer = client.post(path, data=form, headers={"origin": URL})
         assert (answer.status_code, "journeywork up" in answer.text) == (503, True)
     assert client.post("/policies/m", data={"action": "x"}, headers={"origin": URL}).status_code == 400

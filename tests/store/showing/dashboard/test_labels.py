@@ -1,11 +1,11 @@
-"""A person's label, from the page's form."""
+"""A person's labels and corrections, from the pages' forms."""
 
 from __future__ import annotations
 
 import pytest
 
 from store.showing.dashboard.errors import PageError
-from store.showing.dashboard.labels import bodies
+from store.showing.dashboard.labels import bodies, correction
 
 
 def test_scores_with_comments() -> None:
@@ -27,4 +27,27 @@ def test_scores_with_comments() -> None:
 def test_what_is_no_label_is_refused(form: dict[str, str], said: str) -> None:
     with pytest.raises(PageError, match=said) as caught:
         bodies(form)
+    assert caught.value.status == 400
+
+
+def test_a_correction_is_the_same_signal_when_its_form_is_sent_again() -> None:
+    made = correction({"call": "3", "correction": " Dear Bob,\r\nno. "})
+    key = made.pop("key")
+    assert made == {"name": "healing", "source": "dashboard", "call": 3, "correction": "Dear Bob,\nno."}
+    assert correction({"call": "3", "correction": "Dear Bob,\nno."})["key"] == key
+    others = ({"call": "4", "correction": "Dear Bob,\nno."}, {"call": "3", "correction": "no"})
+    assert key not in [correction(other)["key"] for other in others]
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"correction": "b2"}, "number of a call"),
+        ({"call": "-1", "correction": "b2"}, "number of a call"),
+        ({"call": "0", "correction": " \n"}, "Write the answer"),
+    ],
+)
+def test_what_is_no_correction_is_refused(form: dict[str, str], said: str) -> None:
+    with pytest.raises(PageError, match=said) as caught:
+        correction(form)
     assert caught.value.status == 400

@@ -11,7 +11,8 @@ from msgspec import structs
 from starlette.testclient import TestClient
 
 from pipeline.config import Config
-from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened, pack_mask, pack_seqs
+from pipeline.events import Event, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened, pack_mask, pack_seqs
+from store.showing.dashboard.gateway import Gateway
 from store.showing.dashboard.server import _LISTS, _SINGLE
 from store.showing.pages import groups as reading_groups
 from store.showing.pages import trajectories as reading
@@ -331,3 +332,36 @@ def test_a_run_without_a_group_has_its_reward_and_its_checkpoints(tmp_path: Path
     group = reading_groups.group(history, "waits", {})
     history.close()
     assert (group["scored"], [m["trajectory"] for m in group["members"]]) == ([], ["waits"])
+
+
+@pytest.mark.parametrize("use", ["hint", "history"])
+def test_a_call_is_corrected_by_a_person(client: TestClient, monkeypatch: pytest.MonkeyPatch, use: str) -> None:
+    asked: list[Any] = []
+
+    async def ask(gateway: Gateway, key: str, method: str, path: str, body: Any = None) -> Any:
+        asked.append((path, body))
+        return {"signals": [{"use": use}]}
+
+    monkeypatch.setattr(Gateway, "_ask", ask)
+    shown = client.get("/trajectory/t0").text
+    assert shown.count('action="/correct/t0?') == 2
+    form = {"call": "1", "correction": "b2"}
+    answer = client.post("/correct/t0?from=0", data=form, headers={"origin": URL})
+    assert (answer.status_code, answer.headers["location"]) == (303, f"/trajectory/t0?from=0&corrected={use}")
+    ((path, body),) = asked
+    assert path == "/v1/trajectories/t0/feedback"
+    assert (body["call"], body["correction"], body["source"]) == (1, "b2", "dashboard")
+    page = client.get(answer.headers["location"]).text
+    assert "The correction is recorded" in page
+    assert ("journeywork rejudge" in page) == (use == "history")
+    assert "corrected" not in re.findall(r'action="/correct/[^"]*"', page)[0]
+
+
+def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> None:
+    promoted = PolicyPromoted(
+        project="p", model="m", version="m@1", request="r", prompt="Play <well>.", replaces="Play."
+    )
+    fill(run_dir, [promoted])
+    client = open_dashboard()
+    for page in ("decisions", "overview", "checkpoint/m@1"):
+        assert client.get(f"/{page}").text.count("<pre>Play &lt;well&gt;.</pre>") == 1

@@ -1,0 +1,72 @@
+"""A promoted prompt in place of the system prompt that an agent sends, in the body of a call of any dialect.
+
+A call is read, recorded and sent with the new prompt, as if its agent had sent it: what the model saw is what the log
+has. Nothing changes unless the agent's prompt is exactly the one that the decision names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rollout_gateway.dialects.calls import CHAT, Fields, Raw
+from rollout_gateway.dialects.messages import MessagesTranslation
+from rollout_gateway.dialects.responses import ResponsesTranslation
+
+_FIELD = {MessagesTranslation.path: "system", ResponsesTranslation.path: "instructions"}
+"""Field of the prompt, in the APIs that have one."""
+_MESSAGES = {CHAT: "messages", ResponsesTranslation.path: "input"}
+_fields = msgspec.json.Decoder(Fields)
+_list = msgspec.json.Decoder(list[Raw])
+_encode = msgspec.json.Encoder().encode
+
+
+class _Named(msgspec.Struct):
+    model: str = ""
+    metadata: dict[str, Any] | None = None
+
+
+def named_by(body: bytes) -> tuple[str, dict[str, Any] | None]:
+    """Return `model` and `metadata` of a body; an empty name for one that can't be read."""
+    try:
+        named = msgspec.json.decode(body, type=_Named)
+    except msgspec.MsgspecError:
+        return "", None
+    return named.model, named.metadata
+
+
+def with_prompt(path: str, body: bytes, replaces: str, prompt: str) -> bytes | None:
+    """Return the body of a model call with `prompt` as its system prompt; `None` if that is not exactly `replaces`. The
+    bytes of the other fields stay, without the space between them."""
+    try:
+        fields = _fields.decode(body)
+        for name, change in ((_FIELD.get(path), _content), (_MESSAGES.get(path), _messages)):
+            if name in fields and (changed := change(fields[name], replaces, prompt)) is not None:
+                return _encode({**fields, name: Raw(changed)})
+    except (AttributeError, msgspec.MsgspecError, RecursionError, TypeError):
+        pass  # whoever reads the call says what is wrong with it
+    return None
+
+
+def _content(raw: Raw, replaces: str, prompt: str) -> bytes | None:
+    """Return a text or a list of parts with the new prompt, `None` without the old one."""
+    value = msgspec.json.decode(raw)
+    if not isinstance(value, list):
+        return _encode(prompt) if value == replaces else None
+    # Claude Code has a block of its own before the prompt.
+    place = next((n for n, part in enumerate(value) if part.get("text") == replaces), None)
+    if place is None:
+        return None
+    return _encode([*value[:place], {**value[place], "text": prompt}, *value[place + 1 :]])
+
+
+def _messages(raw: Raw, replaces: str, prompt: str) -> bytes | None:
+    """Return messages of which the first is the old prompt with the new one, else `None`."""
+    if not bytes(raw).lstrip().startswith(b"["):
+        return None
+    messages = _list.decode(raw)
+    first = msgspec.json.decode(messages[0]) if messages else {}
+    if first.get("role") not in ("system", "developer") or "content" not in first:
+        return None
+    content = _content(Raw(_encode(first["content"])), replaces, prompt)
+    return None if content is None else _encode([{**first, "content": Raw(content)}, *messages[1:]])

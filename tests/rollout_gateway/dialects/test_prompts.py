@@ -1,0 +1,63 @@
+"""A promoted prompt in the bodies of all dialects: in place of the agent's own, and of nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_gateway.dialects.prompts import named_by, with_prompt
+
+OLD, NEW = "Play.", 'Play "well".\n'
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+USER = {"role": "user", "content": OLD}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said, "cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, lambda p: {"messages": [{"role": "system", "content": p}, USER], "seed": 7}),
+        (CHAT, lambda p: {"messages": [{"role": "developer", "content": [text(p)], "name": "x"}, USER]}),
+        (MESSAGES, lambda p: {"system": p, "messages": [USER]}),
+        (MESSAGES, lambda p: {"system": [text("x-anthropic-billing-header: cch=1;"), text(p)], "messages": [USER]}),
+        (RESPONSES, lambda p: {"instructions": p, "input": OLD}),
+        (RESPONSES, lambda p: {"instructions": None, "input": [{"role": "system", "content": p}, USER]}),
+        (RESPONSES, lambda p: {"input": [{"role": "developer", "content": [{"type": "input_text", "text": p}]}]}),
+    ],
+)
+def test_the_agents_prompt_is_replaced_and_nothing_else(path: str, body: Any) -> None:
+    changed = with_prompt(path, json.dumps({"model": "m", **body(OLD)}).encode(), OLD, NEW)
+    assert changed is not None
+    assert json.loads(changed) == {"model": "m", **body(NEW)}
+    assert list(json.loads(changed)) == ["model", *body(NEW)]
+    for other in ("", "Play", OLD + "\n", NEW):
+        assert with_prompt(path, json.dumps(body(other)).encode(), OLD, NEW) is None
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from([OLD, "system", "user"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "text", "type"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.sampled_from([CHAT, MESSAGES, RESPONSES, "/v1/completions"]),
+    st.dictionaries(st.sampled_from(["model", "messages", "system", "input", "instructions", "metadata"]), json_values),
+)
+def test_whatever_an_agent_sends_is_left_to_its_reader(path: str, body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    name, _ = named_by(data)
+    assert name in ("", body.get("model"))
+    changed = with_prompt(path, data, OLD, NEW)
+    assert changed is None or json.loads(changed).keys() == body.keys()
+    assert with_prompt(path, data[:-1], OLD, NEW) is None
