@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
 from tests.kits.settings import with_values
-from tests.trainer.commands.test_check_model import asked
 from tests.trainer.engine.kit import batch
 from tests.trainer.engine.test_families import conversations
 from tests.trainer.engine.test_optimizer import stored
@@ -209,13 +207,3 @@ def test_a_model_whose_experts_peft_would_leave_out_is_refused(tmp_path: Path) -
 def test_what_can_not_train_experts_is_refused_at_start(other: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.lora\.experts: .* can't be trained with .* take trainer\.engine"):
         check_trainer(with_values(TrainerConfig(), SETTINGS | other))
-
-
-def test_check_model_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = make("qwen3_moe", tmp_path)
-    code, text = asked(capsys, base)
-    assert code == 0
-    assert re.search(r"adapter: rank 8, [\d,]+ parameters, on k_proj, o_proj, q_proj, v_proj\n", text)
-    code, text = asked(capsys, base, "--set", "trainer.lora.experts=true")
-    assert code == 0
-    assert "v_proj, the experts\n" in text

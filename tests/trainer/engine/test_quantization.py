@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from pipeline.config import ConfigError, MemoryConfig, TrainerConfig
 from tests.kits.environments import ROOT, packages
-from trainer.engine import loading
 
 
 @pytest.mark.slow
@@ -32,12 +28,3 @@ def test_a_quantised_base_trains_as_the_weights_that_it_stands_for(tmp_path: Pat
         assert figures["losses"][-1] < figures["losses"][0]
         assert figures["same_size"]
         assert figures["resumed"] < 1e-6, kind
-
-
-@pytest.mark.parametrize(("kind", "package"), [("4bit", "bitsandbytes"), ("fp8", "torchao")])
-def test_a_package_that_is_missing_is_named(tiny_base: str, kind: Literal["4bit", "fp8"], package: str) -> None:
-    if importlib.util.find_spec(package):
-        pytest.skip(f"{package} is installed, as in the GPU lock")
-    config = TrainerConfig(memory=MemoryConfig(quantization=kind))
-    with pytest.raises(ConfigError, match=package):
-        loading.load(tiny_base, config, loading.device_for(config))
