@@ -96,31 +96,6 @@ def test_a_growing_run_takes_the_bytes_of_what_is_new() -> None:
     assert memory.bytes == Base(exchanges[-1]).size  # each takes the place of the one that it repeats
 
 
-def test_the_choices_of_experts_of_ten_turns_are_on_the_log_once() -> None:
-    """48 layers and 8 experts a token, as Qwen3-30B-A3B has: 384 bytes, where a token's id has 4."""
-    tokens, out = [5] * CHUNK, []
-    for seq, plain in enumerate(growing(10)):
-        experts = choices(tokens := tokens + [7 + seq] * CHUNK, 48, 8)
-        out.append(msgspec.structs.replace(plain, experts=experts))
-        tokens = tokens + [9 + seq] * CHUNK
-    memory = RememberedExchanges(100_000_000)
-    forms = written(out, [memory], [0])
-    assert [restored.experts for restored in (read(f, memory, forms) for f in forms)] == [o.experts for o in out]
-    ours = sum(len((f.exchange if isinstance(f, Continuation) else f).experts) for f in forms)
-    header = 128
-    assert ours == len(out[-1].experts) + 9 * header
-    assert sum(len(o.experts) for o in out) > 5.4 * ours
-    assert sum(len(encode(f)) for f in forms) < 4.1e6
-    # Computed in another batch, a token may have gone elsewhere: what follows it is not repeated.
-    base, last = Base(out[-2]), out[-1]
-    other = bytearray(last.experts)
-    other[header + 3 * 384] ^= 1
-    form = continue_from(base, msgspec.structs.replace(last, experts=bytes(other)))
-    assert form is not None
-    assert form.experts == 3 * 384
-    assert restore(base, form).experts == bytes(other)
-
-
 def test_a_changed_choice_of_the_earlier_exchange_is_an_error() -> None:
     first, second = (msgspec.structs.replace(e, experts=choices([3] * 600)) for e in growing(2))
     form = continue_from(Base(first), second)
