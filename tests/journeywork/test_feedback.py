@@ -125,17 +125,6 @@ async def test_each_row_of_a_file_is_given_once(
     }
 
 
-def test_a_file_that_can_t_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in (("a.csv", "trajectory,score\na,1\n"), ("a.txt", ""), ("missing.csv", None)):
-        if text is not None:
-            (tmp_path / name).write_text(text)
-        with pytest.raises(SystemExit) as ended:
-            main([str(tmp_path / name), "--url", "http://127.0.0.1:1"])
-        assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert all(part in said for part in ("has the column 'score'", "ends in '.txt'", "No such file"))
-
-
 class _Langfuse:
     """The API of Langfuse, as far as people's scores are read."""
 

@@ -132,16 +132,6 @@ def test_a_fork_of_an_adapter_on_experts_has_one_too(tmp_path: Path) -> None:
     assert settings_of(str(tmp_path))["trainer.lora.experts"] is True
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [('{"lora_alpha": 4}', "has no 'r'"), ("[7]", "no configuration of PEFT"), ('{"r"', "PEFT: Expecting")],
-)
-def test_a_configuration_of_another_adapter_is_named(text: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(ForkError, match=rf"adapter_config\.json .*{why}"):
-        settings_of(str(tmp_path))
-
-
 def test_what_cannot_be_forked_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lake = str(run / "store")
     with pytest.raises(
