@@ -76,14 +76,6 @@ def test_a_tracker_that_fails_gets_every_point_later(caplog: pytest.LogCaptureFi
     assert "remove the tracker from curves.trackers" in warnings[0]
 
 
-def test_points_go_in_the_logs_order_and_a_run_that_does_not_finish_ends_nothing() -> None:
-    fake = Fake(closes=False)
-    with sending(fake, [row(2), row(1), row(3)]) as sender:
-        sender.add(row(4))
-        fake.wait_for([1, 2, 3, 4])
-    assert (fake.opened, fake.closed) == (1, 1)
-
-
 def test_a_library_that_hangs_blocks_nobody() -> None:
     inside, release = threading.Event(), threading.Event()
 

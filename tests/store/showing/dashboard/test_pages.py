@@ -18,7 +18,7 @@ from store.showing.pages import trajectories as reading
 from store.showing.pages.history import History
 from tests.store.kit import checkpoint, exchange, fill, run_of_one_step, scored
 from tests.store.showing.dashboard import test_browser
-from tests.store.showing.dashboard.conftest import URL, Open
+from tests.store.showing.dashboard.conftest import Open
 
 PAGES = (
     "overview",
@@ -169,19 +169,6 @@ def test_two_runs_are_compared(open_dashboard: Open, run_dir: Path) -> None:
 )
 def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -> None:
     assert client.get(f"/{path}").status_code == status
-
-
-def test_a_value_that_no_row_can_have_is_told_with_those_that_are_possible(client: TestClient) -> None:
-    answer = client.get("/groups.json?status=xyz")
-    assert answer.status_code == 400
-    assert answer.json()["message"] == "status='xyz': choose one of scored, discarded."
-
-
-def test_a_page_that_does_not_exist_is_named(client: TestClient) -> None:
-    assert client.get("/nosuch.json").json()["message"] == "There is no page '/nosuch.json'."
-    assert "There is no page" in client.get("/nosuch").text
-    refused = client.delete("/overview", headers={"origin": URL})
-    assert (refused.status_code, "DELETE is not for" in refused.text) == (405, True)
 
 
 def test_filters_and_texts_are_data(client: TestClient) -> None:
