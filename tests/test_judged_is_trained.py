@@ -19,7 +19,8 @@ import pytest
 from judge.ruler import prompt
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.transcripts import from_exchanges
-from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
+from pipeline.events import ExchangeRecorded
+from tests.kits.events import exchange
 from trainer.sequences import TokenSequence, build
 
 Message = dict[str, Any]
@@ -77,23 +78,10 @@ class Agent:
         seq, replies = next(self._seq), [self._reply() for _ in range(n)]
         for choice, reply in enumerate(replies):
             sampled = self.words.encode(self._said(reply) + " <end>")
-            self.exchanges.append(
-                ExchangeRecorded(
-                    project="p",
-                    trajectory="t",
-                    seq=seq,
-                    choice=choice,
-                    model="m",
-                    policy_version="m@0",
-                    step=0,
-                    request=msgspec.json.encode({"messages": messages}),
-                    response=msgspec.json.encode({"choices": [{"message": reply}]}),
-                    prompt_ids=pack_ids(self.words.encode(self._template(messages))),
-                    sampled_ids=pack_ids(sampled),
-                    logprobs=pack_logprobs([-1.0] * len(sampled)),
-                    **fields,
-                )
-            )
+            prompt, request = self.words.encode(self._template(messages)), msgspec.json.encode({"messages": messages})
+            response = msgspec.json.encode({"choices": [{"message": reply}]})
+            of_call = {"choice": choice, "request": request, "response": response, **fields}
+            self.exchanges.append(exchange("t", seq, prompt, sampled, **of_call))
         return replies
 
     def sent_back(self, reply: Message) -> Message:

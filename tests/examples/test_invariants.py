@@ -15,13 +15,13 @@ from pipeline.events import (
     ExchangeRecorded,
     GroupScored,
     Member,
-    PolicyLoaded,
     TrajectoryCompleted,
     TrajectoryOpened,
     pack_logprobs,
     pack_seqs,
 )
 from store.reading import sql
+from tests.kits import events
 from tests.store.kit import exchange, fill
 
 START = 1_800_000_000_000_000
@@ -36,21 +36,8 @@ def call(run: str, seq: int, step: int, begin: int, **more: Any) -> ExchangeReco
 
 
 def checkpoint(step: int, group: str) -> CheckpointPublished:
-    return CheckpointPublished(
-        project="p",
-        model="m",
-        step=step,
-        version=f"m@{step}",
-        parent=f"m@{step - 1}",
-        batch_id=f"b{step}",
-        groups=(group,),
-        group_seqs=pack_seqs([1]),
-        config_hash="c",
-        adapter="a",
-        adapter_sha256=f"s{step}",
-        adapter_bytes=3,
-        at=START + 30_000_000,
-    )
+    more = {"groups": (group,), "group_seqs": pack_seqs([1]), "adapter_sha256": f"s{step}"}
+    return events.checkpoint(step, at=START + 30_000_000, **more)
 
 
 def history() -> dict[str, Event]:
@@ -66,17 +53,7 @@ def history() -> dict[str, Event]:
     members = tuple(Member(trajectory=t, reward=r, exchanges=2) for t, r in (("t0", 1.0), ("t1", 0.0)))
     made["scored"] = GroupScored(project="p", group="train-0", model="m", judge="j", members=members)
     made["checkpoint"] = checkpoint(1, "train-0")
-    made["loaded"] = PolicyLoaded(
-        project="p",
-        model="m",
-        step=1,
-        version="m@1",
-        replica="r0",
-        adapter_sha256="s1",
-        probe_delta=0.5,
-        load_s=0.1,
-        at=START + 31_000_000,
-    )
+    made["loaded"] = events.loaded(1, adapter_sha256="s1", at=START + 31_000_000)
     made["open t2"] = TrajectoryOpened(project="p", trajectory="t2", model="m", group="train-1", at=START + 32_000_000)
     made["call t2 0"] = call("t2", 0, 1, 33, group="train-1")
     return made

@@ -8,15 +8,6 @@ import pytest
 from journeywork.statistics import mean_of, paired_difference, t95
 
 
-def test_an_interval_by_hand() -> None:
-    """Of 0, 1, 1: Student's of 0, 0, 1, 1, 1, and half a fifth."""
-    found, half = mean_of([0.0, 1.0, 1.0]), 2.776445 * math.sqrt(1.2 / 4 / 5) + 0.1
-    assert (found.mean, found.high) == (2 / 3, 1.0)
-    assert found.low == max(0.6 - half, 0)
-    many = mean_of([0.0, 1.0, 1.0] * 20)
-    assert many.low == pytest.approx(41 / 62 - t95(61) * math.sqrt(41 * 21 / 62 / 61 / 62) - 0.5 / 62)
-
-
 def test_intervals_of_two_hundred_pairs_are_useful() -> None:
     """At most an eighth wider than Student's, which leaves the true difference out too often."""
     rng = random.Random(0)

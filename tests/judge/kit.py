@@ -23,16 +23,9 @@ from judge.service import Judge
 from judge.teacher import open_teacher
 from pipeline.chat.conversations import Conversation, Message
 from pipeline.config import Config, JudgeConfig
-from pipeline.events import (
-    ExchangeRecorded,
-    GroupDiscarded,
-    GroupScored,
-    GroupTimedOut,
-    TrajectoryCompleted,
-    pack_ids,
-    pack_logprobs,
-)
+from pipeline.events import ExchangeRecorded, GroupDiscarded, GroupScored, GroupTimedOut, TrajectoryCompleted
 from pipeline.log.broker import Broker
+from tests.kits import events
 from tests.kits.scoring_server import Answer
 from tests.kits.settings import with_values
 
@@ -56,20 +49,9 @@ def exchange(
     trajectory: str, reply: str, *, seq: int = 0, task: str = "Win the game.", **fields: Any
 ) -> ExchangeRecorded:
     """A call of the agent's whose reply is `reply`."""
-    return ExchangeRecorded(
-        project="p",
-        trajectory=trajectory,
-        seq=seq,
-        model="m",
-        policy_version="m@0",
-        step=0,
-        request=msgspec.json.encode({"messages": [{"role": "user", "content": task}]}),
-        response=msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": reply}}]}),
-        prompt_ids=pack_ids([1]),
-        sampled_ids=pack_ids([2]),
-        logprobs=pack_logprobs([-0.5]),
-        **fields,
-    )
+    request = msgspec.json.encode({"messages": [{"role": "user", "content": task}]})
+    response = msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": reply}}]})
+    return events.exchange(trajectory, seq, request=request, response=response, **fields)
 
 
 TOO_LONG = 413

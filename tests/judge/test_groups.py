@@ -67,12 +67,6 @@ def test_the_largest_announced_size_counts_as_soon_as_it_is_announced() -> None:
     assert read(*events).closed_at == 4
 
 
-def test_a_trajectory_without_a_group_is_a_group_of_its_own() -> None:
-    alone = completed("g", group="")
-    assert key_of(alone) == KEY
-    assert read(alone).closed_at == 1
-
-
 def test_messages_of_other_groups_are_skipped() -> None:
     val = completed("v", split="val")
     assert names(read(val, completed("a"), GroupTimedOut(project="p", model="m", group="g", split="val")))[0] == ["a"]

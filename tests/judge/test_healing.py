@@ -16,7 +16,6 @@ import pytest
 
 from judge.comparing import open_answer_judge
 from judge.healing import Healer, open_healer
-from judge.service import Judge
 from pipeline import streams
 from pipeline.config import (
     Config,
@@ -32,7 +31,6 @@ from pipeline.config.checks import check
 from pipeline.events import AnswersCompared, DeadLettered, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
 from pipeline.log.broker import Broker
 from tests.judge.kit import completed, exchange, groups
-from tests.judge.kit import running as judge_running
 from tests.kits.crash.processes import fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.kits.scoring_server import ScoringServer
@@ -219,17 +217,6 @@ async def test_money_of_a_day_is_spent_once(
         monkeypatch.setattr(time, "time", lambda: tomorrow)
         await healer.heal(group)
         assert len(gateway.requests) == 1
-
-
-async def test_the_judge_publishes_the_group_with_its_correction(broker: Broker, nats_config: NatsConfig) -> None:
-    async with healing(broker, nats_config, master("quality=0.9")) as (healer, judge):
-        config = settings(nats_config, judge, judge)
-        async with judge_running(Judge(broker, config, None, "j", None, healer.heal), broker):
-            await play(broker, "quality=0.2")
-            await broker.publish(completed("r", reward=0.1, exchanges=1))
-            (group,) = await groups(broker, 1)
-    assert group.members[0].hints == (CORRECTION,)
-    assert group.members[0].reward == 0.1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from judge.commands.score import score_group
 from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember, LabelledGroup
 from judge.monitor import JudgeMonitor
@@ -22,11 +21,11 @@ from judge.ruler.replies import VOTES, ParsedScores, UnreadableReplyError, parse
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.transcripts import Transcript
 from judge.scoring import judge_hash
-from pipeline.config import Config, JudgeConfig, RewardConfig
+from pipeline.config import JudgeConfig, RewardConfig
 from pipeline.events import Hint, JudgeMeasured
 from tests.judge.attacks import ATTACKS
 from tests.judge.kit import TOO_LONG, Model, completed, loading, single
-from tests.kits.scoring_server import Answer, Scorer, ScoringServer, score_key
+from tests.kits.scoring_server import Answer, Scorer, score_key
 from tests.kits.settings import with_values
 
 pytestmark = pytest.mark.anyio
@@ -180,6 +179,9 @@ async def test_a_run_that_cannot_be_judged_does_not_keep_others_from_it() -> Non
     assert {name: run.scores for name, run in found.items()} == {"b": {0: 1.0}}
 
 
+# What a user or a tool writes is data. The model of these tests obeys every order that it finds outside of the fences.
+
+
 async def test_what_votes_in_vain_cost_is_in_the_first_verdict() -> None:
     replies = iter(["unreadable"] * 4)
     model = Model(lambda request: next(replies, None) or Scorer()(request))
@@ -193,9 +195,6 @@ async def test_a_prompt_that_is_too_long_is_cut() -> None:
     found = await judged(judge(model, chat("x" * 90_000 + " Thanks"), votes=1), "a")
     assert found["a"].scores == {0: 1.0}
     assert found["a"].verdicts[0].left_out > 0
-
-
-# What a user or a tool writes is data. The model of these tests obeys every order that it finds outside of the fences.
 
 
 @pytest.mark.parametrize("number", range(len(ATTACKS)))
@@ -278,19 +277,3 @@ def test_every_rubric_and_the_number_of_votes_are_part_of_the_judge_s_identity(t
         for changed in ({}, {"votes": 5}, {"rubric": str(tmp_path / "mine.md")})
     }
     assert len(hashes) == 3
-
-
-async def test_a_group_of_a_file_is_scored_with_rewards_of_calls_beside_that_of_the_run() -> None:
-    messages = [{"role": "assistant", "content": "r0"}, {"role": "user", "content": "No, you should have said maybe."}]
-    members = [GroupMember("a", messages, reward=0.5), GroupMember("b", messages[:1], reward=1.0)]
-    async with ScoringServer().run() as server:
-        own = RewardConfig(name="own", weight=1.0)
-        for rewards, final in (((NEXT, own), {"a": 0.5, "b": 1.0}), ((NEXT,), {"a": 0.0})):
-            weighted = (msgspec.structs.replace(NEXT, weight=0.5), *rewards[1:])
-            settings = JudgeConfig(model="openai/scorer", api_base=server.url, rewards=weighted)
-            scored = await score_group(Config(judge=settings), GroupFile(members))
-            answer = scored.as_dict()
-            assert (answer["scores"], answer["calls"]) == (final, {"a": {"0": -0.5}})
-            assert answer["hints"] == {"a": (Hint(call=0, text="said maybe."),)}
-            assert answer["components"]["a"]["next"] == -1.0
-    assert answer["missing"] == "no call has a follow-up for 1 of 2"

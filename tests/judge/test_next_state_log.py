@@ -13,7 +13,7 @@ from pipeline.config import Config, JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import Hint
 from pipeline.log.broker import Broker
 from tests.judge.kit import exchange, groups, judging
-from tests.judge.test_feedback import run, signal
+from tests.judge.test_feedback import run
 from tests.kits.scoring_server import ScoringServer
 
 pytestmark = pytest.mark.anyio
@@ -38,25 +38,6 @@ def settings(nats: NatsConfig, server: ScoringServer, *others: RewardConfig, vot
     rewards = (RewardConfig(name="next", kind="next_state", votes=votes), *others)
     judge = JudgeConfig(min_size=1, model="openai/scorer", api_base=server.url, rewards=rewards)
     return Config(project="p", nats=nats, judge=judge)
-
-
-async def test_a_single_run_has_rewards_of_calls_and_hints_of_the_judge_and_of_people(nats_config: NatsConfig) -> None:
-    own = RewardConfig(name="result", kind="feedback", default=0.5)
-    async with ScoringServer().run() as server, Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config, server, own)):
-            await broker.publish(signal("a", 0.25, call=1))
-            await broker.publish(signal("a", call=2, kind="text", text="Well done."))
-            await play(broker, "a")
-            (group,) = await groups(broker, 1)
-        assert server.calls == 3
-    (member,) = group.members
-    assert (member.reward, member.components) == (0.5, {"result": 0.5, "next": pytest.approx(1 / 3)})
-    assert member.call_rewards == {"0": 1.0, "1": -0.75, "2": 1.0}
-    assert member.hints == (HINT, Hint(call=2, text="Well done.", by="desk"))
-    votes = [v for v in group.verdicts if v.rubric == "next_state"]
-    assert [[(s.call, s.score) for s in v.scores] for v in votes] == [[(0, 1.0), (1, -1.0), (2, 1.0)]] * 3
-    assert votes[0].scores[1].hint == HINT.text
-    assert votes[0].scores[1].explanation
 
 
 async def test_history_is_judged_by_what_happened_next_on_a_branch_once(nats_config: NatsConfig) -> None:

@@ -1,4 +1,4 @@
-"""A judge whose model never answers, and one whose log dies and comes back. test_matrix.py kills judges."""
+"""A judge whose model never answers. `tests/test_crash.py` kills judges and the log's server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from judge.service import serve
 from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.log.broker import Broker
-from tests.conftest import NatsServer
 from tests.judge.kit import completed, exchange, groups
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values
@@ -57,18 +56,3 @@ async def test_a_group_whose_judge_model_never_answers_is_recorded(
             await drained(broker)
     assert event.reason == "unscored"
     assert "InternalServerError" in event.detail
-
-
-async def test_the_log_s_server_dies_and_comes_back_while_groups_are_judged(
-    nats_server: NatsServer, broker: Broker, nats_config: NatsConfig, tmp_path: Path
-) -> None:
-    async with serving(tmp_path, nats_config, timeout_s=60):
-        for group in ("a", "b", "c"):
-            await play(broker, group, reward=1.0)
-        await groups(broker, 3)
-        nats_server.kill()
-        await anyio.to_thread.run_sync(nats_server.start)
-        await play(broker, "after", reward=1.0)
-        await groups(broker, 4)
-        await drained(broker)
-        await groups(broker, 4)

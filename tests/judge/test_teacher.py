@@ -27,8 +27,6 @@ from pipeline.events import (
     GroupScored,
     TeacherAnswered,
     TrajectoryCompleted,
-    pack_ids,
-    pack_logprobs,
     unpack_ids,
     unpack_logprobs,
 )
@@ -36,6 +34,7 @@ from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.judge.kit import groups, judging
 from tests.kits.crash.processes import fork_server
+from tests.kits.events import exchange
 from tests.kits.inference_double import Double
 from tests.kits.quick_service import quick_consumers
 from tests.kits.settings import with_values
@@ -66,23 +65,7 @@ def settings(nats: NatsConfig, url: str, *, top_k: int = 0, base: str = BASE, **
 
 
 def calls(name: str, *turns: tuple[list[int], list[int]], **fields: Any) -> list[ExchangeRecorded]:
-    return [
-        ExchangeRecorded(
-            project="p",
-            trajectory=name,
-            seq=seq,
-            model="m",
-            policy_version="m@0",
-            step=0,
-            request=b"{}",
-            response=b"{}",
-            prompt_ids=pack_ids(prompt),
-            sampled_ids=pack_ids(reply),
-            logprobs=pack_logprobs([-0.5] * len(reply)),
-            **fields,
-        )
-        for seq, (prompt, reply) in enumerate(turns)
-    ]
+    return [exchange(name, seq, prompt, reply, **fields) for seq, (prompt, reply) in enumerate(turns)]
 
 
 async def play(broker: Broker, name: str, **ended: Any) -> None:
@@ -260,15 +243,6 @@ async def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
     with pytest.raises(ConfigError, match=f"token {min(ids)} is 'c1' here and 'b1' there"):
         async with open_teacher(config, broker):
             pass
-
-
-async def test_a_key_that_is_missing_ends_the_start(nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TEACHER_KEY", raising=False)
-    config = settings(nats_config, "http://127.0.0.1:1", **{"teacher.api_key_env": "TEACHER_KEY"})
-    async with Broker.connect(nats_config) as broker:
-        with pytest.raises(ConfigError, match="TEACHER_KEY"):
-            async with open_teacher(config, broker):
-                pass
 
 
 POINTS = ("judge.teacher_answered", "broker.after_publish")

@@ -7,7 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pipeline.events import ExchangeRecorded, pack_ids, pack_logprobs
+from pipeline.events import ExchangeRecorded
+from tests.kits import events
 
 CHUNK = 500
 """Tokens of a message: enough that an exchange is not too small to be continued."""
@@ -17,22 +18,8 @@ def exchange(
     seq: int, prompt: list[int], sampled: list[int], request: bytes, *, choice: int = 0, **more: Any
 ) -> ExchangeRecorded:
     """An exchange of trajectory `t` whose `at` is unique."""
-    return ExchangeRecorded(
-        project="p",
-        trajectory="t",
-        seq=seq,
-        choice=choice,
-        model="m",
-        policy_version="m@1",
-        step=1,
-        request=request,
-        response=more.pop("response", b"{}"),
-        prompt_ids=pack_ids(prompt),
-        sampled_ids=pack_ids(sampled),
-        logprobs=pack_logprobs([-0.5] * len(sampled)),
-        at=1_000_000 * (seq + 1) + choice,
-        **more,
-    )
+    of_call = {"choice": choice, "policy_version": "m@1", "step": 1, "request": request, **more}
+    return events.exchange("t", seq, prompt, sampled, at=1_000_000 * (seq + 1) + choice, **of_call)
 
 
 def chat(messages: list[str], temperature: float = 1.0) -> bytes:

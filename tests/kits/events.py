@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.events import (
     CheckpointPublished,
+    DeadLettered,
     ExchangeRecorded,
+    PolicyLoaded,
     TrajectoryCompleted,
     TrajectoryOpened,
     pack_ids,
@@ -18,7 +21,10 @@ def opened(trajectory: str, **more: Any) -> TrajectoryOpened:
     return TrajectoryOpened(**({"project": "p", "trajectory": trajectory, "model": "m", "group": "g"} | more))
 
 
-def exchange(trajectory: str = "t1", seq: int = 0, **more: Any) -> ExchangeRecorded:
+def exchange(
+    trajectory: str = "t1", seq: int = 0, prompt: Sequence[int] = (1, 2), sampled: Sequence[int] = (3,), **more: Any
+) -> ExchangeRecorded:
+    """A call with these token ids. Each sampled token has the logprob -0.5."""
     values: dict[str, Any] = {
         "project": "p",
         "trajectory": trajectory,
@@ -28,9 +34,9 @@ def exchange(trajectory: str = "t1", seq: int = 0, **more: Any) -> ExchangeRecor
         "step": 0,
         "request": b"{}",
         "response": b"{}",
-        "prompt_ids": pack_ids([1, 2]),
-        "sampled_ids": pack_ids([3]),
-        "logprobs": pack_logprobs([-0.5]),
+        "prompt_ids": pack_ids(prompt),
+        "sampled_ids": pack_ids(sampled),
+        "logprobs": pack_logprobs([-0.5] * len(sampled)),
     }
     return ExchangeRecorded(**(values | more))
 
@@ -54,3 +60,14 @@ def checkpoint(step: int = 1, model: str = "m", **more: Any) -> CheckpointPublis
         "adapter_bytes": 1,
     }
     return CheckpointPublished(**(values | more))
+
+
+def loaded(step: int = 1, model: str = "m", **more: Any) -> PolicyLoaded:
+    values: dict[str, Any] = {"project": "p", "model": model, "step": step, "version": f"{model}@{step}"}
+    return PolicyLoaded(**({**values, "replica": "r0", "probe_delta": 0.5, "load_s": 0.1} | more))
+
+
+def letter(stream_seq: int = 1, **more: Any) -> DeadLettered:
+    """A message that the judge gave up."""
+    values = {"project": "", "stream": "ROLLOUTS", "original_subject": "rollout.x", "consumer": "judge"}
+    return DeadLettered(**({**values, "stream_seq": stream_seq, "reason": "undecodable"} | more))

@@ -21,11 +21,11 @@ from safetensors.numpy import save
 
 from pipeline.config import Config, FeedbackConfig, GatewayConfig, ModelConfig, NatsConfig, OutsideConfig, VllmConfig
 from pipeline.config import save as save_config
-from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer, free_port
 from tests.kits import shared_servers
 from tests.kits.clients import closed_after_test
+from tests.kits.events import checkpoint
 from tests.kits.sampler import SamplerThread
 from tests.kits.settings import with_values
 from tests.rollout_gateway.fake_vllm import FakeVllm
@@ -280,23 +280,9 @@ async def publish_adapter(
     version = f"tictactoe@{step}"
     name = f"{PROJECT}/{version}/{digest[:16]}"
     await broker.put_object("ADAPTERS", name, data)
-    await broker.publish(
-        CheckpointPublished(
-            project=PROJECT,
-            model="tictactoe",
-            step=step,
-            version=version,
-            parent=f"tictactoe@{step - 1}",
-            batch_id=f"b{step}",
-            groups=groups,
-            config_hash="c",
-            adapter=name,
-            adapter_sha256=sha256 or digest,
-            adapter_bytes=len(data),
-            files=_digests(data),
-            branch=branch,
-        )
-    )
+    adapter = {"adapter": name, "adapter_sha256": sha256 or digest, "adapter_bytes": len(data)}
+    more = {"groups": groups, "branch": branch, "files": _digests(data), **adapter}
+    await broker.publish(checkpoint(step, "tictactoe", project=PROJECT, **more))
     return version
 
 

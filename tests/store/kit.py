@@ -20,7 +20,6 @@ from pipeline.errors import BrokerError
 from pipeline.events import (
     AlarmChanged,
     AnswersCompared,
-    DeadLettered,
     Event,
     ExchangeRecorded,
     GroupDiscarded,
@@ -29,14 +28,12 @@ from pipeline.events import (
     Measure,
     Member,
     PolicyEvaluated,
-    PolicyLoaded,
     PolicyPromoted,
     Score,
     ShadowAnswered,
     SignalGiven,
     TaskResult,
     TeacherAnswered,
-    TrajectoryCompleted,
     TrajectoryOpened,
     Variant,
     Verdict,
@@ -51,7 +48,9 @@ from pipeline.log.broker import Broker
 from store.lake import columns
 from store.lake.commits import transaction_id
 from store.lake.lake import Lake, lake_in
+from tests.kits import events
 from tests.kits.events import checkpoint as checkpoint
+from tests.kits.events import completed, letter, loaded
 
 StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]
 ACK_WAIT_S = 0.3
@@ -61,22 +60,9 @@ ACK_WAIT_S = 0.3
 def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> ExchangeRecorded:
     request = b'{"messages": [{"role": "system", "content": "play"}, {"role": "user", "content": "go %d"}]}' % seq
     response = b'{"choices": [{"message": {"role": "assistant", "content": "x"}}]}'
-    values: dict[str, Any] = {
-        "project": "p",
-        "trajectory": trajectory,
-        "seq": seq,
-        "model": "m",
-        "policy_version": f"m@{step}",
-        "step": step,
-        "group": "g0",
-        "request": request,
-        "response": response,
-        "prompt_ids": pack_ids([1, 2, seq]),
-        "sampled_ids": pack_ids([3, 4]),
-        "logprobs": pack_logprobs([-0.5, -0.25]),
-        "started_at": 1_000_000,
-    }
-    return ExchangeRecorded(**(values | more))
+    values: dict[str, Any] = {"policy_version": f"m@{step}", "step": step, "group": "g0", "started_at": 1_000_000}
+    values |= {"request": request, "response": response, "logprobs": pack_logprobs([-0.5, -0.25])}
+    return events.exchange(trajectory, seq, [1, 2, seq], [3, 4], **(values | more))
 
 
 def scored(group: str, rewards: Mapping[str, float], member: Mapping[str, Any] = {}, **more: Any) -> GroupScored:
@@ -120,15 +106,8 @@ def run_of_one_step() -> list[Event]:
         made.append(TrajectoryOpened(project="p", trajectory=name, model="m", group="g0", task="win"))
         made += [exchange(name, seq) for seq in range(2)]
         made.append(
-            TrajectoryCompleted(
-                project="p",
-                trajectory=name,
-                model="m",
-                group="g0",
-                exchanges=2,
-                reward=float(name == "t0"),
-                rewards={"win": 1.0},
-                metrics={"turns": 2.0},
+            completed(
+                name, group="g0", exchanges=2, reward=float(name == "t0"), rewards={"win": 1.0}, metrics={"turns": 2.0}
             )
         )
     scores = (Score(trajectory="t0", score=0.9, explanation="wins"), Score(trajectory="t1", score=0.1))
@@ -142,11 +121,12 @@ def run_of_one_step() -> list[Event]:
         completion_tokens=5,
         scores=scores,
     )
+    said_by: dict[str, Any] = {"project": "p", "model": "m", "group": "g0", "by": "me"}
     return [
         *made,
         scored("g0", {"t0": 1.0, "t1": 0.0}, {"exchanges": 2}, task="win", verdicts=(verdict,)),
         checkpoint(1, groups=("g0",), group_seqs=pack_seqs([1]), metrics={"loss": 0.5}),
-        PolicyLoaded(project="p", model="m", step=1, version="m@1", replica="r0", probe_delta=0.5, load_s=0.1),
+        loaded(),
         PolicyPromoted(project="p", model="m", version="m@1", request="q"),
         AlarmChanged(project="p", alarm="dead_letters", state="raised", since=1_000_000),
         PolicyEvaluated(
@@ -169,23 +149,10 @@ def run_of_one_step() -> list[Event]:
             variants=(Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "stricter"}', groups=1),),
         ),
         discarded("g9", "stale", "t8", "t9", duration_s=4.0),
-        SignalGiven(
-            project="p", signal="me:1", trajectory="t0", model="m", group="g0", call=1, value=1.0, by="me", source="api"
-        ),
+        SignalGiven(trajectory="t0", signal="me:1", call=1, value=1.0, source="api", **said_by),
         *(
-            SignalGiven(
-                project="p",
-                signal="me:2",
-                trajectory=trajectory,
-                model="m",
-                group="g0",
-                name="label",
-                value=value,
-                text=text,
-                by="me",
-                source="dashboard",
-            )
-            for trajectory, value, text in (("t0", 1.0, "wins"), ("t1", 0.0, ""))
+            SignalGiven(trajectory=t, signal="me:2", name="label", value=v, text=said, source="dashboard", **said_by)
+            for t, v, said in (("t0", 1.0, "wins"), ("t1", 0.0, ""))
         ),
         TeacherAnswered(
             project="p",
@@ -201,15 +168,7 @@ def run_of_one_step() -> list[Event]:
         shadow("t0"),
         compared("t0", 0, 1.0, 0.5),
         JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),
-        DeadLettered(
-            project="p",
-            stream="ROLLOUTS",
-            stream_seq=7,
-            original_subject="rollout.x",
-            consumer="judge",
-            reason="undecodable",
-            payload=b"\xc1",
-        ),
+        letter(7, project="p", payload=b"\xc1"),
     ]
 
 

@@ -124,19 +124,6 @@ def test_a_side_is_a_filter() -> None:
         diff.parse_side("nonsense")
 
 
-def test_the_diff_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    events = run_of_one_step()
-    scored = next(e for e in events if isinstance(e, GroupScored))
-    swapped = tuple(msgspec.structs.replace(m, reward=1 - m.reward) for m in scored.members)
-    fill(tmp_path, [*events, msgspec.structs.replace(scored, branch="b", members=swapped)])
-    where = ["--run-dir", str(tmp_path)]
-    assert diff.main(["--a", "branch=main", "--b", "branch=b", "--format", "json", *where]) == 0
-    assert json.loads(capfd.readouterr().out)["sign_flips"] == 2
-    assert diff.main(["--a", "branch=main", "--b", "branch=none", *where]) == 1
-    assert diff.main(["--a", "branch=main,judge_model=judge/1", "--b", "branch=main", *where]) == 0
-    assert "rank_correlation" in capfd.readouterr().out
-
-
 def test_groups_of_one_id_of_two_models_are_two_groups(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The runs of either model turn; those of the two models together, one far above the other, would not."""
 

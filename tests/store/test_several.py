@@ -1,4 +1,6 @@
-"""Several stores on one partition: each event is in the lake once, whichever of them is killed or sleeps."""
+"""Several stores on one partition: each event is in the lake once, whichever of them is killed or sleeps.
+
+`tests/test_crash.py` has the deaths of a store at each stop point, and those of the NATS server."""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import random
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -33,16 +36,24 @@ async def check(broker: Broker, config: Config) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("where", "count"), [("a folder", 3), ("object storage", 1)])
 async def test_stores_that_are_killed_and_stores_that_sleep(
-    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nats_server: NatsServer,
+    nats_config: NatsConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    where: str,
+    count: int,
 ) -> None:
+    bucket: dict[str, Any] = request.getfixturevalue("object_store") if where == "object storage" else {}
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(ACK_WAIT_S, endless=True))
     rng = random.Random(11)
     config = Config(
         run_dir=str(tmp_path),
         nats=NatsConfig(url=nats_server.url, ack_timeout_s=1.0),
-        store=StoreConfig(flush_s=0.03, flush_rows=5, compact_s=0.2, compact_files=4, compact_grace_s=60.0),
+        store=StoreConfig(flush_s=0.03, flush_rows=5, compact_s=0.2, compact_files=4, compact_grace_s=60.0, **bucket),
     )
     save(config, tmp_path / "config.toml")
     done: Counter[str] = Counter()
@@ -50,7 +61,7 @@ async def test_stores_that_are_killed_and_stores_that_sleep(
         Broker.connect(nats_config) as broker,
         fork_server(tmp_path / "config.toml", "store", ack_wait_s=ACK_WAIT_S) as forks,
     ):
-        stores = [forks.start("store") for _ in range(3)]
+        stores = [forks.start("store") for _ in range(count)]
         asleep: set[ServiceProcess] = set()
         for turn in range(40):
             await publish(broker, [exchange(f"t{turn}", seq) for seq in range(rng.randint(1, 12))])
@@ -69,7 +80,7 @@ async def test_stores_that_are_killed_and_stores_that_sleep(
             await anyio.sleep(rng.random() * 0.3)  # how far each has come is chance
         for store in asleep:
             store.send(signal.SIGCONT)
-        await until_acked(broker, 60)
+        await until_acked(broker, 180)
         for store in stores:
             await store.ready.wait()
             await store.end(signal.SIGTERM)

@@ -31,17 +31,6 @@ async def test_every_event_lands_once_and_is_acknowledged(
     assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
 
 
-async def test_stopping_writes_what_was_taken(broker: Broker, running_store: StoreProcess, tmp_path: Path) -> None:
-    await publish(broker, [exchange("t", seq) for seq in range(5)])
-    async with running_store(flush_s=60.0):
-        with anyio.fail_after(60):
-            while (await broker.consumer_info(streams.consumer("store-rollouts"))).num_ack_pending < 5:
-                await anyio.sleep(0.02)
-        assert stored(tmp_path / "store", "rollout.exchange") == []
-    await store_all(broker, running_store)
-    assert stored(tmp_path / "store", "rollout.exchange") == [1, 2, 3, 4, 5]
-
-
 async def test_stopping_while_an_event_is_read_writes_it_and_those_behind_it(
     broker: Broker, running_store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,13 +26,13 @@ from pipeline.events import (
     GroupDiscarded,
     GroupScored,
     Member,
-    pack_ids,
     pack_logprobs,
     pack_mask,
     pack_seqs,
 )
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
+from tests.kits import events
 from tests.kits.settings import with_values
 from trainer.batches.examples import Example
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History
@@ -141,21 +141,14 @@ def exchange(
 ) -> ExchangeRecorded:
     known = [-2.0] * len(sampled) if logprobs is None else logprobs
     fields: dict[str, object] = {
-        "project": "p",
-        "trajectory": trajectory,
-        "seq": seq,
         "model": MODEL,
         "policy_version": f"{MODEL}@{step}",
         "step": step,
-        "request": b"{}",
-        "response": b"{}",
-        "prompt_ids": pack_ids(prompt),
-        "sampled_ids": pack_ids(sampled),
         "logprobs": pack_logprobs(known),
         "forced": b"" if forced is None else pack_mask(forced),
         "finish_reason": "stop",
     }
-    return ExchangeRecorded(**(fields | other))  # type: ignore[arg-type]
+    return events.exchange(trajectory, seq, prompt, sampled, **(fields | other))
 
 
 def group(name: str, rewards: Sequence[float], *, step: int = 0, exchanges: int = 2, **other: object) -> GroupScored:
@@ -184,26 +177,8 @@ def training_group(
 def checkpoint_event(step: int, files: Mapping[str, bytes] | None = None) -> CheckpointPublished:
     """The event of a checkpoint of `MODEL` that holds `files`."""
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in (files or {}).items()}
-    return CheckpointPublished(
-        project="p",
-        at=2,
-        model=MODEL,
-        step=step,
-        version=f"{MODEL}@{step}",
-        parent=f"{MODEL}@{step - 1}",
-        batch_id="b",
-        groups=("g",),
-        group_seqs=pack_seqs([1]),
-        group_times=pack_seqs([2]),
-        config_hash="c",
-        base_model="base",
-        adapter="a",
-        adapter_sha256="s",
-        adapter_bytes=1,
-        files=digests,
-        metrics={"loss": 0.5},
-        started_at=1,
-    )
+    learned = {"groups": ("g",), "group_seqs": pack_seqs([1]), "group_times": pack_seqs([2]), "metrics": {"loss": 0.5}}
+    return events.checkpoint(step, MODEL, at=2, base_model="base", files=digests, started_at=1, **learned)
 
 
 def turns(trajectory: str, seed: int, *, step: int = 0) -> list[ExchangeRecorded]:

@@ -22,7 +22,6 @@ from tests.conftest import NatsServer
 from tests.trainer import kit
 from trainer import datasets
 from trainer.checkpoints.commits import TrainerError
-from trainer.commands import train
 from trainer.datasets import DatasetStep, Kind, conversations_as_tokens, train_on
 from trainer.learner import Learner, make_learners
 
@@ -242,16 +241,3 @@ async def test_the_command_has_the_rights_of_the_trainer_where_services_have_use
     versions: list[str] = []
     await train_on(config, DatasetStep(data(tmp_path, "sft"), "sft"), versions.append)
     assert versions == [f"{kit.MODEL}@1"]
-
-
-async def test_a_folder_of_another_format_is_an_error(nats_config: NatsConfig, tmp_path: Path) -> None:
-    config = settings(tmp_path, nats_config)
-    with pytest.raises(BaseException, match="no column") as failed:
-        await train_on(config, DatasetStep(data(tmp_path, "sft"), "dpo"), lambda _: None)
-    assert isinstance(failed.value, TrainerError | BaseExceptionGroup)
-
-
-def test_a_data_set_needs_its_format(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        train.main(["--on", "data"])
-    assert "--on and --as belong together" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from pipeline.log.broker import Broker
 from pipeline.log.messages import LogEntry
 from pipeline.versions.loaded import LoadedVersions
 from rollout_gateway.serving.policies import Policies
+from tests.kits import events
 from tests.kits.log import read_stream
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, running, steps_reach
@@ -56,21 +57,8 @@ async def publish(
 ) -> CheckpointPublished:
     name = adapter or f"p/tiny@{step}/{branch}"
     await broker.put_object("ADAPTERS", name, b"adapter" * 100)
-    event = CheckpointPublished(
-        project="p",
-        model="tiny",
-        step=step,
-        version=V[step],
-        parent=V[step - 1],
-        batch_id="b",
-        groups=(),
-        branch=branch,
-        config_hash="",
-        adapter=name,
-        adapter_sha256="",
-        adapter_bytes=700,
-        files={STATE_FILE: state} if state else {},
-    )
+    files = {STATE_FILE: state} if state else {}
+    event = events.checkpoint(step, "tiny", branch=branch, adapter=name, adapter_bytes=700, files=files)
     if state:
         await broker.put_object("ADAPTERS", event.state, b"state" * 100)
     await broker.publish(event)
@@ -82,9 +70,7 @@ async def present(broker: Broker, branch: str = "main") -> set[str]:
 
 
 def loaded(version: str, replica: str = "r", server_start: str = "1") -> PolicyLoaded:
-    return PolicyLoaded(
-        project="p", model="tiny", step=int(version[5:]), version=version, replica=replica, server_start=server_start
-    )
+    return events.loaded(int(version[5:]), "tiny", replica=replica, server_start=server_start)
 
 
 @pytest.fixture

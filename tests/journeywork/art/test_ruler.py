@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,13 +85,3 @@ async def test_a_process_that_dies_is_started_again_and_its_groups_are_scored(ne
         scores = await asyncio.gather(*(ruler(said(q), "openai/scorer", asked) for q in (0.2, 0.4)))
     assert [score.score for (score,) in scores] == pytest.approx([0.2, 0.4])
     assert len(killed) == 1
-
-
-async def test_without_the_judge_it_says_what_to_install(
-    new_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(Path(sys.base_prefix, "bin", "python3")))  # no judge is installed there
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"install journeywork\[judge\]"):
-        await ruler(said(1), "anthropic/x")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 import journeywork.art as art
@@ -112,25 +111,6 @@ async def test_groups_without_a_difference_take_no_step(model: Any, caplog: pyte
     assert (result.step, result.version, await model.get_step()) == (before, None, before)
     assert "no step was trained" in caplog.text
     assert (await model.backend().train(model, [])).step == before
-
-
-async def test_a_choice_without_a_recorded_call_is_named(model: Any) -> None:
-    before = await model.get_step()
-    foreign = Choice(finish_reason="stop", index=0, message=ChatCompletionMessage(role="assistant", content="by hand"))
-    bad = await trajectory(model, 1)
-    bad.messages_and_choices += [{"role": "user", "content": "b"}, foreign]
-    with pytest.raises(
-        art.NotCapturedError, match=r"trajectory 1 of group 0.*messages_and_choices\[3\].*openai_client"
-    ):
-        await model.train([art.TrajectoryGroup([await trajectory(model, 0), bad])])
-    only_messages = art.Trajectory(messages_and_choices=[{"role": "assistant", "content": "x"}], reward=1)
-    with pytest.raises(art.NotCapturedError, match="no trajectory holds a `Choice`"):
-        await model.train([art.TrajectoryGroup([only_messages] * 2)])
-    bad.messages_and_choices.pop()
-    bad.additional_histories.append(art.History(messages_and_choices=[foreign]))
-    with pytest.raises(art.NotCapturedError, match=r"additional_histories\[0\]"):
-        await model.train([art.TrajectoryGroup([await trajectory(model, 0), bad])])
-    assert await model.get_step() == before, "nothing was sent"
 
 
 async def test_a_trajectory_without_a_choice_is_left_out_and_its_reward_counts(up: Up, model: Any) -> None:

@@ -67,30 +67,6 @@ async def test_versions_and_models_of_others_play_the_same_tasks(
         assert mean == pytest.approx(rows[0][2])
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["m@x"], "'m@x' is no entrant"),
-        (["m", "--scenarios", "none.jsonl"], "none.jsonl: No such file"),
-        (["m", "--run-dir", "nowhere"], "nowhere/state.json names no gateway"),
-        (["m", "--run-dir", "nowhere", "--no-record"], "nowhere/state.json names no gateway"),
-        (["m", "--limit", "-1"], "--limit: it must be a whole number of at least 1, not '-1'"),
-        (["m", "--limit", "0"], "--limit: it must be a whole number of at least 1, not '0'"),
-        (["m", "--attempts", "0"], "--attempts: it must be a whole number of at least 1, not '0'"),
-        (["m", "--key-env", "NOT_SET"], "--key-env NOT_SET: this environment variable is not set"),
-        (["m", "--url", "localhost:8000"], "'localhost:8000' must begin with http:// or https://: write"),
-    ],
-)
-def test_what_can_t_be_used_is_said_so(
-    args: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main([*PLAYED, *args])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 def test_what_a_rollout_prints_is_no_part_of_the_json() -> None:
     entrant = "http://127.0.0.1:9/v1#m"
     done = evaluate(entrant, "--rollout", f"{KIT}:chatter", "--no-record", "--json")

@@ -26,13 +26,3 @@ def test_means_differences_errors_and_times_are_shown() -> None:
     assert "m@9: 2 runs failed: KeyError: 'x'" in lines
     assert "no reward" not in text
     assert lines[-1].split()[0] == "m@9"
-
-
-def test_tasks_without_a_reward_are_told() -> None:
-    tasks = tuple(TaskResult(f"task {n}", {"reward": 1.0} if n else {}, 1, 0) for n in range(3))
-    first = EntrantResult(parse_entrant("m@0"), "m@0", tasks, Usage(), (), 2.0)
-    none = tuple(TaskResult(t.task, {}, 1, 0) for t in tasks)
-    second = EntrantResult(parse_entrant("m@9"), "m@9", none, Usage(), (), 2.0)
-    text = text_report(EvaluationReport("e-1", "s:tasks", "s:play", (first, second)))
-    assert "m@0: 1 of 3 tasks has no reward;" in text
-    assert "m@9: 3 of 3 tasks have no reward;" in text

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +89,3 @@ async def test_the_command_answers_in_json(tmp_path: Path, capsys: pytest.Captur
         asked = ["score", str(tmp_path / "group.json"), "--set", "judge.model=openai/scorer"]
         await anyio.to_thread.run_sync(main, [*asked, "--set", f"judge.api_base={server.url}"])
     assert json.loads(capsys.readouterr().out)["scores"] == pytest.approx({"a": 0.9, "2": 0.2, "c": 0.5})
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("{", "-: Input data was truncated"),
-        ("[{}, {}]", "judge.model is not set"),
-        ('{"trajectories": [], "mesages": []}', "unknown field `mesages`"),
-    ],
-)
-def test_the_command_says_what_is_wrong(
-    text: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    with pytest.raises(SystemExit) as stop:
-        main(["score", "-"])
-    assert stop.value.code == 2
-    assert why in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 
 from judge.models.params import resolve_params
 from judge.scoring import judge_hash
-from pipeline.config import ConfigError, JudgeConfig, JudgeRequestConfig, load, save
+from pipeline.config import ConfigError, JudgeConfig, JudgeRequestConfig, load
 from tests.kits.settings import with_values
 
 
@@ -65,17 +65,6 @@ def test_a_secret_in_the_settings_is_refused_before_they_are_saved(tmp_path: Pat
     with pytest.raises(ConfigError, match="a secret does not belong in the settings") as refused:
         load(tmp_path / "x.toml")
     assert str(refused.value).startswith(name)
-
-
-def test_parameters_survive_saving(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text(
-        '[judge.request.params]\nreasoning_effort = "low"\nmax_tokens = 100\nvertex_credentials = "/run/key.json"\n'
-        'extra_headers = {Authorization = "Bearer ${TOKEN}"}\n'
-    )
-    config = load(tmp_path / "x.toml", ["judge.request.params.top_k=3"])
-    save(config, tmp_path / "y.toml")
-    assert load(tmp_path / "y.toml") == config
-    assert config.judge.request.params["top_k"] == 3
 
 
 def test_the_judge_s_hash_depends_only_on_settings_that_can_change_scores(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import anyio
 import pytest
 
 from journeywork.trajectory import finite_number
-from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import ConfiguredComposer, open_composer
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
@@ -183,19 +182,6 @@ async def test_a_member_without_one_of_the_components_has_no_reward() -> None:
     assert set(scores.final) == {"a", "b"}
     assert scores.missing == "reward speed is missing for 1 of 3"
     assert scores.components["c"] == {"agent": 0.5, "style": 0.5}
-
-
-async def test_a_failing_function_gives_no_reward_instead_of_a_low_one() -> None:
-    scores = await compose(function("raises"))
-    assert scores.final == {}
-    assert "raises is missing for 3 of 3" in scores.missing
-
-
-async def test_a_rubric_that_can_t_be_judged_leaves_the_group_unscored() -> None:
-    config = JudgeConfig(model="x", rewards=(RewardConfig(name="q", kind="ruler"),))
-    failing = ruler(Model(lambda _: 500), SAID, retry_for_s=0.0)
-    with pytest.raises(UnscoredError, match="answered 500"):
-        await ConfiguredComposer(config, {"q": failing}, {}, loading(()))(MEMBERS)
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from judge.ruler.replies import UnreadableReplyError, parse_scores
-from tests.judge.kit import Model, ruler, transcript
-from tests.kits.scoring_server import Scorer, blocks, score_key
 
 IDS = ["abc101", "def202", "ghj303", "kmn404"]
 KEY = "score_pqr505"
@@ -135,31 +131,3 @@ def test_the_longest_reply_is_parsed(atom: str) -> None:
 def test_parsing_gives_scores_from_0_to_1_or_its_own_error(reply: list[str]) -> None:
     with suppress(UnreadableReplyError):
         assert all(0.0 <= s <= 1.0 for s in parse_scores("".join(reply), IDS[:1], KEY).scores.values())
-
-
-@pytest.mark.anyio
-async def test_after_any_first_reply_every_trajectory_gets_its_own_score() -> None:
-    """Replies as the first answer to a real prompt; what cannot be read is asked for again from a good judge."""
-    transcripts = [transcript(f"t{i}", f"quality={TRUTH[name]}") for i, name in enumerate(IDS)]
-    for reply in READABLE[::5] + UNREADABLE[::5]:
-        model = Model(answering(reply))
-        scores, _ = await ruler(model, passes=1).judge(transcripts)
-        assert scores == pytest.approx({f"t{i}": TRUTH[name] for i, name in enumerate(IDS)}), reply
-        assert len(model.requests) == 1 + (reply in UNREADABLE)
-
-
-def answering(reply: str) -> Callable[[dict[str, Any]], str]:
-    """A judge whose first reply is `reply`, with the ids and the key of the prompt. Later ones can be read."""
-    asked = 0
-
-    def answer(request: dict[str, Any]) -> str:
-        nonlocal asked
-        asked += 1
-        if asked > 1:
-            return str(Scorer()(request))
-        prompt, text = str(request["messages"][1]["content"]), reply.replace(KEY, score_key(request))
-        for name, said in blocks(prompt, prompt.split()[2]):
-            text = text.replace(next(i for i in IDS if f"quality={TRUTH[i]}" in said), name)
-        return text
-
-    return answer

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
-import msgspec
 import pytest
 
 from judge.ruler.transcripts import from_exchanges, load_transcript, render_message, shorten, utf8_size
@@ -18,28 +16,6 @@ pytestmark = pytest.mark.anyio
 
 def rendered(messages: Iterable[Message]) -> str:
     return "\n".join(render_message(m) for m in messages)
-
-
-def test_the_last_main_call_and_its_reply_are_the_transcript() -> None:
-    found = from_exchanges(
-        "t",
-        [
-            exchange("t", "second", seq=1, task="b"),
-            exchange("t", "first", seq=0, task="a"),
-            exchange("t", "a title", seq=2, side_call=True),
-            exchange("t", "other choice", seq=1, choice=1, task="b"),
-        ],
-    )
-    assert found.last_conversation.messages == (
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "second"},
-    )
-    assert [c.calls for c in found.conversations] == [
-        "call 1",
-        "call 2, choice 1 of call 2",
-        "call 2, choice 2 of call 2",
-    ]
-    assert [c.messages[-1]["content"] for c in found.conversations] == ["first", "second", "other choice"]
 
 
 def test_a_trajectory_without_a_call_to_judge_is_told_with_both_causes() -> None:
@@ -73,16 +49,6 @@ def test_every_kind_of_message_is_rendered() -> None:
         '[assistant] {"odd":1}\n(calls ?) \n[assistant] (refuses) no\n(calls old) {}\n'
         "[assistant] (calls free) text\n[?] "
     )
-
-
-def test_a_call_that_broke_off_has_no_reply() -> None:
-    broken = msgspec.structs.replace(exchange("t", "x"), response=b"", status="failed")
-    assert from_exchanges("t", [broken]).last_conversation.messages == ({"role": "user", "content": "Win the game."},)
-
-
-def test_a_request_that_is_no_object_has_no_messages() -> None:
-    odd = msgspec.structs.replace(exchange("t", "x"), request=b"[]", response=json.dumps({"choices": []}).encode())
-    assert from_exchanges("t", [odd]).last_conversation.messages == ()
 
 
 @pytest.mark.parametrize("letters", ["ab", "äß", "世界", "🙂🙃"])

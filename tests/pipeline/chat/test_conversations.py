@@ -46,17 +46,6 @@ def test_the_text_of_a_message_has_each_of_its_parts_and_nothing_for_null() -> N
     assert text_of([{"type": "text", "text": None}]) == "(text)"
 
 
-def test_calls_that_send_the_whole_history_are_one_conversation() -> None:
-    history = [user("a")]
-    exchanges = []
-    for number in range(3):
-        exchanges.append(call(number, list(history), said(f"r{number}")))
-        history += [said(f"r{number}"), user(f"u{number}")]
-    (found,), last = build_conversations(reversed(exchanges))
-    assert texts(found) == ["a", "r0", "u0", "r1", "u1", "r2"]
-    assert (found.calls, last) == ("calls 1 to 3", 0)
-
-
 def test_every_choice_is_shown_and_the_chosen_one_is_continued() -> None:
     first = [call(0, [user("a")], said(f"c{i}"), choice=i) for i in range(3)]
     then = call(1, [user("a"), said("c1"), user("b")], said("end"))
@@ -132,11 +121,6 @@ def test_a_reply_that_broke_off_is_kept_unless_the_agent_continued_without_it(ke
     assert texts(found) == (["a", "hal", "go on", "whole"] if kept else ["a", "whole"])
     (found,), _ = build_conversations([broken])
     assert texts(found) == ["a", "hal"]
-
-
-def test_a_call_that_is_sampled_twice_shows_both_replies() -> None:
-    found, _ = build_conversations([call(0, [user("a")], said("x")), call(1, [user("a")], said("y"))])
-    assert [texts(c) for c in found] == [["a", "x"], ["a", "y"]]
 
 
 def completion(seq: int, prompt: Any, text: str, choice: int = 0, **request: Any) -> ExchangeRecorded:

@@ -15,7 +15,7 @@ from pipeline.commands import dead_letters as dead
 from pipeline.config import NatsConfig
 from pipeline.events import DeadLettered, Event, GroupScored, TrajectoryCompleted, encode
 from pipeline.log.broker import Broker
-from tests.kits.events import completed
+from tests.kits.events import completed, letter
 from tests.kits.log import take
 
 pytestmark = pytest.mark.anyio
@@ -23,19 +23,8 @@ pytestmark = pytest.mark.anyio
 
 async def make_dead_letter(broker: Broker, payload: bytes, detail: str = "why") -> None:
     """A letter that the judge gave up, as a fault that is gone now would leave it."""
-    await broker.publish(
-        DeadLettered(
-            project="",
-            stream="ROLLOUTS",
-            stream_seq=1,
-            original_subject="rollout.completed.p.m.t1",
-            consumer="judge",
-            reason="undecodable",
-            detail=detail,
-            payload=payload,
-            headers={"traceparent": "tp"},
-        )
-    )
+    told = {"detail": detail, "payload": payload, "headers": {"traceparent": "tp"}}
+    await broker.publish(letter(original_subject="rollout.completed.p.m.t1", **told))
 
 
 async def test_a_retry_reaches_the_consumer_that_failed_and_no_other(broker: Broker) -> None:

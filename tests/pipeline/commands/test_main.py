@@ -20,9 +20,8 @@ from pipeline.commands import status
 from pipeline.commands.main import OWN, SUBCOMMANDS, main
 from pipeline.config import NatsConfig
 from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, Member, PolicyPromoted
-from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.broker import Broker
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
-from tests.conftest import free_port
 from tests.kits.events import checkpoint, exchange
 
 
@@ -49,23 +48,6 @@ def test_a_mistake_is_one_clear_line(
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())  # nothing was started
-
-
-@pytest.mark.parametrize(
-    "command", ["pipeline.commands.main provision", "judge.commands.rejudge --limit 1"], ids=["provision", "rejudge"]
-)
-def test_what_a_command_logs_without_a_log_says_why(command: str, tmp_path: Path) -> None:
-    """A logger that nobody has configured would print the events without their fields."""
-    nowhere = f"nats://127.0.0.1:{free_port()}"
-    settings = tmp_path / "config.toml"
-    settings.write_text(
-        f'run_dir = "{tmp_path}/run"\n[nats]\nurl = "{nowhere}"\nconnect_timeout_s = 1\n[judge]\nmodel = "a/b"\n'
-    )
-    argv = [sys.executable, "-m", *command.split(), "--config", str(settings)]
-    ended = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
-    *logged, said = ended.stderr.splitlines()
-    assert (ended.returncode, said.startswith("journeywork: no NATS server answers at")) == (1, True)
-    assert all(json.loads(line)["error"] for line in logged)
 
 
 def test_the_commands_that_are_known_are_those_of_the_parser() -> None:
@@ -276,19 +258,6 @@ def test_a_service_that_can_not_start_ends_up_with_its_reason(
         main(["up", *flags, "--nats-url", "nats://127.0.0.1:1"])
     assert caught.value.code == 1
     assert "no NATS server answers at nats://127.0.0.1:1" in capsys.readouterr().err
-
-
-def test_a_log_that_refuses_its_streams_ends_up_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def supervise(*_: object) -> None:
-        raise ExceptionGroup("", [ExceptionGroup("", [BrokerError("the NATS server refused it")])])
-
-    monkeypatch.setattr(cli, "_supervise", supervise)
-    with pytest.raises(SystemExit) as caught:
-        main(["up", "--services", "store", "--run-dir", str(tmp_path)])
-    assert caught.value.code == 1
-    assert capsys.readouterr().err.strip().endswith("journeywork: the NATS server refused it")
 
 
 @pytest.mark.anyio

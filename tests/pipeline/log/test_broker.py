@@ -48,27 +48,6 @@ async def test_a_repeated_publish_finds_its_own_message_behind_which_others_came
     assert (other.seq, other.duplicate) == (last.seq, True)
 
 
-async def test_history_pages_and_keeps_order(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.log.stream_reader._BATCH", 3)
-    for seq in range(10):
-        await broker.publish(exchange(seq=seq))
-        await broker.publish(exchange("other", seq=seq))
-    history = await broker.read(ExchangeRecorded, project="p", trajectory="t1")
-    assert [r.event.seq for r in history] == list(range(10))
-    assert await broker.read_last(ExchangeRecorded, project="p", trajectory="nothing") is None
-    assert await broker.read(ExchangeRecorded, project="p", trajectory="nothing") == []
-
-
-async def test_what_exceeds_the_payload_limit_comes_back_whole(broker: Broker) -> None:
-    body = b'"' + b"x" * 3_000_000 + b'"'
-    await broker.publish(exchange(request=body))
-    async with broker.consume("store-rollouts") as messages:
-        (delivery,) = await take(messages, 1)
-        assert isinstance(delivery.event, ExchangeRecorded)
-        assert delivery.event.request == body
-        await delivery.ack()
-
-
 async def test_what_is_held_is_kept_alive_and_given_back_at_once(broker: Broker) -> None:
     await broker.publish(completed())
     async with broker.consume("judge") as messages:

@@ -89,28 +89,6 @@ async def test_readers_and_consumers_get_whole_exchanges(nats_config: NatsConfig
         assert [d.event for d in taken[2:]] == recorded  # after the openings of the group and of the run
 
 
-async def test_two_gateways_take_turns_and_each_continues_what_it_knows(nats_config: NatsConfig) -> None:
-    exchanges = growing(8)
-    async with Broker.connect(nats_config) as one, Broker.connect(nats_config) as two:
-        here = await opened(registry(one))
-        there = await opened(registry(two))
-        recorded = []
-        for i, exchange in enumerate(exchanges):
-            recorded += await record(there if i % 2 else here, [exchange])
-        assert [e.seq for e in recorded] == list(range(8))
-        assert await whole(two) == recorded
-        assert sum(isinstance(f, Continuation) for f in await forms(one)) >= 6
-
-
-async def test_a_gateway_that_did_not_see_the_call_before_writes_whole(nats_config: NatsConfig) -> None:
-    forgetful = msgspec.structs.replace(nats_config, exchange_memory_bytes=0)
-    async with Broker.connect(nats_config) as one, Broker.connect(forgetful) as two:
-        first = await record(await opened(registry(one)), growing(2))
-        second = await record(await opened(registry(two)), growing(1, start=2))
-        assert [type(f) for f in await forms(one)] == [ExchangeRecorded, Continuation, ExchangeRecorded]
-        assert await whole(two) == first + second
-
-
 async def test_an_exchange_too_large_for_the_log_is_continued(nats_config: NatsConfig) -> None:
     large = os.urandom(1_000_000).hex()
     exchanges = [

@@ -26,7 +26,7 @@ from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.messages import parse_ack_subject
 from pipeline.log.pulling import pulling
-from tests.conftest import NatsServer, free_port
+from tests.conftest import NatsServer
 from tests.kits.events import exchange
 
 pytestmark = pytest.mark.anyio
@@ -300,13 +300,3 @@ async def test_a_late_answer_to_a_ping_that_was_given_up_does_not_end_the_readin
         nats_server.process.send_signal(signal.SIGCONT)
     await broker.publish(exchange())
     assert not broker.client._reading_task.done()
-
-
-async def test_any_of_several_servers_will_do(nats_server: NatsServer) -> None:
-    dead = f"nats://127.0.0.1:{free_port()}"
-    for url in ((dead, nats_server.url), f"{dead}, {nats_server.url}"):
-        async with Broker.connect(NatsConfig(url=url)) as broker:
-            await broker.publish(exchange())
-    with pytest.raises(BrokerUnavailableError, match=f"{dead},{dead}"), anyio.fail_after(60):
-        async with Broker.connect(NatsConfig(url=(dead, dead), connect_timeout_s=0.5)):
-            pass

@@ -44,26 +44,6 @@ async def test_a_replica_that_lags_hides_nothing(broker: Broker, monkeypatch: py
     assert await broker.get_object("ADAPTERS", "m@1") == data
 
 
-async def test_who_knows_how_many_there_are_spares_the_leaders_word(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for seq in range(5):
-        await broker.publish(exchange(seq=seq))
-    asked = []
-    ask = broker.leader_get
-
-    async def counted(stream: str, request: dict[str, Any]) -> Any:
-        asked.append(request)
-        return await ask(stream, request)
-
-    monkeypatch.setattr(broker, "leader_get", counted)
-    assert len(await broker.read(ExchangeRecorded, at_least=5, project="p", trajectory="t1")) == 5
-    assert asked == []
-    monkeypatch.setattr(broker, "_direct_get", Lagging(broker, 3))
-    assert len(await broker.read(ExchangeRecorded, at_least=5, project="p", trajectory="t1")) == 5
-    assert asked
-
-
 @pytest.mark.parametrize("server_limit", [False, True])
 async def test_the_newest_message_of_each_subject_in_pages(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, server_limit: bool

@@ -47,13 +47,6 @@ async def test_a_timer_is_delivered_at_its_time_and_then_gone(nats_config: NatsC
         await until_empty(broker)
 
 
-async def test_a_cancelled_timer_leaves_nothing(broker: Broker) -> None:
-    await broker.set_timer(timeout("g"), time.time() + 3600)
-    await broker.cancel_timer(timeout("g"))
-    await broker.cancel_timer(timeout("never set"))
-    await until_empty(broker)
-
-
 async def test_timers_survive_the_server_and_those_it_missed_are_delivered(
     nats_server: NatsServer, nats_config: NatsConfig
 ) -> None:

@@ -116,20 +116,6 @@ def test_nothing_starts_beside_what_a_killed_up_left_behind(tmp_path: Path) -> N
         pass
 
 
-def test_the_refusal_names_the_command_that_uses_the_directory(tmp_path: Path) -> None:
-    with folder_lock.hold(tmp_path, "journeywork backup"):
-        for lock in (folder_lock.hold(tmp_path).__enter__, partial(folder_lock.share, tmp_path)):
-            with pytest.raises(InstallationInUseError, match=r"is in use: journeywork backup \(process \d+,"):
-                lock()
-    with folder_lock.hold(tmp_path), pytest.raises(InstallationInUseError, match=r"is in use: journeywork up \("):
-        folder_lock.share(tmp_path)
-    shared = folder_lock.share(tmp_path)
-    said = "is in use: journeywork prepare or a server of journeywork exec runs there"
-    with pytest.raises(InstallationInUseError, match=said), folder_lock.hold(tmp_path):
-        pass
-    os.close(shared)
-
-
 def test_servers_of_exec_share_a_run_directory_but_not_with_up_and_one_of_them_is_nats(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXEC, str(tmp_path), "nats", "vllm", "vllm"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as servers:

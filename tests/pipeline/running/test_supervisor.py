@@ -21,12 +21,9 @@ from pipeline.commands import main as cli
 from pipeline.config import Config, ConfigError, load
 from pipeline.files import write_once
 from pipeline.running import child, ports
-from pipeline.running import resolved as resolved_settings
 from pipeline.running.plan import ONE_PROCESS, ProcessSpec, make_plan, one_process_environment, require_base_files
-from pipeline.running.state import RunState, write_state
 from pipeline.running.supervisor import Supervisor, SupervisorError
 from tests.conftest import free_port
-from tests.kits.settings import with_values
 from tests.pipeline.running.supervised import Changes, runs, supervised
 
 pytestmark = pytest.mark.anyio
@@ -103,16 +100,6 @@ if not flag.exists():
         assert supervisor.watched["trainer"].restarts >= 1  # a start of a busy machine may take as long again
     said = (tmp_path / "logs" / "trainer.log").read_text()
     assert "Fatal Python error: Aborted" in said  # and where it hung
-
-
-async def test_a_process_that_never_works_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    broken = service("trainer", "import sys; print('no such base model'); sys.exit(2)")
-    supervisor = Supervisor(config(tmp_path), [broken])
-    with anyio.fail_after(60), pytest.raises(ExceptionGroup) as caught:
-        await supervisor.run()
-    error = caught.value.exceptions[0]
-    assert isinstance(error, SupervisorError)
-    assert "no such base model" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -389,13 +376,3 @@ def test_an_empty_secret_ends_the_start_with_what_is_wrong(tmp_path: Path) -> No
     supervisor = Supervisor(config(tmp_path), (spec,))
     with pytest.raises(SupervisorError, match=r"vllm\.key is empty: delete it"):
         cli._hold_up(config(tmp_path), (), supervisor, io.StringIO())
-
-
-def test_the_dashboards_port_stays_over_restarts_where_it_is_free(tmp_path: Path) -> None:
-    settings = config(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        first = int(taken.getsockname()[1])
-        write_state(tmp_path, RunState(urls={"ui": f"http://127.0.0.1:{first}"}))
-        assert resolved_settings.dashboard_port(settings) != first
-    assert resolved_settings.dashboard_port(settings) == first
-    assert resolved_settings.dashboard_port(with_values(settings, {"ui.port": 8765})) == 8765

@@ -10,19 +10,10 @@ import anyio
 import pytest
 
 from pipeline.config import Config, NatsConfig, TelemetryConfig
-from pipeline.events import (
-    ExchangeRecorded,
-    GroupScored,
-    Member,
-    Score,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-    Verdict,
-    pack_ids,
-    pack_logprobs,
-)
+from pipeline.events import ExchangeRecorded, GroupScored, Member, Score, Verdict
 from pipeline.log.broker import Broker
 from pipeline.tracing import exporter, trace
+from tests.kits import events
 from tests.kits.langfuse import PUBLIC, SECRET, LangfuseReceiver
 
 START = 1_700_000_000_000_000
@@ -42,24 +33,10 @@ def exchange(trajectory: str, seq: int, asked: str) -> ExchangeRecorded:
     tools = [{"type": "function", "function": {"name": "lookup", "parameters": {}}}]
     request = {"model": "m", "temperature": 0.5, "tools": tools, "messages": [{"role": "user", "content": asked}]}
     choice = {"index": 0, "message": {"role": "assistant", "content": "Ann."}}
-    return ExchangeRecorded(
-        project="p",
-        trajectory=trajectory,
-        seq=seq,
-        model="m",
-        policy_version="m@0",
-        step=0,
-        group="g",
-        request=json.dumps(request).encode(),
-        response=json.dumps({"id": f"cmpl-{seq}", "choices": [choice]}).encode(),
-        prompt_ids=pack_ids([1, 2]),
-        sampled_ids=pack_ids([3]),
-        logprobs=pack_logprobs([-0.5]),
-        finish_reason="stop",
-        started_at=START + 10_000_000 * seq,
-        first_token_at=START + 10_000_000 * seq + 5,
-        at=START + 10_000_000 * seq + 2_000_000,
-    )
+    response, start = {"id": f"cmpl-{seq}", "choices": [choice]}, START + 10_000_000 * seq
+    bodies = {"request": json.dumps(request).encode(), "response": json.dumps(response).encode()}
+    times = {"started_at": start, "first_token_at": start + 5, "at": start + 2_000_000}
+    return events.exchange(trajectory, seq, group="g", finish_reason="stop", **bodies, **times)
 
 
 def calls(trajectory: str) -> list[ExchangeRecorded]:
@@ -69,39 +46,18 @@ def calls(trajectory: str) -> list[ExchangeRecorded]:
 
 async def publish_lives(broker: Broker) -> None:
     """`t1` has no trace of its own; `t2` was opened below a span of its agent."""
+    task = "find ann@example.com"
     for trajectory, headers in (("t1", {"traceparent": trace.traceparent("p", "t1")}), ("t2", OWN)):
         await broker.publish(
-            TrajectoryOpened(
-                project="p",
-                trajectory=trajectory,
-                model="m",
-                group="g",
-                task="find ann@example.com",
-                metadata=json.dumps(METADATA).encode(),
-                at=START,
-            ),
-            headers,
+            events.opened(trajectory, task=task, metadata=json.dumps(METADATA).encode(), at=START), headers
         )
         for call in calls(trajectory):
             # Each call of an instrumented agent has a span of its own.
             own = f"00-{AGENTS_TRACE}-{call.seq + 1:016x}-01" if trajectory == "t2" else headers["traceparent"]
             await broker.publish(call, {"traceparent": own})
-        await broker.publish(
-            TrajectoryCompleted(
-                project="p",
-                trajectory=trajectory,
-                model="m",
-                group="g",
-                task="find ann@example.com",
-                exchanges=2,
-                reward=1.0,
-                opened_at=START,
-                at=START + 30_000_000,
-                prompt_tokens=4,
-                sampled_tokens=2,
-            ),
-            headers,
-        )
+        ended = {"reward": 1.0, "exchanges": 2, "prompt_tokens": 4, "sampled_tokens": 2}
+        times = {"opened_at": START, "at": START + 30_000_000}
+        await broker.publish(events.completed(trajectory, task=task, **ended, **times), headers)
     members = tuple(Member(trajectory=t, reward=r, components={"style": r / 2}) for t, r in (("t1", 1.0), ("t2", 0.0)))
     verdict = Verdict(
         judge_model="openai/gpt-5-mini",

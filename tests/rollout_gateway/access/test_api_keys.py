@@ -54,22 +54,6 @@ def test_the_digest_of_an_empty_key_is_refused(tmp_path: Path) -> None:
         ApiKeys(GatewayConfig(), file=file)
 
 
-def test_a_rate_is_kept_by_a_key_and_by_the_runs_it_opened() -> None:
-    keys = (key_config("slow", calls_per_minute=3), key_config("free"))
-    api_keys = ApiKeys(GatewayConfig(keys=keys))
-    api_keys.authenticate("slow")
-    for _ in range(2):
-        api_keys.charge("slow", "m")
-    for call in (lambda: api_keys.authenticate("slow"), lambda: api_keys.charge("slow", "m")):
-        with pytest.raises(ApiError) as refused:
-            call()
-        assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
-        assert dict(refused.value.headers)[b"retry-after"].isdigit()
-    for _ in range(100):
-        api_keys.authenticate("free")
-        api_keys.charge("free", "m")
-
-
 def test_requests_at_once_do_not_add_up_to_more_than_one_large_request() -> None:
     """Their keys are checked before their bodies are read."""
     api_keys = ApiKeys(GatewayConfig(keys=(key_config("k", calls_per_minute=10),)))

@@ -21,6 +21,7 @@ from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, SampledChoice
 from rollout_gateway.dialects.endpoints import read_chat
+from tests.kits.events import exchange
 
 pytestmark = pytest.mark.anyio
 
@@ -81,25 +82,8 @@ class Gateway:
         def make(seq: int) -> list[ExchangeRecorded]:
             request = msgspec.json.encode({"model": "m", "messages": messages})
             response = {"id": f"r{seq}", "choices": [{"message": {"role": "assistant", "content": said}}]}
-            return [
-                ExchangeRecorded(
-                    project="test",
-                    trajectory=run.id,
-                    model="m",
-                    group=run.opened.group,
-                    seq=seq,
-                    choice=0,
-                    request=request,
-                    response=msgspec.json.encode(response),
-                    policy_version="m@0",
-                    step=0,
-                    prompt_ids=b"",
-                    sampled_ids=b"",
-                    logprobs=b"",
-                    status="complete",
-                    request_hash=str(seq),
-                )
-            ]
+            said_and_heard = {"request": request, "response": msgspec.json.encode(response), "request_hash": str(seq)}
+            return [exchange(run.id, seq, project="test", group=run.opened.group, **said_and_heard)]
 
         await run.record(make)
 

@@ -15,7 +15,7 @@ from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.dialects.endpoints import read_chat
-from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
+from rollout_gateway.http.errors import ApiError, ClientGoneError
 from rollout_gateway.http.upstream import UpstreamReply
 from tests.conftest import InferenceDouble
 from tests.rollout_gateway.conftest import StartGateway
@@ -44,26 +44,6 @@ async def test_a_client_that_leaves_before_a_server_was_asked_is_not_recorded(
         assert caller.trajectory.in_flight == 0
         assert await exchanges(gateway.broker, "t") == []
         await server.start()
-
-
-@pytest.mark.parametrize(("error", "status"), [(ClientGoneError(), "cancelled"), (stopping(), "failed")])
-async def test_a_call_that_is_ended_while_its_server_works_is_recorded(
-    nats_config: NatsConfig, tmp_path: Path, error: Exception, status: str
-) -> None:
-    server = FakeVllm()
-    async with parts(nats_config, tmp_path, [server]) as gateway:
-        server.held = asyncio.Event()
-        await gateway.open("t")
-        caller = Caller(await gateway.registry.find("t"))
-        call = asyncio.ensure_future(gateway.chat.answer(CALL, caller))
-        await server.called(1)
-        caller.cancellation.cancel(error)
-        with anyio.fail_after(60), pytest.raises((ClientGoneError, ApiError)):
-            await call
-        (event,) = await exchanges(gateway.broker, "t")
-        assert (event.status, event.policy_version, event.sampled_ids) == (status, "tictactoe@0", b"")
-        assert gateway.fleet.replicas[0].load == 0
-        server.held.set()
 
 
 async def test_an_answer_that_is_too_long_is_the_callers_doing(

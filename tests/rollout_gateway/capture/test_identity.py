@@ -10,9 +10,8 @@ import openai
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import GroupDiscarded, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
-from tests.conftest import NatsServer
 from tests.kits.events import checkpoint
 from tests.kits.log import read_stream
 from tests.rollout_gateway.access.test_access import Caller
@@ -84,21 +83,3 @@ async def test_groups_beyond_the_bound_are_told_to_wait(start_gateway: StartGate
     assert found.event.trajectory == again.json()["id"]
     # How long the group waited, from the refusal to the opening, can be asked for.
     assert again_asked - told <= found.event.paced_s <= let_in - asked
-
-
-@pytest.mark.inference
-async def test_groups_discarded_while_the_log_was_away_are_no_longer_ahead(
-    start_gateway: StartGateway, nats_server: NatsServer, broker: Broker
-) -> None:
-    gateway = start_gateway(max_groups_ahead=1)
-    gateway.open(group="g1")
-    nats_server.kill()
-    await anyio.to_thread.run_sync(nats_server.start)
-    await broker.publish(
-        GroupDiscarded(project=PROJECT, group="g1", model="tictactoe", trajectories=(), reason="too_small", by="judge")
-    )
-    with anyio.fail_after(60):
-        async with httpx.AsyncClient(timeout=60) as client:
-            body = {"model": "tictactoe", "group": "g2"}
-            while (await client.post(f"{gateway.url}/v1/trajectories", json=body)).status_code != 201:
-                await anyio.sleep(0.1)  # as an agent that was told to wait

@@ -26,6 +26,8 @@ from rollout_gateway.capture import masking
 from rollout_gateway.capture.masking import Masks
 from rollout_gateway.http.errors import ApiError
 from tests.conftest import NatsServer
+from tests.kits.events import completed, opened
+from tests.kits.events import exchange as recorded
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import exchanges
 
@@ -48,9 +50,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
 def play(gateway: GatewayProcess, name: str, text: str, *, stream: bool = False) -> str:
     """Play a run of two calls whose texts hold `text`. Returns what the agent got."""
-    opened = gateway.open(id=name, task=f"write to {text}", metadata={"who": {text: [text]}})
+    run = gateway.open(id=name, task=f"write to {text}", metadata={"who": {text: [text]}})
     said = ""
-    with gateway.agent(opened, default_headers={"x-journeywork-role": text}) as agent:
+    with gateway.agent(run, default_headers={"x-journeywork-role": text}) as agent:
         for turn in range(2):
             ask: Any = [{"role": "user", "content": f"a{turn + 1}=x {text}"}]
             if stream:
@@ -103,20 +105,8 @@ async def masked(event: E, *masks: MaskConfig) -> E:
 
 
 def exchange(request: Any, response: Any) -> ExchangeRecorded:
-    return ExchangeRecorded(
-        project=PROJECT,
-        trajectory="t",
-        seq=0,
-        model="m",
-        policy_version="m@0",
-        step=0,
-        request=msgspec.json.encode(request),
-        response=msgspec.json.encode(response),
-        prompt_ids=b"1234",
-        sampled_ids=b"1234",
-        logprobs=b"1234",
-        request_hash="h",
-    )
+    bodies = {"request": msgspec.json.encode(request), "response": msgspec.json.encode(response)}
+    return recorded("t", project=PROJECT, request_hash="h", **bodies)
 
 
 async def test_an_answer_that_is_split_into_tokens_is_masked_whole() -> None:
@@ -177,12 +167,8 @@ async def test_numbers_of_requests_and_names_are_masked() -> None:
     assert not event.prompt_ids
     event = await masked(msgspec.structs.replace(exchange({}, {}), role=SECRET))
     assert (event.role, event.prompt_ids) == ("[mail]", b"")
-    completed = await masked(
-        TrajectoryCompleted(
-            project="p", trajectory="t", model="m", group="g", rewards={SECRET: 1.0, "a": 2.0}, metrics={SECRET: 3.0}
-        )
-    )
-    assert (completed.rewards, completed.metrics) == ({"[mail]": 1.0, "a": 2.0}, {"[mail]": 3.0})
+    ended = await masked(completed(rewards={SECRET: 1.0, "a": 2.0}, metrics={SECRET: 3.0}))
+    assert (ended.rewards, ended.metrics) == ({"[mail]": 1.0, "a": 2.0}, {"[mail]": 3.0})
     signal = SignalGiven(project="p", signal="s", trajectory="t", model="m", group="g", name=SECRET, source=SECRET)
     given = await masked(signal)
     assert (given.name, given.source) == ("[mail]", "[mail]")
@@ -216,11 +202,7 @@ async def test_people_are_named_by_pseudonyms() -> None:
     """An erasure finds them by their names, and a mask keeps names that it matches from the record."""
     await Masks([MAIL]).check_call(b'{"user": "user-17", "metadata": {"subject": "user-17"}, "prompt": ["a", "b"]}')
     with pytest.raises(ApiError, match=r"`metadata.subject` .* Name the person by a pseudonym"):
-        await masked(
-            TrajectoryOpened(
-                project="p", trajectory="t", model="m", group="g", metadata=msgspec.json.encode({"subject": SECRET})
-            )
-        )
+        await masked(opened("t", metadata=msgspec.json.encode({"subject": SECRET})))
 
 
 @pytest.mark.timeout(60)

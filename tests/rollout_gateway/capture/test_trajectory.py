@@ -22,6 +22,7 @@ from pipeline.names import new_id
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
 from tests.conftest import NatsServer
+from tests.kits.events import exchange
 from tests.kits.power import Power
 
 pytestmark = pytest.mark.anyio
@@ -54,25 +55,8 @@ def made(name: str, by: str, choices: int = 1) -> Callable[[int], list[ExchangeR
     """One call, for `Trajectory.record`."""
 
     def make(seq: int) -> list[ExchangeRecorded]:
-        return [
-            ExchangeRecorded(
-                project="test",
-                trajectory=name,
-                seq=seq,
-                choice=choice,
-                model="m",
-                policy_version="m@0",
-                step=0,
-                request=b"{}",
-                response=b"{}",
-                prompt_ids=b"",
-                sampled_ids=b"",
-                logprobs=b"",
-                request_hash=f"{by}{seq}",
-                replica=by,
-            )
-            for choice in range(choices)
-        ]
+        of_call = {"project": "test", "request_hash": f"{by}{seq}", "replica": by}
+        return [exchange(name, seq, choice=choice, **of_call) for choice in range(choices)]
 
     return make
 

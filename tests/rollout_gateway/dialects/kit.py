@@ -10,6 +10,7 @@ from msgspec import Raw
 
 from pipeline.events import ExchangeRecorded
 from tests.kits.clients import closed_after_test
+from tests.kits.events import exchange
 from tests.rollout_gateway.conftest import GatewayProcess
 
 SCHEMA: Any = {
@@ -51,16 +52,5 @@ def completion(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded(request: dict[str, Any], message: dict[str, Any]) -> ExchangeRecorded:
-    return ExchangeRecorded(
-        project="p",
-        trajectory="t",
-        seq=0,
-        model="m",
-        policy_version="m@0",
-        step=0,
-        request=Raw(json.dumps(request).encode()),
-        response=Raw(json.dumps(completion(message)).encode()),
-        prompt_ids=b"",
-        sampled_ids=b"",
-        logprobs=b"",
-    )
+    bodies = {"request": Raw(json.dumps(request).encode()), "response": Raw(json.dumps(completion(message)).encode())}
+    return exchange("t", prompt=(), sampled=(), **bodies)

@@ -107,15 +107,6 @@ def test_an_output_of_a_tool_that_the_model_is_not_shown_is_refused_with_the_rea
         chat("function_call", 3)
 
 
-def test_input_items_keep_their_reasoning_and_their_namespace() -> None:
-    reasoning = {"type": "reasoning", "content": [], "summary": [{"type": "summary_text", "text": "Well."}]}
-    called = {"type": "custom_tool_call", "call_id": "c", "namespace": "games", "name": "move", "input": "a1"}
-    body = {"model": "m", "input": [reasoning, called]}
-    (said,) = ResponsesTranslation(json.dumps(body).encode()).chat()["messages"]
-    assert said["reasoning"] == "Well."
-    assert said["tool_calls"][0]["function"]["name"] == "games__move"
-
-
 def test_reasoning_items_of_a_turn_are_one_message() -> None:
     """Around a search that OpenAI's server made, and after the text."""
     first, second = (

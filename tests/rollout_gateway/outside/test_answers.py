@@ -54,19 +54,6 @@ def test_recorded_answers_come_again_as_streams(dialect: Any, events: list[Any])
         assert told.native == MESSAGE
 
 
-def test_replay_of_a_responses_stream_has_a_delta_for_each_text() -> None:
-    call = call_of("responses")
-    events = data(replay_answer(call, {"native": msgspec.Raw(json.dumps(RESPONSE).encode())}))
-    deltas = {e["type"]: (e["delta"], e["item_id"], e["output_index"]) for e in events if e["type"].endswith("delta")}
-    assert deltas == {
-        "response.output_text.delta": ("the answer", "msg_1", 2),
-        "response.function_call_arguments.delta": ('{"at":"a1"}', "fc_1", 3),
-    }
-    begun = [e["item"] for e in events if e["type"] == "response.output_item.added"]
-    assert (begun[2]["content"], begun[3]["arguments"]) == ([], "")
-    assert [e["sequence_number"] for e in events] == list(range(len(events)))
-
-
 def test_replay_has_the_usage_that_the_agent_asked_for_alone() -> None:
     recorded: Fields = {name: msgspec.Raw(json.dumps(value).encode()) for name, value in completion().items()}
     asking = call_of("chat", stream_options={"include_usage": True})

@@ -25,7 +25,7 @@ from pipeline.config import NatsConfig, OutsideConfig
 from pipeline.events import ExchangeRecorded, encode
 from pipeline.log.broker import Broker
 from rollout_gateway.http.cancellation import Cancellation
-from rollout_gateway.http.errors import ApiError, ClientGoneError
+from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.outside import providers
 from rollout_gateway.outside.relay import EventBuffer, Relay
@@ -210,23 +210,6 @@ async def test_reply_that_no_client_can_get_is_a_502_and_recorded(start_outside:
     events = await exchanges(broker, run["id"])
     assert [event.status for event in events] == ["failed"] * len(replies)
     assert all(error in event.error for error, event in zip(replies.values(), events, strict=True))
-
-
-async def test_count_that_nobody_waits_for_ends(provider: Provider, request_: Any) -> None:
-    provider.says(Reply(200, [20.0, b"{}"]))
-    relay, call = relay_of(table(provider, api_key_env=""))
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as tasks:
-
-            async def leave() -> None:
-                while not provider.got:
-                    await anyio.sleep(0.01)
-                request_.cancellation.cancel(ClientGoneError())
-
-            tasks.start_soon(leave)
-            with pytest.raises(ClientGoneError):
-                await relay.pass_on(request_, call, "/count_tokens")
-    await relay.close()
 
 
 async def test_counts_are_calls_of_the_gateways_limit(start_outside: StartOutside, provider: Provider) -> None:

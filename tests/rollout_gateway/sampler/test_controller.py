@@ -15,11 +15,18 @@ from rollout_gateway.sampler.adapter_files import AdapterFiles
 from rollout_gateway.sampler.controller import SamplerContext, ServerController
 from rollout_gateway.sampler.gateway_records import GatewayRecords
 from rollout_gateway.serving.policies import Policies
+from tests.kits.events import loaded
 from tests.rollout_gateway.conftest import PROJECT, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import fleet_config
 
 pytestmark = pytest.mark.anyio
+
+
+def loaded_by(server: FakeVllm, published: CheckpointPublished) -> PolicyLoaded:
+    of_server = {"replica": replica_name(server.url), "server_start": str(server.life)}
+    digest = published.adapter_sha256
+    return loaded(published.step, "tictactoe", project=PROJECT, adapter_sha256=digest, **of_server)
 
 
 class Agent:
@@ -59,18 +66,7 @@ async def test_what_a_restarted_agent_finds_in_its_server_stays_on_the_disk_unti
     }
     folders["tictactoe@3"] = folders["tictactoe@3"].rename(earlier.files.path("tictactoe@3", "f" * 64))
     fake_vllm.loaded = {version: str(folder) for version, folder in folders.items()} | {"mine": "/mine"}
-    loaded = PolicyLoaded(
-        project=PROJECT,
-        model="tictactoe",
-        step=2,
-        version="tictactoe@2",
-        replica=replica_name(fake_vllm.url),
-        adapter_sha256=events["tictactoe@2"].adapter_sha256,
-        server_start=str(fake_vllm.life),
-        probe_delta=1.0,
-        load_s=1.0,
-    )
-    await broker.publish(loaded)
+    await broker.publish(loaded_by(fake_vllm, events["tictactoe@2"]))
 
     agent = Agent(broker, config, fake_vllm, disk)
     probed: list[str] = []
@@ -123,18 +119,7 @@ async def test_what_the_log_says_beyond_what_the_server_holds_is_corrected_at_th
     agent = Agent(broker, fleet_config(nats_config, tmp_path), fake_vllm, tmp_path / "disk")
     await agent.reach_server()
     (published,) = await broker.read(CheckpointPublished)
-    loaded = PolicyLoaded(
-        project=PROJECT,
-        model="tictactoe",
-        step=1,
-        version="tictactoe@1",
-        replica=replica_name(fake_vllm.url),
-        adapter_sha256=published.event.adapter_sha256,
-        server_start=str(fake_vllm.life),
-        probe_delta=1.0,
-        load_s=1.0,
-    )
-    await broker.publish(loaded)
+    await broker.publish(loaded_by(fake_vllm, published.event))
     await agent.policies.rebuild(broker)
     agent.controller.loaded["mine"] = fake_vllm.loaded["mine"] = "/mine"
     await agent.controller._check()

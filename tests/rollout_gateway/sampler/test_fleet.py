@@ -15,12 +15,11 @@ import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig
-from pipeline.events import CheckpointPublished, ExchangeRecorded, PolicyLoaded, PolicyUnloaded
+from pipeline.events import ExchangeRecorded, PolicyLoaded, PolicyUnloaded
 from pipeline.log import key_value
 from pipeline.log.broker import Broker
 from pipeline.names import parse_version, subject_token
 from pipeline.streams import replica_name, sampler_key
-from rollout_gateway.http.errors import ApiError
 from tests.conftest import NatsServer
 from tests.kits.power import Power
 from tests.kits.sampler import SamplerThread
@@ -162,44 +161,6 @@ async def test_a_log_that_lost_an_unload_is_corrected_and_calls_are_answered(
             assert (status, answer["model"]) == (200, "tictactoe@2")
             (unloaded,) = await gateway.broker.read(PolicyUnloaded)
             assert unloaded.event.version == "tictactoe@1"
-
-
-async def test_why_a_server_takes_no_calls_is_logged_once_and_answered(
-    nats_config: NatsConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log says that the server has loaded an adapter that it does not hold, and no agent corrects it."""
-    server = FakeVllm()
-    await server.start()
-    name = replica_name(server.url)
-    config = fleet_config(nats_config, tmp_path, wait_s=1, **{"replicas.health_retry_s": 0.05})
-    async with gateway_parts(config, "gw") as gateway:
-        with pytest.raises(ApiError, match="none is registered"):
-            await gateway.call()
-        await publish_adapter(gateway.broker, 1)
-        (published,) = await gateway.broker.read(CheckpointPublished)
-        await gateway.broker.publish(
-            PolicyLoaded(
-                project=PROJECT,
-                model="tictactoe",
-                step=1,
-                version="tictactoe@1",
-                replica=name,
-                server_start="1",
-                adapter_sha256=published.event.adapter_sha256,
-                probe_delta=1.0,
-                load_s=1.0,
-            )
-        )
-        await gateway.until(lambda: gateway.policies.newest_loaded("tictactoe"))
-        record = b'{"url": "%s", "models": ["tictactoe"], "server_start": "1"}' % server.url.encode()
-        await key_value.put(gateway.broker, streams.FLEET.name, sampler_key(PROJECT, name), record, 60)
-        await gateway.until(lambda: gateway.fleet.replicas and gateway.fleet.replicas[0].problem)
-        for _ in range(2):
-            with pytest.raises(ApiError, match=f"{name}: it lost tictactoe@1") as caught:
-                await gateway.call()
-            assert caught.value.status == 503
-    assert [r.message for r in caplog.records].count("replica takes no calls") == 1
-    await server.stop()
 
 
 async def test_adapters_that_the_server_does_not_have_loaded_are_deleted(

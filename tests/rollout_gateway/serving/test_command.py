@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
 from pipeline.events import PolicyPromoted
 from pipeline.log.broker import Broker
-from pipeline.running.state import STATE
-from rollout_gateway.serving.command import describe, main
+from rollout_gateway.serving.command import main
 from tests.conftest import free_port
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import key_config, serves
@@ -86,31 +83,3 @@ def test_what_cannot_be_done_is_told(
     monkeypatch.setenv("JOURNEYWORK_URL", gateway.url)
     main(["list"])
     assert "chess: chess@0" in capsys.readouterr().out
-
-
-def test_the_gateway_and_the_key_of_a_run_are_found(
-    start_front: StartGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gateway = start_front(keys=(key_config("op", role="operator"),))
-    run = tmp_path / "other"
-    (run / "keys").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="2"):
-        main(["list", "--run-dir", str(run)])
-    assert "start it with `journeywork up`" in capsys.readouterr().err
-    (run / STATE).write_text(json.dumps({"urls": {"gateway": gateway.url}}))
-    (run / "keys" / "operator.key").write_text("op\n")
-    main(["list", "chess", "--run-dir", str(run)])
-    assert capsys.readouterr().out.startswith("chess: chess@0\n")
-    shutil.rmtree(run)
-
-
-def test_refused_versions_are_named() -> None:
-    policy = {
-        "model": "m",
-        "version": "m@0",
-        "newest": "m@1",
-        "loaded": [],
-        "refused": {"m@1": "it changes nothing"},
-        "decision": None,
-    }
-    assert describe(policy).splitlines()[2:] == ["  newest m@1, loaded none", "  refused m@1: it changes nothing"]

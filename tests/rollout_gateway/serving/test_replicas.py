@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.fleet_records import SamplerRecord
 from rollout_gateway.serving.membership import Membership
 from rollout_gateway.serving.policies import Policies
-from rollout_gateway.serving.replicas import Fleet, Replica, least_loaded, replica_of
+from rollout_gateway.serving.replicas import Fleet, Replica, replica_of
 from rollout_gateway.serving.routing import VersionRouter
 from tests.rollout_gateway.conftest import publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
@@ -128,18 +127,6 @@ async def test_conversations_are_shared_and_move_only_with_their_replica() -> No
     after = {c: replica_of(c, replicas[1:]).name for c in conversations}
     assert all(after[c] == name for c, name in before.items() if name != replicas[0].name)
     assert {replica_of(c, list(reversed(replicas))).name == before[c] for c in conversations} == {True}
-
-
-async def test_the_end_of_the_last_call_is_told_where_the_record_says_that_there_is_one() -> None:
-    """A sampler agent that needs room waits for it. What no record says needs no other record."""
-    fleet = Fleet()
-    replica = fleet.add("http://127.0.0.1:1")
-    replica.ready, replica.loaded = True, {"m@1": "sha256"}
-    for reported in (False, True):
-        lease = await fleet.acquire(lambda: "m@1", least_loaded, time.monotonic() + 60)
-        fleet.reported = {replica.name: ("m@1",)} if reported else {}
-        lease.release()
-        assert fleet.use_changed.is_set() is reported
 
 
 async def test_a_server_with_another_url_under_the_same_name_is_checked(tmp_path: Path) -> None:

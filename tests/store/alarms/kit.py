@@ -7,18 +7,9 @@ from typing import Any, Literal
 
 import anyio
 
-from pipeline.events import (
-    AlarmChanged,
-    DeadLettered,
-    Event,
-    JudgeMeasured,
-    PolicyLoaded,
-    Score,
-    TrajectoryCompleted,
-    Verdict,
-    now_us,
-)
+from pipeline.events import AlarmChanged, Event, JudgeMeasured, Score, TrajectoryCompleted, Verdict, now_us
 from pipeline.log.broker import Broker
+from tests.kits.events import letter, loaded
 from tests.store import kit
 from tests.store.kit import checkpoint
 
@@ -55,34 +46,13 @@ def anchors(tau: float | None, alarm: bool = False) -> list[Event]:
 
 def letters(count: int, reason: str = "undecodable", consumer: str = "judge", ago_us: int = 0) -> list[Event]:
     """Dead letters of one consumer."""
-    return [
-        DeadLettered(
-            project="",
-            stream="ROLLOUTS",
-            stream_seq=i,
-            original_subject="rollout.x",
-            consumer=consumer,
-            reason=reason,
-            at=now_us() - ago_us,
-        )
-        for i in range(count)
-    ]
+    return [letter(i, consumer=consumer, reason=reason, at=now_us() - ago_us) for i in range(count)]
 
 
 def loads(*held: int, replica: str = REPLICA, server_start: str = "", ago_us: int = 0) -> list[Event]:
     """Versions that a process of a replica loaded."""
-    return [
-        PolicyLoaded(
-            project="p",
-            model="m",
-            step=step,
-            version=f"m@{step}",
-            replica=replica,
-            server_start=server_start,
-            at=now_us() - ago_us,
-        )
-        for step in held
-    ]
+    process = {"replica": replica, "server_start": server_start}
+    return [loaded(step, at=now_us() - ago_us, **process) for step in held]
 
 
 def passes(failed: int, made: int, ago_us: int = 0) -> list[Event]:

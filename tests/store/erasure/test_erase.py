@@ -22,7 +22,6 @@ from pipeline.config import Config, NatsConfig, save
 from pipeline.crash import POINTS, VARIABLE
 from pipeline.events import (
     DataErased,
-    DeadLettered,
     Event,
     GroupDiscarded,
     GroupScored,
@@ -47,6 +46,7 @@ from store.lake.lake import open_lake
 from store.lake.table import EventTable
 from store.reading import sql
 from tests.conftest import NatsServer
+from tests.kits.events import letter
 from tests.store.kit import StoreProcess, checkpoint, exchange, publish, tables, until_acked
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -128,16 +128,8 @@ async def config(running_store: StoreProcess, nats_config: NatsConfig, tmp_path:
     """A run with Alice's and Bob's history, whose store runs."""
     async with running_store() as config, Broker.connect(nats_config) as broker:
         await publish(broker, HISTORY)
-        letter = DeadLettered(
-            project="",
-            stream="ROLLOUTS",
-            stream_seq=1,
-            original_subject=HISTORY[0].subject(),
-            consumer="judge",
-            reason="unstorable",
-            payload=encode(HISTORY[0]),
-        )
-        await broker.publish(letter)
+        of_run = {"original_subject": HISTORY[0].subject(), "payload": encode(HISTORY[0])}
+        await broker.publish(letter(reason="unstorable", **of_run))
         await until_acked(broker)
         config = msgspec.structs.replace(config, project="p")
         save(config, tmp_path / SETTINGS)

@@ -21,6 +21,7 @@ from pipeline.events import DeadLettered, Event, GroupDiscarded, GroupScored, Tr
 from pipeline.log.broker import Broker
 from pipeline.running.installations import SETTINGS
 from tests.conftest import NatsServer
+from tests.kits.events import letter
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer
 from tests.kits.services import running
 from tests.kits.settings import with_values
@@ -128,19 +129,10 @@ async def _judge_all(config: Config, broker: Broker, folder: Path) -> None:
         assert "it has an id that is not an attempt's" in ended["foreign"]
         assert "its message repeats the text that it was sent" in ended["refused"]
         completed = next(e for e in judged("scored") if isinstance(e, TrajectoryCompleted))
-        await broker.publish(
-            DeadLettered(
-                project="",
-                stream="ROLLOUTS",
-                stream_seq=1,
-                original_subject=completed.subject(),
-                consumer="judge",
-                reason="ended_service",
-                payload=encode(completed),
-            )
-        )
-        (letter,) = await broker.read(DeadLettered)
-        await dead_letters.retry(broker, letter)
+        of_run = {"original_subject": completed.subject(), "payload": encode(completed)}
+        await broker.publish(letter(reason="ended_service", **of_run))
+        (dead,) = await broker.read(DeadLettered)
+        await dead_letters.retry(broker, dead)
         with anyio.fail_after(120):
             while await broker.lag("judge"):
                 await anyio.sleep(0.1)

@@ -129,13 +129,6 @@ def test_each_key_of_a_group_has_an_equal_part_of_it_which_is_scaled_by_itself()
     assert metrics == {"grader_share": 0.75, "graders_limited": 1.0}
 
 
-def test_keys_that_give_all_rewards_train_nothing_below_a_limit_of_one_and_everything_at_it() -> None:
-    groups = [run("a", 1.0, "fan"), run("b", 0.0, "fan")]
-    assert [e.advantage for e in cap_graders(groups, CONFIG, 0.5)[0]] == [0.0, 0.0]
-    after, metrics = cap_graders(groups, CONFIG, 1.0)
-    assert ([e.advantage for e in after], metrics) == ([0.5, -0.5], {})
-
-
 def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -> None:
     """Twenty tokens: the key's hints are about sixteen, another's about two, and the judge's about two."""
     groups = []

@@ -158,15 +158,6 @@ def test_one_reward_a_run_gives_the_advantages_of_runs_bit_for_bit() -> None:
     assert all(e.call_advantages is None for e in made_of)
 
 
-def test_equal_rewards_with_other_rewards_of_calls_are_compared() -> None:
-    config = TrainerConfig()
-    alike: Runs = {"a": (0.0, {0: 1.0}, 2), "b": (0.0, {0: 1.0}, 2)}
-    refused = made("g", alike).refusal(0, config)
-    assert refused is not None
-    assert refused.reason == "no_variance"
-    assert made("g", {**alike, "c": (0.0, {1: 1.0}, 2)}).refusal(0, config) is None
-
-
 @st.composite
 def groups_of_calls(draw: st.DrawFn) -> GroupWithHistory:
     """A group of two or three runs with rewards, rewards of calls, and agents."""

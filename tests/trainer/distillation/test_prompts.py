@@ -100,17 +100,6 @@ def test_a_template_that_can_t_compute_with_a_request_refuses_it(
         rendered(prompts, "b2", messages=[USER], chat_template_kwargs={"n": 0})
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_a_template_reads_reasoning_under_both_names(
-    prompts: HintedPrompts, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As vLLM gives it: vLLM writes `reasoning`, and templates read either."""
-    template = "{% for m in messages %}{{ m.reasoning }}{{ m.reasoning_content }}{% endfor %}"
-    monkeypatch.setattr(prompts._tokenizer, "chat_template", template)
-    messages = [USER, {"role": "assistant", "content": "a1", name: "b1"}, USER]
-    assert rendered(prompts, "b2", messages=messages) == "b1b1"
-
-
 @pytest.mark.parametrize(("said", "told"), [("roles must alternate", True), (USER["content"] * 3, False)])
 def test_a_refusal_of_the_template_repeats_no_text_of_a_run(
     prompts: HintedPrompts, said: str, told: bool, monkeypatch: pytest.MonkeyPatch
@@ -125,21 +114,6 @@ def test_a_refusal_of_the_template_repeats_no_text_of_a_run(
 def test_hints_and_corrections_have_templates_of_their_own(prompts: HintedPrompts) -> None:
     hints = [Hint(call=0, text="the {hint}"), Hint(call=0, text="b2", kind="correction")]
     assert prompts.text_of(hints) == "\nthe {hint} [b2]"
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({"prompt": "What?"}, "no messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
-        ({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, "template"),
-        ({"messages": [USER], **OPEN}, "continues the user's message"),
-        ({"messages": [USER, BEGUN], "continue_final_message": True}, "template"),
-    ],
-)
-def test_a_call_that_can_t_be_rendered_says_why(prompts: HintedPrompts, body: dict[str, Any], reason: str) -> None:
-    with pytest.raises(HintUnusableError, match=reason):
-        rendered(prompts, "b2", **body)
 
 
 def test_a_prompt_that_is_too_long_for_the_model_is_refused(prompts: HintedPrompts) -> None:

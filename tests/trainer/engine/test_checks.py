@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from tests.trainer.engine.kit import Configure, batch, sampled_by
-from tests.trainer.kit import sequence
 from trainer.batches.examples import Example
-from trainer.batches.packing import Layout, Packing, micro_batches
+from trainer.batches.packing import Layout
 from trainer.engine import checks
 from trainer.engine.engine import Engine
 from trainer.engine.model import PolicyModel
@@ -64,24 +63,6 @@ def test_checks_compute_at_most_their_share_of_the_tokens(
                 counting.setattr(PolicyModel, "scores", counted)
             before, state = state, engine.step(state, examples, [n // 8 for n in range(24)]).state
     assert 0 < tokens[False] <= 0.03 * tokens[True]
-
-
-def test_a_sample_has_whole_prefix_trees_within_its_limit(engine: Engine) -> None:
-    prompt = list(range(2, 22))
-    candidates = [checks.Candidate(sequence([*prompt, 3 + i, 4, 5], [20, 21, 22]), i, (i // 8, 0)) for i in range(16)]
-    rng = np.random.default_rng(0)
-    expected: tuple[tuple[int, Packing, int], ...] = (
-        (21, "prefix", 0),
-        (22, "prefix", 1),
-        (30, "prefix", 5),
-        (44, "padded", 2),
-    )
-    for limit, packing, count in expected:
-        drawn = checks.sample(candidates, limit, packing, rng)
-        assert len(drawn) == count, limit
-        assert len({c.tree for c in drawn}) <= (1 if packing == "prefix" else 2)
-        made = micro_batches([c.sequence for c in drawn], [0] * count, 1000, packing) if drawn else []
-        assert sum(b.layout.tokens for b in made) <= limit
 
 
 # -- what they find --------------------------------------------------------------------------------------------------

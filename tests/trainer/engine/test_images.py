@@ -7,17 +7,15 @@ import io
 import json
 import zlib
 from collections import Counter
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoTokenizer
 
 from pipeline.chat.images import Media, media_of
-from tests.kits.vision import IMAGE, KINDS, QUESTION, VOCABULARY, data_url, make_guesser, make_vision_model, picture
+from tests.kits.vision import KINDS, data_url, make_vision_model, picture
 from tests.trainer.kit import exchange, settings, stir
 from trainer.batches.examples import Example
 from trainer.batches.packing import padded
@@ -149,50 +147,3 @@ def test_files_are_decoded_as_vllm_does() -> None:
     Image.new("RGBA", (2, 2), (255, 0, 0, 0)).save(clear, "PNG")
     assert _open(turned.getvalue()).size == (2, 4)
     assert _open(clear.getvalue()).getpixel((0, 0)) == (255, 255, 255)
-
-
-COLORS = {"r": (255, 0, 0), "b": (0, 0, 255)}
-STEPS, ATTEMPTS, LEARNED = 30, 16, 0.9
-
-
-def test_a_task_that_only_the_image_answers_is_learned(tmp_path: Path) -> None:
-    """By samples of the model's own: a group for each color and width in each step."""
-    base = make_guesser(tmp_path / "base", [*COLORS])
-    options = {"lora.rank": 8, "optimizer.learning_rate": 5e-3}
-    engine = Engine(base, settings(base, tmp_path, **options).trainer)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    content = [{"type": "text", "text": QUESTION}, {"type": "image"}]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
-    asked = []
-    for letter, width in product(COLORS, (56, 84)):
-        ids = tokenizer(text.replace(IMAGE, IMAGE * (width // 28 * 2)), add_special_tokens=False).input_ids
-        image = picture(COLORS[letter], width)
-        asked.append(
-            dataclasses.replace(TokenSequence.made_up("", np.array([*ids, VOCABULARY[letter]]), 1), images=(image,))
-        )
-    state, means = engine.initial_state(), list[float]()
-    generator = torch.Generator().manual_seed(0)
-    while len(means) < STEPS and sum(means[-3:]) < 3 * LEARNED:
-        examples, groups, rewards = list[Example](), list[int](), list[float]()
-        for group, right in enumerate(asked):
-            with torch.no_grad():
-                hidden = engine.model.forward.hidden(padded([right]))
-                logits = engine.model.forward.logits(hidden[0, [len(right.ids) - 2]])[0]
-            answers = torch.multinomial(logits.softmax(-1), ATTEMPTS, replacement=True, generator=generator).numpy()
-            correct = (answers == right.ids[-1]).astype(float)
-            rewards += correct.tolist()
-            for answer, advantage in zip(answers, correct - correct.mean(), strict=True):
-                ids = np.array([*right.ids[:-1], answer], np.int32)
-                unknown = np.full(len(ids), np.nan, np.float32)
-                sampled = dataclasses.replace(
-                    right, ids=ids, logprobs=unknown, steps=np.full(len(ids), state.step, np.int32)
-                )
-                examples.append(Example(sampled, float(advantage)))
-                groups.append(group)
-        means.append(sum(rewards) / len(rewards))
-        state = engine.step(state, examples, groups).state
-        engine.model.load_adapter(state.weights)
-    assert means[0] < 0.75
-    assert sum(means[-3:]) >= 3 * LEARNED, means

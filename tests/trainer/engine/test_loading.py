@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MambaConfig, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from pipeline.config import (
     Config,
@@ -57,22 +57,6 @@ def test_settings_that_this_machine_can_not_run_are_errors(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError):
         loading.device_for(TrainerConfig(**settings))
-
-
-def test_a_model_that_can_not_be_loaded_is_refused_in_one_sentence(
-    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match=r"no_such can't be trained: [^.]*$"):
-        loading.load(str(tmp_path / "no_such"), TrainerConfig(), CPU)
-
-    def whole_module(*_: Any) -> None:
-        raise ValueError("Target module Decoder(\n  (act): SiLU()\n) is not supported. Currently, only others are.")
-
-    monkeypatch.setattr(loading, "get_peft_model", whole_module)
-    with pytest.raises(
-        ConfigError, match=r"can't be trained: Target module Decoder\( \(act\): SiLU\(\) \) is not supported$"
-    ):
-        loading.load(tiny_base, TrainerConfig(), CPU)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "a tensor less"])
@@ -166,13 +150,6 @@ def test_what_unsloth_refuses_is_an_error_of_the_settings_and_a_full_gpu_is_not(
     assert passed.value is full
 
 
-def test_unsloth_needs_to_know_the_models_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
-    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"max_position_embeddings.*trainer\.engine.*transformers"):
-        loading.load(str(tmp_path), TrainerConfig(engine="unsloth"), CPU)
-
-
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
     stir(engine)
     sequences, groups = tree_of_conversations()
@@ -204,22 +181,6 @@ def test_checkpointing_gives_the_same_gradients(tmp_path: Path, family: str, pac
     for name, gradient in off.items():
         share = 1e-9 if exact else 1e-4
         torch.testing.assert_close(on[name], gradient, rtol=share, atol=share * float(gradient.abs().max()))
-
-
-def test_checkpointing_is_on_from_the_start_where_it_can_not_be_switched_on_later() -> None:
-    wanted = loading.wants_checkpointing
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert [wanted(TrainerConfig(), d) for d in (cpu, gpu)] == [False, False]
-    for later in (TrainerConfig(engine="unsloth"), TrainerConfig(memory=MemoryConfig(sharded=True))):
-        assert [wanted(later, d) for d in (cpu, gpu)] == [False, True]
-    assert [wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="on")), d) for d in (cpu, gpu)] == [
-        True,
-        True,
-    ]
-    assert [wanted(TrainerConfig(memory=MemoryConfig(gradient_checkpointing="off")), d) for d in (cpu, gpu)] == [
-        False,
-        False,
-    ]
 
 
 def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

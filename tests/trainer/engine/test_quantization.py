@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
 
 import pytest
 import torch
 
-from pipeline.config import ConfigError, MemoryConfig, TrainerConfig
 from tests.kits.environments import ROOT, packages
-from trainer.engine import loading
 from trainer.engine.engine import Engine
 
 
@@ -44,12 +40,3 @@ def test_the_scales_of_four_bit_weights_move_with_them(engine: Engine, monkeypat
     monkeypatch.setattr(weight, "quant_state", SimpleNamespace(to=moved.append), raising=False)
     engine.model.move_base(torch.device("cpu"))
     assert moved == [torch.device("cpu")]
-
-
-@pytest.mark.parametrize(("kind", "package"), [("4bit", "bitsandbytes"), ("fp8", "torchao")])
-def test_a_package_that_is_missing_is_named(tiny_base: str, kind: Literal["4bit", "fp8"], package: str) -> None:
-    if importlib.util.find_spec(package):
-        pytest.skip(f"{package} is installed, as in the GPU lock")
-    config = TrainerConfig(memory=MemoryConfig(quantization=kind))
-    with pytest.raises(ConfigError, match=package):
-        loading.load(tiny_base, config, loading.device_for(config))

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from journeywork.art.dev import loss_settings
 from pipeline import streams
 from pipeline.config import NatsConfig, with_batch_settings
-from pipeline.events import CheckpointPublished, DeadLettered, GroupDiscarded, TrainingBatch
+from pipeline.events import CheckpointPublished, GroupDiscarded, TrainingBatch
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
+from tests.kits.events import letter
 from tests.kits.log import take
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach, until
@@ -140,17 +141,8 @@ async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
         await kit.publish_group(broker, "bad", [0.0, 1.0], seed=1, batch=request)
         async with broker.consume(spec) as consumption:
             (held,) = await take(consumption, 1)
-            await broker.publish(
-                DeadLettered(
-                    project="",
-                    stream="GROUPS",
-                    stream_seq=held.seq,
-                    stream_at=held.place.at,
-                    original_subject=held.event.subject(),
-                    consumer="trainer",
-                    reason="sampler_mismatch",
-                )
-            )
+            of_group = {"stream": "GROUPS", "stream_at": held.place.at, "original_subject": held.event.subject()}
+            await broker.publish(letter(held.seq, consumer="trainer", reason="sampler_mismatch", **of_group))
         async with running(config):
             await kit.publish_group(broker, "good", [0.0, 1.0], seed=2, batch=request)
             (event,) = await steps_reach(broker, 1)

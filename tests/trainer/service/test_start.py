@@ -7,16 +7,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import anyio
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline import streams
 from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import STATE_FILE, CheckpointPublished
-from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.versions.lake_files import checkpoint_folder
 from store.lake.lake import Lake, lake_in, open_lake
@@ -224,24 +221,3 @@ async def test_a_damaged_version_and_another_base_are_refused(
     (folder / "state.pt").write_bytes(b"cut")
     with pytest.raises(ConfigError, match=r"state\.pt does not match"):
         read_start(start, config)
-
-
-async def test_only_the_newest_training_states_stay_in_the_object_store(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    config = msgspec.structs.replace(
-        config, retention=msgspec.structs.replace(config.retention, grace_s=0.0, every_s=0.1, adapters=0)
-    )
-    for i in range(4):
-        await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
-    async with running(config):
-        events = await steps_reach(broker, 4)
-        with anyio.fail_after(60):
-            for gone in events[:2]:
-                while await objects.exists(broker, streams.ADAPTERS_BUCKET, gone.state):
-                    await anyio.sleep(0.05)
-    for kept in events[2:]:
-        assert await broker.get_object(streams.ADAPTERS_BUCKET, kept.state)
-    for event in events:
-        assert await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)

@@ -156,13 +156,6 @@ def test_a_change_that_another_page_asks_for_is_refused(client: TestClient, head
     assert client.post(path, data={"action": "pin"}, headers=headers).status_code == 403
 
 
-def test_a_program_that_names_no_origin_is_told_what_to_send(client: TestClient) -> None:
-    refused = client.post("/policies/m", data={"action": "pin"})
-    assert refused.status_code == 403
-    assert f"Origin: {URL}" in refused.text
-    assert "comes from another web page" in client.post("/policies/m", headers={"origin": "null"}).text
-
-
 def test_a_decision_without_a_gateway_says_so(client: TestClient) -> None:
     pin, score, correction = {"action": "pin", "version": "m@1"}, {"score:t0": "1"}, {"call": "0", "correction": "b2"}
     for path, form in (("/policies/m", pin), ("/label/g0", score), ("/correct/t0", correction)):

@@ -172,19 +172,6 @@ def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -
     assert client.get(f"/{path}").status_code == status
 
 
-def test_a_value_that_no_row_can_have_is_told_with_those_that_are_possible(client: TestClient) -> None:
-    answer = client.get("/groups.json?status=xyz")
-    assert answer.status_code == 400
-    assert answer.json()["message"] == "status='xyz': choose one of scored, discarded."
-
-
-def test_a_page_that_does_not_exist_is_named(client: TestClient) -> None:
-    assert client.get("/nosuch.json").json()["message"] == "There is no page '/nosuch.json'."
-    assert "There is no page" in client.get("/nosuch").text
-    refused = client.delete("/overview", headers={"origin": URL})
-    assert (refused.status_code, "DELETE is not for" in refused.text) == (405, True)
-
-
 def test_filters_and_texts_are_data(client: TestClient) -> None:
     assert len(client.get("/groups.json?status=discarded").json()["rows"]) == 1
     assert client.get("/groups.json", params={"task": "' OR 1=1 --"}).json()["rows"] == []

@@ -21,7 +21,6 @@ from pipeline.running import resolved
 from pipeline.running.installations import SETTINGS
 from pipeline.running.plan import SERVICES, make_plan
 from pipeline.running.supervisor import STOP_ORDER, Supervisor
-from store.showing.dashboard import command
 from tests.conftest import free_port
 from tests.kits.services import service
 from tests.kits.settings import with_values
@@ -59,15 +58,6 @@ def test_the_command_prints_where_it_is(run_dir: Path) -> None:
         assert process.stdout is not None
         url = process.stdout.readline().rpartition(" ")[2].strip()
         assert httpx.get(f"{url}/overview", timeout=60).status_code == 200
-
-
-def test_the_command_says_that_an_address_is_taken(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        assert command.main(["--run-dir", str(run_dir), "--port", str(port)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"journeywork ui: the dashboard cannot listen on 127.0.0.1:{port}: Address already in use. ")
-    assert "--port; 0: any free one" in said
 
 
 def test_its_port_is_the_same_at_each_start_unless_another_has_it(
