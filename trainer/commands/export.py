@@ -9,6 +9,7 @@ A checkpoint that is no longer on disk is read from the log's object store, if `
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import hashlib
 import re
 import shutil
@@ -101,12 +102,18 @@ def write_adapter(files: dict[str, bytes], out: Path) -> None:
         (out / name).write_bytes(files[name])
 
 
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.index.json")
+"""Files of a base model that hold its weights, or say which file holds which. A merged model has its own: vLLM finds no
+weights where the index of others is left."""
+
+
 def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
     """Write the base model with the adapter merged in, and its tokenizer files, into the folder `out`. Raises
     `CheckpointError` if the adapter does not fit the model."""
     import tempfile
     import warnings
 
+    from huggingface_hub import snapshot_download
     from peft import PeftModel
 
     from trainer.engine.loading import auto_class
@@ -120,10 +127,12 @@ def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
         except UserWarning as error:
             raise CheckpointError(f"the adapter does not fit {base}: {str(error)[:300]}") from error
         model.merge_and_unload().save_pretrained(out)
-    if Path(base).is_dir():
-        for file in Path(base).iterdir():
-            if file.is_file() and not (out / file.name).exists() and file.suffix != ".safetensors":
-                shutil.copy(file, out / file.name)
+    # The tokenizer's files and the chat template, which inference servers and llama.cpp's converter read.
+    source = Path(base) if Path(base).is_dir() else Path(snapshot_download(base, ignore_patterns=[*_WEIGHTS]))
+    for file in source.iterdir():
+        weights = any(fnmatch.fnmatch(file.name, pattern) for pattern in _WEIGHTS)
+        if file.is_file() and not weights and not (out / file.name).exists():
+            shutil.copy(file, out / file.name)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from peft import PeftModel
@@ -12,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from pipeline import config as configuration
 from pipeline.config import LoraConfig, NatsConfig, TrainerConfig
 from pipeline.log.broker import Broker
+from tests.conftest import VllmServer
 from tests.kits.vision import make_vision_model
 from tests.trainer import kit
+from tests.trainer.engine.test_vllm import post
 from tests.trainer.kit import running, steps_reach
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import Checkpoints
@@ -90,17 +95,92 @@ def test_an_invalid_step_and_a_folder_that_exists_are_usage_errors(tmp_path: Pat
         assert error.value.code == 2
 
 
-async def test_a_model_that_sees_images_is_merged_whole(tmp_path: Path) -> None:
-    """It was loaded by the class for text alone, whose names the adapter's did not match."""
-    base = make_vision_model(tmp_path / "base", "qwen3_vl")
-    loaded = loading.load(base, TrainerConfig(lora=LoraConfig(rank=4)), torch.device("cpu")).model
+def random_adapter(base: str, folder: Path, rank: int = 4) -> tuple[torch.nn.Module, dict[str, bytes]]:
+    """A model whose adapter is not zero, and the adapter's files, which are written into `folder` too."""
+    loaded = loading.load(base, TrainerConfig(lora=LoraConfig(rank=rank)), torch.device("cpu")).model
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in loaded.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
-    loaded.save_pretrained(tmp_path / "adapter")
-    files = {name: (tmp_path / "adapter" / name).read_bytes() for name in checkpoint.ADAPTER_FILES}
+    loaded.save_pretrained(folder)
+    return loaded, {name: (folder / name).read_bytes() for name in checkpoint.ADAPTER_FILES}
+
+
+@pytest.mark.parametrize("on_the_hub", [False, True])
+def test_a_merged_model_has_the_tokenizer_of_its_base_and_no_weights_of_it(
+    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_the_hub: bool
+) -> None:
+    """The index of the base's files was copied, after which vLLM found no weights in the merged one."""
+    base, merged = tmp_path / "base", tmp_path / "merged"
+    AutoModelForCausalLM.from_pretrained(tiny_base).save_pretrained(base, max_shard_size="50KB")
+    assert (base / "model.safetensors.index.json").exists()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"):
+        (base / name).write_text("{}")
+    shutil.copy(base / "config.json", base / "pytorch_model.bin")
+    files, name = random_adapter(str(base), tmp_path / "adapter")[1], str(base)
+    if on_the_hub:
+        name = "someone/base"
+        monkeypatch.setattr(loading, "auto_class", lambda _: _FromTheHub(base))
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda _, ignore_patterns: str(base))
+    merged.mkdir()
+    export.write_merged(files, name, merged)
+    assert {file.name for file in merged.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"),
+    }
+
+
+class _FromTheHub:
+    """Stands for a class of transformers that loads a model by its name on the hub."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def from_pretrained(self, name: str) -> torch.nn.Module:
+        assert name == "someone/base"
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(self.folder)
+        return model
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_answers_with_merged_weights_as_with_the_adapter(vllm_server: VllmServer, tmp_path: Path) -> None:
+    base, merged = str(vllm_server.base), tmp_path / "merged"
+    files = random_adapter(base, tmp_path / "adapter", rank=8)[1]
+    merged.mkdir()
+    export.write_merged(files, base, merged)
+    prompts = [[7, 5, 9, 11], list(range(2, 30)), [3] * 12]
+
+    def greedy(server: VllmServer, model: str) -> list[list[int]]:
+        body = {"model": model, "prompt": prompts, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        answer = json.loads(post(server, "/v1/completions", body | {"return_token_ids": True}))
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    post(vllm_server, "/v1/load_lora_adapter", {"lora_name": "exported", "lora_path": str(tmp_path / "adapter")})
+    try:
+        adapted = greedy(vllm_server, "exported")
+    finally:
+        post(vllm_server, "/v1/unload_lora_adapter", {"lora_name": "exported"})
+    assert adapted != greedy(vllm_server, f"{vllm_server.model}@0")
+    server = VllmServer(tmp_path)
+    server.base, server.model = merged, "merged"
+    server.start()
+    try:
+        assert greedy(server, "merged@0") == adapted
+    finally:
+        server.kill()
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    for prompt, expected in zip(prompts, adapted, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + expected])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == expected
+
+
+async def test_a_model_that_sees_images_is_merged_whole(tmp_path: Path) -> None:
+    """It was loaded by the class for text alone, whose names the adapter's did not match."""
+    base = make_vision_model(tmp_path / "base", "qwen3_vl")
+    loaded, files = random_adapter(base, tmp_path / "adapter")
     (tmp_path / "merged").mkdir()
     export.write_merged(files, base, tmp_path / "merged")
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
