@@ -1,12 +1,13 @@
 """Speed and memory of a training step on a GPU, beside TRL's trainer on the same batches.
 
-    make gpu-proof                                    tests/gpu, this program, and the demo
+    make gpu-proof                                    tests/gpu and this program, in eight minutes at the most
     python -m benchmarks.gpu --only 0.6b 4b
     python -m benchmarks.gpu --device cpu --tiny --out gpu-tiny.json      the same code on toy sizes; proves nothing
 
 The models have the shapes of Qwen3-0.6B, -4B and -8B and random weights: nothing is downloaded. Results go to
-benchmarks/results/gpu.json, each size when it is measured. The file keeps other sizes that the same device measured.
-Exits with 1 if a size failed, and with 2 if the device does not exist."""
+benchmarks/results/gpu.json, after each batch. The file keeps other sizes that the same device measured. A batch that
+fails costs its own figures only; with --seconds, batches that would begin later are left out. Exits with 1 if anything
+failed, and with 2 if the device does not exist."""
 
 from __future__ import annotations
 
@@ -148,8 +149,13 @@ def _trl(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: Pat
     return {"why": "a single row does not fit into memory"}
 
 
-def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -> dict[str, Any]:
-    """Measure the trainer on a shape: the checks at the start, and steps over the batches of `benchmarks.trainer`."""
+def measure(
+    size: str, scratch: Path, out: dict[str, Any], part: Callable[..., None], *, device: str, tiny: bool, rounds: int
+) -> None:
+    """Measure the trainer on a shape: the checks at the start, and steps over the batches of `benchmarks.trainer`.
+
+    Writes into `out`. `part(into, name, measurement)` calls the measurement and puts what it returns into
+    `into[name]`."""
     from benchmarks.trainer import make_batch
     from trainer.engine.engine import Engine
 
@@ -169,36 +175,39 @@ def measure(size: str, scratch: Path, *, device: str, tiny: bool, rounds: int) -
         # Reading a token's embedding takes no multiplication, so the embeddings do not count, unless they are the
         # weights of the output projection too.
         parameters -= model.get_input_embeddings().weight.numel()
-    out: dict[str, Any] = {
+    out |= {
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "layout": engine.passes.verified.layout,
         "logprob_difference": engine.passes.verified.padded.mean,
         "token_budget": engine.passes.budget.tokens,
         "batches": {},
     }
+
     for name in BATCHES:
+        row = out["batches"][name] = {}
         examples, groups = make_batch(name, groups=1 if tiny else None)
         if tiny:
             examples, groups = examples[:4], groups[:4]
-        engine.model.load_adapter(state.weights)
-        examples = own_logprobs(engine, examples)
 
-        def step(examples: list[Any] = examples, groups: list[int] = groups) -> dict[str, float]:
-            metrics: dict[str, float] = engine.step(state, examples, groups).metrics
-            return metrics
+        def ours(examples: list[Any] = examples, groups: list[int] = groups) -> dict[str, Any]:
+            engine.model.load_adapter(state.weights)
+            recorded = own_logprobs(engine, examples)
+            timed = _timed(lambda: engine.step(state, recorded, groups).metrics, engine.model.device, rounds)
+            metrics = timed.pop("result")
+            return timed | {
+                "loss": metrics["loss"],
+                "trained_tokens_per_s": metrics["tokens"] / timed["seconds"],
+                # Forward, and backward through activations only: the base model's weights take no gradient.
+                "model_tflops": 4 * parameters * metrics["tokens_forward"] / timed["seconds"] / 1e12,
+            }
 
-        ours = _timed(step, engine.model.device, rounds)
-        metrics = ours.pop("result")
-        ours |= {
-            "loss": metrics["loss"],
-            "trained_tokens_per_s": metrics["tokens"] / ours["seconds"],
-            # Forward, and backward through activations only: the base model's weights take no gradient.
-            "model_tflops": 4 * parameters * metrics["tokens_forward"] / ours["seconds"] / 1e12,
-        }
-        theirs = _trl(engine, state, examples, rounds, scratch)
-        out["batches"][name] = {"journeywork": ours, "trl": theirs}
-    out["longest"] = _longest(engine, state, 512 if tiny else _LONGEST)
-    return out
+        def theirs(examples: list[Any] = examples) -> dict[str, Any]:
+            engine.model.load_adapter(state.weights)
+            return _trl(engine, state, own_logprobs(engine, examples), rounds, scratch)
+
+        part(row, "journeywork", ours)
+        part(row, "trl", theirs)
+    part(out, "longest", lambda: _longest(engine, state, 512 if tiny else _LONGEST))
 
 
 def _longest(engine: Any, state: Any, tokens: int) -> dict[str, Any]:
@@ -225,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each measurement")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the command itself")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no batch after so many")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
     args = parser.parse_args(argv)
     if args.tiny and args.out == parser.get_default("out"):
@@ -237,16 +247,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     earlier = json.loads(args.out.read_text()) if args.out.exists() else {}
     if earlier and {**earlier, "sizes": {}} == report:
         report["sizes"] = earlier["sizes"]
-    for size in args.only:
-        with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-            try:
-                measured = measure(size, Path(folder), device=args.device, tiny=args.tiny, rounds=args.rounds)
-            except RuntimeError as error:
-                measured = {"failed": str(error)}
-        report["sizes"][size] = measured
+    began, failed = time.monotonic(), False
+
+    def part(into: dict[str, Any], name: str, measurement: Callable[[], Any]) -> None:
+        nonlocal failed
+        if time.monotonic() - began >= args.seconds:
+            print(f"{name}: left out, no time", flush=True)
+            return
+        try:
+            into[name] = measurement()
+        except RuntimeError as error:  # a full memory too
+            into[name], failed = {"failed": str(error)}, True
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"{size}: {'failed' if 'failed' in measured else 'done'}", flush=True)
-    if any("failed" in report["sizes"][size] for size in args.only):
+        print(f"{name}: {'failed' if 'failed' in into[name] else 'done'}", flush=True)
+
+    for size in args.only:
+
+        def all_of(size: str = size) -> dict[str, Any]:
+            out = report["sizes"][size] = {}
+            with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+                measure(size, Path(folder), out, part, device=args.device, tiny=args.tiny, rounds=args.rounds)
+            return out
+
+        part(report["sizes"], size, all_of)
+    if failed:
         raise SystemExit(1)
 
 
