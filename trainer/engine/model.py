@@ -135,6 +135,8 @@ class PolicyModel:
         frozen = [p for p in self.peft.parameters() if not p.requires_grad]
         for tensor in [*frozen, *self.peft.buffers()]:
             tensor.data = tensor.data.to(device)
+            if (state := getattr(tensor, "quant_state", None)) is not None:
+                state.to(device)  # an eighth of what the four-bit weights take
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

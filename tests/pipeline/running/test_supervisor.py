@@ -222,6 +222,20 @@ def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
     assert external.nats.url == "nats://elsewhere:4222"
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, "expandable_segments:True"), ("max_split_size_mb:64",) * 2])
+def test_the_trainers_gpu_memory_grows_in_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
+) -> None:
+    """Passes of all lengths break fixed ones into pieces."""
+    base = load(None, [f"run_dir={tmp_path}", "models.0.base=hub/base", "models.0.name=m"])
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    if given:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+    specs = {spec.name: spec for spec in make_plan(base, ("gateway", "trainer"))[1]}
+    assert specs["trainer"].env["PYTORCH_ALLOC_CONF"] == used
+    assert "PYTORCH_ALLOC_CONF" not in specs["gateway"].env
+
+
 @pytest.mark.parametrize(
     ("settings", "ahead"),
     [

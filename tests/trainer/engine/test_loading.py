@@ -36,6 +36,13 @@ from trainer.engine.state import UntrainableError
 CPU = torch.device("cpu")
 
 
+def test_attention_makes_no_plan_for_each_length(tiny_base: str) -> None:
+    """cuDNN's attention does, in tens of milliseconds, and PyTorch prefers it on an H100."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    Engine(tiny_base, TrainerConfig())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

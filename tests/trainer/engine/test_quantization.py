@@ -8,13 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import torch
 
 from pipeline.config import ConfigError, MemoryConfig, TrainerConfig
 from tests.kits.environments import ROOT, packages
 from trainer.engine import loading
+from trainer.engine.engine import Engine
 
 
 @pytest.mark.slow
@@ -32,6 +35,15 @@ def test_a_quantised_base_trains_as_the_weights_that_it_stands_for(tmp_path: Pat
         assert figures["losses"][-1] < figures["losses"][0]
         assert figures["same_size"]
         assert figures["resumed"] < 1e-6, kind
+
+
+def test_the_scales_of_four_bit_weights_move_with_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stayed on the GPU while vLLM had its turn there."""
+    moved: list[torch.device] = []
+    weight = next(p for p in engine.model.peft.parameters() if not p.requires_grad)
+    monkeypatch.setattr(weight, "quant_state", SimpleNamespace(to=moved.append), raising=False)
+    engine.model.move_base(torch.device("cpu"))
+    assert moved == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize(("kind", "package"), [("4bit", "bitsandbytes"), ("fp8", "torchao")])
