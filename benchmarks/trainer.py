@@ -1,6 +1,7 @@
 """Trained tokens per second: Journeywork's trainer against TRL's padded GRPOTrainer, same tokens, same loss.
 
     python -m benchmarks.trainer [--threads 1] [--rounds 10] [--shapes short] [--out benchmarks/results/trainer.json]
+    python -m benchmarks.trainer --base runs/models/smollm2 --shapes short --out benchmarks/results/trainer_smollm2.json
 
 Three shapes of work:
 
@@ -10,8 +11,10 @@ Three shapes of work:
 | shared_prefix | one group of 8: a 2,000-token prompt, 200-token replies |
 | multiturn | one group of 8 tool agents: 200-token prompt, 10 turns of 20-60 reply tokens and 30-90 tool tokens |
 
-Both sides take steps in turn, each in a process of its own, and their times over all rounds are compared: other work on
-the machine disturbs both alike. A step is forward, loss, backward and optimizer. Ours runs under the default settings
+A third side is the floor: torch's forward and backward of TRL's rows with a plain loss, and nothing else.
+
+All take steps in turn, each in a process of its own, and their times over all rounds are compared: other work on
+the machine disturbs all alike. A step is forward, loss, backward and optimizer. Ours runs under the default settings
 as the service does, with its checks; half of the tokens are of the version before, as when rollouts and training
 overlap. TRL's side gets the same merged sequences (one row per trajectory, tool tokens masked), computes logits for
 completions only, and is spared the extra forward pass with which TRL otherwise gets its old logprobs. Its fused LM
@@ -35,11 +38,11 @@ from pathlib import Path
 from typing import Any
 
 SHAPES = ("short", "shared_prefix", "multiturn")
-IMPLEMENTATIONS = ("trl", "journeywork")
+IMPLEMENTATIONS = ("trl", "torch", "journeywork")
 VOCAB = 4096
 _THEIR_ROUNDS = 5
-"""TRL's side takes a step in every fifth round: its steps are alike, ours make their checks in some only."""
-_WARM_UP = {"trl": 1, "journeywork": 2}
+"""The other sides take a step in every fifth round: their steps are alike, ours make their checks in some only."""
+_WARM_UP = {"trl": 1, "torch": 1, "journeywork": 2}
 """First steps that are not counted. Ours then make the checks that are due at the start of a process."""
 _FEWEST_ROUNDS = _WARM_UP["trl"] * _THEIR_ROUNDS + 1 - _WARM_UP["journeywork"]
 
@@ -136,11 +139,13 @@ def serve_steps(shape: str, implementation: str, base: str, threads: int) -> Non
     config = TrainerConfig(threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3))
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(base, config)
-        step = (
-            journeywork_step(engine, examples, groups)
-            if implementation == "journeywork"
-            else trl_step(engine, config, examples, Path(scratch))
-        )
+        match implementation:
+            case "journeywork":
+                step = journeywork_step(engine, examples, groups)
+            case "trl":
+                step = trl_step(engine, config, examples, Path(scratch))
+            case _:
+                step = torch_step(engine, examples)
         for _ in sys.stdin:
             began, cpu_began = time.perf_counter(), time.process_time()
             metrics = step()
@@ -165,7 +170,7 @@ def measure(shape: str, base: str, threads: int, rounds: int) -> dict[str, list[
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in children}
     for i in range(_WARM_UP["journeywork"] + rounds):
         for name, child in children.items():
-            if name == "trl" and i % _THEIR_ROUNDS:
+            if name != "journeywork" and i % _THEIR_ROUNDS:
                 continue
             assert child.stdin is not None
             assert child.stdout is not None
@@ -320,6 +325,33 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
     return step
 
 
+def torch_step(engine: Any, examples: list[Any], rows_a_pass: int = 8) -> Callable[[], dict[str, float]]:
+    """The floor: the forward and backward pass of TRL's rows. Its loss is the sum of the logprobs, weighted by the
+    advantages."""
+    import torch
+
+    total = sum(e.sequence.trained_tokens for e in examples)
+    engine.model.peft.train()
+
+    def step() -> dict[str, float]:
+        for first in range(0, len(examples), rows_a_pass):
+            rows = padded_rows(examples[first : first + rows_a_pass], total)
+            ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
+            mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+            keep = rows["completion_ids"].shape[1]
+            logits = engine.model.peft(
+                input_ids=ids, attention_mask=mask, logits_to_keep=keep + 1, use_cache=False
+            ).logits[:, :-1]
+            losses = torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), rows["completion_ids"].flatten(), reduction="none"
+            ).view_as(rows["completion_ids"])
+            weights = rows["tool_mask"] * rows["advantages"][:, None] / total
+            (losses * weights).sum().backward()
+        return {}
+
+    return step
+
+
 def compare(shape: str, steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """The report of one shape."""
     theirs, ours = steps["trl"], steps["journeywork"]
@@ -332,13 +364,14 @@ def compare(shape: str, steps: dict[str, list[dict[str, float]]]) -> dict[str, A
     trained = ours[0]["tokens"]
     return {
         "speedup": round(mean("trl", "seconds") / mean("journeywork", "seconds"), 3),
+        "speed_against_torch": round(mean("torch", "seconds") / mean("journeywork", "seconds"), 3),
         "speedup_in_cpu_time": round(mean("trl", "cpu_seconds") / mean("journeywork", "cpu_seconds"), 3),
         "trained_tokens": trained,
         "trained_tokens_per_s": {n: round(trained / mean(n, "seconds"), 1) for n in steps},
         "checked_tokens_share": round(mean("journeywork", "tokens_checked") / mean("journeywork", "tokens_forward"), 4),
         "cpu_seconds_a_step": {n: round(mean(n, "cpu_seconds"), 3) for n in steps},
         "peak_rss_mb": {n: round(s[-1]["peak_rss_mb"]) for n, s in steps.items()},
-        "loss": {n: round(s[0]["loss"], 6) for n, s in steps.items()},
+        "loss": {n: round(s[0]["loss"], 6) for n, s in steps.items() if n != "torch"},
     }
 
 
@@ -347,6 +380,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--base", type=Path, help="folder of a model; default: a random one of 4 million parameters")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/trainer.json")
     parser.add_argument("--serve", nargs=3, metavar=("SHAPE", "IMPLEMENTATION", "MODEL"))
     args = parser.parse_args()
@@ -360,9 +394,11 @@ def main() -> None:
     command = f"python -m benchmarks.trainer --threads {args.threads} --rounds {args.rounds}"
     if args.shapes != list(SHAPES):
         command += f" --shapes {' '.join(args.shapes)}"
+    if args.base:
+        command += f" --base {args.base}"
     report: dict[str, Any] = {"command": command, **machine()}
     with tempfile.TemporaryDirectory() as folder:
-        base = model_folder(Path(folder))
+        base = str(args.base.absolute()) if args.base else model_folder(Path(folder))
         for shape in args.shapes:
             load = round(os.getloadavg()[0], 2)
             report[shape] = compare(shape, measure(shape, base, args.threads, args.rounds))
