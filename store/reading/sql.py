@@ -48,7 +48,9 @@ class NoStoreError(StoreError):
 def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.DuckDBPyConnection:
     """A connection with every table and view over the store of a run; with `query`, only those that it names have
     rows. Raises `NoStoreError`, `DamagedFileError`."""
+    # DuckDB prints the progress of a slow query to stdout, where commands print JSON.
     connection = duckdb.connect()
+    connection.execute("SET enable_progress_bar = false")
     refresh(connection, run_dir, query)
     return connection
 

@@ -58,8 +58,18 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
             "adapter": adapter,
             "device": str(model.device),
             "dtype": str(model.dtype).removeprefix("torch."),
+            "chat_template": _has_chat_template(base),
         }
     )
+
+
+def _has_chat_template(base: str) -> bool:
+    from transformers import AutoTokenizer
+
+    try:
+        return bool(AutoTokenizer.from_pretrained(base).chat_template)
+    except (OSError, ValueError):  # there is no tokenizer
+        return False
 
 
 def _compared(verified: Verified) -> dict[str, Any]:
@@ -88,6 +98,11 @@ def report(findings: dict[str, Any]) -> str:
         how = "prefixes are shared where that costs less" if findings["layout"] == "prefix" else "one row a sequence"
         because = f" ({findings['why_padded']})" if findings["why_padded"] else ""
         lines.append(f"  layout: {how}{because}; attention: {findings['attention']}")
+    if findings.get("chat_template") is False:
+        lines.append(
+            "  its tokenizer has no chat template, so vLLM refuses chat completions: give one by "
+            """`--set 'vllm.args=["--chat-template", "FILE"]'`"""
+        )
     return "\n".join(lines) + "\n"
 
 

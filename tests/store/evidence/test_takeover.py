@@ -203,8 +203,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_store_says_the_same_as_the_simulation(
     connection: duckdb.DuckDBPyConnection, draw: Draw, wins: tuple[float, float]
 ) -> None:
-    by_store = take_over(Store(connection), random.Random(1), draw, wins)
-    assert by_store == take_over(Plain(), random.Random(1), draw, wins)
+    found, same = (take_over(results, random.Random(1), draw, wins) for results in (Store(connection), Plain()))
+    # Python 3.12 and later sum floats with less rounding than DuckDB.
+    assert _rounded(found) == _rounded(same)
+
+
+def _rounded(found: object) -> object:
+    return msgspec.json.Decoder(float_hook=lambda text: round(float(text), 9)).decode(msgspec.json.encode(found))
 
 
 @pytest.mark.usefixtures("_quick")

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.commands.main import SUBCOMMANDS
 from tests.trainer.families import make
@@ -34,6 +37,14 @@ def test_a_model_that_trains_right(tiny_base: str, capsys: pytest.CaptureFixture
     code, text = asked(capsys, tiny_base)
     assert code == 0
     assert "trains right" in text
+
+
+def test_a_missing_chat_template_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make("llama", tmp_path)
+    assert "no chat template" in asked(capsys, str(tmp_path))[1]
+    vocabulary = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=vocabulary, chat_template="{{ messages }}").save_pretrained(tmp_path)
+    assert "no chat template" not in asked(capsys, str(tmp_path))[1]
 
 
 def test_a_model_with_a_state_is_trained_in_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
