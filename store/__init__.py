@@ -6,7 +6,7 @@
 | `lake/` | what writes: the Delta tables, their storage, the writer, maintenance |
 | `reading/` | what readers share: the views, SQL, and a run as rows |
 | `showing/` | what shows a run: the dashboard |
-| `commands/` | `journeywork replay` and `journeywork diff` |
+| `commands/` | `journeywork replay`, `diff` and `what-if` |
 | `evidence/` | comparisons of two versions in use: `journeywork decide` |
 | `datasets/` | runs as data sets for supervised trainers: `journeywork dataset` |
 | `erasure/` | a person's runs are deleted from log, lake and data sets: `journeywork erase` |

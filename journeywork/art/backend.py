@@ -122,7 +122,7 @@ class RemoteBackend:
         if bucket := s3_bucket or os.environ.get("BACKUP_BUCKET"):
             raise UnsupportedError(
                 f"nothing is copied to or from {bucket}: set store.dir of the installation to s3://{bucket}, and begin "
-                "elsewhere with models.0.start (docs/art.md)"
+                "elsewhere with models.0.start (docs/training.md)"
             )
 
     _experimental_pull_from_s3 = _experimental_push_to_s3

@@ -10,8 +10,7 @@ is written if the best one is better there, by the 95 % interval, and `journeywo
 
     journeywork policy promote support@12 --prompt better.txt --replaces system.txt
 
-The model that plays is an entrant as of `journeywork
-eval`, so an outside model's prompt can be improved as a policy's.
+The model that plays is an entrant as of `journeywork eval`, so an outside model's prompt can be improved as a policy's.
 """
 
 from __future__ import annotations

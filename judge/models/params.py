@@ -13,7 +13,8 @@ from pipeline.config.secrets import REFERENCE
 RESERVED = frozenset(
     {"model", "messages", "response_format", "client", "stream", "n", "tools", "tool_choice", "functions", "fallbacks"}
 )
-"""Parameters that the judge sets itself. Another value would break the parsing of replies."""
+"""Parameters that the judge sets itself, because another value would break the parsing of replies, or that would change
+who judges (`fallbacks`)."""
 _CONNECTION = re.compile(
     r"^(?:api_\w+|base_url|\w*headers|organization|tenant_id|client_\w+|azure_\w+|aws_\w+|vertex_\w+|\w*timeout"
     r"|\w*retries|max_tokens|max_completion_tokens|user|metadata|region_name|watsonx_\w+|ssl_\w+)$"

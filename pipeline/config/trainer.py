@@ -32,8 +32,8 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     optimizer updates float32 weights, which stay in the checkpoint folder. Use `float32` if the inference server
     computes in float32."""
     targets: tuple[str, ...] = ()
-    """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all except heads, routers
-    and experts."""
+    """Linear layers that get an adapter, by the ends of their names (`q_proj`). Empty: all except heads; in a
+    mixture of experts those of the attention."""
 
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]

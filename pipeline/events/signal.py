@@ -45,7 +45,7 @@ class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):
     by: str = ""
     """Name of the API key that gave it; empty where the installation has no keys."""
     source: str = ""
-    """Where it came from, such as `api`, `dashboard`, `langfuse`, `file`. Where `corrected_by` named a run: the version
+    """Where it came from, such as `api`, `dashboard`, `healing`. Where `corrected_by` named a run: the version
     that gave its last answer."""
     copied_from: str = ""
     """The run that `corrected_by` named."""

@@ -99,7 +99,8 @@ async def _open(
         group_size=len(body.trajectories),
         owner=access.owner,
     )
-    for reference in member.exchanges[:1]:  # it is a run of whoever answered, whatever was decided since
+    # The first call says who answers the run: a decision that was made since does not count.
+    for reference in member.exchanges[:1]:
         source = await gateway.registry.opening_for(reference.trajectory, access)
         sides = {name: getattr(source, name) for name in ("model", "asked", "pinned", "min_logprob") if source.asked}
         event = msgspec.structs.replace(event, **sides)

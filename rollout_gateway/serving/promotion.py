@@ -140,8 +140,8 @@ class Promotion:
         return recorded.seq
 
     async def _publish(self, event: PolicyPromoted, last: int | None) -> bool:
-        """Publish a decision. Return false if that is to come after message `last` of the log, and another decision was
-        made since, here or at another gateway. Raises `ApiError` as `refuse_different` does."""
+        """Publish a decision. Return false if it has to follow message `last` of the log and another one came first,
+        here or at another gateway. Raises `ApiError` as `refuse_different` does."""
         ack = await self._broker.publish(event, after=last, message_id=event.message_id())
         if ack.duplicate:
             stored = (await self._broker.read_at(PolicyPromoted, ack.seq)).event

@@ -210,9 +210,9 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
     """Return the last parts of the names of the linear layers that get an adapter, sorted.
 
     These are `trainer.lora.targets`, or all layers that can have one. Routers can't: vLLM does not serve adapters on
-    them. Experts are stacked parameters, no linear layers. Nor can layers of a list,
-    whose names are numbers, as those of the decoder's layers are, nor layers whose weight another module reads. Raises
-    `ConfigError` if the setting names a layer that can't have an adapter."""
+    them. Experts are stacked parameters, no linear layers. Nor can layers of a list, whose names are numbers, as those
+    of the decoder's layers are, nor layers whose weight another module reads. Raises `ConfigError` if the setting names
+    a layer that can't have an adapter."""
     head = model.get_output_embeddings()
     towers = tuple(f"{path}." for path in towers_of(model))
     linear = {
@@ -227,6 +227,7 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
         if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")
     }
     excluded |= {_leaf(name) for name in linear if _leaf(name).isdecimal()} | _read_by_others(model)
+    # PEFT and vLLM choose by the last part of a name, and experts share theirs with dense layers of the same model.
     if any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
         excluded |= {"gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
     possible = {_leaf(name) for name in linear} - excluded

@@ -117,7 +117,7 @@ def parse_scenarios(reply: str) -> list[GeneratedScenario]:
 
 
 def is_new(candidate: GeneratedScenario, existing: Sequence[GeneratedScenario]) -> bool:
-    """Return whether less than four fifths of its words are those of any existing scenario (Jaccard index)."""
+    """Return whether the Jaccard index of its words with those of each existing scenario is below 0.8."""
     words = _words(candidate.task)
     others = [_words(s.task) for s in existing]
     return all(len(words & other) < _MAX_OVERLAP * max(len(words | other), 1) for other in others)
