@@ -65,9 +65,10 @@ async def measure(run_dir: Path, up: Installation, args: argparse.Namespace) -> 
         vllm = await opened.enter_async_context(
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, http_client=http, max_retries=0)
         )
-        served = [entry.id for entry in (await vllm.models.list()).data]
-        base = next(name for name in served if not name.startswith(f"{demo.MODEL}@"))
-        name = next(name for name in served if name.startswith(adapter))
+        served = {entry.id for entry in (await vllm.models.list()).data}
+        base = f"{demo.MODEL}@0"
+        if missing := {base, adapter} - served:
+            raise SystemExit(f"vLLM serves {', '.join(sorted(served))}, and not {', '.join(sorted(missing))}")
 
         def at_vllm(model: str) -> Call:
             async def call(number: int) -> None:
@@ -83,7 +84,7 @@ async def measure(run_dir: Path, up: Installation, args: argparse.Namespace) -> 
                 await agent.chat.completions.create(model=demo.MODEL, messages=prompt, **OPTIONS)
                 run.reward = 0.0
 
-        sides: dict[str, Call] = {"vllm": at_vllm(base), "adapter": at_vllm(name), "gateway": at_gateway}
+        sides: dict[str, Call] = {"vllm": at_vllm(base), "adapter": at_vllm(adapter), "gateway": at_gateway}
         rates: dict[str, list[float]] = {side: [] for side in sides}
         for number in range(args.rounds + 1):
             for side, call in sides.items():
