@@ -246,9 +246,14 @@ class App:
         """Put a promoted prompt in place of the agent's. Return its id; empty if there is none for the call."""
         if not self._gateway.router.has_prompts():
             return ""
-        model, metadata = named_by(request.body)
-        run = admitted.access.trajectory or named_run(admitted.trajectory, request.headers, metadata)
-        decision = self._gateway.router.prompt_for(model, await self._gateway.registry.opening(run) if run else None)
+        access = admitted.access
+        model, metadata = await self._reading(request, partial(named_by, request.body))
+        metadata = None if admitted.path in _TRANSLATIONS else metadata  # its `metadata` names no run
+        run = access.trajectory or named_run(admitted.trajectory, request.headers, metadata)
+        opening = await self._gateway.registry.opening(run) if run else None
+        if opening is not None and not (access.trajectory or access.owns(opening.owner)):
+            return ""  # the call is refused, as for a run that does not exist
+        decision = self._gateway.router.prompt_for(model, opening)
         if decision is None:
             return ""
         put = partial(with_prompt, admitted.path, request.body, decision.replaces, decision.prompt)
@@ -294,6 +299,8 @@ class App:
         headers = request.headers
         trajectory = await self._identity.trajectory(admitted.access, admitted.trajectory, headers, call)
         self._gateway.router.check(call.params.model, trajectory.opened if trajectory is not None else None)
+        if trajectory is not None:
+            self._gateway.router.check_named(call.params.model, trajectory.opened)
         return Caller(
             trajectory,
             traceparent(headers),

@@ -17,7 +17,7 @@ from pipeline.config import Config
 from pipeline.events import GroupDiscarded, GroupScored, SignalGiven, TrajectoryOpened, group_key
 from pipeline.events.signal import OWN_REWARD
 from pipeline.log.subjects import keys_of, stream_of, subject_filter
-from pipeline.names import check_name, name_of_token, new_id, outside_model
+from pipeline.names import check_name, is_outside, name_of_token, new_id, outside_model
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.gateway import Gateway
@@ -182,6 +182,8 @@ async def _checked_signal(
     if target.answer:
         await _call(request, opened, target.answer)
     grade, source = target.grade._asdict(), body.source
+    if source == "healing" or is_outside(source):
+        raise ApiError(400, "invalid_body", f"`source` {source!r} is the installation's own.", param="source")
     if body.corrected_by:
         grade["text"], source = await _correcting_answer(request, body.corrected_by, opened.owner)
     event = SignalGiven(

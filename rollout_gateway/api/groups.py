@@ -86,7 +86,9 @@ async def _open(
     gateway: Gateway, group: str, body: GroupCompletion, member: GroupMember, number: int, access: Access
 ) -> None:
     """Open a member, unless an earlier request did."""
-    if await gateway.registry.opening(member.id) is not None:
+    if (opened := await gateway.registry.opening(member.id)) is not None:
+        if not access.owns(opened.owner) or opened.group != group:  # it was opened since the members were checked
+            raise unknown_trajectory(member.id)
         return
     event = TrajectoryOpened(
         project=gateway.project,

@@ -12,6 +12,8 @@ import msgspec
 from rollout_gateway.dialects.calls import CHAT, Fields, Raw
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
+from rollout_gateway.http.body import read_body
+from rollout_gateway.http.errors import ApiError
 
 _FIELD = {MessagesTranslation.path: "system", ResponsesTranslation.path: "instructions"}
 """Field of the prompt, in the APIs that have one."""
@@ -29,8 +31,8 @@ class _Named(msgspec.Struct):
 def named_by(body: bytes) -> tuple[str, dict[str, Any] | None]:
     """Return `model` and `metadata` of a body; an empty name for one that can't be read."""
     try:
-        named = msgspec.json.decode(body, type=_Named)
-    except msgspec.MsgspecError:
+        named = read_body(body, _Named)  # bounds its values and depth first
+    except ApiError:
         return "", None
     return named.model, named.metadata
 
@@ -43,7 +45,7 @@ def with_prompt(path: str, body: bytes, replaces: str, prompt: str) -> bytes | N
         for name, change in ((_FIELD.get(path), _content), (_MESSAGES.get(path), _messages)):
             if name in fields and (changed := change(fields[name], replaces, prompt)) is not None:
                 return _encode({**fields, name: Raw(changed)})
-    except (AttributeError, msgspec.MsgspecError, RecursionError, TypeError):
+    except (AttributeError, msgspec.MsgspecError, RecursionError, TypeError, UnicodeDecodeError):
         pass  # whoever reads the call says what is wrong with it
     return None
 

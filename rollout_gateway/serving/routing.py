@@ -56,6 +56,13 @@ class VersionRouter:
             message = f"This trajectory was opened for the model {opening.model!r}, not {self.name(model)!r}."
             raise ApiError(400, "model_mismatch", message, param="model")
 
+    def check_named(self, model: str, opening: TrajectoryOpened) -> None:
+        """Check that a call of a run that a decision gave to an apprentice names the outside model that the run asked
+        for, so that the cascade stands between the apprentice's answers and the agent. Raises a 400 `ApiError`."""
+        if opening.asked and opening.asked != opening.model and model not in self.outside:
+            message = f"This trajectory was opened for the model {opening.asked!r}, not {self.name(model)!r}."
+            raise ApiError(400, "model_mismatch", message, param="model")
+
     def resolve(self, model: str, opening: TrajectoryOpened | None) -> str:
         """Return the exact version that answers a call now.
 

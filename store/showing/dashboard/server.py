@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 import anyio.to_thread
 import duckdb
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2.filters import do_urlencode
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -85,7 +86,9 @@ class Dashboard:
             lstrip_blocks=True,
         )
         filters = (texts.number, texts.when, texts.short, texts.pretty, texts.signed, texts.name, texts.counted)
-        self._templates.filters.update({filter_.__name__: filter_ for filter_ in filters}, code=_code)
+        self._templates.filters.update(
+            {filter_.__name__: filter_ for filter_ in filters}, code=_code, urlencode=_quoted
+        )
         routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
         for name, load in _LISTS.items():
             routes += [
@@ -277,6 +280,12 @@ class Dashboard:
 def _redirect(address: str, reason: str = "") -> Response:
     """Send a browser to another page. The body says so to a program, which may not follow."""
     return PlainTextResponse(f"{reason}See {address}\n", 303, {"location": address})
+
+
+def _quoted(value: Any) -> str:
+    """Jinja's `urlencode`, which keeps a slash: a browser goes from `/correct/../label/x` to `/label/x`, and agents
+    choose the names of their runs."""
+    return do_urlencode(value).replace("/", "%2F")
 
 
 def _code(text: str) -> Markup:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import httpx
 import pytest
 
@@ -161,6 +163,30 @@ async def test_a_batch_carries_its_owner_and_names_its_groups(start_front: Start
     (completed,) = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
     assert completed.batch is not None
     assert (completed.owner, completed.batch.owner, completed.batch.groups) == ("alice", "alice", ("g", "h"))
+
+
+async def test_a_member_that_another_key_opens_meanwhile_is_not_completed(
+    start_front: StartGateway, broker: Broker
+) -> None:
+    gateway = start_front(keys=KEYS)
+    alice, bob = Caller(gateway, "alice"), Caller(gateway, "bob")
+    batch = {"id": "b", "groups": ["ga"]}
+    names = [*(f"m{number}" for number in range(150)), "ticket-17"]
+    members = [{"id": name, "reward": -1.0, "batch": batch} for name in names]
+    answered: list[httpx.Response] = []
+
+    def complete() -> None:
+        body = {"model": "tictactoe", "trajectories": members}
+        answered.append(alice.ask("POST", "/v1/groups/ga/complete", body))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, complete)
+        while not await broker.read(TrajectoryOpened, project=PROJECT, trajectory="m3"):
+            await anyio.sleep(0.01)
+        await anyio.to_thread.run_sync(lambda: bob.open(id="ticket-17", group="of-bob"))
+    assert code(answered[0]) == (404, "trajectory_not_found")
+    completed = [r.event.trajectory for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    assert "ticket-17" not in completed
 
 
 def test_an_evaluation_belongs_to_the_key_that_recorded_it_first(start_front: StartGateway) -> None:

@@ -41,6 +41,20 @@ def test_the_agents_prompt_is_replaced_and_nothing_else(path: str, body: Any) ->
         assert with_prompt(path, json.dumps(body(other)).encode(), OLD, NEW) is None
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","metadata":{"a":' + b"[" * 5000 + b"]" * 5000 + b"}}",
+        b'{"model":"m","messages":[{"role":"system","content":"Play.","name":"\xff"}]}',
+        b'{"model":"m","messages":[{"role":"system","content":[' + b"{}," * 200_000 + b"{}]}]}",
+    ],
+    ids=["deep", "no UTF-8", "many objects"],
+)
+def test_a_body_beyond_the_bounds_names_no_model(body: bytes) -> None:
+    assert named_by(body) == ("", None)
+    assert with_prompt(CHAT, body[:500], OLD, NEW) is None
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.sampled_from([OLD, "system", "user"]),
     lambda inner: (

@@ -76,6 +76,17 @@ def system_of(exchange: ExchangeRecorded) -> str:
     return str(json.loads(exchange.request)["messages"][0]["content"])
 
 
+async def test_a_prompt_tells_nothing_of_another_keys_run(shop: Shop) -> None:
+    await shop.decide("tictactoe", "promote", version=BASE, prompt=NEW, replaces=OLD)
+    await shop.post("v1/trajectories", 201, key="op", model="tictactoe", id="pinned", pinned=BASE)
+    asked: Any = {"model": "tictactoe", "instructions": OLD, "input": "go"}
+    said = [
+        (await shop.post("v1/responses", **asked, metadata={"journeywork_trajectory": name}))["instructions"]
+        for name in ("pinned", "no-such-run")
+    ]
+    assert said[0] == said[1]
+
+
 async def test_a_prompt_is_promoted_seen_recorded_and_rolled_back(shop: Shop, broker: Broker) -> None:
     prompt: Any = {"version": BASE, "prompt": NEW, "replaces": OLD}
     await shop.decide("tictactoe", "promote", 403, key="a", **prompt)

@@ -161,6 +161,16 @@ async def test_a_run_keeps_its_side_and_a_decision_moves_new_ones(start: Open) -
     assert events[-1].version == MASTER
 
 
+async def test_a_call_of_a_run_that_was_taken_over_names_what_the_run_asked_for(start: Open) -> None:
+    """Else an agent would get the answers of which the apprentice is unsure."""
+    shop = await start()
+    await shop.open("r")
+    for name in ("tictactoe", APPRENTICE):
+        answer = await shop.call("r", model=name)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "model_mismatch")
+    assert (await shop.call("r")).status_code == 200
+
+
 async def test_follow_routes_to_the_apprentices_name(start: Open) -> None:
     shop = await start(promote=False)
     await shop.decide("follow")

@@ -344,6 +344,16 @@ def test_a_call_is_corrected_by_a_person(client: TestClient, monkeypatch: pytest
     assert "corrected" not in re.findall(r'action="/correct/[^"]*"', page)[0]
 
 
+def test_a_correction_stays_with_its_run_whatever_its_name_is(open_dashboard: Open, run_dir: Path) -> None:
+    """A browser would take `/correct/../label/g0` for `/label/g0`."""
+    fill(
+        run_dir,
+        [TrajectoryOpened(project="p", trajectory="../label/g0", model="m", group="g"), exchange("../label/g0")],
+    )
+    shown = open_dashboard().get("/trajectory/..%2Flabel%2Fg0").text
+    assert re.findall(r'action="(/correct[^"?]*)', shown) == ["/correct/..%2Flabel%2Fg0"]
+
+
 def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> None:
     promoted = PolicyPromoted(
         project="p", model="m", version="m@1", request="r", prompt="Play <well>.", replaces="Play."
