@@ -4,6 +4,7 @@
 | --- | --- |
 | `calls` | a call and its reply, whichever endpoint they came by |
 | `call_ids` | tool calls of a stream told apart |
+| `prompts` | a promoted prompt in place of the agent's |
 | `permitted` | which fields and media of a call reach the inference server |
 | `endpoints` | chat completions and completions: what to ask vLLM for, and what to remove from its reply |
 | `shape` | what is wrong with a call that a server could not read |
