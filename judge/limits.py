@@ -25,10 +25,10 @@ class Budget:
         for alarm in self._alarms:
             newest = await self._broker.read_last(AlarmChanged, project=self._project, alarm=alarm)
             if newest is not None and newest.event.state == "raised":
-                return "" if _share_of(group) < self._keep_share else newest.event.detail
+                return "" if share_of(group) < self._keep_share else newest.event.detail
         return ""
 
 
-def _share_of(group: str) -> float:
+def share_of(group: str) -> float:
     """Return a number of at least 0 and below 1 that depends on the name alone, uniformly over names."""
     return int.from_bytes(hashlib.sha256(group.encode()).digest()[:4]) / 2**32

@@ -91,7 +91,7 @@ async def test_what_one_completion_copies_is_bounded(broker: Broker, monkeypatch
         return await registry.open(event, "")
 
     def call(seq: int) -> list[ExchangeRecorded]:
-        return [msgspec.structs.replace(recorded_call("calls", seq), request=b'"%b"' % (b"x" * 98))]
+        return [msgspec.structs.replace(recorded_call("calls", seq), request=b'"%b"' % (b"x" * 98), prompt_ids=b"")]
 
     await (await opened("calls")).record(call)
     named = copies.Reference(trajectory="calls", reply="r0")
