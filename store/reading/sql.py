@@ -48,9 +48,11 @@ class NoStoreError(StoreError):
 def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.DuckDBPyConnection:
     """A connection with every table and view over the store of a run; with `query`, only those that it names have
     rows. Raises `NoStoreError`, `DamagedFileError`."""
-    # DuckDB prints the progress of a slow query to stdout, where commands print JSON.
     connection = duckdb.connect()
-    connection.execute("SET enable_progress_bar = false")
+    # DuckDB prints the progress of a slow query to stdout, where commands print JSON. In a notebook without ipywidgets
+    # it refuses the setting, and prints nothing.
+    with contextlib.suppress(duckdb.InvalidInputException):
+        connection.execute("SET enable_progress_bar = false")
     refresh(connection, run_dir, query)
     return connection
 
