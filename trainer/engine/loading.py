@@ -227,7 +227,7 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
         if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")
     }
     excluded |= {_leaf(name) for name in linear if _leaf(name).isdecimal()} | _read_by_others(model)
-    # PEFT and vLLM choose by the last part of a name, and experts share theirs with dense layers of the same model.
+    # A target is the last part of a name, so dense MLP layers beside the experts are left out with them.
     if any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
         excluded |= {"gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
     possible = {_leaf(name) for name in linear} - excluded
