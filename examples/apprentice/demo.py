@@ -4,7 +4,9 @@
 
 1. The agent sorts 300 messages of the inbox with the master, a provider's model at a price, through the gateway.
 2. `journeywork apprentice` trains the small model on the best of these runs.
-3. Agents sort further messages with the small model while the trainer trains it, as in `examples.inbox.demo`.
+3. Agents sort further messages with the small model while the trainer trains it, as in `examples.inbox.demo`. The
+   master corrects answers with less than half of the fields right, and the corrections that a judge finds better teach
+   too (healing). The judge is a stand-in: a program that knows the right answers.
 4. The small model works unseen beside the master, and takes its runs over by evidence, while the agents go on naming
    the master (`examples.apprentice.takeover`).
 
@@ -30,7 +32,8 @@ from typing import Any
 import anyio
 from rich.table import Table
 
-from examples.apprentice.takeover import MASTER, take_over
+from examples.apprentice.takeover import AT_MOST, FROM, MASTER, take_over
+from examples.common import stand_in
 from examples.common.history import rows
 from examples.common.invariants import NEVER, counting
 from examples.common.running import ROOT, ExampleError, Installation, add_flags, flags, make_room, stop_when_told
@@ -38,7 +41,7 @@ from examples.inbox import demo
 from examples.inbox.agent import MODEL, Sorter
 from examples.inbox.messages import message
 from examples.inbox.report import console, say
-from examples.inbox.ways import Way
+from examples.inbox.ways import MESSAGES, RUBRIC, Way, scoring
 from journeywork import AsyncJourneywork
 from journeywork.evaluation.results import EntrantResult
 from journeywork.transport import plain_errors
@@ -49,6 +52,13 @@ RUNS = 300
 RUNS_FROM = demo.EXAMPLES_FROM
 """Number of the first of them. Messages of reinforcement learning have smaller numbers."""
 PRICES = {"input_usd": 2.5, "output_usd": 10.0}
+HEALING = {"judge.healing.outside": MASTER, "trainer.distill.weight": 0.1, "judge.rubric": str(RUBRIC)}
+"""Runs with a reward below 0.5, `judge.healing.below`, are healed."""
+HEALED = """SELECT count(*) AS asked, count(*) FILTER (outside_score > apprentice_score) AS better,
+  sum(outside_usd) AS usd,
+  (SELECT count(*) FROM signals WHERE source = 'healing') AS corrections,
+  (SELECT sum(metrics['hints'] - metrics['hints_unused']) FROM steps) AS trained
+FROM rollout_compared WHERE outside_usd > 0"""
 MONEY = "SELECT version, sum(cost_usd) / sum(runs) AS usd FROM costs GROUP BY version"
 
 
@@ -93,6 +103,7 @@ def conclude(
         "seed": args.seed,
         "quality": quality,
         "money_per_task": {"master": money[f"outside:{MASTER}"], "now": taken["usd_after"]},
+        "healing": rows(run_dir, HEALED)[0],
         **taken,
         "versions": {"sft": sft.version, "rl": rl.version},
         "wall_s": round(seconds, 1),
@@ -145,13 +156,16 @@ def main(argv: list[str] | None = None) -> None:
             options += demo.tuning(args)
             print(demo.on_the_log(run_dir, settings, args, "apprentice", *options))
             settings["outside"] = [{**table, "apprentice": MODEL, "shadow_percent": 100.0}]
-            up = Installation(run_dir, demo.SETTINGS, settings, *flags(args))
-            try:
-                compared, _ = anyio.run(demo.play, Way("function"), args, up)
-                sft, rl, _ = compared.entrants
-                taken = anyio.run(take_over, rl.version, args, up)
-            finally:
-                up.stop()
+            numbers = (*range(MESSAGES), *range(FROM, FROM + AT_MOST))
+            score = scoring(message("train", number, args.seed) for number in numbers)
+            with stand_in.judge_settings({}, score) as judge:
+                up = Installation(run_dir, demo.SETTINGS, settings | judge | HEALING, *flags(args))
+                try:
+                    compared, _ = anyio.run(demo.play, Way("function"), args, up)
+                    sft, rl, _ = compared.entrants
+                    taken = anyio.run(take_over, rl.version, args, up)
+                finally:
+                    up.stop()
         scores = {"master": by_master, "sft": sft, "rl": rl}
         if findings := conclude(scores, taken, run_dir, args, time.monotonic() - args.began):
             raise ExampleError("the history holds what it must not: " + "; ".join(findings))

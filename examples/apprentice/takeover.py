@@ -25,13 +25,16 @@ from journeywork import AsyncJourneywork
 MASTER = "master"
 FROM = 2 * demo.EXAMPLES_FROM
 """Number of the first message of this half: no version was trained on one of these."""
+AT_MOST = 6_000
+"""More messages than this half needs."""
 SHADOWED, ROUND, AFTER = 240, 96, 300
 """Messages about which both are asked, of each round until the decision, and after it."""
 MARGIN = 0.1
 """By how much the mean share of right fields may be worse."""
 QUALITY = 0.85
 """The apprentice's answers are shown where they agree with the master's with this probability."""
-SHADOWS = "SELECT count(*) AS n, avg(as_good::INT) AS agreement, mode(policy_version) AS version FROM shadows"
+SHADOWS = """SELECT count(*) AS n, avg(as_good::INT) AS agreement, mode(policy_version) AS version,
+  count(*) FILTER (NOT same AND outside_score IS NULL) AS unjudged FROM shadows"""
 PAIRS = "SELECT mean_logprob, as_good FROM shadows WHERE policy_version = '{version}'"
 GUARDS = ("cost_usd:0:0.0005:higher:0", "calls_s:0:60:higher:10")
 EVIDENCE = (
@@ -78,11 +81,11 @@ async def take_over(version: str, args: argparse.Namespace, up: Installation) ->
 
         say(f"the master sorts {SHADOWED} messages, and {version} unseen beside it")
         await sort(SHADOWED)
-        shadows = await _read(run_dir, SHADOWS, lambda row: row["n"] >= SHADOWED)
+        shadows = await _read(run_dir, SHADOWS, lambda row: row["n"] >= SHADOWED and not row["unjudged"])
         if not shadows["n"]:
             raise ExampleError(f"{version} answered no shadow call within {_SETTLE_S:g} s: see the gateway's log")
         version = shadows["version"]  # the trainer may have made another one after the last evaluation
-        say(f"they agree in {shadows['agreement']:.1%} of {shadows['n']} messages; journeywork decide begin …")
+        say(f"its answer is as good in {shadows['agreement']:.1%} of {shadows['n']} messages: journeywork decide")
         plan = [arg for guard in GUARDS for arg in ("--guard", guard)]
         plan += ["--metric", "reward", "--margin", str(MARGIN), "--steps", "5,25", "--deadline", "60"]
         cascade = ["--quality", str(QUALITY), "--pairs", PAIRS.format(version=version)]

@@ -17,7 +17,7 @@ import secrets
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,14 +83,14 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
             yield Way(name, settings=rubric)
             return
         print("the judge is a stand-in: a program that knows the right answers (--set judge.model=… names a model)")
-        with stand_in.judge_settings({}, _score(args)) as judge:
+        with stand_in.judge_settings({}, scoring(message("train", n, args.seed) for n in range(MESSAGES))) as judge:
             yield Way(name, settings=rubric | judge)
 
 
-def _score(args: argparse.Namespace) -> stand_in.Score:
-    """Return the stand-in's rule: the share of right fields of the answer to the message in the prompt."""
+def scoring(messages: Iterable[Message]) -> stand_in.Score:
+    """Return a stand-in's rule: the share of right fields of the answer to the one of `messages` in the prompt."""
     by_order = defaultdict(list)
-    for said in (message("train", number, args.seed) for number in range(MESSAGES)):
+    for said in messages:
         by_order[said.order].append(said)
 
     def score(context: str, attempt: str) -> float:
