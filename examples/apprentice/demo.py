@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
             settings["outside"] = [{**table, "apprentice": MODEL, "shadow_percent": 100.0}]
             numbers = (*range(MESSAGES), *range(FROM, FROM + AT_MOST))
             score = scoring(message("train", number, args.seed) for number in numbers)
-            with stand_in.judge_settings({}, score) as judge:
+            with stand_in.judging(score) as judge:
                 up = Installation(run_dir, demo.SETTINGS, settings | judge | HEALING, *flags(args))
                 try:
                     compared, _ = anyio.run(demo.play, Way("function"), args, up)

@@ -5,6 +5,6 @@
 | `packaged` | a small language model from a package |
 | `running` | `journeywork up` around an example, its flags, the version that is served |
 | `history` | SQL over its run |
-| `stand_in` | a program in place of a judge model |
+| `stand_in` | programs in place of models |
 | `curve` | from a run to its report, from reports to a picture with intervals |
 """

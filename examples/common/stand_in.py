@@ -1,7 +1,7 @@
-"""A stand-in for a judge model: a program that speaks OpenAI's chat protocol and scores attempts by an example's rules.
+"""Stand-ins for models: programs that speak OpenAI's chat protocol and answer by an example's rules.
 
-It gets what a judge model would get, RULER's prompt, and reads no more than that. A judge model needs no such rules; a
-stand-in makes an example run without a network and at no cost.
+A stand-in gets what a model would get, such as RULER's prompt, and reads no more than that. A model needs no such
+rules; a stand-in makes an example run without a network and at no cost.
 """
 
 from __future__ import annotations
@@ -51,18 +51,16 @@ def _completion(model: str, text: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def judge_settings(judge: dict[str, Any], score: Score) -> Iterator[dict[str, Any]]:
-    """Yield the settings of the judge model: `judge`; if it is empty, those of a stand-in that is served meanwhile."""
-    if judge:
-        yield judge
-        return
-    with serving(score) as url:
+def judging(score: Score) -> Iterator[dict[str, Any]]:
+    """Serve a stand-in for the judge model while the block runs, and yield its settings."""
+    with serving(lambda messages: judge(messages, score)) as url:
         yield {"judge.model": "openai/stand-in", "judge.api_base": url}
 
 
 @contextlib.contextmanager
-def serving(score: Score) -> Iterator[str]:
-    """Serve on a free port while the block runs, and yield the URL for `judge.api_base`."""
+def serving(reply: Callable[[list[dict[str, Any]]], str]) -> Iterator[str]:
+    """Answer messages with what `reply` returns, on a free port, while the block runs, and yield the base URL. A
+    `ValueError` of `reply` is a refusal of the request."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -70,7 +68,7 @@ def serving(score: Score) -> Iterator[str]:
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["content-length"])))
             try:
-                status, answer = 200, _completion(request["model"], judge(request["messages"], score))
+                status, answer = 200, _completion(request["model"], reply(request["messages"]))
             except ValueError as error:
                 status, answer = 400, {"error": {"message": str(error), "type": "invalid_request_error"}}
             body = json.dumps(answer).encode()

@@ -83,7 +83,7 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
             yield Way(name, settings=rubric)
             return
         print("the judge is a stand-in: a program that knows the right answers (--set judge.model=… names a model)")
-        with stand_in.judge_settings({}, scoring(message("train", n, args.seed) for n in range(MESSAGES))) as judge:
+        with stand_in.judging(scoring(message("train", n, args.seed) for n in range(MESSAGES))) as judge:
             yield Way(name, settings=rubric | judge)
 
 

@@ -3,10 +3,12 @@
     journeywork prompt support --prompt system.txt --rollout my.agent:play --scenarios tasks.jsonl \\
       --held-out held_out.jsonl --by http://127.0.0.1:8700/v1#master --out better.txt
 
-The rollout takes its system prompt from `run.prompt`. GEPA (arXiv 2507.19457; the extra `prompt`) plays the tasks with
-one prompt after another, and the model `--by` writes the next from what went wrong. Then the first and the best prompt
-play the held-out tasks as entrants of one evaluation, which is on the log with both texts (view `evaluations`). `--out`
-is written if the best one is better there, by the 95 % interval, and `journeywork policy promote` takes it:
+The rollout takes its system prompt from `run.prompt`, and leaves in `run.metadata` what the writer of prompts should
+read of the attempt, such as the answer and what was wrong with it. GEPA (arXiv 2507.19457; the extra `prompt`) plays
+the tasks with one prompt after another, and the model `--by` writes the next from what went wrong. Then the first and
+the best prompt play the held-out tasks as entrants of one evaluation, which is on the log with both texts (view
+`evaluations`). `--out` is written if the best one is better there, by the 95 % interval, and
+`journeywork policy promote` takes it:
 
     journeywork policy promote support@12 --prompt better.txt --replaces system.txt
 
@@ -38,7 +40,8 @@ from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenari
 from journeywork.evaluation.playing import EvaluationClient, play
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import REWARD, EvaluationReport, TaskResult
-from journeywork.gathering import TooManyExceptionsError
+from journeywork.gathering import Rollout, TooManyExceptionsError
+from journeywork.trajectory import Trajectory
 from journeywork.transport import JourneyworkError
 
 _PROMPT = "prompt"
@@ -51,7 +54,9 @@ class _Tasks:
     propose_new_texts = None
 
     def __init__(self, client: EvaluationClient, entrant: Entrant, rollout: Any, options: dict[str, Any]) -> None:
-        self._client, self._entrant, self._rollout, self._options = client, entrant, rollout, options
+        self._client, self._entrant, self._options = client, entrant, options
+        self._outputs: dict[str, dict[str, Any]] = {}
+        self._rollout = _keeping_metadata(rollout, self._outputs)
 
     def evaluate(self, batch: list[Any], candidate: Mapping[str, str], capture_traces: bool = False) -> Any:
         """Play tasks with a prompt. Called in a thread of the event loop's."""
@@ -66,9 +71,39 @@ class _Tasks:
     def make_reflective_dataset(
         self, candidate: Mapping[str, str], eval_batch: Any, components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
-        """Return each task with its reward and metrics."""
-        played = eval_batch.trajectories
-        return {_PROMPT: [{"Inputs": _as_text(task), "Feedback": _feedback(result)} for task, result in played]}
+        """Return each task with the metadata of its run, and its reward and metrics."""
+
+        def row(task: Any, result: TaskResult) -> dict[str, Any]:
+            outputs = [self._outputs[run] for run in result.trajectories if self._outputs.get(run)]
+            said = {"Generated Outputs": outputs} if outputs else {}
+            return {"Inputs": _as_text(task), **said, "Feedback": _feedback(result)}
+
+        rows = [row(task, result) for task, result in eval_batch.trajectories]
+        self._outputs.clear()
+        return {_PROMPT: rows}
+
+
+def _keeping_metadata(rollout: Rollout[Any], outputs: dict[str, dict[str, Any]]) -> Rollout[Any]:
+    """Return the rollout, which puts the metadata of each run into `outputs`. It is a coroutine function exactly if
+    `rollout` is one, because `gather` runs a plain function in a thread."""
+    if inspect.iscoroutinefunction(rollout):
+
+        async def play(run: Trajectory, task: Any) -> float | None:
+            try:
+                reward: float | None = await rollout(run, task)
+            finally:
+                outputs[run.id] = run.metadata
+            return reward
+
+        return play
+
+    def play_in_thread(run: Trajectory, task: Any) -> Any:
+        try:
+            return rollout(run, task)
+        finally:
+            outputs[run.id] = run.metadata
+
+    return play_in_thread
 
 
 def _as_text(task: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from examples.apprentice import demo, master, takeover
+from examples.apprentice import demo, master, prompts, takeover
 from examples.inbox.messages import message, right_fields
 
 
@@ -40,3 +40,20 @@ def test_share_and_money_are_drawn_over_time() -> None:
     over_time = [{"s": 1.0, "share": 0.0, "usd_per_task": 2e-4}, {"s": 11.0, "share": 0.9, "usd_per_task": 0.0}]
     assert takeover.draw(over_time).startswith("<?xml")
     assert "cents for a task" in takeover.draw(over_time)
+
+
+def test_stand_in_writes_prompts_with_right_answers_to_what_was_shown() -> None:
+    shown = prompts.TASKS[:2]
+    asked = f"I gave:\n```\nsort\n```\nThe inputs:\n{shown[0].text} {shown[1].text}\nAnswer within ``` blocks."
+    first = prompts.better_prompt(asked)
+    assert all(f"Message: {said.text}\nAnswer: {said.right}" in first for said in shown)
+    inner = first.removeprefix("```\n").removesuffix("\n```")
+    further = prompts.better_prompt(f"```\n{inner}\n```\n{prompts.TASKS[2].text}")
+    assert further.count("Message: ") == 3
+    with pytest.raises(ValueError, match="no request"):
+        prompts.better_prompt("hello")
+
+
+def test_prompts_are_tried_on_messages_that_no_version_saw() -> None:
+    used = {message("train", number).text for number in range(takeover.FROM, takeover.FROM + takeover.AT_MOST)}
+    assert not used & {said.text for said in prompts.TASKS}

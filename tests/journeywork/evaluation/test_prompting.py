@@ -27,6 +27,7 @@ def rollout(run: Trajectory, task: str) -> float:
     run.metrics["length"] = float(len(run.prompt))
     if task == "b" and run.prompt != GOOD:
         raise ZeroDivisionError
+    run.metadata["answer"] = f"{task}, perhaps"
     return 1.0 if run.prompt == GOOD else 0.25
 
 
@@ -97,7 +98,8 @@ def test_the_best_prompt_is_compared_with_the_first_on_held_out_tasks_and_record
     assert {opened["split"] for opened in stub.opened.values()} == {"val"}
     ((request,), told) = asked, json.loads(asked[0]["messages"][0]["content"])["prompt"]
     assert request["model"] == "writer"
-    assert told[0] == {"Inputs": "a", "Feedback": "length: 5; reward: 0.25"}
+    said = [{"answer": "a, perhaps"}]
+    assert told[0] == {"Inputs": "a", "Generated Outputs": said, "Feedback": "length: 5; reward: 0.25"}
     assert told[1] == {"Inputs": "b", "Feedback": "The attempt ended with an error."}
 
 
