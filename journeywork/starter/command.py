@@ -24,7 +24,6 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _PLACEHOLDER = "starter_model"
 FILES = ("agent.py", "journeywork.toml", "README.md", "test_agent.py", "pytest.ini")
 _BASE = 'base = "Qwen/Qwen3-4B"'
-_RATE = "\n[trainer.optimizer]"
 TINY_BASE = "base"
 """Folder of the tiny model in the project."""
 
@@ -58,7 +57,7 @@ def write_project(name: str, folder: Path, base: str = "", *, tiny: bool = False
             if named:
                 text = text.replace(_BASE, f"base = {json.dumps(named, ensure_ascii=False)}")
             if tiny:
-                text = text[: text.index(_RATE)] + template.joinpath("tiny.toml").read_text("utf-8")
+                text += template.joinpath("tiny.toml").read_text("utf-8")
         (folder / file).write_text(text, "utf-8")
         written.append(folder / file)
     return written

@@ -142,9 +142,9 @@ class DistillConfig(Section, frozen=True, kw_only=True):
 class OptimizerConfig(Section, frozen=True, kw_only=True):
     """AdamW on the adapter. Changed values apply from the next start on."""
 
-    learning_rate: Share = 1e-5
-    """The default suits models of 0.5 to 10 billion parameters. Smaller models need more: 3e-4 for the demo's model
-    of 135 million parameters, with `warmup_steps` and a small `max_grad_norm`; 6e-3 for one of 0.9 million."""
+    learning_rate: Share | None = None
+    """`None`: 32,500 over the parameters of the model without its embeddings, at least 1e-5 (from 3 billion on) and at
+    most 6e-3: 3e-4 for the demo's model of 135 million parameters (docs/training.md, before the first real run)."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`.
     `inverse_sqrt` falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls

@@ -12,29 +12,44 @@ from pipeline.config import TrainerConfig
 from trainer.engine.model import PolicyModel
 from trainer.engine.state import TrainState, UntrainableError
 
+_RATE_TIMES_PARAMETERS = 32_500
+_LEAST_RATE, _MOST_RATE = 1e-5, 6e-3
 
-def learning_rate(config: TrainerConfig, step: int) -> float:
-    """Return the rate of the step after `step` steps. It follows from the settings and the step alone, also where the
-    optimizer's state was lost.
+
+def default_rate(parameters: int) -> float:
+    """Return the learning rate for an adapter of a model with so many parameters, embeddings apart.
+
+    Measured here: 6e-3 for 0.9 million, and 3e-4 for the demo's 106 million, where 5e-4 collapsed and 1.5e-4 was slower
+    (docs/training.md). Between them and above, the rate falls with the parameters, to the least that others use for
+    GRPO with LoRA at 4 billion and more. It does not depend on the rank, as `alpha / rank` scales the adapter (LoRA
+    Without Regret, Thinking Machines Lab, 2025)."""
+    return min(max(_RATE_TIMES_PARAMETERS / parameters, _LEAST_RATE), _MOST_RATE)
+
+
+def learning_rate(config: TrainerConfig, step: int, parameters: int) -> float:
+    """Return the rate of the step after `step` steps, for a model with so many `parameters`. It follows from the
+    settings, the model and the step alone, also where the optimizer's state was lost.
 
     The warm-up rises in equal parts and begins above 0: a step at rate 0 would cost its batch and learn nothing."""
     optimizer = config.optimizer
+    peak = default_rate(parameters) if optimizer.learning_rate is None else optimizer.learning_rate
     if step < optimizer.warmup_steps:
-        return optimizer.learning_rate * (step + 1) / (optimizer.warmup_steps + 1)
-    unused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=optimizer.learning_rate)
+        return peak * (step + 1) / (optimizer.warmup_steps + 1)
+    unused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
     scheduler = get_scheduler(
         optimizer.schedule,
         unused,
         num_warmup_steps=None if optimizer.schedule == "constant" else optimizer.warmup_steps,
         num_training_steps=max(config.max_steps, 1),
     )
-    return optimizer.learning_rate * float(scheduler.lr_lambdas[0](step))
+    return peak * float(scheduler.lr_lambdas[0](step))
 
 
 def make_optimizer(
-    config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState
+    config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState, size: int
 ) -> torch.optim.AdamW:
-    """Return the optimizer with the progress of `state`, which is not changed, and the settings of `config`."""
+    """Return the optimizer with the progress of `state`, which is not changed, and the settings of `config`. `size`:
+    number of the whole model's parameters."""
     on_gpu = parameters[0].device.type == "cuda"
     # One kernel for all parameters on a GPU.
     optimizer = torch.optim.AdamW(parameters, fused=on_gpu, foreach=not on_gpu)
@@ -43,7 +58,7 @@ def make_optimizer(
         optimizer.load_state_dict(copy.deepcopy(state.optimizer))
     # The saved state holds the settings it was written under; those of now apply.
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, state.step)
+        group["lr"] = learning_rate(config, state.step, size)
         group["weight_decay"], group["betas"] = config.optimizer.weight_decay, config.optimizer.betas
     return optimizer
 
@@ -54,7 +69,7 @@ class PolicyOptimizer:
     def __init__(self, model: PolicyModel, state: TrainState) -> None:
         self._model, self._step = model, state.step
         self._rates = list(reversed(model.config.optimizer.update_rates))
-        self.adamw = make_optimizer(model.config, model.parameters, state)
+        self.adamw = make_optimizer(model.config, model.parameters, state, model.multiplied)
         self.weights, self.master = state.weights, state.master or state.weights
         """The live adapter as it is published, and the weights that are updated: the same ones, if none is rounded."""
         model.load_adapter(state.weights)

@@ -15,7 +15,7 @@ from tests.kits.settings import with_values
 from tests.trainer.engine.kit import Configure, batch
 from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of
 from trainer.engine.engine import Engine
-from trainer.engine.optimizer import learning_rate
+from trainer.engine.optimizer import default_rate, learning_rate
 from trainer.engine.state import TrainState
 
 
@@ -39,13 +39,20 @@ def test_changed_optimizer_settings_apply_after_a_restart(engine: Engine, config
     assert max(float((moved[k] - state.weights[k]).abs().max()) for k in moved) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("parameters", "rate"), [(0.9e6, 6e-3), (108.6e6, 3e-4), (440e6, 7.4e-5), (3.6e9, 1e-5), (30e9, 1e-5)]
+)
+def test_rate_follows_from_the_size_of_the_model(parameters: float, rate: float) -> None:
+    assert learning_rate(TrainerConfig(), 0, int(parameters)) == pytest.approx(rate, rel=0.01)
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "inverse_sqrt"])
 def test_no_step_is_taken_at_rate_0(schedule: str) -> None:
     """Regression: a warm-up began at 0, so the first step cost its batch and learned nothing."""
     config = with_values(
         TrainerConfig(), {"optimizer.schedule": schedule, "optimizer.warmup_steps": 4, "max_steps": 12}
     )
-    rates = [learning_rate(config, step) / config.optimizer.learning_rate for step in range(12)]
+    rates = [learning_rate(config, step, 10**9) / default_rate(10**9) for step in range(12)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(0 < rate <= 1 for rate in rates)
 
