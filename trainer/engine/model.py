@@ -128,7 +128,14 @@ class PolicyModel:
 
     def weights(self) -> Weights:
         """A copy of the live adapter, on the CPU."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._live.items()}
+        live = list(self._live.values())
+        # One copy from the device, not one for each of hundreds of small tensors.
+        flat = torch.cat([tensor.detach().flatten() for tensor in live]).cpu()
+        parts = flat.split([tensor.numel() for tensor in live])
+        return {
+            name: part.view(tensor.shape).to(tensor.dtype, copy=True)
+            for (name, tensor), part in zip(self._live.items(), parts, strict=True)
+        }
 
     def published(self, weights: Weights) -> Weights:
         """`weights` rounded to the type in which adapters are published; `weights` itself if no rounding is needed."""
@@ -142,9 +149,11 @@ class PolicyModel:
             raise ValueError(
                 f"the adapter does not fit the model: {misfits}: take back a change of trainer.lora.rank or the base"
             )
+        live = list(self._live.values())
+        flat = torch.cat([weights[name].flatten() for name in self._live]).to(self.device)
+        parts = flat.split([tensor.numel() for tensor in live])
         with torch.no_grad():
-            for name, tensor in self._live.items():
-                tensor.copy_(weights[name])
+            torch._foreach_copy_(live, [part.view(tensor.shape) for part, tensor in zip(parts, live, strict=True)])
 
     @contextmanager
     def with_adapter(self, weights: Weights) -> Iterator[None]:

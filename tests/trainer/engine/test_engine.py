@@ -100,6 +100,19 @@ def test_the_first_adapter_depends_on_the_seed_alone(tiny_base: str, tmp_path: P
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
+def test_an_adapter_travels_in_one_piece_and_arrives_as_it_was(engine: Engine) -> None:
+    before = engine.initial_state().weights
+    other = {name: torch.randn_like(tensor) for name, tensor in before.items()}
+    engine.model.load_adapter(other)
+    copied = engine.model.weights()
+    assert all(
+        torch.equal(copied[name], tensor) and copied[name].dtype == tensor.dtype for name, tensor in other.items()
+    )
+    assert len({tensor.untyped_storage().data_ptr() for tensor in copied.values()}) == len(copied)
+    engine.model.load_adapter(before)
+    assert all(torch.equal(copied[name], tensor) for name, tensor in other.items())
+
+
 def test_an_adapter_of_another_shape_is_refused(engine: Engine, tiny_base: str, tmp_path: Path) -> None:
     other = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=2)))
     with pytest.raises(ValueError, match=r"tensors of another shape: \d+ \(base_model\..*, …\): .*lora\.rank"):
