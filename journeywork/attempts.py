@@ -6,27 +6,36 @@ those attempts that ended without a result, up to a number of tries.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-from typing_extensions import Unpack
 
-from journeywork.trajectory import CompleteOptions
 from journeywork.transport import CONFLICT, NOT_FOUND, JourneyworkError
 
+if TYPE_CHECKING:
+    from journeywork.client import AsyncJourneywork
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _READS = 16
 """Trajectories that are read at the same time."""
 _STRETCH = 128
 """So many scenarios in a row that were never started mean that no later one was."""
 
 
-class ReadingClient(Protocol):
-    """The part of `AsyncJourneywork` that this module uses."""
+async def together(work: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
+    """Return `await work(item)` of each item, all at once, in the order of `items`. Raises as a task group does."""
+    results: dict[int, Result] = {}
 
-    async def get(self, trajectory: str) -> dict[str, Any]: ...
+    async def run(at: int, item: Item) -> None:
+        results[at] = await work(item)
 
-    async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]: ...
+    async with anyio.create_task_group() as running:
+        for at, item in enumerate(items):
+            running.start_soon(run, at, item)
+    return [results[at] for at in range(len(results))]
 
 
 @dataclass
@@ -47,7 +56,7 @@ class Attempts:
     most."""
 
     def __init__(
-        self, client: ReadingClient, model: str, *, name: str, size: int, tries: int, concurrency: int
+        self, client: AsyncJourneywork, model: str, *, name: str, size: int, tries: int, concurrency: int
     ) -> None:
         self._client, self._model = client, model
         self._name, self._size, self._tries = name, size, tries
@@ -86,14 +95,7 @@ class Attempts:
         progress = Progress(number, size)
         while progress.missing and progress.tries < self._tries:
             group = self.group(label, progress.tries)
-            states: list[dict[str, Any] | None] = [None] * progress.missing
-
-            async def read(at: int, group: str = group, states: list[dict[str, Any] | None] = states) -> None:
-                states[at] = await self._settled(f"{group}-{at}")
-
-            async with anyio.create_task_group() as reading:
-                for at in range(progress.missing):
-                    reading.start_soon(read, at)
+            states = await together(self._settled, [f"{group}-{at}" for at in range(progress.missing)])
             opened = [state for state in states if state is not None]
             if not opened:
                 break
@@ -121,17 +123,10 @@ class Attempts:
         start = 0
         while scenarios is None or start < scenarios:
             end = start + self._stretch if scenarios is None else min(start + self._stretch, scenarios)
-            stretch: dict[int, Progress] = {}
-
-            async def read(number: int, stretch: dict[int, Progress] = stretch) -> None:
-                stretch[number] = await self.progress(str(number), number, self._size)
-
-            async with anyio.create_task_group() as reading:
-                for number in range(start, end):
-                    reading.start_soon(read, number)
-            if not any(progress.tries for progress in stretch.values()):
+            stretch = await together(lambda number: self.progress(str(number), number, self._size), range(start, end))
+            if not any(progress.tries for progress in stretch):
                 break
-            known += [stretch[number] for number in range(start, end)]
+            known += stretch
             start = end
         while known and not known[-1].tries:
             known.pop()

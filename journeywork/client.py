@@ -22,7 +22,7 @@ import anyio.from_thread
 import httpx
 from typing_extensions import Unpack
 
-from journeywork import gathering
+from journeywork import gathering, transport
 from journeywork.evaluation import playing
 from journeywork.trajectory import (
     CompleteOptions,
@@ -33,19 +33,6 @@ from journeywork.trajectory import (
     checked_result,
     feedback_body,
     parse_policy,
-)
-from journeywork.transport import (
-    CONFLICT,
-    RETRIED_STATUSES,
-    Backoff,
-    GatewayUnavailableError,
-    JourneyworkError,
-    authorization,
-    gateway_url,
-    read,
-    retry_after_s,
-    status_problem,
-    transport_problem,
 )
 
 P = ParamSpec("P")
@@ -71,7 +58,7 @@ def _opened(body: Mapping[str, Any], give: Callable[..., Any]) -> Trajectory:
         known = {name: body[name] for name in ("id", "model", "group", "base_url", "api_key")}
         return Trajectory(**known, _give=give)
     except KeyError as missing:
-        raise JourneyworkError(
+        raise transport.JourneyworkError(
             f"the answer to opening a trajectory lacks {missing}: is this the gateway's URL?"
         ) from None
 
@@ -80,8 +67,8 @@ def _leaves_open(failure: Exception) -> bool:
     """Whether a failed completion left the trajectory open, so that it has to be completed as `no_result`.
 
     It did not if another result was accepted before (409). While the gateway is unreachable, this is not known."""
-    if isinstance(failure, JourneyworkError):
-        return failure.status != CONFLICT and not isinstance(failure, GatewayUnavailableError)
+    if isinstance(failure, transport.JourneyworkError):
+        return failure.status != transport.CONFLICT and not isinstance(failure, transport.GatewayUnavailableError)
     return True
 
 
@@ -103,8 +90,8 @@ class AsyncJourneywork:
     Raises `ValueError` for a URL without a scheme, and for a key that no HTTP header can hold."""
 
     def __init__(self, url: str | None = None, *, api_key: str = "", wait_s: float = 120.0) -> None:
-        self.url, self._wait_s = gateway_url(url), wait_s
-        self._http = httpx.AsyncClient(base_url=self.url, headers=authorization(api_key), timeout=_TIMEOUT_S)
+        self.url, self._wait_s = transport.gateway_url(url), wait_s
+        self._http = httpx.AsyncClient(base_url=self.url, headers=transport.authorization(api_key), timeout=_TIMEOUT_S)
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -195,7 +182,7 @@ class AsyncJourneywork:
         with self._shield():
             try:
                 await self.complete(run.id, outcome="no_result")
-            except JourneyworkError as error:
+            except transport.JourneyworkError as error:
                 failure.add_note(f"its trajectory could not be completed as no_result: {error}")
 
     async def _request(
@@ -206,18 +193,18 @@ class AsyncJourneywork:
         `timeout_s` bounds every wait of one attempt: to connect, to send, and for the next bytes of the answer.
         Raises `GatewayUnavailableError` if the gateway stays away longer than `wait_s`, and `JourneyworkError` if it
         refuses the request."""
-        backoff = Backoff(self._wait_s)
+        backoff = transport.Backoff(self._wait_s)
         while True:
             pause_s = 0.0
             try:
                 reply = await self._send(method, path, body, timeout_s)
             except httpx.TransportError as error:
-                last_problem = backoff.report_unreachable(self.url, transport_problem(error))
+                last_problem = backoff.report_unreachable(self.url, transport.transport_problem(error))
             else:
-                if reply.status_code not in RETRIED_STATUSES:
-                    return read(reply)
+                if reply.status_code not in transport.RETRIED_STATUSES:
+                    return transport.read(reply)
                 backoff.wait_for_training(reply)
-                last_problem, pause_s = status_problem(reply), retry_after_s(reply)
+                last_problem, pause_s = transport.status_problem(reply), transport.retry_after_s(reply)
             await self._pause(backoff.next_pause(last_problem, pause_s))
 
     # -- what the blocking client does otherwise -----------------------------------------------------------------
@@ -246,8 +233,10 @@ class _BlockingCore(AsyncJourneywork):
     """The same client with blocking requests and pauses, so that its coroutines never wait for an event loop."""
 
     def __init__(self, url: str | None, *, api_key: str, wait_s: float) -> None:
-        self.url, self._wait_s = gateway_url(url), wait_s
-        self._blocking_http = httpx.Client(base_url=self.url, headers=authorization(api_key), timeout=_TIMEOUT_S)
+        self.url, self._wait_s = transport.gateway_url(url), wait_s
+        self._blocking_http = httpx.Client(
+            base_url=self.url, headers=transport.authorization(api_key), timeout=_TIMEOUT_S
+        )
 
     @property
     def _give(self) -> Callable[..., Any]:

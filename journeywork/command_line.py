@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -16,6 +17,16 @@ from journeywork.client import AsyncJourneywork
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of a shell."""
+
+
+def command_parser(name: str, module_docs: str | None) -> argparse.ArgumentParser:
+    """Return the parser of `journeywork <name>`. Its help shows the docstring of the command's module, without the
+    first line."""
+    return argparse.ArgumentParser(
+        prog=f"journeywork {name}",
+        description=inspect.cleandoc(module_docs or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def at_least_one(text: str) -> int:

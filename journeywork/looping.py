@@ -15,28 +15,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic
 
 import anyio
 
-from journeywork.attempts import Attempts, Progress, ReadingClient
-from journeywork.gathering import Client, Rollout, Task, TooManyExceptionsError, call_rollout
+from journeywork.attempts import Attempts, Progress, together
+from journeywork.gathering import Rollout, Task, TooManyExceptionsError, call_rollout
 from journeywork.statistics import Estimate, mean_of
 from journeywork.trajectory import Trajectory
 from journeywork.transport import NOT_FOUND, JourneyworkError, plain_errors
+
+if TYPE_CHECKING:
+    from journeywork.client import AsyncJourneywork
 
 _READS = 16
 """Groups that are read at the same time."""
 _MAX_NAME = 150
 """Characters of a loop's name. The gateway takes 200 for an id, which also holds the attempt's place."""
-
-
-class LoopClient(ReadingClient, Client, Protocol):
-    """The part of `AsyncJourneywork` that this module uses."""
-
-    async def policies(self) -> list[dict[str, Any]]: ...
-
-    async def group(self, group: str, model: str = "") -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,9 @@ class LoopResult:
 class _Loop(Generic[Task]):
     """One running loop."""
 
-    def __init__(self, client: LoopClient, model: str, rollout: Rollout[Task], options: LoopOptions[Task]) -> None:
+    def __init__(
+        self, client: AsyncJourneywork, model: str, rollout: Rollout[Task], options: LoopOptions[Task]
+    ) -> None:
         self._client, self._model, self._rollout, self._options = client, model, rollout, options
         concurrency = options.concurrency
         self.attempts = Attempts(
@@ -192,18 +189,15 @@ class _Loop(Generic[Task]):
 
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> None:
         """Play the held-out tasks with the version of `step`, as far as they were not played before."""
-        means: list[float] = []
 
-        async def play_task(number: int, task: Task) -> None:
+        async def play_task(number: int) -> list[float]:
             label = f"eval-{step}-{number}"
             progress = await self.attempts.progress(label, number, 1)
-            await self.play(label, task, progress, pinned=f"{self._model}@{step}")
-            means.extend(progress.rewards)
+            await self.play(label, tasks[number], progress, pinned=f"{self._model}@{step}")
+            return progress.rewards
 
-        async with anyio.create_task_group() as playing:
-            for number, task in enumerate(tasks):
-                playing.start_soon(play_task, number, task)
-        self.result.evaluations[step] = mean_of(means)
+        rewards = await together(play_task, range(len(tasks)))
+        self.result.evaluations[step] = mean_of([reward for of_task in rewards for reward in of_task])
 
     # -- keeping pace ----------------------------------------------------------------------------------------------
 
@@ -217,23 +211,19 @@ class _Loop(Generic[Task]):
         """Return the groups that were trained or discarded since the last call, as the gateway describes them. An
         agent's key is told that it does not know a group that was not opened yet; where all were `opened`, such a one
         has expired and counts as discarded."""
-        states: dict[str, dict[str, Any]] = {}
 
-        async def read(group: str) -> None:
+        async def read(group: str) -> dict[str, Any]:
             try:
                 async with self._reads:
-                    state = await self._client.group(group, self._model)
+                    return await self._client.group(group, self._model)
             except JourneyworkError as error:
                 if error.status != NOT_FOUND:
                     raise
-                state = {"status": "discarded" if opened else "waiting"}
-            if state["status"] != "waiting":
-                states[group] = state
+                return {"status": "discarded" if opened else "waiting"}
 
-        async with anyio.create_task_group() as reading:
-            for group in list(self._undecided):
-                reading.start_soon(read, group)
-        return states
+        groups = list(self._undecided)
+        states = zip(groups, await together(read, groups), strict=True)
+        return {group: state for group, state in states if state["status"] != "waiting"}
 
     async def take_over(self, known: Sequence[Progress]) -> None:
         """Count the groups of an earlier process that still wait for the trainer: they are ahead of new ones."""
@@ -336,7 +326,7 @@ class _Scenarios(Generic[Task]):
 
 
 async def loop(
-    client: LoopClient, model: str, scenarios: Sequence[Task], rollout: Rollout[Task], options: LoopOptions[Task]
+    client: AsyncJourneywork, model: str, scenarios: Sequence[Task], rollout: Rollout[Task], options: LoopOptions[Task]
 ) -> LoopResult:
     """Play groups of attempts at the scenarios, in order and again from the start, until the gateway serves
     `options.steps`.

@@ -169,23 +169,18 @@ def authorization(api_key: str) -> dict[str, str]:
 def read(reply: httpx.Response) -> dict[str, Any]:
     """Return the JSON object of a response. Raises `JourneyworkError` for an error or another server's answer."""
     try:
-        body: dict[str, Any] = reply.json()
-    except ValueError as invalid:
-        kind = reply.headers.get("content-type", "no content type")
-        raise JourneyworkError(
-            f"{reply.url} returned status {reply.status_code} with {kind}, not JSON: is this the gateway's URL? "
-            f"The body begins: {reply.text[:_PROBLEM_CHARACTERS]!r}",
-            status=reply.status_code,
-        ) from invalid
+        body = reply.json()
+    except ValueError:
+        body = None
     if reply.is_success and isinstance(body, dict):
         return body
     error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict):
-        raise JourneyworkError(
-            f"{reply.url} returned status {reply.status_code} with JSON that no gateway sends: is this the "
-            f"gateway's URL? The body begins: {reply.text[:_PROBLEM_CHARACTERS]!r}",
-            status=reply.status_code,
-        )
+    if isinstance(error, dict):
+        message, code = str(error.get("message", reply.text)), str(error.get("code") or "")
+        raise JourneyworkError(message, status=reply.status_code, code=code)
+    kind = "JSON that no gateway sends" if body is not None else reply.headers.get("content-type", "no content type")
     raise JourneyworkError(
-        str(error.get("message", reply.text)), status=reply.status_code, code=str(error.get("code") or "")
+        f"{reply.url} returned status {reply.status_code} with {kind}: is this the gateway's URL? The body begins: "
+        f"{reply.text[:_PROBLEM_CHARACTERS]!r}",
+        status=reply.status_code,
     )

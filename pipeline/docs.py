@@ -105,6 +105,11 @@ def _names(values: Iterable[str]) -> str:
 def _users_section() -> Iterator[str]:
     """Yield the Markdown about the NATS users and their permissions."""
     rights = schema.docstrings(users.User)
+
+    def rights_of(user: users.User) -> str:
+        given = {name: value for name in rights if (value := getattr(user, name))}
+        return "; ".join(name if value is True else f"{name} {_names(value)}" for name, value in given.items())
+
     yield "## Users\n"
     yield (
         "The server that `journeywork up` starts has these users (`pipeline/security/users.py`). Each authenticates "
@@ -112,21 +117,7 @@ def _users_section() -> Iterator[str]:
         "rights below do not include. The block `authorization` of `<run_dir>/nats/nats.conf` has the NATS subjects of "
         "each user; copy it for a server of your own.\n"
     )
-    yield table(
-        "user|for|rights",
-        (
-            (
-                f"`{each.name}`",
-                each.purpose,
-                "; ".join(
-                    name if value is True else f"{name} {_names(value)}"
-                    for name in rights
-                    if (value := getattr(each, name))
-                ),
-            )
-            for each in users.USERS
-        ),
-    )
+    yield table("user|for|rights", ((f"`{each.name}`", each.purpose, rights_of(each)) for each in users.USERS))
     yield table("right|meaning", rights.items())
     yield (
         "In addition, each user subscribes to its own inbox (`_INBOX_<user>.>`), may ask for the names of the streams, "
@@ -135,6 +126,17 @@ def _users_section() -> Iterator[str]:
         "The right to publish a checkpoint does not suffice to have it served: gateways check the trainer's signature "
         "(docs/decisions/security.md).\n"
     )
+
+
+def _stream_row(spec: streams.StreamSpec) -> tuple[str, ...]:
+    limit = f"{spec.share:.0%}; {spec.at_limit}"
+    kept, window = _days(spec.max_age_s), f"{spec.duplicate_window_s:g} s"
+    return f"`{spec.name}`", _names(spec.subjects), spec.purpose, kept, limit, window
+
+
+def _consumer_row(spec: streams.ConsumerSpec) -> tuple[str, ...]:
+    names = f"`{spec.name}`", f"`{spec.stream}`", _names(spec.subjects), spec.purpose
+    return *names, f"{spec.ack_wait_s:g} s", f"{spec.max_deliver:,}", f"{spec.max_ack_pending:,}", spec.start
 
 
 def streams_page() -> str:
@@ -151,17 +153,7 @@ def streams_page() -> str:
         "consumer reads.\n",
         table(
             "stream|subjects|holds|kept|share of `nats.max_bytes`, and at that limit|duplicate window",
-            (
-                (
-                    f"`{s.name}`",
-                    _names(s.subjects),
-                    s.purpose,
-                    _days(s.max_age_s),
-                    f"{s.share:.0%}; {s.at_limit}",
-                    f"{s.duplicate_window_s:g} s",
-                )
-                for s in streams.STREAMS
-            ),
+            map(_stream_row, streams.STREAMS),
         ),
         "The age of `ROLLOUTS` is `nats.rollouts_max_age_h`; the table shows the default. Stream "
         f"`{streams.DETECTED.name}` (`{streams.DETECTED.subjects[0]}`, {_days(streams.DETECTED.max_age_s)}, "
@@ -174,19 +166,7 @@ def streams_page() -> str:
         _doc(streams.ConsumerSpec).replace("\n", " ") + "\n",
         table(
             "consumer|stream|subjects|for|ack wait|max deliver|max ack pending|starts at",
-            (
-                (
-                    f"`{c.name}`",
-                    f"`{c.stream}`",
-                    _names(c.subjects),
-                    c.purpose,
-                    f"{c.ack_wait_s:g} s",
-                    f"{c.max_deliver:,}",
-                    f"{c.max_ack_pending:,}",
-                    c.start,
-                )
-                for c in streams.CONSUMERS
-            ),
+            map(_consumer_row, streams.CONSUMERS),
         ),
         "## Buckets\n",
         table(

@@ -27,7 +27,7 @@ POINTS = 14
 """Points of a training curve, at most."""
 GROUPS_A_POINT = 30
 """Groups in a point, at least: means of fewer groups have intervals too wide to show a trend."""
-INK, SOFT, BLUE, ORANGE = "#1f2933", "#66727f", "#2b6cb0", "#c05621"
+BLUE, ORANGE = "#2b6cb0", "#c05621"
 SHADES = (BLUE, "#2f855a", "#6b46c1")
 """Colours of the training curves, a run each."""
 
@@ -36,10 +36,6 @@ SELECT avg({value}) AS reward, count(*) AS runs
 FROM rewards r JOIN trajectories t USING (project, trajectory)
 WHERE r.split = 'train' AND r.branch = 'main' AND r.outcome = 'scored'
 GROUP BY r.group_id ORDER BY max(t.completed_at)
-"""
-COUNTS = """
-SELECT (SELECT count(*) FROM exchanges) AS calls, (SELECT max(step) FROM checkpoints) AS steps,
-  (SELECT epoch(max(completed_at) - min(opened_at)) FROM trajectories WHERE split = 'train') AS training_s
 """
 
 

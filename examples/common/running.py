@@ -66,11 +66,6 @@ class Installation:
                 return str(state["urls"]["gateway"])
             await anyio.sleep(LOOK_EVERY_S)
 
-    def restarts(self) -> int:
-        """Return how often services were started again."""
-        state = json.loads((self.run_dir / "state.json").read_text())
-        return sum(service["restarts"] for service in state["services"].values())
-
     def usage(self) -> dict[str, dict[str, float]]:
         """Return what each service has taken so far, with its child processes: the sum of their largest resident
         memories in MB, and processor time in seconds."""

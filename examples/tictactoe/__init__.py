@@ -5,9 +5,10 @@
 | `game` | rules, the seeded opponent, what the model sees, what a game is worth |
 | `make_model` | makes `model/`: the tokenizer and a small pre-trained Qwen3, from a seed |
 | `agent` | agents that play with an OpenAI client |
-| `demo` | `make demo`: starts everything, trains, evaluates, writes `report.json` |
+| `demo` | `make demo-game`: starts everything, trains, evaluates, writes `report.json` |
+| `job` | the same without rehearsal: each game once, results a minute later |
+| `held_out` | the held-out games, also for `journeywork eval` |
 | `report` | the report's figures, and the queries over the run's history |
-| `invariants` | queries for what must never be in the history |
 | `model/` | what `make_model` made |
 | `journeywork.toml` | the demo's settings |
 """

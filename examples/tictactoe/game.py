@@ -17,16 +17,7 @@ from typing import Literal
 Result = Literal["win", "draw", "loss", "illegal"]
 
 CELLS: tuple[str, ...] = tuple(f"{column}{row}" for row in "123" for column in "abc")
-LINES: tuple[tuple[int, int, int], ...] = (
-    (0, 1, 2),
-    (3, 4, 5),
-    (6, 7, 8),
-    (0, 3, 6),
-    (1, 4, 7),
-    (2, 5, 8),
-    (0, 4, 8),
-    (2, 4, 6),
-)
+LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 EMPTY = "." * 9
 
 REWARDS: dict[Result, float] = {"win": 1.0, "draw": 0.4, "loss": 0.0, "illegal": -1.0}

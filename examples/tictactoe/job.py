@@ -18,108 +18,64 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import anyio
-from anyio.abc import Process
+import openai
 
 from examples.common.late_results import NAME
-from examples.common.running import ROOT, Installation, served_step
-from examples.tictactoe.agent import Agents
-from examples.tictactoe.demo import Progress, evaluate, outcome, parser_of, report_on
+from examples.common.running import ROOT, Installation
+from examples.tictactoe.agent import play_game
+from examples.tictactoe.demo import Progress, compare, parser_of, report_on
 from examples.tictactoe.game import opening_seed
 from examples.tictactoe.report import MODEL
 from journeywork import AsyncJourneywork
+from journeywork.evaluation import EvaluationReport
 
 ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
 IDLE_S = 10.0
 """Time without a call after which a game is over for the gateway."""
-LOOK_EVERY_S = 1.0
 
 
-async def work(agents: Agents, seeds: Iterator[str], desk: Process, progress: Progress, at_once: int) -> None:
-    """Play games for ever, each opening once, and hand the results to `desk`."""
-    assert desk.stdin is not None
-    sending = anyio.Lock()
-
-    async def worker() -> None:
-        for seed in seeds:
-            game, last = await agents.play_game(agents.client, MODEL, seed)
-            progress.games += 1
-            progress.recent.append(game.result == "win")
-            line = json.dumps({"answer": last.id, "result": game.reward, "ended": time.time()})
-            async with sending:
-                await desk.stdin.send(f"{line}\n".encode())
-
-    async with anyio.create_task_group() as tasks:
-        for _ in range(at_once):
-            tasks.start_soon(worker)
-
-
-async def learn(
-    agents: Agents,
-    client: AsyncJourneywork,
-    progress: Progress,
+async def work(
     args: argparse.Namespace,
+    keys: dict[str, str],
     installation: Installation,
-    desk: Process,
-) -> None:
-    """Play until the last step is served or the time is over. Raises `ExampleError` if the installation ends."""
-    began = time.monotonic()
-    seeds = (opening_seed("train", number, args.seed) for number in itertools.count())
-    with anyio.move_on_after(args.seconds):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(work, agents, seeds, desk, progress, args.concurrency)
-            while progress.step < args.steps:
-                installation.check()
-                step = await served_step(client, MODEL)
-                if step > progress.step:
-                    progress.advance(step, time.monotonic() - began)
-                await anyio.sleep(LOOK_EVERY_S)
-            tasks.cancel_scope.cancel()
-
-
-async def play(
-    args: argparse.Namespace, keys: dict[str, str], installation: Installation, progress: Progress
-) -> dict[str, Any]:
-    print("starting", flush=True)
+    progress: Progress,
+    report: dict[str, Any],
+) -> EvaluationReport:
+    """Evaluate, play each opening once until the last step is served, and evaluate again. `results` of the report:
+    how many results the gateway took and refused."""
     gateway = await installation.ready()
-    agents = Agents.at(gateway, keys["agent"])
-    desk_of = [sys.executable, "-m", "examples.common.late_results"]
+    command = [sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(args.delay)]
     environment = {**os.environ, "JOURNEYWORK_API_KEY": keys["results"]}
+    seeds = (opening_seed("train", number, args.seed) for number in itertools.count())
     async with (
-        agents.client,
-        AsyncJourneywork(gateway, api_key=keys["operator"]) as client,
-        await anyio.open_process(
-            [*desk_of, "--gateway", gateway, "--delay", str(args.delay)], env=environment, cwd=ROOT, stderr=None
-        ) as desk,
-        anyio.create_task_group() as showing,
+        openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key=keys["agent"], max_retries=12, timeout=120) as agent,
+        await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as desk,
     ):
-        showing.start_soon(progress.show, agents)
-        before = await evaluate(client, progress, f"{MODEL}@0", args.eval_games)
-        progress.phase, progress.games = "on the job", 0
-        progress.recent.clear()
-        await learn(agents, client, progress, args, installation, desk)
-        games = progress.games
-        report = await evaluate(client, progress, f"{MODEL}@{progress.step}", args.eval_games, before)
-        progress.phase = "the last results are reported"
         assert desk.stdin is not None
         assert desk.stdout is not None
-        await desk.stdin.aclose()
-        results = b"".join([part async for part in desk.stdout])
-        showing.cancel_scope.cancel()
-    entrants = report.entrants
-    return {
-        **outcome(report, progress),
-        "games": games,
-        "results": json.loads(results),
-        "calls": agents.calls + sum(entrant.usage.calls for entrant in entrants),
-        "failed_requests": agents.failed + sum(entrant.failed for entrant in entrants),
-        "completed_by_agents": games + sum(len(task.trajectories) for e in entrants for task in e.tasks),
-        "restarts": installation.restarts(),
-    }
+        stdin, sending = desk.stdin, anyio.Lock()
+
+        async def play() -> None:
+            for seed in seeds:
+                game, last = await play_game(agent, MODEL, seed)
+                progress.note(game.result == "win")
+                line = json.dumps({"answer": last.id, "result": game.reward, "ended": time.time()})
+                async with sending:
+                    await stdin.send(f"{line}\n".encode())
+
+        async def train(client: AsyncJourneywork, progress: Progress) -> None:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(args.concurrency):
+                    tasks.start_soon(play)
+
+        compared = await compare(args, installation, progress, train, keys["operator"])
+        await stdin.aclose()
+        report["results"] = json.loads(b"".join([part async for part in desk.stdout]))
+    return compared
 
 
 def settings(args: argparse.Namespace, keys: dict[str, str]) -> dict[str, Any]:
@@ -159,7 +115,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     keys = {name: secrets.token_urlsafe(24) for name in ROLES}
-    report_on(args, settings(args, keys), partial(play, args, keys))
+    report_on(args, settings(args, keys), partial(work, args, keys))
 
 
 if __name__ == "__main__":

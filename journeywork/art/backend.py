@@ -73,7 +73,7 @@ class RemoteBackend:
         )
         model.inference_base_url, model.inference_api_key = calls.base_url, calls.api_key
 
-    async def get_step(self, model: TrainableModel[Any]) -> int:
+    async def get_step(self, model: Model[Any]) -> int:
         """Return the step of the newest version of a model."""
         async with await self._gateway(model) as gateway:
             newest = str((await gateway.policy(model.name))["newest"])

@@ -6,29 +6,21 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pydantic
 from openai import AsyncOpenAI
-from typing_extensions import Unpack
 
+from journeywork.art import records
 from journeywork.art.dev import InternalModelConfig
-from journeywork.art.records import (
-    SPLITS,
-    RunFolder,
-    StepMetrics,
-    counts,
-    in_groups,
-    merge,
-    open_wandb_run,
-    summary,
-    with_sections,
-)
 from journeywork.art.training import batches_of
-from journeywork.art.trajectories import AnyGroup, Trajectory, TrajectoryGroup, as_groups
-from journeywork.art.types import TrainConfig, TrainResult, TrainSFTConfig
+from journeywork.art.trajectories import AnyGroup, Trajectory, as_groups
+from journeywork.art.types import TrainConfig, TrainSFTConfig
+
+if TYPE_CHECKING:
+    from journeywork.art.backend import RemoteBackend
 
 log = logging.getLogger("journeywork.art")
 
@@ -40,38 +32,12 @@ _RETRIES = 8
 """Enough to survive a restart of the gateway."""
 
 
-class Backend(Protocol):
-    """What a model needs of a backend."""
-
-    async def register(self, model: Any) -> None: ...
-
-    async def get_step(self, model: Any) -> int: ...
-
-    async def train(self, model: Any, trajectory_groups: Iterable[AnyGroup], **options: Any) -> TrainResult: ...
-
-    async def train_sft(
-        self, model: Any, batches: Sequence[Sequence[Mapping[str, Any]]], rates: Sequence[float]
-    ) -> TrainResult: ...
-
-    async def log_validation(self, model: Any, trajectory_groups: Iterable[TrajectoryGroup]) -> None: ...
-
-
-class ModelFields(TypedDict, total=False):
-    """Further fields of a model."""
-
-    inference_api_key: str | None
-    inference_base_url: str | None
-    inference_model_name: str | None
-    base_path: str
-    report_metrics: list[str] | None
-
-
 class Model(pydantic.BaseModel, Generic[ModelConfig]):
     """A model that a rollout calls. This class is for prompted models, with an OpenAI-compatible URL and its key."""
 
     name: str
     project: str
-    config: ModelConfig
+    config: ModelConfig = None  # type: ignore[assignment]  # in a model without one, the type is None
     trainable: bool = False
     inference_api_key: str | None = None
     inference_base_url: str | None = None
@@ -79,18 +45,13 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
     base_path: str = ".art"
     report_metrics: list[str] | None = None
 
-    _backend: Backend | None = None
+    _backend: Any = None
     _wandb_run: Any = None
-    _measured: dict[str, StepMetrics] = pydantic.PrivateAttr(default_factory=dict)
+    _measured: dict[str, records.StepMetrics] = pydantic.PrivateAttr(default_factory=dict)
     _began: float = pydantic.PrivateAttr(default_factory=time.monotonic)
     _clients: weakref.WeakKeyDictionary[Any, AsyncOpenAI] = pydantic.PrivateAttr(
         default_factory=weakref.WeakKeyDictionary
     )
-
-    def __init__(
-        self, *, name: str, project: str, config: ModelConfig | None = None, **fields: Unpack[ModelFields]
-    ) -> None:
-        super().__init__(name=name, project=project, config=config, **fields)
 
     # -- inference -------------------------------------------------------------------------------------------------
 
@@ -142,12 +103,12 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
     # -- state and logs --------------------------------------------------------------------------------------------
 
     @property
-    def _folder(self) -> RunFolder:
-        return RunFolder(Path(self.base_path) / self.project / "models" / self.name)
+    def _folder(self) -> records.RunFolder:
+        return records.RunFolder(Path(self.base_path) / self.project / "models" / self.name)
 
     def merge_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Merge a JSON object into the state that is kept with the model, at every depth. Returns the new state."""
-        merged = merge(self.read_state() or {}, state)
+        merged = records.merge(self.read_state() or {}, state)
         self._folder.write_state(merged)
         return merged
 
@@ -174,27 +135,27 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
         row: dict[str, float] = dict(metrics or {})
         if trajectories is not None:
             items = list(trajectories)
-            groups = in_groups(items)
-            row = summary(groups) | (counts(groups, split) if split in SPLITS else {}) | row
+            groups = records.in_groups(items)
+            row = records.summary(groups) | (records.counts(groups, split) if split in records.SPLITS else {}) | row
             self._folder.write_trajectories(groups, split, at)
             if self.trainable and self._backend is not None and split == "val":
                 await self._backend.log_validation(self, as_groups(items))
         row |= self.metrics_builder("eval" if split in ("val", "test") else split).take()
         if row:
             since = time.monotonic() - self._began
-            row = with_sections(row, split) | {"training_step": at, "time/wall_clock_sec": since}
+            row = records.with_sections(row, split) | {"training_step": at, "time/wall_clock_sec": since}
             self._folder.append_metrics(row, at)
             if self.report_metrics is None or "wandb" in self.report_metrics:
                 await asyncio.to_thread(self._send_to_wandb, row)
 
-    def metrics_builder(self, context: str = "train") -> StepMetrics:
+    def metrics_builder(self, context: str = "train") -> records.StepMetrics:
         """Return what measures for the next row of `log`: `train` for the split `train`, `eval` for `val` and
         `test`."""
-        return self._measured.setdefault(context, StepMetrics())
+        return self._measured.setdefault(context, records.StepMetrics())
 
     def _get_wandb_run(self) -> Any:
         if self._wandb_run is None:
-            self._wandb_run = open_wandb_run(self.project, self.name)
+            self._wandb_run = records.open_wandb_run(self.project, self.name)
         return self._wandb_run
 
     def _send_to_wandb(self, row: dict[str, float]) -> None:
@@ -207,13 +168,14 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
 
     # -- backend ---------------------------------------------------------------------------------------------------
 
-    def backend(self) -> Backend:
+    def backend(self) -> RemoteBackend:
         """Return the backend that the model is registered with. Raises `ValueError` if there is none."""
         if self._backend is None:
             raise ValueError(f"model {self.name!r} has no backend: call `await model.register(backend)` first")
-        return self._backend
+        backend: RemoteBackend = self._backend
+        return backend
 
-    async def register(self, backend: Backend) -> None:
+    async def register(self, backend: RemoteBackend) -> None:
         """Connect the model with a backend."""
         self._backend = backend
         await backend.register(self)
@@ -230,17 +192,8 @@ class TrainableModel(Model[ModelConfig], Generic[ModelConfig]):
     trainable: bool = True
     _internal_config: Any = None
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        project: str,
-        base_model: str,
-        config: ModelConfig | None = None,
-        _internal_config: InternalModelConfig | None = None,
-        **fields: Unpack[ModelFields],
-    ) -> None:
-        pydantic.BaseModel.__init__(self, name=name, project=project, base_model=base_model, config=config, **fields)
+    def __init__(self, *, _internal_config: InternalModelConfig | None = None, **fields: Any) -> None:
+        super().__init__(**fields)
         self._internal_config = _internal_config
 
     async def train(

@@ -182,19 +182,12 @@ async def train_chats(
         "optimizer.update_rates": list(rates),
     }
     batch = Batch(id=batch_id, groups=names, settings=settings)
+
+    def member(name: str, chat: Mapping[str, Any]) -> Member:
+        return Member(id=name, exchanges=[], demonstration=dict(chat), reward=1.0, metrics={}, metadata={}, batch=batch)
+
     members = {
-        name: [
-            Member(
-                id=f"{name}-{at}",
-                exchanges=[],
-                demonstration=dict(chat),
-                reward=1.0,
-                metrics={},
-                metadata={},
-                batch=batch,
-            )
-            for at, chat in enumerate(chats)
-        ]
+        name: [member(f"{name}-{at}", chat) for at, chat in enumerate(chats)]
         for name, chats in zip(names, batches, strict=True)
     }
     await send(gateway, model, members, dict.fromkeys(names, ""), "train")

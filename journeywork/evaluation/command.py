@@ -12,18 +12,16 @@ go to the log (view `evaluations`).
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
 
-from journeywork.command_line import add_gateway, at_least_one, client_of, exit_status, gateway_of, output_of_one_object
-from journeywork.evaluation.entrants import Entrant, parse_entrant
+from journeywork import command_line
+from journeywork.evaluation.entrants import Entrant, add_key_env, parse_entrants
 from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
 from journeywork.evaluation.playing import play, versions_of
 from journeywork.evaluation.report import text_report
@@ -36,18 +34,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if the evaluation failed or an entrant has no reward, 2 if an argument is unusable."""
     args = _parser().parse_args(argv)
     with (
-        exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError)),
-        output_of_one_object(args.json),
+        command_line.exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError)),
+        command_line.output_of_one_object(args.json),
     ):
-        entrants = _entrants(args)
+        entrants = parse_entrants(args.entrants, args.key_env)
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
-        url = gateway_of(args) if args.url or any(e.kind == "policy" for e in entrants) or not args.no_record else ""
-        if args.dry_run:
-            versions = anyio.run(_versions, args, entrants, url)
-        else:
-            report = anyio.run(_run, args, entrants, rollout, tasks, url)
-    if args.dry_run:
-        plan = {"tasks": len(tasks), "versions": dict(zip(args.entrants, versions, strict=True))}
+        asks = args.url or not args.no_record or any(entrant.kind == "policy" for entrant in entrants)
+        url = command_line.gateway_of(args) if asks else ""
+        report = anyio.run(_run, args, entrants, rollout, tasks, url)
+    if isinstance(report, list):
+        plan = {"tasks": len(tasks), "versions": dict(zip(args.entrants, report, strict=True))}
         sys.stdout.write(json.dumps(plan) + "\n")
         return
     if args.json:
@@ -66,56 +62,37 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def _run(
     args: argparse.Namespace, entrants: list[Entrant], rollout: Any, tasks: list[Any], url: str
-) -> EvaluationReport:
-    options: dict[str, Any] = {
-        "attempts": args.attempts,
-        "concurrency": args.concurrency,
-        "max_exceptions": args.max_exceptions,
-        "progress": not args.json,
-        "scenarios": args.scenarios,
-        "rollout_name": args.rollout,
-        "record": not args.no_record,
-    }
-    if not url:
-        return await play(None, entrants, tasks, rollout, **options)
-    async with client_of(url, args) as client:
-        return await play(client, entrants, tasks, rollout, **options)
-
-
-async def _versions(args: argparse.Namespace, entrants: list[Entrant], url: str) -> list[str]:
-    if not url:
-        return await versions_of(None, entrants)
-    async with client_of(url, args) as client:
-        return await versions_of(client, entrants)
-
-
-def _entrants(args: argparse.Namespace) -> list[Entrant]:
-    """Return the entrants with their settings. Raises `ValueError` or `OSError`."""
-    if args.key_env and not os.environ.get(args.key_env):
-        raise ValueError(f"--key-env {args.key_env}: this environment variable is not set")
-    parsed = [parse_entrant(text) for text in args.entrants]
-    return [replace(e, key_env=args.key_env) if e.kind == "external" else e for e in parsed]
+) -> EvaluationReport | list[str]:
+    """Return the report, or with `--dry-run` the versions that the entrants would play with."""
+    async with command_line.client_of(url, args) if url else nullcontext() as client:
+        if args.dry_run:
+            return await versions_of(client, entrants)
+        return await play(
+            client,
+            entrants,
+            tasks,
+            rollout,
+            attempts=args.attempts,
+            concurrency=args.concurrency,
+            max_exceptions=args.max_exceptions,
+            progress=not args.json,
+            scenarios=args.scenarios,
+            rollout_name=args.rollout,
+            record=not args.no_record,
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork eval",
-        description=inspect.cleandoc(__doc__ or "").partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.command_parser("eval", __doc__)
     add = parser.add_argument
     add("entrants", nargs="+", metavar="ENTRANT", help="who plays; the first is the baseline")
     add_tasks(parser, "a list, a function that returns one, or JSONL")
-    add("--attempts", type=at_least_one, default=1, help="runs of each task (default: 1)")
-    add("--limit", type=at_least_one, metavar="N", help="only the first N tasks; default: all")
-    add("--key-env", default="", metavar="NAME", help="variable with the API key of <base URL>#<model> entrants")
+    add("--attempts", type=command_line.at_least_one, default=1, help="runs of each task (default: 1)")
+    add("--limit", type=command_line.at_least_one, metavar="N", help="only the first N tasks; default: all")
+    add_key_env(parser)
     add("--no-record", action="store_true", help="send no results to the log")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="play nothing; print the number of tasks and each entrant's version, as JSON",
-    )
-    add_gateway(parser)
+    add("--dry-run", action="store_true", help="play nothing; print the tasks' number and entrants' versions, as JSON")
+    command_line.add_gateway(parser)
     return parser
 
 

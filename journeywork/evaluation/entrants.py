@@ -11,6 +11,9 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,6 +38,22 @@ class Entrant:
     """Environment variable that holds the server's API key."""
     prompt: str = ""
     """System prompt that the rollout finds in `run.prompt`. Empty: the agent's own."""
+
+
+def add_key_env(parser: argparse.ArgumentParser) -> None:
+    """Add `--key-env`, for `parse_entrants`."""
+    parser.add_argument(
+        "--key-env", default="", metavar="NAME", help="variable with the API key of <base URL>#<model> entrants"
+    )
+
+
+def parse_entrants(texts: Iterable[str], key_env: str) -> list[Entrant]:
+    """Return the entrants that `texts` name; the key of those that no gateway serves is in the environment variable
+    `key_env`. Raises `ValueError` if it is not set, and as `parse_entrant` does."""
+    if key_env and not os.environ.get(key_env):
+        raise ValueError(f"--key-env {key_env}: this environment variable is not set")
+    parsed = [parse_entrant(text) for text in texts]
+    return [replace(entrant, key_env=key_env) if entrant.kind == "external" else entrant for entrant in parsed]
 
 
 def parse_entrant(text: str) -> Entrant:

@@ -6,29 +6,24 @@ import inspect
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from typing_extensions import Unpack
 
 from journeywork import gathering
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.results import EntrantResult, EvaluationReport, result_of
-from journeywork.gathering import Rollout, Task, TaskGroup
+from journeywork.gathering import Rollout, Task
 from journeywork.trajectory import OpenOptions, Trajectory
-from journeywork.versions import Versions, resolve
+from journeywork.versions import resolve
+
+if TYPE_CHECKING:
+    from journeywork.client import AsyncJourneywork
 
 _MAX_GROUP = 190
 """Characters of a group's name; the gateway takes 200."""
-
-
-class EvaluationClient(gathering.Client, Versions, Protocol):
-    """The part of `AsyncJourneywork` that this module uses."""
-
-    async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Record the results of an entrant on the log."""
 
 
 class PlayOptions(TypedDict, total=False):
@@ -40,7 +35,7 @@ class PlayOptions(TypedDict, total=False):
 
 
 async def play(
-    client: EvaluationClient | None,
+    client: AsyncJourneywork | None,
     entrants: Sequence[Entrant | str],
     tasks: Iterable[Task],
     rollout: Rollout[Task],
@@ -75,9 +70,25 @@ async def play(
     if baseline is not None and [task.task for task in baseline.tasks] != names:
         raise ValueError(f"{baseline.entrant.name} played other tasks, so it is no baseline of these")
     for position, (entrant, version) in enumerate(zip(parsed_entrants, versions, strict=True), len(results)):
-        numbered = _Tasks(task_list, names, f"{evaluation}-{position}")
-        groups, wall_s = await _play(client, entrant, version, numbered, rollout, attempts, options)
-        results.append(result_of(entrant, version, groups, names, attempts, wall_s))
+        if client is not None and entrant.kind == "policy":
+            server: gathering.Client = client
+        else:
+            server = _ServerOfOthers(entrant)
+        groups_of = [f"{evaluation}-{position}-{number}-{name}"[:_MAX_GROUP] for number, name in enumerate(names)]
+        began = time.monotonic()
+        groups = await gathering.gather(
+            server,
+            entrant.model,
+            range(len(task_list)),
+            _by_number(rollout, task_list, entrant.prompt),
+            group_size=attempts,
+            split="val",
+            pinned=version,
+            name=groups_of.__getitem__,
+            describe=names.__getitem__,
+            **options,
+        )
+        results.append(result_of(entrant, version, groups, names, attempts, time.monotonic() - began))
     report = EvaluationReport(evaluation, scenarios, rollout_name, tuple(results))
     if record and client is not None:
         for position in range(len(results)):
@@ -85,70 +96,22 @@ async def play(
     return report
 
 
-@dataclass(frozen=True)
-class _Tasks(Generic[Task]):
-    """The tasks of one entrant. `gather` plays their numbers, counted from 0, so that equal tasks may occur twice."""
+def _by_number(rollout: Rollout[Task], tasks: Sequence[Task], prompt: str) -> Rollout[int]:
+    """Return a rollout that takes the number of a task, and plays that task with `rollout` and a system prompt. So
+    equal tasks may occur twice.
 
-    tasks: Sequence[Task]
-    names: Sequence[str]
-    prefix: str
-    """Beginning of the names of the groups: the evaluation and the position of the entrant."""
+    It is a coroutine function exactly if `rollout` is one, because `gather` runs a plain function in a thread."""
 
-    def group(self, number: int) -> str:
-        """Return the name of the group of a task's attempts, of at most `_MAX_GROUP` characters."""
-        return f"{self.prefix}-{number}-{self.names[number]}"[:_MAX_GROUP]
+    async def play(run: Trajectory, number: int) -> float | None:
+        run.prompt = prompt
+        reward: float | None = await rollout(run, tasks[number])  # type: ignore[misc]  # one that returns no awaitable
+        return reward
 
-    def rollout_by_number(self, rollout: Rollout[Task], prompt: str) -> Rollout[int]:
-        """Return a rollout that takes the number of a task, and plays that task with `rollout` and a system prompt.
+    def play_in_thread(run: Trajectory, number: int) -> Any:
+        run.prompt = prompt
+        return rollout(run, tasks[number])
 
-        It is a coroutine function exactly if `rollout` is one, because `gather` runs a plain function in a thread."""
-        if inspect.iscoroutinefunction(rollout):
-
-            async def play(run: Trajectory, number: int) -> float | None:
-                run.prompt = prompt
-                reward: float | None = await rollout(run, self.tasks[number])
-                return reward
-
-            return play
-
-        def play_in_thread(run: Trajectory, number: int) -> Any:
-            run.prompt = prompt
-            return rollout(run, self.tasks[number])
-
-        return play_in_thread
-
-
-async def _play(
-    client: EvaluationClient | None,
-    entrant: Entrant,
-    version: str,
-    tasks: _Tasks[Task],
-    rollout: Rollout[Task],
-    attempts: int,
-    options: PlayOptions,
-) -> tuple[list[TaskGroup[int]], float]:
-    """Return the groups that an entrant played, and the seconds that it took."""
-
-    async def gather(by: gathering.Client) -> tuple[list[TaskGroup[int]], float]:
-        start = time.monotonic()
-        groups = await gathering.gather(
-            by,
-            entrant.model,
-            range(len(tasks.tasks)),
-            tasks.rollout_by_number(rollout, entrant.prompt),
-            group_size=attempts,
-            split="val",
-            pinned=version,
-            name=tasks.group,
-            describe=tasks.names.__getitem__,
-            **options,
-        )
-        return groups, time.monotonic() - start
-
-    if entrant.kind == "policy":
-        assert client is not None
-        return await gather(client)
-    return await gather(_ServerOfOthers(entrant))
+    return play if inspect.iscoroutinefunction(rollout) else play_in_thread
 
 
 class _ServerOfOthers:
@@ -174,7 +137,7 @@ class _ServerOfOthers:
             raise
 
 
-async def versions_of(client: Versions | None, entrants: Sequence[Entrant]) -> list[str]:
+async def versions_of(client: AsyncJourneywork | None, entrants: Sequence[Entrant]) -> list[str]:
     """Return the version that each entrant plays with; empty for one that is no policy.
 
     Raises `ValueError` if there is no entrant, two have one name, a policy has no gateway, or the gateway does not have

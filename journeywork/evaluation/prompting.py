@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import inspect
 import json
 import os
 import sys
@@ -34,10 +33,11 @@ import anyio.from_thread
 import anyio.to_thread
 import httpx
 
-from journeywork.command_line import add_gateway, at_least_one, client_of, exit_status, gateway_of, output_of_one_object
-from journeywork.evaluation.entrants import Entrant, parse_entrant
+from journeywork import command_line
+from journeywork.client import AsyncJourneywork
+from journeywork.evaluation.entrants import Entrant, add_key_env, parse_entrants
 from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
-from journeywork.evaluation.playing import EvaluationClient, play
+from journeywork.evaluation.playing import play
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import REWARD, EvaluationReport, TaskResult
 from journeywork.gathering import Rollout, TooManyExceptionsError
@@ -53,7 +53,7 @@ class _Tasks:
 
     propose_new_texts = None
 
-    def __init__(self, client: EvaluationClient, entrant: Entrant, rollout: Any, options: dict[str, Any]) -> None:
+    def __init__(self, client: AsyncJourneywork, entrant: Entrant, rollout: Any, options: dict[str, Any]) -> None:
         self._client, self._entrant, self._options = client, entrant, options
         self._outputs: dict[str, dict[str, Any]] = {}
         self._rollout = _keeping_metadata(rollout, self._outputs)
@@ -138,7 +138,7 @@ async def improve(
     limits = {"concurrency": args.concurrency, "max_exceptions": args.max_exceptions}
     options: dict[str, Any] = {**limits, "progress": False}
     rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios)
-    async with client_of(url, args) as client:
+    async with command_line.client_of(url, args) as client:
         optimize = functools.partial(
             gepa.optimize,
             seed_candidate={_PROMPT: first},
@@ -169,14 +169,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if it failed, 2 if an argument is unusable."""
     args = _parser().parse_args(argv)
     unusable, failed = (ImportError, ValueError, OSError), (JourneyworkError, TooManyExceptionsError, httpx.HTTPError)
-    with exit_status(unusable, failed), output_of_one_object(args.json):
-        if args.key_env and not os.environ.get(args.key_env):
-            raise ValueError(f"--key-env {args.key_env}: this environment variable is not set")
-        entrant, writer = (replace(parse_entrant(text), key_env=args.key_env) for text in (args.entrant, args.by))
+    with command_line.exit_status(unusable, failed), command_line.output_of_one_object(args.json):
+        entrant, writer = parse_entrants([args.entrant, args.by], args.key_env)
         if writer.kind != "external":
             raise ValueError(f"--by {args.by}: write <base URL>#<model>; the gateway's base URL ends in /v1")
         first = Path(args.prompt).read_text("utf-8")
-        report = anyio.run(improve, args, entrant, writer, first, gateway_of(args))
+        report = anyio.run(improve, args, entrant, writer, first, command_line.gateway_of(args))
         best, better = report.entrants[-1], len(report.entrants) > 1 and report.difference(1, REWARD).low > 0
         if args.out and better:
             Path(args.out).write_text(best.entrant.prompt, "utf-8")
@@ -190,24 +188,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork prompt",
-        description=inspect.cleandoc(__doc__ or "").partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.command_parser("prompt", __doc__)
     add = parser.add_argument
     add("entrant", metavar="ENTRANT", help="the model that plays")
     add("--prompt", required=True, metavar="FILE", help="the system prompt to begin with")
     add_tasks(parser, "the tasks to improve it on: a list, a function that returns one, or JSONL")
     add("--held-out", required=True, metavar="MODULE:NAME|FILE", help="other tasks, for the comparison at the end")
     add("--by", required=True, metavar="URL#MODEL", help="the model that writes prompts, such as the gateway's #master")
-    add("--key-env", default="", metavar="NAME", help="variable with the API key of <base URL>#<model>")
-    add("--runs", type=at_least_one, default=200, help="runs to play until the best is chosen (default: 200)")
+    add_key_env(parser)
+    add("--runs", type=command_line.at_least_one, default=200, help="runs to play until the best is chosen")
     add("--seed", type=int, default=0)
-    add(
-        "--out", default="", metavar="FILE", help="where to write the best prompt if it is better on the held-out tasks"
-    )
-    add_gateway(parser)
+    add("--out", default="", metavar="FILE", help="where to write the best prompt if it is better on those")
+    command_line.add_gateway(parser)
     return parser
 
 

@@ -65,34 +65,22 @@ def _shown(result: EntrantResult) -> str:
 
 
 def _costs(report: EvaluationReport) -> Table:
-    head = (
-        "entrant",
-        "runs",
-        "failed",
-        "calls",
-        "prompt tokens",
-        "sampled tokens",
-        "s per call",
-        "s per run, p50",
-        "s per run, p95",
-        "s in all",
-    )
     rows = [
-        (
-            result.entrant.name,
-            f"{result.runs:,}",
-            f"{result.failed:,}",
-            f"{result.usage.calls:,}",
-            f"{result.usage.prompt_tokens:,}",
-            f"{result.usage.completion_tokens:,}",
-            _number(result.call_s),
-            _number(result.quantile_s(0.5)),
-            _number(result.quantile_s(0.95)),
-            _number(result.wall_s),
-        )
+        {
+            "entrant": result.entrant.name,
+            "runs": f"{result.runs:,}",
+            "failed": f"{result.failed:,}",
+            "calls": f"{result.usage.calls:,}",
+            "prompt tokens": f"{result.usage.prompt_tokens:,}",
+            "sampled tokens": f"{result.usage.completion_tokens:,}",
+            "s per call": _number(result.call_s),
+            "s per run, p50": _number(result.quantile_s(0.5)),
+            "s per run, p95": _number(result.quantile_s(0.95)),
+            "s in all": _number(result.wall_s),
+        }
         for result in report.entrants
     ]
-    return head, rows
+    return tuple(rows[0]), [tuple(row.values()) for row in rows]
 
 
 def _interval(estimate: Estimate) -> str:

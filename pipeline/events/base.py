@@ -48,6 +48,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
         return ".".join((self.subject_prefix(), *tokens))
 
     def message_id(self) -> str:
-        """Return the event's identity, which is the same for every retry of a publish. It is the `Nats-Msg-Id` of a
-        publish without a condition."""
-        raise NotImplementedError(type(self).__name__)  # pragma: no cover
+        """Return the event's identity, which is the same for every retry of a publish: its subject, unless the subject
+        holds several events. It is the `Nats-Msg-Id` of a publish without a condition."""
+        return self.subject()

@@ -119,10 +119,6 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     owner: str = ""
     """Name of the API key that opened the group's first trajectory to complete."""
 
-    def message_id(self) -> str:
-        ended = "scored" if self.split == "train" else f"scored/{self.split}"
-        return f"{self.project}/{self.model}/{self.branch}/{self.group}/{self.judge}/{ended}"
-
 
 DiscardReason = Literal[
     "too_small",

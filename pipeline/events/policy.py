@@ -62,10 +62,6 @@ class CheckpointPublished(Event, frozen=True, kw_only=True, tag="policy.checkpoi
         digest = self.files.get(STATE_FILE, "")
         return f"{self.adapter}/{digest[:16]}" if digest else ""
 
-    def message_id(self) -> str:
-        other = "" if self.branch == "main" else f"/{self.branch}"
-        return f"{self.project}/{self.version}{other}"
-
 
 class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
     """An inference server has loaded a version: its sampler agent downloaded, checked, loaded and probed it. Gateways

@@ -58,9 +58,6 @@ class GroupOpened(Event, frozen=True, kw_only=True, tag="rollout.group"):
     group_size: int = 0
     """Trajectories that the caller will put into the group. 0: `judge.group_size`."""
 
-    def message_id(self) -> str:
-        return f"{self.project}/{self.model}/{self.group}/opened"
-
 
 class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     """An agent run began. The event holds all that a gateway replica needs to rebuild the trajectory."""
@@ -109,9 +106,6 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
         if not self.asked:
             return self
         return msgspec.structs.replace(self, model=self.asked, asked="", pinned="", min_logprob=None)
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.trajectory}/opened"
 
 
 class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange"):
@@ -231,9 +225,6 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
         """The name of its group, as `group.scored` has it."""
         return group_key(self.group, self.trajectory)
 
-    def message_id(self) -> str:
-        return f"{self.project}/{self.trajectory}/completed"
-
 
 class GroupTimedOut(Event, frozen=True, kw_only=True, tag="rollout.timeout"):
     """The deadline of a group passed before the group was full. Trajectories that completed before this event belong to
@@ -250,9 +241,6 @@ class GroupTimedOut(Event, frozen=True, kw_only=True, tag="rollout.timeout"):
     timeout_s: float = 0.0
     """Time that the group had, from its first completed trajectory."""
 
-    def message_id(self) -> str:
-        return f"{self.project}/{self.model}/{self.group}/{self.split}/timeout"
-
 
 class FeedbackTimedOut(Event, frozen=True, kw_only=True, tag="rollout.overdue"):
     """The deadline for feedback on a closed group passed (`feedback.wait_s`). The group is scored with the feedback
@@ -268,6 +256,3 @@ class FeedbackTimedOut(Event, frozen=True, kw_only=True, tag="rollout.overdue"):
     split: Split = "train"
     wait_s: float = 0.0
     """Length of the wait, from the message that closed the group."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.model}/{self.group}/{self.split}/overdue"

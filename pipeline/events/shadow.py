@@ -36,9 +36,6 @@ class ShadowAnswered(Event, frozen=True, kw_only=True, tag="rollout.shadow"):
     replica: str = ""
     started_at: Micros = 0
 
-    def message_id(self) -> str:
-        return f"{self.project}/{self.trajectory}/{self.call}/shadow"
-
 
 class AnswersCompared(Event, frozen=True, kw_only=True, tag="rollout.compared"):
     """How the judge scored the answers of an outside model and of a policy to the same call, in both orders: a shadow
@@ -63,6 +60,3 @@ class AnswersCompared(Event, frozen=True, kw_only=True, tag="rollout.compared"):
     nothing: it gave the same answer, or none."""
     outside_usd: float = 0.0
     """What the outside model's correction cost, in USD, by the prices of `[[outside]]`; 0 for a shadow call."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.trajectory}/{self.call}/compared"

@@ -55,9 +55,6 @@ class SignalGiven(Event, frozen=True, kw_only=True, tag="rollout.signal"):
         """`outside:<name>` if an outside model wrote the text, else empty."""
         return next((v for v in (self.source, self.by) if is_outside(v)), "")
 
-    def message_id(self) -> str:
-        return f"{self.project}/{self.trajectory}/signal/{self.signal}"
-
 
 class TeacherAnswered(Event, frozen=True, kw_only=True, tag="rollout.teacher"):
     """The logprobs, at temperature 1, that a teacher from outside (`[teacher]`) gives to the sampled tokens of a run.
@@ -87,6 +84,3 @@ class TeacherAnswered(Event, frozen=True, kw_only=True, tag="rollout.teacher"):
         """Return the calls of a run that an answer is about, in the order of its arrays."""
         unique = {(e.seq, e.choice): e for e in exchanges if not e.side_call and e.prompt_ids and e.sampled_ids}
         return [unique[key] for key in sorted(unique)]
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.trajectory}/teacher/{self.teacher}"

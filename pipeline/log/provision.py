@@ -21,19 +21,8 @@ from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("pipeline.log.provision")
 
-_STREAM_FIELDS = (
-    "description",
-    "subjects",
-    "max_age",
-    "max_bytes",
-    "discard",
-    "duplicate_window",
-    "num_replicas",
-    "compression",
-    "allow_direct",
-    "allow_msg_ttl",
-    "allow_msg_schedules",
-)
+_LIMITS = ("description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas")
+_FEATURES = ("compression", "allow_direct", "allow_msg_ttl", "allow_msg_schedules")
 _MARKER_S = 60.0
 """How long the marker of an expired value stays in a key-value bucket."""
 _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
@@ -97,7 +86,7 @@ async def _stream(reader: StreamReader, spec: streams.StreamSpec) -> None:
         allow_direct=True,
         allow_msg_schedules=spec.timers,
     )
-    await _ensure_stream(reader, wanted, _STREAM_FIELDS, spec.share)
+    await _ensure_stream(reader, wanted, (*_LIMITS, *_FEATURES), spec.share)
 
 
 async def _ensure_stream(

@@ -11,74 +11,21 @@ from collections.abc import Iterable, Mapping
 from pipeline.config import Config, ConfigError
 from pipeline.config.secrets import references
 
-EVERY = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "LANGUAGE",
-    "LC_*",
-    "TZ",
-    "TMPDIR",
-    "TEMP",
-    "TMP",
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "VIRTUAL_ENV",
-    "PYTHON*",
-    "JOURNEYWORK_CRASH",
-)
+_USER = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP")
+_INTERPRETER = ("LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHON*", "JOURNEYWORK_CRASH")
+EVERY = (*_USER, *_INTERPRETER)
 """Variables of every process: paths of programs, libraries and temporary files, and the language."""
 
-_OUTWARD = (
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
-    "http_proxy",
-    "https_proxy",
-    "all_proxy",
-    "no_proxy",
-    "SSL_CERT_FILE",
-    "SSL_CERT_DIR",
-    "REQUESTS_CA_BUNDLE",
-    "CURL_CA_BUNDLE",
-)
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy")
+_OUTWARD = (*_PROXIES, "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 """Variables of processes that connect to the internet. A proxy's address may hold a password."""
 
-_COMPUTE = (
-    "CUDA*",
-    "NVIDIA_*",
-    "NCCL_*",
-    "OMP_*",
-    "MKL_*",
-    "KMP_*",
-    "GOMP_*",
-    "OPENBLAS_*",
-    "ATEN_*",
-    "TORCH*",
-    "PYTORCH_*",
-    "TRITON_*",
-    "HF_*",
-    "HUGGINGFACE_*",
-    "HUGGING_FACE_*",
-    "TRANSFORMERS_*",
-    "SAFETENSORS_*",
-    "TOKENIZERS_*",
-    "XDG_CACHE_HOME",
-    "CC",
-    "CXX",
-    "XDG_CONFIG_HOME",
-    "FLASHINFER_*",
-    "TVM_*",
-    "GLOO_*",
-    "UCX_*",
-    "LIBRARY_PATH",
-    "CPATH",
-    "MAX_JOBS",
-)
+_GPU = ("CUDA*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "TORCH*", "PYTORCH_*", "TRITON_*", "FLASHINFER_*", "TVM_*")
+_THREADS = ("OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "ATEN_*")
+_HUB = ("HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "SAFETENSORS_*", "TOKENIZERS_*")
+_COMPILING = ("CC", "CXX", "LIBRARY_PATH", "CPATH", "MAX_JOBS")
+_COMPUTE = (*_GPU, *_THREADS, *_HUB, *_COMPILING, "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+"""Variables of processes that load a model."""
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "nats": (),

@@ -108,30 +108,13 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
         raise ConfigError("models: every model of one inference server needs the same `base`; set models.0.base")
     settings = config.vllm
     (base,) = bases
-    argv = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--host",
-        host,
-        "--port",
-        str(port),
-        "--model",
-        base,
-        "--served-model-name",
-        *(version_name(m.name, 0) for m in config.models),
-        # The recorded logprobs must be those of the distribution that was sampled from.
-        "--logprobs-mode",
-        "processed_logprobs",
-        # Without domains vLLM would fetch from anywhere.
-        "--allowed-media-domains",
-        *(settings.allowed_media_domains or ("none.invalid",)),
-        "--enable-lora",
-        "--max-loras",
-        str(lora_slots(config)),
-        "--max-lora-rank",
-        str(settings.max_lora_rank),
-    ]
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
+    argv += ["--model", base, "--served-model-name", *(version_name(m.name, 0) for m in config.models)]
+    # The recorded logprobs must be those of the distribution that was sampled from.
+    argv += ["--logprobs-mode", "processed_logprobs"]
+    # Without domains vLLM would fetch from anywhere.
+    argv += ["--allowed-media-domains", *(settings.allowed_media_domains or ("none.invalid",))]
+    argv += ["--enable-lora", "--max-loras", str(lora_slots(config)), "--max-lora-rank", str(settings.max_lora_rank)]
     parser = families.tool_parser(base) if settings.tool_parser == "auto" else settings.tool_parser
     if parser and "--tool-call-parser" not in settings.flags:
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", parser]

@@ -69,15 +69,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     project: str
     trajectory: str
-    group: str
     trace: int
     above: int
     """Id of the caller's span above the run. 0: none."""
-    name: str
-    session: str
-    user: str = ""
-    tags: tuple[str, ...] = ()
-    metadata: dict[str, str] = {}
+    common: Attributes
+    """What every span carries: Langfuse filters by the attributes of each span, not of the trace."""
 
     @property
     def root(self) -> int:
@@ -85,23 +81,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return root_span_id(self.project, self.trajectory)
 
     def attributes(self, kind: str, version: str) -> Attributes:
-        """What every span carries: Langfuse filters by the attributes of each span, not of the trace."""
-        attributes: Attributes = {f"langfuse.trace.metadata.{key}": value for key, value in self.metadata.items()}
-        attributes |= {
-            "session.id": self.session,
-            "gen_ai.conversation.id": self.trajectory,
-            "langfuse.observation.type": kind,
-            "langfuse.trace.name": self.name,
-            "langfuse.trace.tags": self.tags,
-            "langfuse.trace.metadata.project": self.project,
-            "langfuse.trace.metadata.trajectory": self.trajectory,
-            "langfuse.trace.metadata.group": self.group,
-        }
-        if self.user:
-            attributes["user.id"] = self.user
-        if version:
-            attributes["langfuse.version"] = version
-        return attributes | deployment()
+        """Return those of a span of a `kind` of observation, of a policy version (may be empty)."""
+        of_version = {"langfuse.version": version} if version else {}
+        return {**self.common, "langfuse.observation.type": kind, **of_version}
 
 
 def deployment() -> Attributes:
@@ -125,30 +107,32 @@ def make_run(
     task = opened.task[:_NAME_CHARS] if opened and shown else ""
     tags = metadata.get("tags", metadata.get("langfuse_tags", []))
     group = opened.group if opened else group
-    return Run(
-        project=project,
-        trajectory=trajectory,
-        group=group,
-        trace=trace,
-        above=above,
-        name=task or model,
-        session=_text(metadata, "session_id", "langfuse_session_id") or group or trajectory,
-        user=_text(metadata, "user_id", "langfuse_user_id"),
-        tags=(model, opened.split if opened else "train", *(str(t)[:_NAME_CHARS] for t in _list(tags))),
-        metadata={
-            key: str(value)[:_NAME_CHARS]
-            for key, value in metadata.items()
-            if shown and isinstance(value, str | int | float)
-        },
-    )
+    user = _text(metadata, "user_id", "langfuse_user_id")
+    common: Attributes = {
+        f"langfuse.trace.metadata.{key}": str(value)[:_NAME_CHARS]
+        for key, value in metadata.items()
+        if shown and isinstance(value, str | int | float)
+    }
+    common |= {
+        "session.id": _text(metadata, "session_id", "langfuse_session_id") or group or trajectory,
+        "gen_ai.conversation.id": trajectory,
+        "langfuse.trace.name": task or model,
+        "langfuse.trace.tags": (
+            model,
+            opened.split if opened else "train",
+            *(str(tag)[:_NAME_CHARS] for tag in (tags if isinstance(tags, list) else ())),
+        ),
+        "langfuse.trace.metadata.project": project,
+        "langfuse.trace.metadata.trajectory": trajectory,
+        "langfuse.trace.metadata.group": group,
+        **({"user.id": user} if user else {}),
+        **deployment(),
+    }
+    return Run(project=project, trajectory=trajectory, trace=trace, above=above, common=common)
 
 
 def _text(metadata: dict[str, Any], *names: str) -> str:
     return next((str(metadata[name])[:_NAME_CHARS] for name in names if metadata.get(name)), "")
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 @cache

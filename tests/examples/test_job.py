@@ -37,7 +37,7 @@ def test_results_that_come_late_by_an_answers_id_train_each_game_once(tmp_path: 
     finally:
         double.stop()
     report = json.loads((run_dir / "report.json").read_text())
-    assert (report["steps"], report["failed_requests"], report["results"]["refused"]) == (2, 0, 0)
+    assert (report["steps"], report["failed_runs"], report["results"]["refused"]) == (2, 0, 0)
     assert report["results"]["taken"] >= 48
     (counts,) = rows(
         run_dir,

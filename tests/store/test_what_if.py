@@ -6,9 +6,10 @@ import contextlib
 from pathlib import Path
 
 import anyio
+import openai
 import pytest
 
-from examples.tictactoe.agent import Agents
+from examples.tictactoe.agent import play as play_game
 from journeywork import AsyncJourneywork, Trajectory
 from pipeline.config import Config, ConfigError, DistillConfig, ModelConfig, TeacherConfig, TrainerConfig, load, save
 from pipeline.running.installations import SETTINGS
@@ -112,14 +113,14 @@ def test_a_question_that_can_t_be_asked_is_refused_before_anything_runs(
 
 async def play(url: str) -> None:
     """Games of a base model, in groups with rewards that differ."""
-    agents = Agents.at(url)
 
     async def rollout(run: Trajectory, seed: str) -> float:
-        await agents.play(run, seed)
+        async with openai.AsyncOpenAI(**run.openai) as agent:
+            await play_game(agent, run, seed)
         run.metrics["win"] = float(run.id[-1] in "01234567")  # the double never wins
         return run.metrics["win"]
 
-    async with agents.client, AsyncJourneywork(url) as client:
+    async with AsyncJourneywork(url) as client:
         groups = await client.gather("tictactoe", [f"s{i}" for i in range(12)], rollout, group_size=4)
         assert not [error for group in groups for error in group.exceptions]
 

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,8 @@ import httpx
 
 from journeywork.art.backend import RemoteBackend
 from journeywork.art.dev import LEARNING_RATE, loss_settings, settings_of
-from journeywork.art.local.processes import (
-    Installation,
-    UpError,
-    cause_of_end,
-    checkpoints_folder,
-    flags,
-    program_of_up,
-    state_of,
-    stop_installations,
-)
+from journeywork.art.local import processes
 from journeywork.art.model import Model, TrainableModel
-from journeywork.art.trajectories import AnyGroup
-from journeywork.art.types import TrainResult
 
 log = logging.getLogger("journeywork.art")
 
@@ -50,7 +39,7 @@ class LocalBackend(RemoteBackend):
         self._path, self._up_options = Path(path or ".art"), tuple(up_options)
         self._urls: dict[str, str] = {}
         """URL of the gateway by run directory."""
-        self._started: dict[Path, Installation] = {}
+        self._started: dict[Path, processes.Installation] = {}
         self._starting = asyncio.Lock()
 
     def run_dir(self, model: Model[Any]) -> Path:
@@ -80,7 +69,7 @@ class LocalBackend(RemoteBackend):
 
     async def _join(self, run_dir: Path) -> str | None:
         """Return the URL of the gateway of an installation that runs, or `None`."""
-        state = state_of(run_dir)
+        state = processes.state_of(run_dir)
         if not state.get("ready"):
             return None
         url = str(state["urls"]["gateway"])
@@ -96,30 +85,30 @@ class LocalBackend(RemoteBackend):
         began = time.time()
         process = await asyncio.to_thread(self._launch, run_dir, model)
         while True:
-            state = state_of(run_dir)
+            state = processes.state_of(run_dir)
             if state.get("ready") and state.get("pid") == process.pid:
                 return str(state["urls"]["gateway"])
             if (code := process.poll()) is not None:
                 self._started.pop(run_dir, None)  # `close` may have taken it meanwhile
-                cause = await asyncio.to_thread(cause_of_end, process, run_dir, began)
-                raise UpError(f"`journeywork up` ended with status {code} before it was ready: {cause}")
+                cause = await asyncio.to_thread(processes.cause_of_end, process, run_dir, began)
+                raise processes.UpError(f"`journeywork up` ended with status {code} before it was ready: {cause}")
             await asyncio.sleep(_POLL_S)  # another process writes the file
 
-    def _launch(self, run_dir: Path, model: Model[Any]) -> Installation:
+    def _launch(self, run_dir: Path, model: Model[Any]) -> processes.Installation:
         """Start an installation, if a caller that was cancelled has not started it."""
         process = self._started.get(run_dir)
         if process is not None and process.poll() is None:
             return process
         atexit.register(self._stop)
-        self._started[run_dir] = Installation(self.command(run_dir, model))
+        self._started[run_dir] = processes.Installation(self.command(run_dir, model))
         log.info("started an installation in %s", run_dir)
         return self._started[run_dir]
 
     def command(self, run_dir: Path, model: Model[Any]) -> list[str]:
         """Return the command that starts the installation of a model. Raises `UpError` if it is not installed."""
-        program = program_of_up()
+        program = processes.program_of_up()
         if not isinstance(model, TrainableModel):
-            raise UpError(f"model {model.name!r} is not trainable, so no installation is started for it")
+            raise processes.UpError(f"model {model.name!r} is not trainable, so no installation is started for it")
         settings, without_effect = settings_of(model._internal_config)
         if without_effect:
             log.warning("options without effect in _internal_config: %s (docs/art.md)", ", ".join(without_effect))
@@ -127,7 +116,7 @@ class LocalBackend(RemoteBackend):
         defaults = {"optimizer.learning_rate": LEARNING_RATE, **loss_settings()}
         settings = {f"trainer.{name}": v for name, v in defaults.items() if v is not None} | settings
         settings |= {"models.0.name": model.name, "models.0.base": model.base_model, "project": model.project}
-        return [program, "up", "--run-dir", str(run_dir), *flags(settings), *self._up_options]
+        return [program, "up", "--run-dir", str(run_dir), *processes.flags(settings), *self._up_options]
 
     async def close(self) -> None:
         """Close the clients of the registered models, and stop the installations that were started here. Those that
@@ -139,31 +128,8 @@ class LocalBackend(RemoteBackend):
         stopping = list(self._started.values())
         self._started.clear()
         self._urls.clear()
-        stop_installations(stopping)
+        processes.stop_installations(stopping)
         atexit.unregister(self._stop)
-
-    # -- training --------------------------------------------------------------------------------------------------
-
-    async def train(
-        self,
-        model: TrainableModel[Any],
-        trajectory_groups: Iterable[AnyGroup],
-        *,
-        learning_rate: float | None = None,
-        **options: Any,
-    ) -> TrainResult:
-        """As `RemoteBackend.train`. If the installation runs in `path`,
-        `<path>/<project>/models/<name>/checkpoints/<step>` is a link to the checkpoint, as ART lays them out. A folder
-        of that name, which ART left, stays."""
-        result = await super().train(model, trajectory_groups, learning_rate=learning_rate, **options)
-        run_dir = self.run_dir(model)
-        folder = checkpoints_folder(run_dir, model.project, model.name) / f"step-{result.step:08d}"
-        arts = run_dir.with_name("checkpoints") / f"{result.step:04d}"
-        if folder.is_dir() and (arts.is_symlink() or not arts.exists()):
-            arts.parent.mkdir(exist_ok=True)
-            arts.unlink(missing_ok=True)
-            arts.symlink_to(folder)
-        return result
 
 
 class OtherBackend(LocalBackend):

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from urllib.parse import quote
 
 _STOP_S = 120.0
 """How long an installation may take to stop."""
@@ -105,9 +104,3 @@ def cause_of_end(process: Installation, run_dir: Path, since: float) -> str:
 def flags(settings: dict[str, Any]) -> list[str]:
     """Return settings as arguments of `journeywork up`."""
     return [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-
-
-def checkpoints_folder(run_dir: Path, project: str, model: str) -> Path:
-    """Return the folder of a model's versions of `main`. Names are escaped: `qwen2.5` becomes `qwen2%2E5`."""
-    escaped = (quote(name, safe="@:+=,~").replace(".", "%2E") for name in (project, "main", model))
-    return run_dir.joinpath("checkpoints", *escaped)

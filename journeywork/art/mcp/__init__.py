@@ -4,7 +4,6 @@
 | --- | --- |
 | `types` | tools, resources, scenarios |
 | `generate_scenarios` | scenarios that a model makes of a list of tools |
-| `writing` | its prompt, and the reading of its replies |
 """
 
 from journeywork.art.mcp.generate_scenarios import generate_scenarios

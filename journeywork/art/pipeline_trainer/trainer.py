@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from journeywork.art.model import Backend, TrainableModel
+from journeywork.art.model import TrainableModel
 from journeywork.art.training import trains
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup
 from journeywork.gathering import cancellation_as_failure
 from journeywork.transport import plain_errors
+
+if TYPE_CHECKING:
+    from journeywork.art.backend import RemoteBackend
 
 log = logging.getLogger("journeywork.art")
 
@@ -42,7 +45,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
     def __init__(
         self,
         model: TrainableModel[Any],
-        backend: Backend,
+        backend: RemoteBackend,
         rollout_fn: RolloutFn[ScenarioT, ConfigT],
         scenarios: AsyncIterator[ScenarioT] | Iterable[ScenarioT],
         config: ConfigT,

@@ -261,10 +261,8 @@ async def test_a_local_backend_starts_an_installation_fine_tunes_it_and_joins_it
         await model.train_sft([tuning] * 8, chosen)  # with the further conversation of each: two updates
         result = await backend.train(model, [await group(model, 0, 1)])
         assert result.step == 3
-        arts = tmp_path / "own" / "models" / MODEL / "checkpoints"
-        assert (arts / "0003" / "adapter_model.safetensors").exists()
-        assert sorted(link.resolve().name for link in arts.iterdir()) == ["step-00000001", "step-00000003"]
-        manifests = [manifest((arts / "0003").resolve().with_name(f"step-{n:08}")) for n in (1, 2, 3)]
+        checkpoints = backend.run_dir(model) / "checkpoints" / "own" / "main" / MODEL
+        manifests = [manifest(checkpoints / f"step-{n:08}") for n in (1, 2, 3)]
         assert [m["event"]["parent"] for m in manifests] == [f"{MODEL}@{n}" for n in (0, 1, 2)]
         assert [m["config"]["loss"]["type"] for m in manifests] == ["cispo", "sft", "cispo"]
         assert manifests[1]["event"]["metrics"]["updates"] == 2

@@ -79,7 +79,7 @@ def test_what_a_rollout_prints_is_no_part_of_the_json() -> None:
 
 def test_a_dry_run_plays_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubGateway(step=3)
-    monkeypatch.setattr("journeywork.evaluation.command.client_of", lambda *_: stub.client())
+    monkeypatch.setattr("journeywork.command_line.client_of", lambda *_: stub.client())
     asked = [*PLAYED, "--url", "http://127.0.0.1:9", "--dry-run"]
     main([*asked, "m", "http://127.0.0.1:9/v1#m"])
     plan = json.loads(capfd.readouterr().out)

@@ -1,4 +1,4 @@
-"""Tasks that a model writes."""
+"""Tasks that a model writes for the tools of a server."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
-from journeywork.art.mcp.types import GeneratedScenario
-from journeywork.art.mcp.writing import ScenarioError, Writer, is_new, parse_scenarios, write_scenarios
+from journeywork.art import mcp
+from journeywork.art.mcp.generate_scenarios import is_new, parse_scenarios
 from tests.kits.scoring_server import Answer, ScoringServer
 
 pytestmark = pytest.mark.anyio
@@ -18,17 +19,20 @@ pytestmark = pytest.mark.anyio
 
 def inventive() -> Callable[[dict[str, Any]], Answer]:
     """Answers whose tasks never repeat."""
-    number = itertools.count()
+    words = iter(itertools.permutations(("letter", "invoice", "weather", "recipe", "train"), 3))
 
     def answer(_: dict[str, Any]) -> str:
-        tasks = [f"find w{(n := next(number))} x{n} y{n} z{n}" for _ in range(4)]
+        tasks = [" ".join(next(words)) for _ in range(4)]
         return json.dumps({"scenarios": [{"task": t, "difficulty": 1 + len(t) % 5} for t in tasks]})
 
     return answer
 
 
-async def write(server: ScoringServer, count: int) -> list[GeneratedScenario]:
-    return await write_scenarios(Writer("m", server.url, "k"), "A finder of things.", count)
+async def write(server: ScoringServer, count: int) -> mcp.GeneratedScenarioCollection:
+    tools = [{"name": "finder", "description": "A finder of things."}]
+    return await mcp.generate_scenarios(
+        tools, num_scenarios=count, generator_model="m", generator_api_key="k", generator_base_url=server.url
+    )
 
 
 async def test_batches_are_requested_until_there_are_enough_and_show_existing_tasks() -> None:
@@ -43,18 +47,23 @@ async def test_batches_are_requested_until_there_are_enough_and_show_existing_ta
 @pytest.mark.parametrize("reply", ['{"scenarios": [{"task": "the same", "difficulty": 1}]}', "no", 500])
 async def test_a_model_without_new_tasks_is_an_error(reply: Answer) -> None:
     async with ScoringServer(lambda _: reply).run() as server:
-        with pytest.raises(ScenarioError):
+        with pytest.raises(ValueError, match=r"then nothing new in 3 replies|500"):
             await write(server, 3)
+
+
+def completion(text: str) -> httpx.Response:
+    return httpx.Response(200, json={"choices": [{"message": {"content": text}}]})
 
 
 def test_text_around_the_json_is_skipped_and_another_form_is_not_read() -> None:
     reply = 'Here:\n```json\n{"scenarios": [{"task": " do a ", "difficulty": 2}]}\n```'
-    assert [(s.task, s.difficulty) for s in parse_scenarios(reply)] == [("do a", 2)]
+    assert [(s.task, s.difficulty) for s in parse_scenarios(completion(reply))] == [("do a", 2)]
     for wrong in ('["do a"]', '{"scenarios": [{"task": "a", "difficulty": 9}]}', '{"scenarios": [{"task": "a"}]}'):
-        assert parse_scenarios(wrong) == []
+        assert parse_scenarios(completion(wrong)) == []
+    assert parse_scenarios(httpx.Response(200, text="no JSON")) == []
 
 
 def test_near_duplicates_are_not_new() -> None:
-    existing = [GeneratedScenario("Book a table for two at eight tonight", 1)]
-    assert not is_new(GeneratedScenario("book a table for two, at EIGHT tonight!", 1), existing)
-    assert is_new(GeneratedScenario("Cancel the booking", 1), existing)
+    existing = [mcp.GeneratedScenario("Book a table for two at eight tonight", 1)]
+    assert not is_new(mcp.GeneratedScenario("book a table for two, at EIGHT tonight!", 1), existing)
+    assert is_new(mcp.GeneratedScenario("Cancel the booking", 1), existing)
