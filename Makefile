@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 SEED ?= 0
 MODEL := runs/models/smollm2/config.json
 
-.PHONY: demo apprentice demo-game test check lint venv lock docs dist pictures bench-store bench-gateway bench-judge bench-trainer bench-dashboard gpu-proof gpu-lock-test clean
+.PHONY: demo apprentice demo-game test check lint venv lock docs dist pictures bench-store bench-judge bench-trainer bench-dashboard gpu-proof gpu-lock-test clean
 
 venv: $(VENV)/.ready-cpu
 
@@ -53,7 +53,7 @@ pictures: venv
 	$(PY) docs/pictures/architecture.py
 	$(foreach data,$(wildcard docs/pictures/curve.json examples/*/curve.json),$(PY) -m examples.common.curve $(dir $(data)) &&) true
 
-bench-store bench-gateway bench-judge bench-trainer bench-dashboard: bench-%: venv
+bench-store bench-judge bench-trainer bench-dashboard: bench-%: venv
 	$(PY) -m benchmarks.$*
 
 # On a machine with an NVIDIA GPU, with what deploy/make-venv.sh gpu installed: eight minutes at the most. What was measured until then is kept, and a part that

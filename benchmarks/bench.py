@@ -29,7 +29,6 @@ from tests.kits.services import on_core, running, service
 
 HERE = Path(__file__).parent
 CONNECTIONS = 32
-STREAMS = 1000
 PATH = "/v1/chat/completions"
 RESULTS = HERE / "results"
 TRIES = 5
@@ -37,9 +36,9 @@ TRIES = 5
 
 
 @contextlib.contextmanager
-def nats_server(folder: Path, extra: str = "") -> Iterator[NatsServer]:
-    """Run a NATS server with its store in `folder` within the block. `extra` is more of its configuration."""
-    server = NatsServer(folder, extra=extra)
+def nats_server(folder: Path) -> Iterator[NatsServer]:
+    """Run a NATS server with its store in `folder` within the block."""
+    server = NatsServer(folder)
     server.start()
     try:
         yield server
@@ -114,7 +113,7 @@ class Bench:
         subprocess.run(["cc", "-O2", "-o", str(self.program), str(HERE / "gateway_load.c")], check=True)
         self.plain_body = self._body("plain.json", stream=False)
         self.stream_body = self._body("stream.json", stream=True)
-        self.upstream_port = 0
+        self.upstream_port = free_port()
 
     def _body(self, name: str, *, stream: bool) -> Path:
         body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "x" * 1940}]}
@@ -123,14 +122,12 @@ class Bench:
         return path
 
     @contextlib.contextmanager
-    def upstream(self, chunk_ms: float = 20.0) -> Iterator[None]:
-        """Run the inference server behind the proxies within the block. It waits `chunk_ms` between the chunks of a
+    def upstream(self) -> Iterator[None]:
+        """Run the inference server behind the proxies within the block. It waits 20 ms between the chunks of a
         stream."""
-        before, self.upstream_port = self.upstream_port, free_port()
-        command = (str(self.program), "serve", str(self.upstream_port), str(chunk_ms))
+        command = (str(self.program), "serve", str(self.upstream_port), "20")
         with running(*command, log=self.folder / "load.log", core=1, stdout=True):
             yield
-        self.upstream_port = before
 
     def load(
         self,
@@ -139,26 +136,15 @@ class Bench:
         path: str = PATH,
         connections: int = CONNECTIONS,
         stream: bool = False,
-        header: str = "",
         proxy: psutil.Process | None = None,
         seconds: float = 0,
-        numbers: int = 0,
     ) -> Measured:
-        """Run the client once. `%d` in `path` becomes the connection's number, or each of `numbers` in turn."""
+        """Run the client once. `%d` in `path` becomes the connection's number."""
         body = self.stream_body if stream else self.plain_body
-        command = [
-            str(self.program),
-            "load",
-            str(port),
-            path,
-            str(connections),
-            str(seconds or self.seconds),
-            str(body),
-            header,
-            str(numbers),
-        ]
+        load = (port, path, connections, seconds or self.seconds, body)
         before = cpu_seconds(proxy)
         with on_core(1):
+            command = [str(self.program), "load", *map(str, load)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         return Measured(json.loads(done.stdout), cpu_seconds(proxy) - before)
 
@@ -177,36 +163,27 @@ class Bench:
         return runs
 
     @contextlib.contextmanager
-    def nats(self) -> Iterator[str]:
-        """Run a NATS server within the block; yield its URL."""
+    def gateway(self, trajectories: int) -> Iterator[Target]:
+        """Run a NATS server, a gateway and a sampler agent within the block, with the trajectories `b<number>` open,
+        whose calls are captured."""
         with contextlib.ExitStack() as stack:
             with on_core(1):
-                server = stack.enter_context(nats_server(self.folder / f"nats-{free_port()}"))
-            yield server.url
-
-    @contextlib.contextmanager
-    def gateway(self, nats_url: str, trajectories: int) -> Iterator[Target]:
-        """Run a gateway and a sampler agent within the block, with the trajectories `b<number>` open, whose calls are
-        captured."""
-        port = free_port()
-        config = Config(
-            project="bench",
-            run_dir=str(self.folder / "gateway"),
-            log_level="WARNING",
-            nats=NatsConfig(url=nats_url),
-            vllm=VllmConfig(urls=(f"http://127.0.0.1:{self.upstream_port}",)),
-            models=(ModelConfig(name="policy"),),
-            gateway=GatewayConfig(port=port),
-        )
-        agent = SamplerThread(config.replace(run_dir=str(self.folder / "sampler")))
-        with service("rollout_gateway", config, 0) as (process, _):
+                nats = NatsConfig(url=stack.enter_context(nats_server(self.folder / "nats")).url)
+            config = Config(
+                project="bench",
+                run_dir=str(self.folder / "gateway"),
+                log_level="WARNING",
+                nats=nats,
+                vllm=VllmConfig(urls=(f"http://127.0.0.1:{self.upstream_port}",)),
+                models=(ModelConfig(name="policy"),),
+                gateway=GatewayConfig(port=free_port()),
+            )
+            agent = SamplerThread(config.replace(run_dir=str(self.folder / "sampler")))
+            process, _ = stack.enter_context(service("rollout_gateway", config, 0))
+            stack.callback(agent.stop)
             agent.start()
-            try:
-                anyio.run(_open_trajectories, config.nats, trajectories)
-                yield Target("capture", port, process, f"/t/b%d{PATH}")
-            finally:
-                agent.stop()
-        shutil.rmtree(config.run_dir)
+            anyio.run(_open_trajectories, nats, trajectories)
+            yield Target("capture", config.gateway.port, process, f"/t/b%d{PATH}")
 
 
 async def _open_trajectories(nats: NatsConfig, count: int) -> None:

@@ -1,8 +1,8 @@
 /* Both ends of the gateway's benchmark, in C so that neither is what is measured.
  *
  *   gateway_load serve PORT CHUNK_MS            an instant inference server; a stream sends a chunk every CHUNK_MS
- *   gateway_load load PORT PATH CONNECTIONS SECONDS BODY_FILE HEADER NUMBERS   a closed-loop client; prints one JSON line;
- *                          `%d` in PATH becomes the connection's number, or with NUMBERS > 0 each of so many in turn
+ *   gateway_load load PORT PATH CONNECTIONS SECONDS BODY_FILE   a closed-loop client; prints one JSON line;
+ *                                               `%d` in PATH becomes the connection's number
  *
  * One epoll loop each. The replies are shaped as vLLM's, with token ids and logprobs; the requests are read from a file.
  */
@@ -206,12 +206,12 @@ static struct {
     int number;
 } call[MAX_FD];
 
-static void compose(int fd, const char *path, const char *header, const char *body, size_t length) {
+static void compose(int fd, const char *path, const char *body, size_t length) {
     char target[256];
     snprintf(target, sizeof target, path, call[fd].number);
     int head = sprintf(call[fd].request,
-                       "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n%s%sContent-Length: %zu\r\n\r\n",
-                       target, header, *header ? "\r\n" : "", length);
+                       "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n\r\n",
+                       target, length);
     memcpy(call[fd].request + head, body, length);
     call[fd].whole = head + length;
 }
@@ -236,8 +236,7 @@ static double quantile(int kind, double q) {
     return counted[kind] ? samples[kind][(size_t)(q * (counted[kind] - 1))] : 0;
 }
 
-static int load(int port, const char *path, int connections, double seconds, const char *file, const char *header,
-                int numbers) {
+static int load(int port, const char *path, int connections, double seconds, const char *file) {
     char body[BUFFER / 2];
     FILE *in = fopen(file, "rb");
     if (!in) die(file);
@@ -253,7 +252,7 @@ static int load(int port, const char *path, int connections, double seconds, con
         watch(epoll, prepared(fd), EPOLLIN);
         call[fd].request = malloc(length + 1024);
         call[fd].number = i;
-        compose(fd, path, header, body, length);
+        compose(fd, path, body, length);
         call[fd].sent = now();
         put(fd, call[fd].request, call[fd].whole);
     }
@@ -303,10 +302,6 @@ static int load(int port, const char *path, int connections, double seconds, con
                 call[fd].have = 0;
                 call[fd].streamed = 0;
                 call[fd].chunk_at = 0;
-                if (numbers) {
-                    call[fd].number = (call[fd].number + connections) % numbers;
-                    compose(fd, path, header, body, length);
-                }
                 call[fd].sent = now();
                 put(fd, call[fd].request, call[fd].whole);
             }
@@ -325,8 +320,8 @@ int main(int argc, char **argv) {
     setrlimit(RLIMIT_NOFILE, &files);
     signal(SIGPIPE, SIG_IGN); /* a peer that goes in mid-stream is no reason to die */
     if (argc == 4 && !strcmp(argv[1], "serve")) serve(atoi(argv[2]), atof(argv[3]) / 1e3);
-    if (argc == 9 && !strcmp(argv[1], "load"))
-        return load(atoi(argv[2]), argv[3], atoi(argv[4]), atof(argv[5]), argv[6], argv[7], atoi(argv[8]));
+    if (argc == 7 && !strcmp(argv[1], "load"))
+        return load(atoi(argv[2]), argv[3], atoi(argv[4]), atof(argv[5]), argv[6]);
     fprintf(stderr, "usage: see the top of the source\n");
     return 2;
 }

@@ -31,39 +31,28 @@ import torch
 from pipeline.config import LoraConfig, TrainerConfig
 
 ROOT = Path(__file__).parents[1]
-_QWEN3: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.6b": _QWEN3
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "4b": _QWEN3
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": True,
-    },
-    "8b": _QWEN3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        "vocab_size": 151_936,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES = {
+    "0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "8b": _qwen3(4096, 12_288, 36, 32, tied=False),
 }
 """The published configurations of Qwen3-0.6B, -4B and -8B."""
 _TINY = {

@@ -23,7 +23,6 @@ from typing import Any
 
 import anyio
 import httpx
-import psutil
 
 from benchmarks.bench import RESULTS, cpu_seconds, machine, nats_server, peak_mb, running, service, write_results
 from pipeline.config import Config, JudgeConfig, NatsConfig
@@ -63,11 +62,6 @@ async def until(broker: Broker, groups: int) -> None:
         await anyio.sleep(0.1)
 
 
-def resident_mb(process: psutil.Process) -> float:
-    """Resident memory of a process and its children, in MB."""
-    return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]) / 2**20
-
-
 async def measure(groups: int, concurrency: int) -> dict[str, Any]:
     """One run over `groups`."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -82,10 +76,7 @@ async def measure(groups: int, concurrency: int) -> dict[str, Any]:
             await play(broker, groups)
             with service("judge", config) as (process, _):
                 began, cpu_began = time.monotonic(), cpu_seconds(process)
-                await until(broker, groups // 4)
-                early = resident_mb(process)
                 await until(broker, groups)
-                late = resident_mb(process)
                 took, cpu = time.monotonic() - began, cpu_seconds(process) - cpu_began
                 async with httpx.AsyncClient() as client:
                     seen = (await client.get(url + "/models")).json()
@@ -98,7 +89,6 @@ async def measure(groups: int, concurrency: int) -> dict[str, Any]:
     return {
         "groups_per_s": groups / took,
         "peak_rss_mb": memory,
-        "rss_growth_mb_last_three_quarters": late - early,
         "cpu_ms_per_group": 1000 * cpu / groups,
         "most_at_once": seen["most_at_once"],
         "call_s": mean(v.latency_s / v.attempts for e in events for v in e.verdicts),

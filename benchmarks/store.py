@@ -1,14 +1,9 @@
 """Benchmark of the store: `python -m benchmarks.store` (or `make bench-store`) writes benchmarks/results/store.json.
 
-    write_events_per_s        the backlog of `--backlog` events (4 KB exchanges) through one store process, from
-                              its readiness to the last acknowledgement
-    backlog_peak_rss_mb       peak resident memory of that process; `early_peak_rss_mb` is the peak until a fifth of
-                              the backlog was acknowledged
-    lineage_s                 the view `lineage` for one checkpoint over `--trajectories` trajectories
-    start_s                   from opening the lake to the end of its checks, with a table of `--files` files
-    start_first_commit_s      the first commit after that
-
-`--small` takes a tenth or less of everything, as a quick test.
+write_events_per_s        the backlog of `--backlog` events (4 KB exchanges) through one store process, from
+                          its readiness to the last acknowledgement
+backlog_peak_rss_mb       peak resident memory of that process; `early_peak_rss_mb` is the peak until a fifth of
+                          the backlog was acknowledged
 """
 
 from __future__ import annotations
@@ -22,17 +17,12 @@ from typing import Any
 
 import anyio
 import numpy as np
-from deltalake import DeltaTable
 
 from benchmarks.bench import RESULTS, machine, nats_server, peak_mb, write_results
-from benchmarks.history import make_history
 from pipeline.config import Config, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
-from store.lake import columns
-from store.lake.commits import add_action
 from store.lake.lake import lake_in
-from store.reading import sql
 from tests.kits.services import service
 
 TAG = "rollout.exchange"
@@ -102,73 +92,26 @@ async def _left(broker: Broker) -> int:
     return int(info.num_pending or 0) + int(info.num_ack_pending or 0)
 
 
-def lineage(run_dir: Path, version: str) -> tuple[float, int]:
-    """Seconds from connecting to the last row of one checkpoint's lineage (the median of five), and its rows."""
-    times, rows = [], 0
-    for _ in range(5):
-        began = time.perf_counter()
-        with sql.connect(run_dir) as connection:
-            rows = len(connection.sql("FROM lineage WHERE version = ?", params=[version]).fetchall())
-        times.append(time.perf_counter() - began)
-    return sorted(times)[2], rows
-
-
-def start(run_dir: Path, files: int) -> dict[str, float]:
-    """Seconds to open a lake whose exchanges are `files` (empty) files, and to commit once."""
-    lake = lake_in(run_dir / "store")
-    per_commit, at = 50_000, 1_700_000_000_000_000
-    Path(lake.storage.uri(TAG)).mkdir(parents=True)
-    for first in range(0, files, per_commit):
-        actions = []
-        for i in range(first, min(first + per_commit, files)):
-            name = f"ROLLOUTS-{i * 100 + 1:012d}-{i * 100 + 100:012d}-{i:012x}.parquet"
-            Path(lake.storage.key(TAG, name)).touch()
-            actions.append(add_action(name, 0, 100, (i * 100 + 1, i * 100 + 100), (at + i, at + i + 99)))
-        lake.table(TAG).commit(actions, first * 100)
-    DeltaTable(lake.storage.uri(TAG)).create_checkpoint()
-    rows = columns.table(TAG, [exchange(0, np.random.default_rng(0))], [files * 100 + 1], [at * 2], [""])
-    fresh = lake_in(run_dir / "store")
-    began = time.perf_counter()
-    fresh.prepare()
-    opened = time.perf_counter()
-    fresh.append(TAG, rows)
-    took = time.perf_counter() - opened
-    return {"start_files": files, "start_s": opened - began, "start_first_commit_s": took}
-
-
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    result = {"command": "python -m benchmarks.store" + (" --small" if args.small else ""), **machine()}
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        run_dir = root / "write"
-        with nats_server(root / "nats") as server:
-            async with Broker.connect(NatsConfig(url=server.url)) as broker:
-                result["event_bytes"] = await fill_log(broker, args.backlog, "w")
-                result["backlog_events"] = args.backlog
-                rate, early, peak = await write_rate(server.url, broker, run_dir, args.backlog)
-                result["write_events_per_s"] = rate
-                result["early_peak_rss_mb"], result["backlog_peak_rss_mb"] = early, peak
-        make_history(root / "history", args.trajectories)
-        version = f"m@{max(1, args.trajectories // 64 // 2)}"
-        result["lineage_s"], result["lineage_rows"] = lineage(root / "history", version)
-        result["lineage_trajectories"] = args.trajectories
-        result.update(start(root / "start", args.files))
-    return result
+async def measure(backlog: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, nats_server(Path(folder, "nats")) as server:
+        async with Broker.connect(NatsConfig(url=server.url)) as broker:
+            size = await fill_log(broker, backlog, "w")
+            rate, early, peak = await write_rate(server.url, broker, Path(folder, "write"), backlog)
+    return {
+        "event_bytes": size,
+        "backlog_events": backlog,
+        "write_events_per_s": rate,
+        "early_peak_rss_mb": early,
+        "backlog_peak_rss_mb": peak,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backlog", type=int, default=1_000_000)
-    parser.add_argument("--trajectories", type=int, default=1_000_000)
-    parser.add_argument("--files", type=int, default=1_000_000)
-    parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "store.json")
     args = parser.parse_args()
-    if args.small:
-        for name in ("backlog", "trajectories", "files"):
-            setattr(args, name, getattr(args, name) // 10)
-    result = anyio.run(measure, args)
-    write_results(args.out, result)
+    write_results(args.out, machine() | anyio.run(measure, args.backlog))
 
 
 if __name__ == "__main__":

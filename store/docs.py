@@ -12,8 +12,7 @@ import pipeline.docs
 from pipeline.config import Config
 from pipeline.docs import GENERATED, table
 from pipeline.terminal.parsers import command_parser, exit_on_error
-from store.alarms.reading import threshold
-from store.alarms.table import ALARMS, PARAMETER, Alarm
+from store.alarms.table import ALARMS, PARAMETER, Alarm, threshold
 from store.reading import sql
 from store.reading.views import VIEWS
 
@@ -31,7 +30,8 @@ def views_page() -> str:
         "# Views of the history\n",
         GENERATED.format(source="`store/reading/views/`"),
         "Query them with `journeywork sql` (docs/store.md). Below the views there is one table per event tag, such as "
-        "`rollout_exchange`, with every column of the page events.md.\n",
+        "`rollout_exchange`, with every column of the page events.md. The end of a name is its unit: `…_at` is a time "
+        "in UTC, `…_s` are seconds, `…_usd` a price, `…_tokens` numbers of tokens.\n",
         f"Common columns of the views:\n\n{rows(common)}",
     ]
     for view in VIEWS:

@@ -15,7 +15,7 @@ from anyio.to_thread import run_sync
 
 from pipeline import streams
 from pipeline.config import Config
-from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, encode
+from pipeline.events import DeadLettered, GroupScored, encode
 from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.messages import Place
 from pipeline.names import branch_model
@@ -48,9 +48,6 @@ class Intake:
         """The newest group that was delivered, or was read at the start."""
         self._validated_to = 0
         """The validation groups up to this sequence were counted at the start."""
-        self._redeliveries = 0
-        """How many messages that a trainer before this one held the server still has to deliver again."""
-        self._redelivered = anyio.Event()
         self.changed = anyio.Event()
         """Set when a group was queued, or taken out of the queues. Replace it before you wait for it."""
 
@@ -63,8 +60,7 @@ class Intake:
             )
             await self._record_validation(queue, [r.event for r in scored if r.seq <= last_seq])
         self._validated_to = last_seq
-        self._redeliveries, groups = await unacknowledged(self._broker, self.consumer, self.consumed)
-        for recorded in groups:
+        for recorded in await unacknowledged(self._broker, self.consumer, self.consumed):
             await self._admit(recorded.event, recorded.place, None)
 
     async def run(self, consumption: Consumption) -> None:
@@ -76,8 +72,6 @@ class Intake:
                 else:
                     logger.warning("event skipped: it is not a scored group", subject=delivery.subject)
                     await delivery.ack()
-                self._redeliveries -= delivery.deliveries > 1
-            self._redelivered.set()
             await self._end_incomplete_batches()
             if len(self.consumed) > _CONSUMED_KEPT:
                 floor = await self._ack_floor()
@@ -85,15 +79,6 @@ class Intake:
                 for queue in self.queues.values():
                     for earlier_runs in queue.earlier_runs.values():
                         earlier_runs.forget(floor)
-
-    async def until_redelivered(self, timeout_s: float) -> None:
-        """Wait until the server delivered again what a trainer before this one held, at most `timeout_s` seconds. The
-        intake acknowledges what is trained already. Without this, a trainer that resumes and soon reaches `max_steps`
-        would leave such groups pending until its next start."""
-        with anyio.move_on_after(timeout_s):
-            while self._redeliveries > 0:
-                self._redelivered = anyio.Event()
-                await self._redelivered.wait()
 
     async def _admit(self, event: GroupScored, place: Place, delivery: Delivery | None) -> None:
         if 0 < place.seq <= self.consumed.floor:
@@ -197,20 +182,8 @@ class Intake:
         self, event: GroupScored, refusal: Refusal, version: str = "", duration_s: float = 0.0
     ) -> None:
         await self._broker.publish(
-            GroupDiscarded(
-                project=event.project,
-                group=event.group,
-                model=event.model,
-                trajectories=tuple(m.trajectory for m in event.members),
-                reason=refusal.reason,
-                by="trainer",
-                split=event.split,
-                detail=refusal.detail,
-                version=version,
-                duration_s=duration_s,
-                branch=event.branch,
-                owner=event.owner,
-                judge=event.judge,
+            event.discarded(
+                reason=refusal.reason, by="trainer", detail=refusal.detail, version=version, duration_s=duration_s
             )
         )
         logger.info("group discarded", group=event.group, reason=refusal.reason, detail=refusal.detail)

@@ -23,8 +23,7 @@ from pipeline.events import STATE_FILE, CheckpointPublished, GroupDiscarded, Tra
 from pipeline.names import version_name
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import cap_graders
-from trainer.batches.groups import GroupWithHistory
-from trainer.batches.metrics import group_metrics
+from trainer.batches.groups import GroupWithHistory, group_metrics
 from trainer.batches.sampling import defaults_of
 from trainer.checkpoints.checkpoint import Checkpoints, Manifest, batch_id, pack, passed_over_if_damaged
 from trainer.checkpoints.compatibility import require_compatible
@@ -345,21 +344,14 @@ def _too_large(
     names = {sequence.trajectory for sequence in dropped}
     groups = [(g, tuple(m.trajectory for m in g.members if m.trajectory in names)) for g in batch]
     return tuple(
-        GroupDiscarded(
-            project=g.event.project,
-            group=g.event.group,
-            model=g.event.model,
+        g.event.discarded(
             trajectories=trajectories,
             reason="too_large",
             by="trainer",
-            split=g.event.split,
             version=version,
             duration_s=g.history.duration_s,
             detail="one of their sequences is longer than the trainer's model takes, or a pass over it alone does not "
             "fit into memory; the rest of the group was trained",
-            branch=g.event.branch,
-            owner=g.event.owner,
-            judge=g.event.judge,
         )
         for g, trajectories in groups
         if trajectories

@@ -109,5 +109,4 @@ def loss_settings(kl_penalty: float = 0.0) -> dict[str, Any]:
         "loss.kl_penalty": kl_penalty,
         "loss.beta": 0.0,
         "loss.epsilon_high": 5.0,
-        "loss.delta": None,
     }

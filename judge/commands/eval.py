@@ -9,6 +9,7 @@ next, by the mean score of a run's calls. docs/judging.md describes the file.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,9 +18,7 @@ from typing import Any
 
 import anyio
 import msgspec
-from rich.console import Console
 
-from judge.commands.options import add_settings, figure_text
 from judge.labelled import LabelledGroup, measure_agreement, read_labelled
 from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
@@ -32,6 +31,8 @@ from judge.ruler.transcripts import Transcript
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import ConfigError, JudgeConfig, RewardConfig, load
 from pipeline.events import TrajectoryCompleted, Verdict
+from pipeline.terminal.parsers import add_overrides
+from pipeline.terminal.printing import visible, visible_json
 
 
 async def evaluate(
@@ -83,7 +84,8 @@ def add_command(commands: Any) -> None:
     """Add `eval` to the subcommands of `journeywork judge`."""
     parser = commands.add_parser("eval", help="agreement with known rewards")
     parser.add_argument("data", type=Path, help="groups with rewards, JSONL")
-    add_settings(parser)
+    parser.add_argument("--config", default="", help="settings, TOML")
+    add_overrides(parser)
     parser.add_argument("--reward", default="", help="a reward of kind ruler or next_state in judge.rewards")
     parser.add_argument("--limit", type=int, default=0, help="only the first N groups")
     parser.add_argument("--min-tau", type=float, default=None, help="exit 1 below this Kendall tau")
@@ -109,12 +111,12 @@ def run_command(args: argparse.Namespace) -> None:
             return await evaluate(config, groups[: args.limit or None], model, judged.get(args.reward))
 
     report = anyio.run(run)
-    console = Console(highlight=False)
     if args.json:
-        console.print_json(msgspec.json.encode(report).decode(), ensure_ascii=True)
+        sys.stdout.write(visible_json(msgspec.json.encode(report).decode()) + "\n")
     else:
         for key, value in report.items():
-            console.print(f"{key:<22} {figure_text(value)}", markup=False)
+            figure = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+            sys.stdout.write(visible(f"{key:<22} {figure}\n"))
     tau = report["kendall_tau"]
     if report["groups"] == 0 or (args.min_tau is not None and (tau is None or tau < args.min_tau)):
         raise SystemExit(1)

@@ -22,19 +22,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import anyio
 import msgspec
-from rich.console import Console
 
-from judge.commands.options import add_settings, figure_text
 from judge.errors import UnscoredError
 from judge.feedback import counting
 from judge.groups import Arrival, Group, GroupKey
-from judge.labelled import measure_agreement
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import (
     AskTeacher,
@@ -54,6 +51,7 @@ from pipeline.log.broker import Broker, BrokerError, HistoryGoneError, LogEntry
 from pipeline.names import InvalidNameError, check_name
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.telemetry import logs
+from pipeline.terminal.parsers import add_overrides, command_parser, exit_on_error
 
 logger = logs.get_logger("judge.commands.rejudge")
 
@@ -72,14 +70,6 @@ class RejudgeReport:
     gone: int = 0
     rescued: int = 0
     """Number of rejudged groups that the judge had discarded."""
-    pairs: list[tuple[dict[str, float], dict[str, float]]] = field(default_factory=list)
-    """Old and new rewards of each group."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the answer of the command."""
-        counts = asdict(self)
-        del counts["pairs"]
-        return {**counts, "agreement_with_before": asdict(measure_agreement(self.pairs))}
 
 
 class Rejudge:
@@ -193,10 +183,6 @@ class Rejudge:
         )
         new = {"members": rejudged, "verdicts": rewards.verdicts}
         await self._publish(seq, msgspec.structs.replace(event, at=now_us(), **new))
-        judged = [m for m in event.members if m.outcome == "scored" and m.trajectory in rewards.final]
-        before = {m.trajectory: m.reward for m in judged}
-        if before:
-            self.report.pairs.append((before, {t: rewards.final[t] for t in before}))
 
     async def _signals(self, event: GroupEvent) -> tuple[SignalGiven, ...]:
         """Return everything that was said about the group's runs, also after it was scored."""
@@ -247,22 +233,12 @@ class Rejudge:
             await self._publish_discard(event, reason, detail)
 
     async def _publish_discard(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
-        runs = tuple(m.trajectory for m in event.members) if isinstance(event, GroupScored) else event.trajectories
-        await self._broker.publish(
-            GroupDiscarded(
-                project=event.project,
-                model=event.model,
-                group=event.group,
-                split=event.split,
-                by="rejudge",
-                trajectories=runs,
-                reason=reason,
-                detail=detail,
-                branch=self.report.branch,
-                owner=event.owner,
-                judge=self.report.judge,
-            )
-        )
+        about: dict[str, Any] = {"by": "rejudge", "reason": reason, "detail": detail}
+        about |= {"branch": self.report.branch, "judge": self.report.judge}
+        if isinstance(event, GroupScored):
+            await self._broker.publish(event.discarded(**about))
+        else:
+            await self._broker.publish(msgspec.structs.replace(event, at=now_us(), **about))
 
 
 def _key(event: GroupEvent) -> tuple[str, str, str]:
@@ -290,50 +266,32 @@ def _microseconds(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if a group could not be judged or the log fails, 2 if the settings cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="journeywork rejudge", description="Score history again as a new verdict set."
-    )
-    parser.add_argument(
-        "--run-dir",
-        default="",
-        help="the run whose settings and log to use; default: the running one under runs/, else the newest",
-    )
-    add_settings(parser, "settings, TOML; default: the run's")
+    parser = command_parser("rejudge", "Score history again as a new verdict set.")
+    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
+    parser.add_argument("--config", default="", help="settings, TOML; default: the run's")
+    add_overrides(parser)
     parser.add_argument("--nats-url", default="", help="the log; default: the run's")
     parser.add_argument("--branch", default="", help="name of the verdict set; default: judge-<hash>")
     parser.add_argument("--from-branch", default="main", help="branch whose groups are judged again")
-    parser.add_argument(
-        "--verdicts",
-        default="",
-        help="name of the verdicts, under which a group trains once; default: the judge's hash",
-    )
+    parser.add_argument("--verdicts", default="", help="a group trains once under each name; default: the judge's hash")
     parser.add_argument("--since", type=_microseconds, default=0, help="only groups from then on, ISO 8601")
     parser.add_argument("--until", type=_microseconds, default=sys.maxsize, help="only groups before that")
     parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     logs.configure("rejudge", "WARNING")
-    try:
+    with exit_on_error("rejudge", (ConfigError, InvalidNameError), (BrokerError,)):
         for name in filter(None, (args.branch, args.verdicts)):
             check_name(name)
         config = installation_settings(args.run_dir, args.config, args.overrides, args.nats_url)
         log_of(config)
         report = anyio.run(_run, config, args)
-    except (ConfigError, BrokerError, InvalidNameError) as error:
-        sys.stderr.write(f"journeywork: {error}\n")
-        raise SystemExit(1 if isinstance(error, BrokerError) else 2) from error
-    console = Console(highlight=False, markup=False)
-    answer = report.as_dict()
-    if args.json:
-        console.print_json(msgspec.json.encode(answer).decode(), ensure_ascii=True)
-    else:
-        console.print(
-            f"{report.rejudged} groups judged again on branch {report.branch} ({report.rescued} of them had been "
-            f"discarded); {report.skipped} were there already, {report.failed} failed, "
-            f"{report.gone} are no longer in the log"
-        )
-        agreement = (f"{key} {figure_text(value)}" for key, value in answer["agreement_with_before"].items())
-        console.print(f"agreement with the rewards before: {', '.join(agreement)}")
+    text = (
+        f"{report.rejudged} groups judged again on branch {report.branch} ({report.rescued} of them had been "
+        f"discarded); {report.skipped} were there already, {report.failed} failed, {report.gone} are no longer in the "
+        "log"
+    )
+    sys.stdout.write((msgspec.json.encode(report).decode() if args.json else text) + "\n")
     if report.failed:
         raise SystemExit(1)
 

@@ -19,7 +19,6 @@ from typing import Any
 import anyio
 import msgspec
 
-from judge.commands.options import add_settings
 from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember
 from judge.rewards.compose import open_composer
@@ -27,6 +26,7 @@ from judge.ruler.transcripts import Transcript
 from judge.scoring import GroupRewards, judge_hash
 from pipeline.config import Config, ConfigError, load
 from pipeline.events import TrajectoryCompleted
+from pipeline.terminal.parsers import add_overrides
 from pipeline.terminal.printing import visible_json
 
 
@@ -115,7 +115,8 @@ def add_command(commands: Any) -> None:
     """Add `score` to the subcommands of `journeywork judge`."""
     parser = commands.add_parser("score", help="scores of one group, as JSON")
     parser.add_argument("group", help="the group, JSON; - for standard input")
-    add_settings(parser)
+    parser.add_argument("--config", default="", help="settings, TOML")
+    add_overrides(parser)
     parser.set_defaults(run=run_command)
 
 

@@ -23,18 +23,15 @@ from judge.ruler.asking import LoadTranscript
 from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript, load_transcript
-from judge.scoring import AGENT, GroupRewards, agent_reward, judge_hash
+from judge.scoring import AGENT, GroupRewards, agent_reward
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config, JudgeConfig, RewardConfig
-from pipeline.events import GroupScored, Score, SignalGiven, TrajectoryCompleted, Verdict
+from pipeline.events import Score, SignalGiven, TrajectoryCompleted, Verdict
 from pipeline.log.broker import Broker, HistoryGoneError
-from pipeline.log.subjects import stream_of
 from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("judge.rewards.compose")
 
-_RECENT = 1000
-"""Messages of the stream `GROUPS` from which a starting judge learns its position bias."""
 
 _AT_LEAST, _AT_MOST = 8, 256
 """Groups that a process scores at once. Few with a judge model: what one process holds, the others can't score."""
@@ -250,18 +247,10 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
 
 @asynccontextmanager
 async def open_composer_on_log(config: Config, broker: Broker) -> AsyncIterator[ConfiguredComposer | None]:
-    """`open_composer` for members on the log. Its rulers learn the position bias from this judge's last verdicts
-    there."""
+    """`open_composer` for members on the log."""
 
     async def load(member: TrajectoryCompleted) -> Transcript:
         return await load_transcript(broker, member.project, member.trajectory, member.exchanges)
 
     async with open_composer(config, load) as composer:
-        if composer is not None and composer.rulers:
-            newest = (await broker.stream_info(stream_of(GroupScored))).state.last_seq
-            recent = await broker.read(GroupScored, start_seq=max(1, newest - _RECENT), project=config.project)
-            ours = ("main", judge_hash(config.judge))
-            for event in (r.event for r in recent if (r.event.branch, r.event.judge) == ours):
-                for ruler in composer.rulers.values():
-                    ruler.learn(event.verdicts)
         yield composer

@@ -6,7 +6,7 @@ the judge of what happened next (`judge.next_state`).
 | `ruler` | judges a group: several orders, and passes again for the sake of a single one |
 | `asking` | calls of the judge model until a reply can be read: budgets, repeated requests, retries, accounting |
 | `transcripts` | what the judge reads of a trajectory: everything that trains |
-| `layout`, `budget`, `prompt` | how it is asked: common text once, cut only if it has to be, all of it between nonce
+| `layout`, `prompt` | how it is asked: common text once, cut only if it has to be, all of it between nonce
 lines |
 | `images` | the images of trajectories, attached to a call |
 | `replies` | how its replies are parsed |

@@ -20,7 +20,6 @@ from typing import Any
 
 from judge.models.chat import list_schema
 from judge.ruler import replies
-from judge.ruler.budget import allocate
 from judge.ruler.layout import PromptLayout, build_layout
 from judge.ruler.replies import SCORES, Scale
 from judge.ruler.rubrics import Rubric
@@ -210,6 +209,20 @@ def fill(
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(blocks)}]
     names = dict(zip(ids, subjects, strict=True))
     return Prompt(messages, names, score_key, question.scale, hint_key, left_out)
+
+
+def allocate(sizes: Sequence[int], room: int) -> list[int]:
+    """Return how much of `room` each of `sizes` gets. Texts are cut only if they do not fit, and all cut texts get
+    one length.
+
+    A text that needs less than an equal share leaves the rest of it to the others."""
+    out = [0] * len(sizes)
+    left = max(room, 0)
+    ascending = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    for place, index in enumerate(ascending):
+        out[index] = min(sizes[index], left // (len(sizes) - place))
+        left -= out[index]
+    return out
 
 
 def _draw_nonce(rng: random.Random, texts: Sequence[str]) -> str:

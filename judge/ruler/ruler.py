@@ -87,17 +87,10 @@ class LlmRuler(Asker):
             await judge_in(failed.pop(0))
         if not verdicts:
             raise JudgingError(str(failures.last), failures.last.kind, failures.in_vain)
-        passes = [_pass_of(v) for v in verdicts]
+        passes = [JudgePass(v.order, {s.trajectory: s.score for s in v.scores}) for v in verdicts]
         if count:
             self.statistics.add(passes)
         return aggregate(passes, self.statistics.bias), charged(verdicts, failures.in_vain)
-
-    def learn(self, verdicts: Sequence[Verdict]) -> None:
-        """Add a group that an earlier process of this judge scored, so that a restart keeps the estimate of position
-        bias."""
-        own = (v for v in verdicts if v.rubric_hash == self.rubric.hash)
-        if passes := [_pass_of(v) for v in own]:
-            self.statistics.add(passes)
 
     async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> Verdict:
         """Judge once, in the order given. Every call is added to `spent`. Raises `JudgingError`."""
@@ -108,7 +101,3 @@ class LlmRuler(Asker):
             for name, trajectory in asked.names.items()
         )
         return msgspec.structs.replace(verdict, scores=scores, order=tuple(asked.names.values()))
-
-
-def _pass_of(verdict: Verdict) -> JudgePass:
-    return JudgePass(verdict.order, {s.trajectory: s.score for s in verdict.scores})

@@ -49,9 +49,6 @@ class LossConfig(Section, frozen=True, kw_only=True):
     `weighting` then has an effect."""
     beta: Coefficient = 0.0
     """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
-    kl_unbiased: bool = True
-    """Multiply the KL term by the probability ratio, so that its gradient is the gradient of the reverse KL
-    divergence."""
     importance_sampling: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
         "token_truncate"
     )
@@ -67,17 +64,12 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """Whether the ratio in the PPO clip is taken per token, or per sequence (GSPO)."""
     epsilon: Coefficient = 0.2
     """Range of the PPO clip: the probability ratio is limited to 1 ± `epsilon`. In a step of one update it has an
-    effect only with `importance_sampling = "none"`, and so do `epsilon_high` and `delta`: with the other
-    corrections that ratio compares the trainer with itself and is always 1, and the metric `clip_ratio` is 0. In
-    a step of several updates (`trainer.optimizer.epochs`, `minibatches`) it has an effect with every correction."""
+    effect only with `importance_sampling = "none"`, and so does `epsilon_high`: with the other corrections that ratio
+    compares the trainer with itself and is always 1, and the metric `clip_ratio` is 0. In a step of several updates
+    (`trainer.optimizer.epochs`, `minibatches`) it has an effect with every correction."""
     epsilon_high: Coefficient | None = None
     """Upper range of the PPO clip, where it differs from `epsilon`. With type `cispo` it is the limit of the ratio
     itself; not set, that limit is 5."""
-    delta: Scale | None = None
-    """Two-sided clipping: largest ratio where the advantage is negative. Must be above `1 + epsilon_high`."""
-    off_policy_mask: Coefficient | None = None
-    """Sequences with a negative advantage are dropped if their mean log ratio of sampler to trainer exceeds this; of a
-    sequence whose tokens have advantages of their own, the tokens with a negative one."""
     entropy_coef: Weight = 0.0
     """Weight of an entropy bonus: the batch's mean entropy per trained token, in nats."""
     baseline: Literal["group", "task", "batch"] = "group"

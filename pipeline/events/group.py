@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -118,6 +118,13 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     """The batch that the group is trained in; `null`: the trainer forms its steps of any groups."""
     owner: str = ""
     """Name of the API key that opened the group's first trajectory to complete."""
+
+    def discarded(self, **fields: Any) -> GroupDiscarded:
+        """Return the event that the group's trajectories, or those of `fields`, are not trained. `fields` are of the
+        event, `reason` and `by` among them."""
+        shared = ("project", "model", "group", "split", "branch", "owner", "judge")
+        own = {name: getattr(self, name) for name in shared}
+        return GroupDiscarded(**{**own, "trajectories": tuple(m.trajectory for m in self.members), **fields})
 
 
 DiscardReason = Literal[

@@ -4,6 +4,5 @@
 | --- | --- |
 | `table` | the alarms: query, threshold setting, action |
 | `learning` | the query of the alarm `not_learning` |
-| `reading` | runs the queries |
 | `checker` | the task of the store service: events when an alarm begins and when it ends |
 """

@@ -7,8 +7,11 @@ from the log before each change, so a restart raises no alarm again, and only on
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from types import MappingProxyType
 
 import anyio
@@ -24,10 +27,9 @@ from pipeline.events import AlarmChanged, now_us
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.log.health import Fill, disk_fill, fills
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
+from pipeline.streams import replica_name
 from pipeline.telemetry.logs import get_logger
-from store.alarms import reading
-from store.alarms.reading import Condition
-from store.alarms.table import ALARMS, BY_NAME
+from store.alarms.table import ALARMS, BY_NAME, PARAMETER, Alarm, threshold
 from store.lake.lake import open_lake
 from store.lake.storage import StoreError
 from store.reading import sql
@@ -40,6 +42,87 @@ does not raise and clear it repeatedly."""
 _PAUSE_FACTOR = 20
 """A check is followed by a pause of at least this many times its duration, so that checks use little CPU time."""
 _MEMORY = "256MB"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A row of an alarm's query: its condition is met, for this model, server, consumer or stream."""
+
+    alarm: str
+    project: str
+    model: str
+    about: str
+    value: float
+    threshold: float
+    detail: str
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What makes it the same alarm at the next check."""
+        return self.alarm, self.project, self.model, self.about
+
+
+def measured_tables(
+    connection: duckdb.DuckDBPyConnection,
+    config: Config,
+    fills: Sequence[Fill],
+    unwritten: Sequence[Unwritten] = (),
+    damaged: Sequence[str] = (),
+) -> None:
+    """Create the tables that queries read beside the views: `fills` (of streams and the disk), `unwritten` (by
+    consumer), `damaged` (paths of files of the lake) and `replicas` (inference servers)."""
+    urls = config.sampler.advertise or config.vllm.urls
+    for name, columns, rows in (
+        (
+            "fills",
+            'name VARCHAR, kind VARCHAR, bytes BIGINT, "limit" BIGINT',
+            [(fill.name, fill.kind, fill.bytes, fill.limit) for fill in fills if fill.limit],
+        ),
+        (
+            "unwritten",
+            "consumer VARCHAR, share DOUBLE, detail VARCHAR",
+            [(waiting.consumer, waiting.share, waiting.detail) for waiting in unwritten],
+        ),
+        ("damaged", "path VARCHAR", [(path,) for path in damaged]),
+        ("replicas", "replica VARCHAR", [(replica_name(url),) for url in urls]),
+    ):
+        connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} ({columns})")
+        if rows:
+            places = ", ".join("?" * len(rows[0]))
+            connection.executemany(f"INSERT INTO {name} VALUES ({places})", rows)  # noqa: S608 - no one's text
+
+
+def evaluate(
+    connection: duckdb.DuckDBPyConnection, config: Config, alarm: Alarm, now: datetime | None = None
+) -> list[Condition]:
+    """Run the query of `alarm`. `connection` has the store's views and the tables of `measured_tables`; `now` is a time
+    in UTC, the present if it is `None`. A row without a detail is logged and left out, because such an event can't be
+    decoded. Raises `duckdb.Error`."""
+    compared = threshold(config, alarm)
+    values = {
+        "threshold": compared,
+        "now": (now or datetime.now(UTC)).replace(tzinfo=None),
+        "steps": config.alarms.steps,
+        "groups": config.alarms.groups,
+        "window_s": config.alarms.window_s,
+    }
+    used = set(PARAMETER.findall(alarm.sql))
+    rows = connection.execute(alarm.sql, {n: v for n, v in values.items() if n in used}).fetchall()
+    conditions = []
+    for project, model, about, value, detail in rows:
+        if isinstance(detail, str):
+            named = project or config.project
+            conditions.append(Condition(alarm.name, named, model, about, _number(value), compared, detail))
+        else:
+            logger.warning(
+                "a condition says nothing", alarm=alarm.name, project=project, model=model, about=about, value=value
+            )
+    return conditions
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
 
 Key = tuple[str, str, str, str]
 
@@ -124,7 +207,7 @@ class Checker:
             damaged: set[str] = set()
             sql.define_views(connection, self._lake, self._shown, damaged)
             damaged |= set(self._unmerged.values())
-            reading.measured_tables(connection, self._config, measured, unwritten, sorted(damaged))
+            measured_tables(connection, self._config, measured, unwritten, sorted(damaged))
         except (StoreError, duckdb.Error, OSError) as error:
             logger.warning("the alarms were not checked", why=str(error))
             return [], {alarm.name for alarm in ALARMS}
@@ -132,7 +215,7 @@ class Checker:
         failed: set[str] = set()
         for alarm in ALARMS:
             try:
-                conditions += reading.evaluate(connection, self._config, alarm)
+                conditions += evaluate(connection, self._config, alarm)
             except duckdb.Error as error:  # such as a file that compaction removed meanwhile
                 logger.warning("an alarm was not checked", alarm=alarm.name, why=str(error))
                 failed.add(alarm.name)
@@ -154,21 +237,8 @@ class Checker:
         for key, met in present.items():
             self._absent.pop(key, None)
             if key not in self._raised and not await self._may_be_starting(met):
-                at = now_us()
-                event = AlarmChanged(
-                    project=met.project,
-                    alarm=met.alarm,
-                    state="raised",
-                    model=met.model,
-                    about=met.about,
-                    value=met.value,
-                    threshold=met.threshold,
-                    detail=met.detail,
-                    action=BY_NAME[met.alarm].action,
-                    since=at,
-                    at=at,
-                )
-                await self._publish(event)
+                at, action = now_us(), BY_NAME[met.alarm].action
+                await self._publish(AlarmChanged(**asdict(met), state="raised", action=action, since=at, at=at))
         behind = {met.about for met in present.values() if met.alarm == "replica_behind"}
         self._starting = {replica: at for replica, at in self._starting.items() if replica in behind}
         for key, event in list(self._raised.items()):

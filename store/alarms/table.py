@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from operator import attrgetter
 
+from pipeline.config import Config
 from store.alarms.learning import NOT_LEARNING, NUMBERED_STEPS
 
 
@@ -213,3 +215,8 @@ PARAMETER = re.compile(r"\$(\w+)")
 
 
 BY_NAME = {alarm.name: alarm for alarm in ALARMS}
+
+
+def threshold(config: Config, alarm: Alarm) -> float:
+    """The value of the alarm's setting."""
+    return float(attrgetter(alarm.setting)(config))

@@ -112,13 +112,10 @@ def read_variants(rubrics: Sequence[str], files: Sequence[str], overrides: Seque
             raise ConfigError(f"--set {text!r} is not a setting: write section.key=value")
         common[name.strip()] = value
     variants: list[tuple[str, dict[str, Any]]] = []
-    for number, rubric in enumerate(rubrics, 1):
-        if _is_file(rubric):
-            variants.append((Path(rubric).stem, {"judge.rubric": str(Path(rubric).resolve())}))
-        elif len(rubric.split()) < 2:
-            raise ConfigError(f"--rubric {rubric!r}: there is no such file, and one word is no rubric")
-        else:
-            variants.append((f"rubric-{number}", {"judge.rubric": rubric}))
+    for rubric in rubrics:
+        if not Path(rubric).is_file():
+            raise ConfigError(f"--rubric {rubric!r}: there is no such file")
+        variants.append((Path(rubric).stem, {"judge.rubric": str(Path(rubric).resolve())}))
     for text in files:
         try:
             variants.append((Path(text).stem, dict(_flat(tomllib.loads(Path(text).read_text("utf-8"))))))

@@ -70,8 +70,7 @@ def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
             config = installation_settings(run_dir)
             gateway = connect(argparse.Namespace(run_dir=str(config.run_dir), url=None, key=None))
             # What the last step needs is checked before the first one.
-            baseline = args.against or question.model
-            commands.call("eval", baseline, "--dry-run", *_evaluation_flags(args), key=gateway.key)
+            commands.call("eval", question.model, "--dry-run", *_evaluation_flags(args), key=gateway.key)
             anyio.run(_replayed, config, connection, groups, question)
             for plan in question.plans:
                 _train(commands, question, plan)
@@ -128,8 +127,7 @@ def _compare(
     """Evaluate the branches' last versions beside `main`'s, and publish the answer."""
     published = anyio.run(_checkpoints, config, question.model)
     variants = tuple(_variant(question, plan, published) for plan in question.plans)
-    main = max((c.step for c in published if c.branch == "main"), default=0)
-    baseline = args.against or version_name(question.model, main)
+    baseline = version_name(question.model, max((c.step for c in published if c.branch == "main"), default=0))
     for variant in variants:
         _until_known(gateway, variant.version)
     flags = _evaluation_flags(args)
@@ -210,33 +208,24 @@ class Commands:
         self._began = 0
         """Bytes of the log before the last command."""
 
-    def start(self, name: str, *flags: str) -> subprocess.Popen[str]:
-        """Start a command, which a Ctrl-C on this one does not reach."""
+    def start(self, name: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a command. A Ctrl-C on this one does not reach it, unless `options` (of `Popen`) say so."""
         command = [sys.executable, "-m", "pipeline", name, *self._run, *flags]
         with self.log.open("a") as log:
             self._began = log.tell()
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, start_new_session=True
-            )
+            given: dict[str, Any] = {"stdout": log, "start_new_session": True, **options}
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, text=True, **given)
 
     def call(self, name: str, *flags: str, key: str = "") -> str:
         """Run a command to its end, and return its output. Raises `WhatIfError` if it fails."""
-        command = [sys.executable, "-m", "pipeline", name, *self._run, *flags]
+        env = {**os.environ, **({KEY_VARIABLE: key} if key else {})}
+        with self.start(name, *flags, stdout=subprocess.PIPE, start_new_session=False, env=env) as process:
+            printed = process.communicate()[0]
         with self.log.open("a") as log:
-            self._began = log.tell()
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                check=False,
-                env={**os.environ, **({KEY_VARIABLE: key} if key else {})},
-            )
-            log.write(done.stdout)
-        if done.returncode:
-            raise self.failure(f"`journeywork {name}` ended with status {done.returncode}")
-        return done.stdout
+            log.write(printed)
+        if process.returncode:
+            raise self.failure(f"`journeywork {name}` ended with status {process.returncode}")
+        return printed
 
     def failure(self, what: str) -> WhatIfError:
         """Return an error with the last error of the last command, else its last line."""
@@ -274,29 +263,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--run-dir", help="default: the running one under runs/, else the newest")
     add("--model", default="", help="default: the first of the settings")
-    add(
-        "--rubric",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="judge by this rubric, a file or its text; may be repeated",
-    )
+    add("--rubric", action="append", default=[], metavar="FILE", help="judge by this rubric; may be repeated")
     add("--with", action="append", default=[], dest="settings", metavar="FILE", help="settings that differ, TOML")
-    add_overrides(
-        parser,
-        "a setting that differs, in every variant that does not set it; without --rubric and --with: the only one",
-    )
+    add_overrides(parser, "a setting of all variants that do not set it; without --rubric and --with: the only one")
     add("--since", type=_utc, help="only groups scored then or later, ISO 8601")
     add("--until", type=_utc, help="only groups scored before that")
     add("--where", default="true", help="SQL over the view `groups`")
-    add(
-        "--from",
-        default="",
-        dest="start",
-        metavar="VERSION",
-        help="begin with this version, as models.start; of this run if it names no lake; default: none",
-    )
-    add("--against", default="", metavar="VERSION", help="compare with this version; default: the newest of main")
+    add("--from", default="", dest="start", metavar="VERSION", help="begin with it, as models.start; default: none")
     add("--rollout", required=True, metavar="MODULE:FUNCTION", help="plays one held-out task, as by eval")
     add("--scenarios", required=True, metavar="MODULE:NAME|FILE", help="the held-out tasks, as of eval")
     for name in _EVALUATION[2:]:

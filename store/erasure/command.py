@@ -13,7 +13,6 @@ reached.
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from pipeline.log.broker import Broker
 from pipeline.names import version_address
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.telemetry import logs
+from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible
 from store.datasets import folder as folders
 from store.erasure import on_log
@@ -46,11 +46,7 @@ _WRITTEN_S = 60.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, 1 if `--check` finds no receipt or something that is left, or an error's status
     (`exit_status`): 2 if runs can't be erased yet."""
-    parser = argparse.ArgumentParser(
-        prog="journeywork erase",
-        description=inspect.cleandoc(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("erase", __doc__)
     parser.add_argument("--subject", required=True, help="the person, as runs or their calls name it")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--yes", action="store_true", help="delete; without it nothing is deleted")

@@ -84,17 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     begin.add_argument("--metric", required=True, help="SQL expression over a run: reward, feedback['stars'], …")
     begin.add_argument("--range", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"))
     begin.add_argument("--lower-is-better", action="store_true", help="of the metric")
-    begin.add_argument(
-        "--margin", type=float, default=0.0, help="of the metric: by how much the candidate may be worse; default: 0"
-    )
-    begin.add_argument(
-        "--quality",
-        type=float,
-        help="show the answers of an apprentice that agree with its master's with this probability, by --pairs",
-    )
-    begin.add_argument(
-        "--pairs", metavar="SQL", help="query: of each pair, the mean logprob and whether the answers agree"
-    )
+    begin.add_argument("--margin", type=float, default=0.0, help="by how much the metric may be worse; default: 0")
+    begin.add_argument("--quality", type=float, help="show what agrees with the master so probably, by --pairs")
+    begin.add_argument("--pairs", metavar="SQL", help="of each pair, the mean logprob and whether the answers agree")
     begin.add_argument(
         "--guard",
         action="append",
@@ -102,19 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SQL:LOW:HIGH:higher|lower:MARGIN",
         help="a number that may not become worse (higher or lower) by more than MARGIN",
     )
-    begin.add_argument(
-        "--deadline",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="a run without a value so long after its opening is late; default: 3600",
-    )
-    begin.add_argument(
-        "--late",
-        type=float,
-        metavar="VALUE",
-        help="of the metric, for late runs; default: the worse end of the range for what would be decided",
-    )
+    begin.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS", help="until a run has a value")
+    begin.add_argument("--late", type=float, metavar="VALUE", help="of later runs; default: the worse end of the range")
     begin.add_argument("--alpha", type=float, default=0.05, help="default: 0.05")
     begin.add_argument("--max-pairs", type=int, default=5000, help="default: 5000")
     begin.add_argument("--approval", action="store_true", help="a person has to agree to a promotion")

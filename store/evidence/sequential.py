@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +25,15 @@ _BETS = np.array([0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.27, 0.4, 0.6, 0.85
 _HALVINGS = 40
 
 
-@dataclass(frozen=True)
-class Interval:
-    """The mean of `count` values, and where the true mean lies: from `low` to `high`."""
+class Interval(NamedTuple):
+    """Where the true mean lies."""
 
-    mean: float
     low: float
     high: float
-    count: int
 
 
 def interval(values: Sequence[float], low: float, high: float, alpha: float = 0.05) -> Interval:
-    """Return the mean of `values`, each within `low` and `high`, with its interval after the last of them.
+    """Return the interval of the mean of `values`, each within `low` and `high`, after the last of them.
 
     The intervals after each value contain the true mean, all of them together, with a probability of at least
     1 - `alpha`; each lies within the one before it. Raises `ValueError` for a value beyond the range, or for a range or
@@ -44,7 +41,7 @@ def interval(values: Sequence[float], low: float, high: float, alpha: float = 0.
     if not low < high or not 0 < alpha < 1:
         raise ValueError(f"from {low:g} to {high:g} at alpha {alpha:g} is no interval: low < high, 0 < alpha < 1")
     if not values:
-        return Interval(math.nan, low, high, 0)
+        return Interval(low, high)
     given = np.asarray(values, dtype=np.float64)
     if not np.all((given >= low) & (given <= high)):
         beyond = next(v for v in values if not low <= v <= high)
@@ -52,7 +49,7 @@ def interval(values: Sequence[float], low: float, high: float, alpha: float = 0.
     scaled = (given - low) / (high - low)
     least, most = _least(scaled, alpha / 2), 1 - _least(1 - scaled, alpha / 2)
     width = high - low
-    return Interval(float(given.mean()), low + width * least, low + width * most, len(values))
+    return Interval(low + width * least, low + width * most)
 
 
 def _least(scaled: npt.NDArray[np.float64], alpha: float) -> float:

@@ -1,6 +1,8 @@
 """Builds and reads commits of a Delta table: actions, transaction ids, table properties, the journal.
 
-The journal is Delta's transaction log: one JSON file per commit in the folder `_delta_log`, and checkpoints.
+The journal is Delta's transaction log: one JSON file per commit in the folder `_delta_log`, and checkpoints. delta-rs
+never calls fsync, so a power cut can truncate the newest commits. A truncated commit was never acknowledged:
+`recover_journal` moves it aside when the store starts, and the log delivers its events again.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
-from deltalake import CommitProperties, PostCommitHookProperties, Schema, Transaction
-from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, Transaction
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
+from pyarrow import fs
 
 from pipeline import streams
 from pipeline.config import StoreConfig
+from pipeline.telemetry.logs import get_logger
 from store.lake import columns
-from store.lake.storage import LOG, Storage
+from store.lake.storage import LOG, DamagedFileError, Storage
+
+logger = get_logger("store.lake.commits")
 
 NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
 """Switches off the checkpoints that delta-rs makes after a commit. `store.lake.maintenance` makes them, because it also
@@ -127,3 +133,43 @@ def last_checkpoint(storage: Storage, tag: str) -> int:
 
 def _time(at: int) -> str:
     return (_EPOCH + timedelta(microseconds=at)).isoformat(timespec="microseconds")
+
+
+def recover_journal(storage: Storage, tag: str) -> None:
+    """Move a truncated newest commit and truncated checkpoints aside, so that the table can be opened.
+
+    Raises `DeltaError` if the table can't be opened after that."""
+    try:
+        DeltaTable(storage.uri(tag), storage_options=storage.options)
+    except TableNotFoundError:
+        return
+    except DeltaError as error:
+        journal = storage.files.get_file_info(fs.FileSelector(f"{storage.root}/{tag}/{LOG}"))
+        names = sorted(info.base_name for info in journal)
+        truncated = [n for n in names if n.endswith(".parquet") and _is_damaged(storage, tag, n)]
+        commits = [n for n in names if n.endswith(".json") and n.removesuffix(".json").isdigit()]
+        if commits and _is_truncated(storage, tag, commits[-1]):
+            truncated.append(commits[-1])
+        if not truncated:
+            raise
+        # `_last_checkpoint` is a hint only: without it, delta-rs lists the journal.
+        for name in (*truncated, "_last_checkpoint"):
+            aside = storage.set_aside(tag, f"{LOG}/{name}")
+            logger.error("damaged journal file set aside", file=aside, why=str(error).splitlines()[0])
+        DeltaTable(storage.uri(tag), storage_options=storage.options)
+
+
+def _is_damaged(storage: Storage, tag: str, checkpoint: str) -> bool:
+    try:
+        storage.read(tag, f"{LOG}/{checkpoint}", [])
+    except DamagedFileError:
+        return True
+    return False
+
+
+def _is_truncated(storage: Storage, tag: str, commit: str) -> bool:
+    try:
+        read_commit(storage, tag, int(commit.removesuffix(".json")))
+    except ValueError:
+        return True
+    return False

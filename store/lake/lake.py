@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipeline.config import Config, StoreConfig
 from pipeline.events import schema
-from store.lake.recovery import recover_journal
+from store.lake.commits import recover_journal
 from store.lake.storage import LocalStorage, Storage, open_storage
 from store.lake.table import EventTable
 

@@ -5,7 +5,7 @@
     journeywork sql --format json --run-dir runs/demo "FROM lineage WHERE version = 'inbox@20'"
 
 In Python: `connect("runs/demo").sql("FROM rewards").df()`. A connection sees the files that were there when it was
-made, or when `refresh` was called last.
+made.
 """
 
 from __future__ import annotations
@@ -53,12 +53,6 @@ def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.Du
     # it refuses the setting, and prints nothing.
     with contextlib.suppress(duckdb.InvalidInputException):
         connection.execute("SET enable_progress_bar = false")
-    refresh(connection, run_dir, query)
-    return connection
-
-
-def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config, query: str | None = None) -> None:
-    """Let `connection` see the files that are there now. Arguments and errors as `connect` has them."""
     config = run_dir if isinstance(run_dir, Config) else installation_settings(run_dir, sections=("store",))
     lake = open_lake(config)
     if not lake.exists():
@@ -68,6 +62,7 @@ def refresh(connection: duckdb.DuckDBPyConnection, run_dir: str | Path | Config,
         )
     set_price(connection, config)
     define_views(connection, lake, {}, tags=None if query is None else _tags_of(query))
+    return connection
 
 
 def set_price(connection: duckdb.DuckDBPyConnection, config: Config) -> None:

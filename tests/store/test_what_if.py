@@ -48,12 +48,6 @@ def test_each_rubric_and_each_file_is_a_branch_with_the_settings_of_all(tmp_path
     assert again.id != question.id  # the same name, another rubric
 
 
-def test_a_rubric_may_be_a_text_that_is_longer_than_any_file_name(tmp_path: Path) -> None:
-    rubric = "Be strict. " * 40
-    (plan,) = asked(tmp_path, "--rubric", rubric).plans
-    assert (plan.name, plan.settings) == ("rubric-1", {"judge.rubric": rubric})
-
-
 def test_a_name_with_a_dot_is_one_name_and_the_runs_other_names_stay(tmp_path: Path) -> None:
     (tmp_path / "cool.toml").write_text('[judge.request.params."v1.5"]\nseed = 2\n')
     run = load(None, ['models=[{name="m"}]', f"run_dir={tmp_path}", "judge.model=m"])

@@ -27,6 +27,7 @@ from pipeline.events import (
 from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.log.messages import LogEntry
+from pipeline.statistics.intervals import Sample
 from pipeline.versions.loaded import LoadedVersions
 from rollout_gateway.serving.policies import Policies
 from tests.kits import events
@@ -83,7 +84,7 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
     for step in range(1, 13):
         await publish(broker, step)
     await publish(broker, 1, branch="other")
-    learners["tiny"].validation.best = Best(2, 0.9, 8)
+    learners["tiny"].validation.best = Best(2, Sample.of([0.9] * 8))
     await broker.publish(
         PolicyPromoted(project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1")
     )

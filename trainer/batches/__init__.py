@@ -2,9 +2,8 @@
 
 | module | what lives there |
 | --- | --- |
-| `groups` | the stages of a group on its way to a batch, and why one is refused |
+| `groups` | the stages of a group on its way to a batch, why one is refused, and a step's metrics of its groups |
 | `examples` | a batch of groups to sequences with advantages |
-| `metrics` | metrics of a step that its groups give |
 | `returns` | returns of calls, where rewards belong to single calls |
 | `tasks` | returns of the earlier runs of a task, as the baseline of runs without a group |
 | `graders` | a cap on the share of a step that feedback of one API key has |

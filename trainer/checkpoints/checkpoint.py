@@ -117,19 +117,7 @@ class Best(msgspec.Struct, frozen=True):
     """The checkpoint with the best validation reward: no later one has a mean that is certainly higher."""
 
     step: int
-    reward: float
-    trajectories: int
-    variance: float | None = None
-    """Sample variance of the rewards; `None` for a single one."""
-    least: float = 0.0
-    greatest: float = 0.0
-
-    def beaten_by(self, other: Best) -> bool:
-        """Whether the 95 % interval of the difference of the means lies above 0."""
-        return other._sample().difference(self._sample())[0] > 0
-
-    def _sample(self) -> Sample:
-        return Sample(self.trajectories, self.reward, self.variance, self.least, self.greatest)
+    rewards: Sample
 
 
 class Checkpoints:

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from pipeline.events import GroupScored
+from pipeline.statistics.intervals import Sample
 from trainer.checkpoints.checkpoint import Best
 
 _STEPS = 1000
 """Steps whose rewards are remembered; those of the oldest are forgotten."""
-
-
-@dataclass
-class Rewards:
-    """Number and mean of rewards, the sum of their squared differences from it, and their range."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-    least: float = math.inf
-    greatest: float = -math.inf
-
-    def add(self, reward: float) -> None:
-        """Welford's update."""
-        self.count += 1
-        difference = reward - self.mean
-        self.mean += difference / self.count
-        self.squares += difference * (reward - self.mean)
-        self.least, self.greatest = min(self.least, reward), max(self.greatest, reward)
-
-    def best(self, step: int) -> Best:
-        """Return them as the rewards of a step."""
-        variance = self.squares / (self.count - 1) if self.count > 1 else None
-        return Best(step, self.mean, self.count, variance, self.least, self.greatest)
 
 
 class Validation:
@@ -43,7 +19,7 @@ class Validation:
     def __init__(self, best: Best | None, min_trajectories: int) -> None:
         """`best` is the best step of the trainer before this one; a step needs `min_trajectories` to become it."""
         self.best, self._min_trajectories = best, min_trajectories
-        self._rewards: dict[int, Rewards] = {}
+        self._rewards: dict[int, list[float]] = {}
 
     def record(self, groups: Iterable[GroupScored]) -> bool:
         """Count the rewards of groups, each given once. Returns whether `best` changed."""
@@ -51,7 +27,7 @@ class Validation:
         for group in groups:
             for member in group.members:
                 if member.split == "val" and member.outcome == "scored" and member.first_step == member.last_step:
-                    self._rewards.setdefault(member.last_step, Rewards()).add(member.reward)
+                    self._rewards.setdefault(member.last_step, []).append(member.reward)
                     steps.add(member.last_step)
         before = self.best
         for step in sorted(steps):
@@ -60,16 +36,16 @@ class Validation:
             del self._rewards[min(self._rewards)]
         return self.best != before
 
-    def _compare(self, step: int, rewards: Rewards) -> None:
-        if not step or rewards.count < self._min_trajectories:
+    def _compare(self, step: int, rewards: Sequence[float]) -> None:
+        """Make a step the best one if the 95 % interval of the difference of the means lies above 0."""
+        if not step or len(rewards) < self._min_trajectories:
             return
-        candidate = rewards.best(step)
-        best = self.best
-        if best is None or best.beaten_by(candidate):
-            self.best = candidate
-        elif best.step == step and best.trajectories <= candidate.trajectories:
+        best, own = self.best, Sample.of(rewards)
+        if best is None or own.difference(best.rewards)[0] > 0:
+            self.best = Best(step, own)
+        elif best.step == step and best.rewards.count <= own.count:
             # More of its own rewards; with fewer, the log no longer holds those of before.
-            self.best = candidate
+            self.best = Best(step, own)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest step with rewards."""
@@ -77,4 +53,4 @@ class Validation:
             return {}
         step = max(self._rewards)
         rewards = self._rewards[step]
-        return {"val_step": float(step), "val_reward_mean": rewards.mean, "val_trajectories": float(rewards.count)}
+        return {"val_step": float(step), "val_reward_mean": fmean(rewards), "val_trajectories": float(len(rewards))}

@@ -5,5 +5,4 @@ log.
 | --- | --- |
 | `teacher` | which recorded tokens a teacher is asked about, and what it says of them |
 | `prompts` | a call's prompt with a hint in it, in the model's own chat template |
-| `divergence` | reverse KL over the teacher's most probable tokens |
 """

@@ -14,8 +14,7 @@
 | `loss` | the losses, each with its paper |
 | `loss_inputs` | from examples to the inputs of a loss |
 | `optimizer` | `PolicyOptimizer`: AdamW and its schedule |
-| `fitting` | passes within the memory that there is |
-| `budget` | the tokens of a pass, found out as memory runs out |
+| `fitting` | passes within the memory that there is, and their token budget |
 | `checks` | measurements with forward passes of their own, on a sample |
 | `late` | runs older than the staleness bound: their correction and effective sample size |
 | `statistics` | metrics from the passes of a step |

@@ -12,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from pipeline.telemetry.logs import get_logger
 from trainer.batches.examples import Example
 from trainer.distillation.teacher import HintedCall, TeacherLogprobs, join_logprobs
 from trainer.engine import checks
-from trainer.engine.fitting import NothingFitsError, check_within_memory, run_within_memory
+from trainer.engine.fitting import Fitted, NothingFitsError, check_within_memory, run_within_memory
 from trainer.engine.late import is_late, late_metrics
 from trainer.engine.loading import peak_tflop_per_s
 from trainer.engine.model import PolicyModel
@@ -36,6 +37,7 @@ from trainer.engine.verify import logprob_bound_for
 from trainer.sequences import TokenSequence
 
 logger = get_logger("trainer.engine.engine")
+T = TypeVar("T")
 
 
 def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
@@ -136,6 +138,16 @@ class Engine:
         metrics |= self._speed(metrics, time.perf_counter() - began)
         return StepResult(after, metrics, update.dropped)
 
+    def _fitted(
+        self,
+        work: Callable[[Sequence[Example], Sequence[int]], T],
+        examples: Sequence[Example],
+        groups: Sequence[int],
+        step: int,
+    ) -> Fitted[T]:
+        """Do some work of the step after `step` over the examples that fit into memory."""
+        return run_within_memory(work, examples, groups, self.passes.budget, self.passes.free, step + 1)
+
     def with_late(
         self, step: int, examples: Sequence[Example], groups: Sequence[int]
     ) -> tuple[list[Example], dict[str, float]]:
@@ -146,10 +158,7 @@ class Engine:
         late = [i for i, e in enumerate(marked) if e.late and len(e.sequence.ids) <= longest]
         if not late:
             return marked, {}
-        passes = self.passes
-        fitted = run_within_memory(
-            passes.scores, [marked[i] for i in late], [groups[i] for i in late], passes.budget, passes.free, step + 1
-        )
+        fitted = self._fitted(self.passes.scores, [marked[i] for i in late], [groups[i] for i in late], step)
         logprobs = [fitted.result[n] for n in range(len(fitted.examples))]
         return marked, late_metrics([e.sequence for e in fitted.examples], logprobs, self.config)
 
@@ -166,7 +175,7 @@ class Engine:
         several_updates = len(list(updates_of(groups, self.config, state.step))) > 1
         kl_penalty = 0.0 if self.config.loss.type == "sft" else self.config.loss.kl_penalty
         if several_updates or kl_penalty:
-            scored = run_within_memory(passes.scores, examples, groups, passes.budget, passes.free, state.step + 1)
+            scored = self._fitted(passes.scores, examples, groups, state.step)
             examples, groups = list(scored.examples), scored.groups
             dropped = [*dropped, *scored.dropped]
             if kl_penalty:
@@ -184,13 +193,8 @@ class Engine:
                 continue
             self.model.peft.zero_grad(set_to_none=True)
             try:
-                fitted = run_within_memory(
-                    passes.gradients,
-                    [examples[i] for i in fitting],
-                    [groups[i] for i in fitting],
-                    passes.budget,
-                    passes.free,
-                    state.step + 1,
+                fitted = self._fitted(
+                    passes.gradients, [examples[i] for i in fitting], [groups[i] for i in fitting], state.step
                 )
             except NothingFitsError as error:
                 dropped += error.sequences
@@ -212,14 +216,8 @@ class Engine:
         average = state.average if self.config.distill.teacher == "average" else None
         with nullcontext() if average is None else self.model.with_adapter(average):
             try:
-                fitted = run_within_memory(
-                    self.passes.teacher_logprobs,
-                    [Example(call.sequence, 0.0) for _, call in asked],
-                    [groups[i] for i, _ in asked],
-                    self.passes.budget,
-                    self.passes.free,
-                    state.step + 1,
-                )
+                calls = [Example(call.sequence, 0.0) for _, call in asked]
+                fitted = self._fitted(self.passes.teacher_logprobs, calls, [groups[i] for i, _ in asked], state.step)
             except NothingFitsError:
                 return list(examples)  # the error is logged for each of them
         said = {id(e.sequence): fitted.result[n] for n, e in enumerate(fitted.examples)}

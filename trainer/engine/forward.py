@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from pipeline.config import ConfigError
 from trainer.batches.packing import AttentionSpan, Layout
 from trainer.batches.sampling import restrict
-from trainer.distillation.divergence import reverse_kl
 from trainer.engine.images import ImageInputs, ImageUnusableError
+from trainer.engine.loss import reverse_kl
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.sharding import ShardedModel
 from trainer.engine.tree_attention import planned, use_tree_attention

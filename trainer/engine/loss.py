@@ -9,7 +9,8 @@
 
 Tests compare each with TRL's `GRPOTrainer`.
 
-Shape letters: S sequences, K most trained tokens in one of them, 1 one number for all. Logprobs are in nats.
+Shape letters: S sequences, K most trained tokens in one of them, 1 one number for all; of a teacher: n positions, K
+tokens that its logprobs are known of. Logprobs are in nats.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ class LossInputs:
     """[S, 1], or [S, K] if tokens of a sequence differ."""
     old_SK: torch.Tensor
     """Logprobs by the policy that the probability ratio compares with."""
-    sampled_SK: torch.Tensor
-    """Recorded logprobs by the sampler; NaN where none is known."""
     weights: torch.Tensor | None
     """Importance weights, [S, 1] or [S, K]: the policy before the step over the sampler. `None`: not corrected."""
     reference_SK: torch.Tensor | None
@@ -59,17 +58,12 @@ def policy_loss(
     if config.importance_level == "sequence":
         ratio = _mean(log_ratio_SK, given.mask_SK).exp()
     terms, metrics = _surrogate(config, given, logprobs_SK, ratio)
-    if config.off_policy_mask is not None:  # DeepSeek-V3.2, arXiv 2512.02556
-        drift_SK = torch.nan_to_num(given.sampled_SK - logprobs_SK.detach(), nan=0.0)
-        kept = (given.advantages >= 0) | (_mean(drift_SK, given.mask_SK) <= config.off_policy_mask)
-        terms = terms * kept
     if given.weights is not None:
         terms = terms * given.weights
     if given.reference_SK is not None:  # the k3 estimate of J. Schulman, "Approximating KL divergence" (2020)
         difference_SK = given.reference_SK - logprobs_SK
-        metrics["kl"] = difference_SK.exp() - difference_SK - 1
-        if config.kl_unbiased:  # DeepSeek-V3.2
-            metrics["kl"] = metrics["kl"] * ratio
+        # With the ratio its gradient is that of the reverse KL divergence (DeepSeek-V3.2, arXiv 2512.02556).
+        metrics["kl"] = (difference_SK.exp() - difference_SK - 1) * ratio
         terms = terms + config.beta * metrics["kl"]
     sums_S = (terms * given.mask_SK).sum(-1)
     match config.type:
@@ -96,16 +90,33 @@ def _surrogate(
         clipped = (ratio > bound) & positive
         return -ratio.clamp(max=bound).detach() * advantages * logprobs_SK, {"cispo_clip_ratio": clipped}
     low, high = (1 - config.epsilon, 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high))
-    free = ratio if config.delta is None else ratio.clamp(max=config.delta)  # INTELLECT-2, arXiv 2505.07291
-    below, above = (free < low) & (advantages < 0), (free > high) & positive
+    below, above = (ratio < low) & (advantages < 0), (ratio > high) & positive
     metrics = {"clip_ratio/low_mean": below, "clip_ratio/high_mean": above, "clip_ratio/region_mean": below | above}
-    return -torch.minimum(free * advantages, ratio.clamp(low, high) * advantages), metrics
+    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
 def supervised_loss(given: LossInputs, logprobs_SK: torch.Tensor) -> torch.Tensor:
     """Return this pass's part of the mean negative logprob of the batch's trained tokens, weighted with the rewards in
     `advantages`."""
     return -(given.advantages * logprobs_SK * given.mask_SK).sum() / max(given.tokens, 1)
+
+
+_MOST = -1e-7
+"""Largest logprob of the K tokens together, so that the last bin is never empty."""
+
+
+def with_tail(logprobs_nK: torch.Tensor) -> torch.Tensor:
+    """Append the logprob of all other tokens together, [n, K + 1]."""
+    together_n1 = torch.logsumexp(logprobs_nK, -1, keepdim=True).clamp(max=_MOST)
+    return torch.cat([logprobs_nK, torch.log(-torch.expm1(together_n1))], -1)
+
+
+def reverse_kl(policy_nK: torch.Tensor, teacher_nK: torch.Tensor, *, tail: bool) -> torch.Tensor:
+    """Return KL(policy || teacher) in nats, [n], from logprobs of the same K tokens. Without `tail` the K tokens are
+    the whole vocabulary."""
+    if tail:
+        policy_nK, teacher_nK = with_tail(policy_nK), with_tail(teacher_nK)
+    return (policy_nK.exp() * (policy_nK - teacher_nK)).sum(-1)
 
 
 def importance_weights(

@@ -55,7 +55,7 @@ def inputs_of(
             of_sequences_S1 = importance_weights(old_SK, sampled, mask, "sequence_truncate", *bounds)
             late_S1 = torch.tensor([[e.late] for e in examples], device=device)
             weights = torch.where(late_S1, of_sequences_S1, weights)
-    return LossInputs(mask, advantages, old_SK, sampled, weights, reference_SK, sequences, tokens)
+    return LossInputs(mask, advantages, old_SK, weights, reference_SK, sequences, tokens)
 
 
 def _advantages(examples: Sequence[Example], old_SK: torch.Tensor, config: TrainerConfig) -> torch.Tensor:

@@ -35,26 +35,15 @@ from pipeline.config import TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch, Packing
-from trainer.engine.budget import PassTooLargeError, is_out_of_memory
+from trainer.engine.fitting import PassTooLargeError, is_out_of_memory
 from trainer.engine.state import Weights
 
 logger = get_logger("trainer.engine.parallel")
 
 T = TypeVar("T")
 
-_OF_TORCHRUN = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "ROLE_NAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+_OF_TORCHRUN = {f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")}
+_OF_TORCHRUN |= {"ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
 """Environment variables of the processes that torchrun starts."""
 _CPU = torch.device("cpu")
 _JOB_TIMEOUT = timedelta(days=365)
@@ -227,15 +216,5 @@ def launch(processes: int, arguments: list[str]) -> NoReturn:
         at = arguments.index("--ready-fd") + 1
         os.dup2(int(arguments[at]), 0)
         arguments[at] = "0"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        "-m",
-        "trainer",
-        *arguments,
-    ]
-    os.execv(sys.executable, command)  # noqa: S606 - no shell, and the command is built here
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes} -m trainer".split()
+    os.execv(sys.executable, [sys.executable, *torchrun, *arguments])  # noqa: S606 - no shell, and the command is built here

@@ -20,8 +20,7 @@ from trainer.batches.examples import Example
 from trainer.batches.packing import Cost, MicroBatch, Packing, micro_batches, sharing_pays
 from trainer.distillation import teacher
 from trainer.distillation.teacher import TeacherLogprobs
-from trainer.engine.budget import Budget
-from trainer.engine.fitting import detect_out_of_memory
+from trainer.engine.fitting import Budget, detect_out_of_memory
 from trainer.engine.loss import Sums, means, policy_loss, supervised_loss
 from trainer.engine.loss_inputs import distillation_loss, inputs_of
 from trainer.engine.model import PolicyModel, shape_of

@@ -15,7 +15,7 @@ The sequences are random tokens. They are longer than the sliding window, up to 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from PIL import Image
 from pipeline.config import ConfigError, TrainerConfig
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.packing import Layout, padded, prefix_shared
-from trainer.engine.budget import is_out_of_memory
+from trainer.engine.fitting import is_out_of_memory
 from trainer.engine.forward import attention_spans, mask_formats
 from trainer.engine.images import ImageInputs
 from trainer.engine.model import PolicyModel, shape_of
@@ -209,24 +209,23 @@ def _in_float32(model: PolicyModel) -> Iterator[None]:
     config = model.config
     plain = config.engine == "transformers" and config.memory.quantization == "none" and not model.sharded
     frozen = [*model.peft.parameters(), *model.peft.buffers()] if plain else []
-    before = {id(t): (t, t.dtype) for t in frozen if t.dtype in (torch.bfloat16, torch.float16)}
+    before = [(t, t.dtype) for t in frozen if t.dtype in (torch.bfloat16, torch.float16)]
+
+    def restore() -> None:  # loses nothing: they had these values
+        for tensor, dtype in before:
+            tensor.data = tensor.data.to(dtype)
+
     try:
-        try:
-            for tensor, _ in before.values():
-                tensor.data = tensor.data.float()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            _restore(before)
+        for tensor, _ in before:
+            tensor.data = tensor.data.float()
+    except RuntimeError as error:
+        restore()
+        if not is_out_of_memory(error):
+            raise
+    try:
         yield
     finally:
-        _restore(before)
-
-
-def _restore(before: Mapping[int, tuple[torch.Tensor, torch.dtype]]) -> None:
-    """Take weights back to the types they had, which loses nothing: they had these values."""
-    for tensor, dtype in before.values():
-        tensor.data = tensor.data.to(dtype)
+        restore()
 
 
 def _verify(model: PolicyModel) -> Verified:
@@ -251,38 +250,20 @@ def _verify(model: PolicyModel) -> Verified:
         forward.model.set_attn_implementation("eager")
         rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, forward.trunk.dtype):
-        raise RefusedError(
-            Verified(
-                rows,
-                None,
-                "padded",
-                forward.attention,
-                refused=(
-                    f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's "
-                    f"own by {rows}; trainer.logprob_bound is {logprob_bound_for(config, forward.trunk.dtype):g}"
-                ),
-            )
+        refused = (
+            f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's own by "
+            f"{rows}; trainer.logprob_bound is {logprob_bound_for(config, forward.trunk.dtype):g}"
         )
+        raise RefusedError(Verified(rows, None, "padded", forward.attention, refused=refused))
     packed, why = None, "the engine replaces the attention mask"
     if model.accepts_masks:
         packed, why = _verify_prefix_sharing(model, samples, reference)
+    verified = Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
     if why and config.memory.packing == "prefix":
-        raise RefusedError(
-            Verified(
-                rows,
-                packed,
-                "padded",
-                forward.attention,
-                why,
-                refused=(
-                    f"trainer.memory.packing: prefixes can't be shared with {model.base} ({name}): {why}; use `padded` "
-                    "or `auto`"
-                ),
-            )
-        )
+        refused = f"prefixes can't be shared with {model.base} ({name}): {why}; use `padded` or `auto`"
+        raise RefusedError(replace(verified, refused=f"trainer.memory.packing: {refused}"))
     if why:
         logger.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
-    verified = Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
     return verified if model.images is None else replace(verified, images=_verify_images(model, model.images))
 
 

@@ -9,24 +9,18 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | `view` | what a view is |
 | `rollouts` | runs, calls, messages |
 | `groups` | groups, verdicts, rewards, signals, people's labels, the cost of judging |
-| `training` | checkpoints, delivery, lineage, staleness, steps |
-| `evaluations` | evaluations on held-out tasks |
+| `training` | checkpoints, delivery, lineage, staleness, steps, whether the training reward moved |
+| `evaluations` | evaluations on held-out tasks; shadow calls: an apprentice beside an outside model |
 | `spending` | what learning cost and gained, who waits for whom, what runs cost, what an apprentice is worth |
-| `progress` | whether the training reward moved |
-| `alarms` | alarms |
-| `shadows` | shadow calls: an apprentice beside an outside model |
-| `losses` | runs that wait, runs that never trained, dead letters |
+| `losses` | runs that wait, runs that never trained, dead letters, alarms |
 """
 
-from store.reading.views.alarms import ALARMS
-from store.reading.views.evaluations import EVALUATION_TASKS, EVALUATIONS
+from store.reading.views.evaluations import EVALUATION_TASKS, EVALUATIONS, SHADOWS
 from store.reading.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, SIGNALS, VERDICTS
-from store.reading.views.losses import DEAD, STARVATION, WAITING
-from store.reading.views.progress import PROGRESS
+from store.reading.views.losses import ALARMS, DEAD, STARVATION, WAITING
 from store.reading.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
-from store.reading.views.shadows import SHADOWS
 from store.reading.views.spending import COSTS, SPENDING, TAKEOVERS, UTILIZATION
-from store.reading.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, STALENESS, STEPS
+from store.reading.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, PROGRESS, STALENESS, STEPS
 from store.reading.views.view import View
 
 VIEWS: tuple[View, ...] = (  # each after the views that it reads

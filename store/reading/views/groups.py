@@ -24,7 +24,6 @@ GROUPS = View(
         "discarded": "Number of its trajectories that are not trained, before or after the scoring.",
         "reason": "Reason of the discard that covers most of them; null if none was discarded.",
         "decided_by": "Service that made this discard.",
-        "decided_at": "When the group was scored, or else discarded, UTC.",
         "stream_seq": "Sequence of the event in GROUPS.",
     },
     # Two parts in place of a full join, through which no condition on a column would reach the files. `discarded` is
@@ -106,13 +105,7 @@ REWARDS = View(
 JUDGE_COST = View(
     "judge_cost",
     "The cost of judging, by day and judge.",
-    {
-        "day": "Day, UTC.",
-        "verdicts": "Number of verdicts.",
-        "cost_usd": "Their cost.",
-        "mean_latency_s": "Mean seconds of a verdict.",
-        "retries": "Calls beyond the first, summed over the verdicts.",
-    },
+    {"retries": "Calls beyond the first, summed over the verdicts."},
     """
         WITH each AS (SELECT "at", project, model, judge, unnest(verdicts) AS said FROM group_scored)
         SELECT "at"::DATE AS day, project, model, judge, said.judge_model AS judge_model, said.rubric AS rubric,
@@ -130,7 +123,6 @@ SIGNALS = View(
     {
         "call": "Number of the call that it is about; -1: the whole run.",
         "given_by": "Name of the API key that gave it; empty where there are no keys.",
-        "given_at": "When, UTC.",
         "stream_seq": "Sequence in ROLLOUTS.",
     },
     """
@@ -147,7 +139,6 @@ LABELS = View(
     {
         "score": "The person's score.",
         "given_by": "Name of the API key that gave it; empty where there are no keys.",
-        "given_at": "When, UTC.",
         "judge_model": "Model that judged; `agent` where the agents' rewards were used; null where no judge scored it.",
         "judge_score": "Mean score by that judge on branch `main`.",
     },

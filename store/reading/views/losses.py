@@ -1,8 +1,9 @@
-"""Views of what was not used, yet or ever: runs that wait, runs that never trained, events that no consumer used."""
+"""Views of what was not used, yet or ever: runs that wait, runs that never trained, events that no consumer used; and
+of alarms."""
 
 from __future__ import annotations
 
-from pipeline.events import DeadLettered, GroupDiscarded
+from pipeline.events import AlarmChanged, DeadLettered, GroupDiscarded
 from store.reading.views.view import View
 
 WAITING = View(
@@ -12,7 +13,6 @@ WAITING = View(
     {
         "group_id": "Its group; a run without one is a group with the run's id.",
         "reward": "Reward that the agent reported; null if none.",
-        "completed_at": "When the run ended, UTC.",
     },
     """
         WITH ended AS (
@@ -37,7 +37,6 @@ STARVATION = View(
         "dropped_by": "Service that discarded the group; `agent` for an outcome.",
         "duration_s": "Duration of the run; if unknown, that of the longest run of its group.",
         "duration": "Range of `duration_s`: `<1s`, `<10s`, `<1m`, `<10m`, `<1h`, `>=1h`.",
-        "dropped_at": "When it was dropped, UTC.",
     },
     """
         WITH dropped AS (
@@ -68,7 +67,6 @@ DEAD = View(
         "dead_seq": "Sequence in DEAD, which `journeywork dead` takes.",
         "subject": "Subject of the event in that stream.",
         "reason": "`undecodable`, `unstorable`, `max_deliver`, `ended_service`, …",
-        "dead_at": "When it was given up, UTC.",
     },
     """
         SELECT log_seq AS dead_seq, stream, stream_seq, original_subject AS subject, consumer, reason, detail,
@@ -76,4 +74,17 @@ DEAD = View(
         FROM dead_letter
         """,
     sources=(DeadLettered,),
+)
+
+
+ALARMS = View(
+    "alarms",
+    "One row per alarm that began. `journeywork docs` says what each means.",
+    {"cleared_at": "When it ended, UTC; null while it holds."},
+    """
+        SELECT project, model, alarm, about, arg_max(value, log_seq) AS value, arg_max(threshold, log_seq) AS threshold,
+          arg_max(detail, log_seq) AS detail, since, max("at") FILTER (state = 'cleared') AS cleared_at
+        FROM policy_alarm GROUP BY project, model, alarm, about, since
+        """,
+    sources=(AlarmChanged,),
 )

@@ -19,9 +19,6 @@ TRAJECTORIES = View(
         "metadata": "Metadata of the opening and of the end, JSON; if both have a key, the end's value counts.",
         "exchanges": "Number of exchange events; null while open.",
         "cost_usd": "What providers charged for its calls, as far as it is known; null while open.",
-        "opened_at": "When the run began, UTC.",
-        "completed_at": "When the run ended, UTC; null while open.",
-        "duration_s": "Seconds from `opened_at` to `completed_at`.",
         "stream_seq": "Sequence of its `rollout.completed` in ROLLOUTS.",
     },
     # Two parts in place of a full join, through which no condition on a column would reach the files.
@@ -58,10 +55,6 @@ EXCHANGES = View(
     "exchanges",
     "One row per model call and choice, with the exact tokens.",
     {
-        "prompt_tokens": "Length of `prompt_ids`.",
-        "started_at": "When the request came, UTC.",
-        "ended_at": "When the reply was complete, UTC.",
-        "latency_s": "Seconds from `started_at` to `ended_at`.",
         "first_token_s": "Seconds to the first token; null where the reply was not streamed.",
         "prompt": "Id of the promoted prompt that the model saw in place of the agent's; null if none.",
         "copied_from": "`<trajectory>/<seq>` of the call that this one is a copy of; null if it was made in this run.",
@@ -92,7 +85,6 @@ MESSAGES = View(
         "content": "Text; JSON where it has parts.",
         "tool_calls": "Tool calls, JSON; null where there are none.",
         "is_reply": "Whether it is the reply.",
-        "ended_at": "When the call ended, UTC.",
     },
     """
         WITH sent AS (

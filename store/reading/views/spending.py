@@ -37,22 +37,25 @@ _SERVED = f"""served AS (
         )"""
 """SQL of a table of the seconds that inference servers took for a run, by version."""
 
+_FINAL = """final AS (
+          SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
+          WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
+        )"""
+"""SQL of a table of the newest rewards for training."""
+
 
 SPENDING = View(
     "spending",
-    "What was spent until each step of branch `main`, since the step before, and the success on held-out tasks. The "
-    "last row of a model, without a version, is what was spent since its newest step.",
+    "What was spent until each step of branch `main`, since the step before, and the success on held-out tasks; "
+    "`total_…`: of the step and all before it. The last row of a model, without a version, is what was spent since its "
+    "newest step.",
     {
         "version": "The step's version; null for what was spent since the newest step.",
-        "published_at": "When the step was published, UTC.",
         "judge_usd": "Cost of the verdicts on groups, of all branches, and on single answers.",
         "train_gpu_s": "Seconds of the steps, times `trainer.processes`.",
         "serve_gpu_s": "Seconds in which an inference server answered a call, or several at once, shadow calls too. A "
         "GPU that trainer and server share is counted for both.",
         "sampled_tokens": "Tokens that were sampled in runs that ended.",
-        "total_usd": "`judge_usd` of this step and all before it.",
-        "total_gpu_s": "`train_gpu_s` and `serve_gpu_s` of this step and all before it.",
-        "total_tokens": "`sampled_tokens` of this step and all before it.",
         "held_out": "Mean reward of the version's validation runs; of a model that has none, of its evaluation on the "
         "scenarios that were evaluated last. Null where the version has neither.",
         "gain": "`held_out` minus that of the first version that has one, which may be step 0.",
@@ -147,11 +150,8 @@ COSTS = View(
     "answered by several versions counts in the row of each.",
     {
         "version": "`<model>@<step>`, or `outside:<name>` where a provider's model answered.",
-        "day": "Day on which the runs were opened, UTC.",
         "outcome": "`scored`, `no_result` or `masked`; `open` while the run has not ended.",
-        "runs": "Number of runs.",
         "solved": f"Number of scored runs whose final reward is {SOLVED} or more.",
-        "calls": "Number of model calls.",
         "input_tokens": "Tokens of the prompts, cached ones included; of a provider by its own count.",
         "gpu_s": "Seconds of inference servers that answered them. Calls that a server answers at the same time share "
         "its seconds.",
@@ -170,10 +170,7 @@ COSTS = View(
             coalesce(sum(cost_usd), 0) AS cost_usd,
             count(*) FILTER (step < 0 AND choice = 0 AND cost_usd IS NULL) AS unpriced
           FROM rollout_exchange WHERE copied_from = '' GROUP BY ALL
-        ), {_SERVED}, final AS (
-          SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
-          WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
-        ), summed AS (
+        ), {_SERVED}, {_FINAL}, summed AS (
           SELECT s.project, s.model, s.version, t.task, t.opened_at::DATE AS day, t.outcome, count(*) AS runs,
             count(*) FILTER (t.outcome = 'scored' AND coalesce(f.reward, t.reward) >= {SOLVED}) AS solved,
             sum(s.calls)::BIGINT AS calls, sum(s.input_tokens)::BIGINT AS input_tokens,
@@ -201,12 +198,10 @@ TAKEOVERS = View(
         "side": "`apprentice` or `master`: whose run it is, from its opening on.",
         "version": "The apprentice's version that a decision gave the run; null if none.",
         "reward": "The final reward of a scored run; null where none is known.",
-        "calls": "Number of calls that were answered.",
         "apprentice_calls": "Those that the apprentice answered.",
         "unsure_calls": "Answers of the apprentice that were not shown, because its mean logprob was too low.",
         "instead_calls": "Calls that the master answered in a run of the apprentice: it was unsure, or did not answer.",
         "cost_usd": "What providers charged, and the time of inference servers at the price `store.gpu_usd_h`.",
-        "opened_at": "When the run began, UTC.",
     },
     f"""
         WITH names AS (SELECT DISTINCT project, asked AS name FROM rollout_opened WHERE asked <> ''), {_SERVED},
@@ -219,10 +214,7 @@ TAKEOVERS = View(
             count(*) FILTER (status = 'complete' AND step < 0) AS master_calls,
             coalesce(sum(cost_usd), 0) AS cost_usd
           FROM rollout_exchange WHERE choice = 0 AND copied_from = '' GROUP BY ALL
-        ), final AS (
-          SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
-          WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
-        )
+        ), {_FINAL}
         SELECT n.project, n.name AS model, if(o.model = n.name, 'master', 'apprentice') AS side,
           nullif(o.pinned, '') AS version, o.trajectory, t.task, t.group_id, t.split, t.outcome,
           if(t.outcome = 'scored', coalesce(f.reward, t.reward), NULL) AS reward, coalesce(s.calls, 0) AS calls,

@@ -1,10 +1,10 @@
-"""Views of training: checkpoints, their delivery, and what they learned from."""
-
+"""Views of training: checkpoints, their delivery, what they learned from, and whether the reward moved."""
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this package
 
 from __future__ import annotations
 
 from pipeline.events import CheckpointPublished, PolicyLoaded
+from pipeline.statistics.progress import MOST_STEPS, SHARE
 from store.reading.views.view import NEVER, View
 
 CHECKPOINTS = View(
@@ -26,8 +26,6 @@ ADAPTERS = View(
     "replica.",
     {
         "replica": "Inference server that loaded it; null where none has.",
-        "published_at": "When the checkpoint was published, UTC; null for a version that this log did not publish.",
-        "loaded_at": "When the replica could serve it, UTC.",
         "delay_s": "Seconds from `published_at` to `loaded_at`.",
         "digest_matches": "Whether the loaded adapter is the published one.",
     },
@@ -65,7 +63,6 @@ LINEAGE = View(
     "A checkpoint's groups, trajectories, exchanges and verdicts: one row per exchange that it was trained on. A "
     "checkpoint that was made of something else, such as a data set, has one row, with its `source`.",
     {
-        "version": "Checkpoint.",
         "group_id": "Group that it was trained on.",
         "group_seq": "Sequence of the group in GROUPS.",
         "verdicts": "Each judge's verdict on the run (call -1) or on a call: judge_model, rubric, score, explanation.",
@@ -102,7 +99,6 @@ STALENESS = View(
     "staleness",
     "How old the trained trajectories were: one row per trajectory and checkpoint.",
     {
-        "version": "Checkpoint.",
         "staleness_min": "Steps between the newest version that sampled in the run and the one that was trained from.",
         "staleness_max": "Steps between the oldest version that sampled in the run and the one that was trained from.",
         "wait_s": "Seconds from the group's scoring to the checkpoint.",
@@ -121,15 +117,11 @@ STEPS = View(
     "One row per optimizer step: its batch and its results.",
     {
         "version": "Version that the step made.",
-        "groups": "Number of groups.",
-        "trajectories": "Number of scored trajectories.",
-        "reward_mean": "Mean reward of these trajectories.",
         "reward_mean_all": "Mean reward of all training runs that were scored after the newest group of the step "
         "before, up to the newest of this step. It includes groups that were not trained because their rewards were "
         "equal.",
         "mean_staleness": "Mean over the trajectories of the steps between the oldest version that sampled and the one "
         "that was trained from.",
-        "duration_s": "Seconds from the step's begin to its publishing.",
     },
     """
         WITH stepped AS (
@@ -152,5 +144,36 @@ STEPS = View(
           a.reward_mean_all, s.mean_staleness, s.duration_s, s.metrics, s.published_at
         FROM stepped s LEFT JOIN counted a
           ON a.project = s.project AND a.model = s.model AND a.branch = s.branch AND a.version = s.version
+        """,
+)
+
+
+def _block(name: str, condition: str) -> str:
+    aggregates = {"mean": "avg", "variance": "var_samp", "least": "min", "greatest": "max"}
+    return f"count(*) FILTER ({condition}) AS {name}_groups, " + ", ".join(
+        f"{function}(reward) FILTER ({condition}) AS {name}_{column}" for column, function in aggregates.items()
+    )
+
+
+PROGRESS = View(
+    "progress",
+    "Whether the training reward moved: one row per model and branch, with the scored groups that the first versions "
+    f"sampled and those that the last versions sampled: a fifth of the versions each, at most {MOST_STEPS}. Of the "
+    "groups' mean rewards it has number, mean, sample variance, least and greatest.",
+    {"first_step": "The first step that sampled a training group; 0 is the base model.", "last_step": "The last one."},
+    f"""
+        WITH played AS (
+          SELECT project, model, branch, group_id, max(last_step) AS step, avg(reward) AS reward FROM rewards
+          WHERE split = 'train' AND outcome = 'scored' AND NOT offline AND last_step IS NOT NULL AND isfinite(reward)
+          GROUP BY ALL
+        ), spans AS (
+          SELECT project, model, branch, min(step) AS first_step, max(step) AS last_step,
+            least({MOST_STEPS}, (max(step) - min(step)) // {SHARE} + 1) AS width
+          FROM played GROUP BY ALL
+        )
+        SELECT project, model, branch, first_step, last_step,
+          {_block("first", "step < first_step + width")},
+          {_block("last", "step > last_step - width")}
+        FROM played JOIN spans USING (project, model, branch) GROUP BY ALL
         """,
 )

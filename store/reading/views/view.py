@@ -31,7 +31,6 @@ _COMMON = {
     "seq": "Number of the call in its run, from 0.",
     "choice": "Index of the choice, where the client asked for several.",
     "policy_version": "Policy version that sampled, `<model>@<step>`.",
-    "sampled_tokens": "Number of sampled tokens.",
     "judge": "Hash of the judge configuration that scored it.",
     "judge_model": "Model that judged; `agent` where the agents' rewards were used.",
     "rubric": "Name of the rubric.",
@@ -41,8 +40,6 @@ _COMMON = {
     "batch_id": "Hash of parent, groups and training settings.",
     "trace_id": "Trace of the run, where it was traced.",
     "replica": "Inference server.",
-    "scored_at": "When the group was scored, UTC.",
-    "published_at": "When the checkpoint was published, UTC.",
     "metrics": "Metrics of the step.",
     "detail": "The reason in words.",
 }
@@ -61,9 +58,7 @@ class View:
     """Events and their parts whose fields are columns under their own names: a field's docstring is the meaning."""
 
     def columns(self, connection: duckdb.DuckDBPyConnection) -> dict[str, str]:
-        """Return the meaning of each column, in order; empty for a field whose name says it all. Raises `KeyError`
-        where a column has none."""
-        fields = [field for source in self.sources for field in schema.documented(source)]
-        known = {field.name: "" for field in fields} | _COMMON
-        known |= {field.name: schema.meaning(field) for field in fields if schema.meaning(field)} | self.meanings
-        return {name: known[name] for name in connection.view(self.name).columns}
+        """Return the meaning of each column, in order; empty where its name says it all."""
+        fields = {f.name: schema.meaning(f) for source in self.sources for f in schema.documented(source)}
+        known = _COMMON | {name: meaning for name, meaning in fields.items() if meaning} | self.meanings
+        return {name: known.get(name, "") for name in connection.view(self.name).columns}

@@ -8,7 +8,6 @@ of a page comes from `store.reading`.
 | `labels` | a person's scores, from the form of a group's page, as feedback |
 | `gateway` | calls to the gateway's API in the name of the user |
 | `access` | who may see the pages: keys, sessions, host names, headers |
-| `errors` | the error that a user sees |
 
 `templates/` are Jinja templates. `static/` holds the style, a little JavaScript, and two vendored libraries (htmx,
 uPlot) with their licences. Pages load nothing from elsewhere.

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from pipeline.config import Config, ConfigError
 from pipeline.security.host_names import is_loopback, name_in_host
 from pipeline.security.key_file import checked, expires_at, read_keys
-from store.showing.dashboard.errors import PageError, SignInError
+from store.showing.pages.errors import PageError, SignInError
 
 COOKIE = "journeywork_session"
 _SESSION_S = 12 * 3600.0

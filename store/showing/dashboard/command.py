@@ -19,9 +19,8 @@ from pipeline.running.service import until_signalled
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
 from store.lake.storage import StoreError
-from store.showing.dashboard.errors import ListenError
 from store.showing.dashboard.server import SECTIONS
-from store.showing.dashboard.service import serve
+from store.showing.dashboard.service import ListenError, serve
 
 
 def _port(text: str) -> int:

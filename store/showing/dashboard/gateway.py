@@ -13,7 +13,7 @@ import anyio.to_thread
 from pipeline.config import Config
 from pipeline.running.gateway_api import GatewayApi, GatewayError
 from pipeline.running.state import read_state
-from store.showing.dashboard.errors import PageError
+from store.showing.pages.errors import PageError
 
 _READ_S = 2.0
 ACTIONS = ("promote", "pin", "rollback", "split", "follow")

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from store.showing.dashboard.errors import PageError
+from store.showing.pages.errors import PageError
 
 
 def bodies(form: Mapping[str, str]) -> dict[str, dict[str, Any]]:

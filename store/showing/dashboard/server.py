@@ -29,10 +29,9 @@ from pipeline.running.installations import installation_settings, installations_
 from store.lake.storage import StoreError
 from store.showing.dashboard import labels
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
-from store.showing.dashboard.errors import PageError, SignInError
 from store.showing.dashboard.gateway import ACTIONS, Gateway
 from store.showing.pages import checkpoints, events, groups, judge, overview, shadows, texts, trajectories, what_if
-from store.showing.pages.errors import ReadingError
+from store.showing.pages.errors import PageError, SignInError
 from store.showing.pages.history import History
 
 _HERE = Path(__file__).parent
@@ -111,7 +110,6 @@ class Dashboard:
             middleware=[Middleware(_Guard, access=access)],
             exception_handlers={
                 PageError: self._failed,
-                ReadingError: self._failed,
                 StoreError: self._failed,
                 duckdb.Error: self._failed,
                 404: self._failed,

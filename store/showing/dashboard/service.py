@@ -13,11 +13,14 @@ from pipeline.config import Config
 from pipeline.running.ports import host_and_port, http_url
 from pipeline.running.service import Ready
 from store.showing.dashboard.access import Access
-from store.showing.dashboard.errors import ListenError
 from store.showing.dashboard.server import make_app
 
 _STOP_S = 2
 """Time that running requests get when the service stops."""
+
+
+class ListenError(Exception):
+    """The dashboard cannot listen on its address. The message says why, and what to do."""
 
 
 class _Server(uvicorn.Server):

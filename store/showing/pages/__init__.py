@@ -17,7 +17,7 @@
 | `lists` | filters, order and paging of lists |
 | `chat` | requests and replies of calls, as they are recorded |
 | `texts` | values as text, rows as JSON |
-| `errors` | what a reader asked for and can't get |
+| `errors` | the errors that a user sees |
 
 A function of these modules takes the history, the name of what it reads (if it reads one thing) and a query: filters
 and order by name. It returns a dictionary that pages render and that `.json` addresses return.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from store.showing.pages.errors import NotFoundError
+from store.showing.pages.errors import PageError
 from store.showing.pages.groups import add_tasks
 from store.showing.pages.history import History
 from store.showing.pages.intervals import SAMPLE, with_intervals
@@ -67,7 +67,7 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
     model, _, number = name.rpartition("@")
     step = as_step(number)
     if step is None:
-        raise NotFoundError(f"{name[:80]!r} is no version: it is written <model>@<step>.")
+        raise PageError(404, f"{name[:80]!r} is no version: it is written <model>@<step>.")
     selection = {"version": name, "branch": branch_of(query), "step": step, "model": model}
     row = history.row("SELECT * FROM checkpoints WHERE version = $version AND branch = $branch", selection)
     sampled = with_intervals(history.rows(_SAMPLED, selection))
@@ -75,7 +75,7 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
         "SELECT version, branch FROM checkpoints WHERE parent = $version ORDER BY step, branch", selection
     )
     if row is None and not sampled and not children:
-        raise NotFoundError(f"There is no checkpoint {name!r} on branch {selection['branch']!r} of this history.")
+        raise PageError(404, f"There is no checkpoint {name!r} on branch {selection['branch']!r} of this history.")
     learned = history.rows(_LEARNED, selection)
     add_tasks(history, learned)
     return {

@@ -1,21 +1,15 @@
-"""What a reader asked for and can't get. The messages are for users."""
+"""The errors that a user of the dashboard sees."""
 
 from __future__ import annotations
 
 
-class ReadingError(Exception):
-    """Base of these errors. `status`: that of an HTTP answer."""
+class PageError(Exception):
+    """A request that is refused or that fails: an HTTP status, and a sentence that says what to do."""
 
-    status = 500
-
-
-class NotFoundError(ReadingError):
-    """The history has no such thing."""
-
-    status = 404
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-class InvalidQueryError(ReadingError):
-    """A filter, an order or a number of a page has a value that it can't have."""
-
-    status = 400
+class SignInError(PageError):
+    """A request of nobody who has signed in."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.events import schema
 from store.reading.sql import table_name
-from store.showing.pages.errors import NotFoundError
+from store.showing.pages.errors import PageError
 from store.showing.pages.history import History
 from store.showing.pages.lists import Query, as_step
 
@@ -17,11 +17,11 @@ def event(history: History, name: str, query: Query) -> dict[str, Any]:
     tag, _, number = name.rpartition("/")
     sequence = as_step(number)
     if tag not in schema.tables() or sequence is None:
-        raise NotFoundError(f"{name[:80]!r} is no event: it is written <type>/<sequence in its stream>.")
+        raise PageError(404, f"{name[:80]!r} is no event: it is written <type>/<sequence in its stream>.")
     rows = history.rows(
         f"SELECT * FROM {table_name(tag)} WHERE log_seq = $sequence ORDER BY log_at",  # noqa: S608 - a known table
         {"sequence": sequence},
     )
     if not rows:
-        raise NotFoundError(f"There is no event {tag} with sequence {sequence} in this history.")
+        raise PageError(404, f"There is no event {tag} with sequence {sequence} in this history.")
     return {"tag": tag, "sequence": sequence, "events": rows}

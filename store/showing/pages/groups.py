@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from pipeline.events import GroupDiscarded
 from store.showing.pages import chat
-from store.showing.pages.errors import NotFoundError
+from store.showing.pages.errors import PageError
 from store.showing.pages.history import History, Row
 from store.showing.pages.lists import TASK_OR_GROUP, Query, branch_of, listed, numbered, one_of
 from store.showing.pages.overview import branches
@@ -87,7 +87,7 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
     models = [{key: row[key] for key in ("project", "model")} for row in (*scored, *played)]
     of = next((m for m in models if all(query.get(key) in (None, "", m[key]) for key in m)), None)
     if of is None:
-        raise NotFoundError(f"There is no group {name!r} in this history, or none of this model.")
+        raise PageError(404, f"There is no group {name!r} in this history, or none of this model.")
     selection = {**named, **of}
     runs = {row["trajectory"]: row for row in played if of.items() <= row.items()}
     scored = [row for row in scored if of.items() <= row.items()]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import date
 from typing import Any
 
-from store.showing.pages.errors import InvalidQueryError
+from store.showing.pages.errors import PageError
 from store.showing.pages.history import History, Row
 
 Query = Mapping[str, str]
@@ -39,19 +39,19 @@ def listed(
     it is sorted, and the rest read afterwards. `choices`: the values that a filter can have, for filters that have few.
     `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
     `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`.
-    Raises `InvalidQueryError` for a parameter with another value."""
+    Raises `PageError` for a parameter with another value."""
     sort = query.get("sort") or "-" + next(iter(columns))
     column, down = sort.removeprefix("-"), sort.startswith("-")
     if column not in columns:
-        raise InvalidQueryError(f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{column[:40]} and so on.")
+        raise PageError(400, f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{column[:40]} and so on.")
     used = {name: value for name in conditions if (value := query.get(name, "").strip())}
     for name, allowed in (choices or {}).items():
         if name in used and used[name] not in allowed:
-            raise InvalidQueryError(f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
+            raise PageError(400, f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
     for name in _FORMS.keys() & used.keys():
         parse, what = _FORMS[name]
         if (value := parse(used[name])) is None:
-            raise InvalidQueryError(f"{name}={used[name][:40]!r}: write {what}.")
+            raise PageError(400, f"{name}={used[name][:40]!r}: write {what}.")
         used[name] = str(value)  # the database reads fewer forms
     where = " AND ".join(conditions[name] for name in used) or "true"
     page = _page(query)
@@ -90,7 +90,7 @@ def numbered(values: Iterable[str]) -> dict[str, str]:
 def _page(query: Query) -> int:
     text = query.get("page") or "0"
     if not (text.isascii() and text.isdigit() and len(text) < 5 and int(text) <= _LAST_PAGE):
-        raise InvalidQueryError(f"page={text[:40]!r}: write a number from 0 to {_LAST_PAGE}. Filters shorten a list.")
+        raise PageError(400, f"page={text[:40]!r}: write a number from 0 to {_LAST_PAGE}. Filters shorten a list.")
     return int(text)
 
 

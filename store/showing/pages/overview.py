@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from store.showing.pages.errors import NotFoundError
+from store.showing.pages.errors import PageError
 from store.showing.pages.history import History
 from store.showing.pages.intervals import SAMPLE, with_intervals
 from store.showing.pages.lists import Query, branch_of
@@ -163,14 +163,14 @@ def numbers(history: History, query: Query) -> dict[str, Any]:
 
 
 def selection_of(history: History, query: Query) -> dict[str, Any]:
-    """The model and branch of the address, or the first ones, and the models that there are. Raises a `NotFoundError`
+    """The model and branch of the address, or the first ones, and the models that there are. Raises a `PageError`
     for others."""
     names, branch = models(history), branch_of(query)
     model = query.get("model") or (names[0] if names else "")
     for kind, name, known in (("model", model, names), ("branch", branch, branches(history))):
         if name and name not in known:
             message = f"There is no {kind} {name[:80]!r} in this history; there are: {', '.join(known) or 'none'}."
-            raise NotFoundError(message)
+            raise PageError(404, message)
     return {"model": model, "branch": branch, "models": names}
 
 

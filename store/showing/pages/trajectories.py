@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
 from store.showing.pages import chat
-from store.showing.pages.errors import InvalidQueryError, NotFoundError
+from store.showing.pages.errors import PageError
 from store.showing.pages.history import History, Row
 from store.showing.pages.lists import TASK_OR_GROUP, Query, as_step, listed, numbered, one_of
 
@@ -121,11 +121,11 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     """One trajectory: its messages, and for every call the sampled tokens with logprob, loss mask and version."""
     first = as_step(query.get("from") or "0")
     if first is None:
-        raise InvalidQueryError(f"from={query['from'][:40]!r}: write the number of a call.")
+        raise PageError(400, f"from={query['from'][:40]!r}: write the number of a call.")
     selection = {"trajectory": name, "first": first, "after": first + CALLS}
     run = history.row("SELECT * FROM trajectories WHERE trajectory = $trajectory", selection)
     if run is None:
-        raise NotFoundError(f"There is no trajectory {name!r} in this history. It shows some seconds after it began.")
+        raise PageError(404, f"There is no trajectory {name!r} in this history. It shows some seconds after it began.")
     add_decisions(history, [run])
     calls = history.rows(
         """SELECT * EXCLUDE (prompt_ids) FROM exchanges

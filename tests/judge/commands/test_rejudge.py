@@ -56,7 +56,6 @@ async def test_verdicts_of_another_judge_are_published_on_their_own_branch(
     model = Model(Scorer())
     report = await Rejudge(broker, config, composer(broker, config, model)).run()
     assert (report.rejudged, report.skipped, report.failed, report.gone) == (2, 0, 0, 0)
-    assert report.as_dict()["agreement_with_before"]["kendall_tau"] == -1.0
     found = await groups(broker, 4)
     new = next(g for g in found if g.branch != "main" and g.group == "g1")
     assert isinstance(new, GroupScored)
@@ -202,7 +201,6 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
 
     report = await Rejudge(broker, config, Composer(), branch="b").run()
     assert (report.rejudged, report.failed) == (3, 1)
-    assert report.as_dict()["agreement_with_before"]["groups"] == 2
     scored = {g.group: g for g in await groups(broker, 7) if g.branch == "b"}
     assert {m.trajectory: m.outcome for m in scored["few"].members} == {"few-0": "scored", "few-1": "masked"}
     found = [g for g in await groups(broker, 3, "discarded") if g.by == "rejudge"]

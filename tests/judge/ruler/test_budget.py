@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from judge.ruler.budget import allocate
+from judge.ruler.prompt import allocate
 
 sizes = st.lists(st.integers(0, 10_000), min_size=1, max_size=12)
 

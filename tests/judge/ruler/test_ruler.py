@@ -8,7 +8,6 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
-import msgspec
 import pytest
 
 from judge.errors import UnscoredError
@@ -161,16 +160,6 @@ async def test_a_bonus_of_0_3_for_the_first_position_is_removed_from_the_scores(
     assert abs(mean(gains)) < 0.05
     assert judge.statistics.bias.first_position() == pytest.approx(0.3, abs=0.05)
     assert judge.statistics.as_dict()["groups"] == 50
-
-
-async def test_a_restarted_judge_learns_the_position_bias_from_its_verdicts() -> None:
-    judge, after = ruler(Model(Scorer(first_bonus=0.3))), ruler(Model(Scorer()))
-    for number in range(10):
-        _, verdicts = await judge.judge([transcript(f"g{number}-{i}", f"quality={i / 10}") for i in range(5)])
-        after.learn(verdicts)
-        after.learn([msgspec.structs.replace(v, rubric_hash="other") for v in verdicts])
-    assert after.statistics.bias.effects(5) == pytest.approx(judge.statistics.bias.effects(5))
-    assert after.statistics.groups == 10
 
 
 async def test_a_long_shared_beginning_is_counted_and_sent_once() -> None:

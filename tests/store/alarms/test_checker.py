@@ -10,8 +10,7 @@ import pytest
 from pipeline.config import AlarmsConfig, Config, NatsConfig
 from pipeline.events import AlarmChanged
 from pipeline.log.broker import Broker
-from store.alarms.checker import Checker
-from store.alarms.reading import Condition
+from store.alarms.checker import Checker, Condition
 from store.lake.lake import open_lake
 from store.reading import sql
 from tests.store.alarms.kit import changes, letters, steps

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import AlarmsConfig, Config
 from pipeline.events import Event, GroupScored, Member
-from store.alarms.reading import Condition, evaluate, measured_tables
+from store.alarms.checker import Condition, evaluate, measured_tables
 from store.alarms.table import BY_NAME
 from store.reading import sql
 from tests.store.alarms.kit import GROUPS, SETTINGS, STEPS, discarded, groups, steps, unrewarded

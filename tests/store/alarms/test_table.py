@@ -12,8 +12,8 @@ from pipeline.config import AlarmsConfig, BudgetConfig, Config, VllmConfig
 from pipeline.events import Event
 from pipeline.log.health import Fill
 from pipeline.log.unwritten import Unwritten
-from store.alarms.reading import Condition, evaluate, measured_tables, threshold
-from store.alarms.table import ALARMS, BY_NAME
+from store.alarms.checker import Condition, evaluate, measured_tables
+from store.alarms.table import ALARMS, BY_NAME, threshold
 from store.docs import runnable
 from store.reading import sql
 from tests.store.alarms.kit import REPLICA, SETTINGS, STEPS, anchors, cases, costs, letters, loads, passes, steps

@@ -191,7 +191,7 @@ def test_one_validation_reward_does_not_replace_a_best_mean_of_a_hundred() -> No
     assert played(validation, 1, [1.0] * 7) is None  # fewer than best_min_trajectories
     hundred = played(validation, 2, [0.0, 1.0, 1.0, 1.0] * 25)
     assert hundred is not None
-    assert (hundred.step, hundred.reward, hundred.trajectories) == (2, pytest.approx(0.75), 100)
+    assert (hundred.step, hundred.rewards.mean, hundred.rewards.count) == (2, pytest.approx(0.75), 100)
     assert played(validation, 3, [1.0]) == hundred
     assert played(validation, 4, [0.0, *[1.0] * 7]) == hundred  # 0.875 over 8: within chance
     better = played(validation, 5, [0.0, *[1.0] * 99])

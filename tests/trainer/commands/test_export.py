@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from pipeline import config as configuration
 from pipeline.config import LoraConfig, NatsConfig, TrainerConfig
 from pipeline.log.broker import Broker
+from pipeline.statistics.intervals import Sample
 from tests.conftest import VllmServer
 from tests.kits.vision import make_vision_model
 from tests.trainer import kit
@@ -69,7 +70,7 @@ async def test_step_best_exports_the_step_with_the_best_validation_reward(
     with pytest.raises(SystemExit):
         export.main([str(tmp_path / "out"), "--run-dir", str(run_dir), "--step", "best"])
     assert "best.json is damaged" in capsys.readouterr().err
-    checkpoints.set_best(checkpoint.Best(3, 0.5, 4))
+    checkpoints.set_best(checkpoint.Best(3, Sample.of([0.5] * 4)))
     export.main([str(tmp_path / "out"), "--run-dir", str(run_dir), "--step", "best"])
     assert {p.name for p in (tmp_path / "out").iterdir()} == set(checkpoint.ADAPTER_FILES)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.distillation.divergence import reverse_kl
+from trainer.engine.loss import reverse_kl
 from trainer.trl_trainers import trl_imports
 
 with trl_imports():

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from trainer.engine.budget import Budget, PassTooLargeError, is_out_of_memory
+from trainer.engine.fitting import Budget, PassTooLargeError, is_out_of_memory
 
 
 def test_out_of_memory_errors_are_recognised_and_can_be_pickled() -> None:

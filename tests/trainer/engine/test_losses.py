@@ -185,8 +185,6 @@ def reference(engine: Engine, args: GRPOConfig, beta: float, examples: list[Exam
             ratio = torch.where((ratio > high) | (ratio < (low or 0.0)), 0.0, ratio)
         inputs["importance_sampling_ratio"] = ratio
         inputs["old_per_token_logps"] = before
-    if args.off_policy_mask_threshold is not None:
-        inputs["sampling_per_token_logps"] = sampled
     loss = trainer.compute_loss(engine.model.peft, inputs)
     loss.backward()
     return float(loss.detach())
@@ -229,9 +227,6 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         )
         for loss_type in ("dapo", "grpo", "bnpo", "cispo", "dr_grpo")
     ),
-    ({"loss.delta": 1.3, "loss.importance_sampling": "none"}, OFF | {"delta": 1.3}),
-    ({"loss.off_policy_mask": 0.01, "loss.importance_sampling": "none"}, OFF | {"off_policy_mask_threshold": 0.01}),
-    ({"loss.off_policy_mask": 0.01}, ON | {"off_policy_mask_threshold": 0.01}),
     ({"loss.importance_clip": 1.2}, ON | {"vllm_importance_sampling_clip_max": 1.2}),
     ({"loss.importance_clip_min": 0.5}, ON | {"vllm_importance_sampling_clip_min": 0.5}),
     (
@@ -251,10 +246,6 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {"loss.max_completion_length": 100, "loss.type": "dr_grpo"},
         ON | {"max_completion_length": 100, "loss_type": "dr_grpo"},
-    ),
-    (
-        {"loss.beta": 0.1, "loss.kl_unbiased": False, "loss.importance_sampling": "none"},
-        OFF | {"use_bias_correction_kl": False},
     ),
 ]
 
@@ -379,7 +370,7 @@ def given(advantages: list[float], width: int, **more: torch.Tensor) -> LossInpu
     row = torch.tensor([[*advantages, *[0.0] * (width - n)]])
     mask = (torch.arange(width) < n).float()[None]
     old = torch.full((1, width), -1.0)
-    inputs: dict[str, Any] = {"old_SK": old, "sampled_SK": old, "weights": None, "reference_SK": None} | more
+    inputs: dict[str, Any] = {"old_SK": old, "weights": None, "reference_SK": None} | more
     return LossInputs(mask, row, **inputs, sequences=1, tokens=n)
 
 

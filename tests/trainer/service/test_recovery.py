@@ -218,9 +218,9 @@ async def test_a_restart_keeps_the_best_checkpoints_statistics(
     assert before is not None
     assert after is not None
     assert worse is not None
-    assert (before.step, before.trajectories, before.reward) == (1, 100, 0.75)
-    assert (after.step, after.trajectories) == (1, 108)
-    assert after.reward == pytest.approx(75 / 108)
+    assert (before.step, before.rewards.count, before.rewards.mean) == (1, 100, 0.75)
+    assert (after.step, after.rewards.count) == (1, 108)
+    assert after.rewards.mean == pytest.approx(75 / 108)
     assert worse.step == 1
 
 

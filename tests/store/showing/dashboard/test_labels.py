@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from store.showing.dashboard.errors import PageError
 from store.showing.dashboard.labels import bodies, correction
+from store.showing.pages.errors import PageError
 
 
 def test_scores_with_comments() -> None:
