@@ -5,10 +5,9 @@ A version that is not needed is retired first (`policy.retired`), and gateways n
 removed earlier: only the newest ones stay. Its checkpoint event
 stays for `retention.policy_days`, since groups that it learned from can be delivered again until then.
 
-These versions are needed: the newest, the best by validation, that of `models.0.start`, which later ones are compared
-with, those that the model's name or a traffic split
-points to and those of the decision before, those that an open trajectory is pinned to, and those that an
-inference server has loaded.
+These versions are needed: the newest, the best by validation, that of `models.0.start` and those that an evaluation
+names, which later ones are compared with, those that the model's name or a traffic split points to and those of the
+decision before, those that an open trajectory is pinned to, and those that an inference server has loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from pipeline import streams
 from pipeline.config import Config
 from pipeline.events import (
     CheckpointPublished,
+    PolicyEvaluated,
     PolicyLoaded,
     PolicyPromoted,
     PolicyRetired,
@@ -41,7 +41,7 @@ from trainer.learner import Learner
 
 logger = get_logger("trainer.retention")
 
-_PolicyEvent = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired
+_PolicyEvent = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired | PolicyEvaluated
 
 _SWEEP_EVERY_S = 3600.0
 _ORPHAN_AGE_S = 3600.0
@@ -79,6 +79,7 @@ class ModelHistory:
         self.retired: dict[tuple[str, str], int] = {}
         """Stream time of the retirement of a version in microseconds, by branch and version."""
         self.loaded = LoadedVersions()
+        self.evaluated: set[str] = set()
 
     def note(self, recorded: LogEntry[_PolicyEvent]) -> None:
         """Take in an event, in the order of the log."""
@@ -94,6 +95,8 @@ class ModelHistory:
                 self.retired.setdefault((event.branch, event.version), recorded.place.at)
             case PolicyLoaded() | PolicyUnloaded() as event:
                 self.loaded.apply(event)
+            case PolicyEvaluated() as event:
+                self.evaluated.add(event.version)
 
     def of_branch(self, branch: str) -> list[Version]:
         """The versions of a branch, oldest first."""
@@ -198,7 +201,7 @@ class Retention:
             for made in decisions.values():
                 for decision in standing_decisions(made)[-2:]:
                     needed |= {v for v in (decision.version, decision.other) if v.startswith(f"{name}@")}
-            needed |= {version for version, _ in self._models[name].loaded.anywhere()}
+            needed |= {version for version, _ in self._models[name].loaded.anywhere()} | self._models[name].evaluated
             needed |= await self._pins(name)
         newest = max(self._settings.adapters, learner.settings.max_staleness + 2)
         return versions_to_keep([v.version for v in versions], newest, needed)
@@ -233,7 +236,7 @@ class Retention:
     async def _read_news(self) -> None:
         """Read the events of versions and the pinned trajectories that came since the last round."""
         news: Sequence[LogEntry[_PolicyEvent]] = await self._broker.read_all(
-            (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired),
+            (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired, PolicyEvaluated),
             start_seq=self._next_policy,
             project=self._project,
         )

@@ -1,4 +1,4 @@
-"""What words add, beside weights: `journeywork prompt` for the base model, the first and the last version.
+"""What words add, beside weights: `journeywork prompt` for the base model and for the last version.
 
     pip install gepa==0.1.4
     python -m examples.apprentice.prompts runs/apprentice
@@ -6,7 +6,7 @@
 `runs/apprentice` is a finished run of `examples.apprentice.demo`. The writer of prompts is a stand-in: a program that
 writes what an attentive person would, the names of teams and urgencies, and right answers to messages that were
 answered wrongly. Writes `<run-dir>/prompts.json`: share of held-out messages solved by each version with the agent's
-own prompt and with the best other one.
+own prompt and with the best one.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if importlib.util.find_spec("gepa") is None:
             raise ExampleError("journeywork prompt needs GEPA: pip install gepa==0.1.4")
-        versions = json.loads((args.run_dir / "report.json").read_text())["versions"]
+        last = json.loads((args.run_dir / "report.json").read_text())["versions"]["rl"]
         settings = {**demo.settings_of(args), "vllm.max_model_len": PROMPT_TOKENS}
         services = ("--services", "gateway,sampler,store")
         up = Installation(args.run_dir, demo.SETTINGS, settings, *services, *flags(args))
         try:
             url, rows = anyio.run(up.ready), []
             with writer() as by:
-                for version in (demo.BASE, versions["sft"], versions["rl"]):
+                for version in (demo.BASE, last):
                     say(f"journeywork prompt {version} …")
                     rows.append(compare(version, by, url, args))
         finally:

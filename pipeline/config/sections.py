@@ -220,7 +220,7 @@ class RetentionConfig(Section, frozen=True, kw_only=True):
     adapters: Natural = 20
     """Newest adapters of each model and branch that stay in the object store. 0: all. These stay too: the best
     version by validation, the versions of the last decision and of the one before it (the target of a
-    rollback), versions that an open trajectory is pinned to, and versions that an inference server holds."""
+    rollback), and versions that an open trajectory is pinned to, an evaluation names, or an inference server holds."""
     grace_s: NotNegative = 600.0
     """Time from `policy.retired` to the removal of the adapter. If something needs the version meanwhile, it stays."""
     every_s: Positive = 60.0

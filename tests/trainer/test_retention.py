@@ -17,6 +17,7 @@ from pipeline.config import Config, NatsConfig, RetentionConfig
 from pipeline.events import (
     STATE_FILE,
     CheckpointPublished,
+    PolicyEvaluated,
     PolicyLoaded,
     PolicyPromoted,
     PolicyRetired,
@@ -127,6 +128,20 @@ async def test_the_version_that_training_began_with_is_kept(broker: Broker, conf
     await retention.run_once()
     await retention.run_once()
     assert await present(broker) == {V[4], V[11], V[12]}
+
+
+async def test_a_version_that_an_evaluation_names_is_kept(broker: Broker, config: Config) -> None:
+    """Regression: after 40 steps the first version could not play against the last one on other prompts."""
+    for step in range(1, 9):
+        await publish(broker, step)
+    for position, version in enumerate((V[1], V[0], "")):
+        played = {"entrant": version or "https://h/v1#m", "kind": "policy" if version else "external"}
+        evaluated = {"evaluation": "e", "position": position, "model": "tiny" if version else "m", "version": version}
+        await broker.publish(PolicyEvaluated(project="p", **played, **evaluated))
+    retention = Retention(config, broker, learners_of(config))
+    await retention.run_once()
+    await retention.run_once()
+    assert await present(broker) == {V[1], V[7], V[8]}
 
 
 async def test_a_retired_version_that_is_needed_again_is_kept(broker: Broker, config: Config) -> None:

@@ -14,6 +14,7 @@ from pipeline.events import Event, GroupScored, Member
 from store.alarms.checker import Condition, evaluate, measured_tables
 from store.alarms.table import BY_NAME
 from store.reading import sql
+from tests.store import kit
 from tests.store.alarms.kit import GROUPS, SETTINGS, STEPS, discarded, groups, steps, unrewarded
 from tests.store.kit import checkpoint, fill, scored
 
@@ -64,6 +65,13 @@ def _group(step: int, name: str, mean: float) -> Event:
     return scored(name, {f"{name}-0": mean - 0.1, f"{name}-1": mean + 0.1}, {"first_step": step, "last_step": step})
 
 
+def _collapse() -> list[Event]:
+    """As a rate of 2e-3 made it with the inbox: all answers alike and wrong, while the entropy stays."""
+    names = [f"e{i}" for i in range(GROUPS)]
+    equal = [scored(n, {f"{n}-0": 0.01, f"{n}-1": 0.01}, {"first_step": 3, "last_step": 3}) for n in names]
+    return [*training([0.74, 0.7, 0.55], a_step=8), *equal, *(kit.discarded(n, "no_variance", f"{n}-0") for n in names)]
+
+
 SHORT = [0.4] * (STEPS + 2)
 
 
@@ -83,6 +91,13 @@ SHORT = [0.4] * (STEPS + 2)
                 *steps("entropy", [2.9, 2, 1, 0.2, 0.1, 0.1]),
             ],
             "100% of the last 6 groups have equal rewards, 0.5 on average. The policy collapsed into one answer",
+        ),
+        (_collapse, "0.01 on average. The policy collapsed: the training reward fell from 0.74 to 0.01. Serve a"),
+        (lambda: training([0.8, 0.8, 0.1], a_step=8), "the policy collapsed: the training reward fell from 0.8 to 0.1"),
+        # It stays noticed for some steps.
+        (
+            lambda: training([0.8, 0.1, 0.1, 0.1, 0.1], a_step=8),
+            "the policy collapsed: the training reward fell from 0",
         ),
         (
             lambda: groups(0, GROUPS) + discarded("stale", GROUPS) + steps("kl", [0.1] * 9),
@@ -122,6 +137,8 @@ def test_the_reason_is_named(tmp_path: Path, events: Callable[[], list[Event]], 
         # It learned, and is certain of its answers now.
         lambda: training([0.2, 0.2, 0.5, 0.8, 0.9, 0.95, 0.95], entropy=[3.0, 2.0, 1.0, 0.2, 0.1, 0.1, 0.1]),
         lambda: training(SHORT[:-4], kl=1e-6),
+        # A few hard tasks say nothing of the policy.
+        lambda: training([0.8, 0.8, 0.1], a_step=4),
         lambda: training(SHORT, kl=[5.0] * 2 + [4.0] * 4),
         lambda: training(SHORT, kl=math.nan),
         lambda: training(SHORT, kl=[0.1 * i for i in range(6)], entropy=0.0),
