@@ -109,7 +109,7 @@ class GroupLog:
                 event = await self._broker.decode(message.payload)
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # the consumer makes it a dead letter when it is delivered
-            decoded.append(LogEntry[AnyEvent](event, _ROLLOUTS, message.seq, message.subject, message.headers))
+            decoded.append(LogEntry[AnyEvent](event, _ROLLOUTS, message.place, message.subject, message.headers))
         uncounted = {
             m.seq for m in decoded if isinstance(m.event, SignalGiven) and not counting([m.event], self._config)
         }

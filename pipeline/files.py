@@ -29,21 +29,11 @@ def read_json(path: Path, kind: type[T], remedy: str) -> T:
 def write_whole(path: Path, content: bytes | str, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write `content` to `path`: a reader, or a crash, finds the old content or the new one, never a part of it.
 
-    With `durable` the content is on the disk when the function returns. `mode` is reduced by the process's umask."""
-    with replacing(path, durable=durable) as temporary:
-        _write(temporary, content.encode() if isinstance(content, str) else content, mode)
-
-
-@contextmanager
-def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Give a temporary path beside `path` to write a file to. The file then takes the place of `path`; after an error
-    it is deleted.
-
-    With `durable` the file is synced to the disk before it is renamed, and its folder afterwards. Folders that are
-    missing are made, and with `durable` they are on the disk, too."""
+    With `durable` the content, and folders that were missing, are on the disk when the function returns. `mode` is
+    reduced by the process's umask."""
     _make_folder(path.parent, durable)
     with _temporary(path) as temporary:
-        yield temporary
+        _write(temporary, content.encode() if isinstance(content, str) else content, mode)
         if durable:
             sync(temporary)
         temporary.replace(path)

@@ -76,8 +76,8 @@ class Progress:
             await anyio.sleep(SHOW_EVERY_S)
 
     async def follow(self, client: AsyncJourneywork, installation: Installation) -> None:
-        """Return when the last step is served. Raises `ExampleError` if the installation ends."""
-        while self.step < self.steps:
+        """Read the step that is served, until cancelled. Raises `ExampleError` if the installation ends."""
+        while True:
             installation.check()
             self.step = await served_step(client, MODEL)
             await anyio.sleep(LOOK_EVERY_S)
@@ -115,7 +115,7 @@ async def evaluate(
 async def compare(
     args: argparse.Namespace, installation: Installation, progress: Progress, train: Train, api_key: str = ""
 ) -> EvaluationReport:
-    """Evaluate, `train` until the budget of steps or of time is used up, and evaluate again."""
+    """Evaluate, `train`, which plays until the last step is served, as far as the time goes, and evaluate again."""
     async with AsyncJourneywork(await installation.ready(), api_key=api_key) as client:
         async with anyio.create_task_group() as showing:
             showing.start_soon(progress.show)
@@ -123,8 +123,8 @@ async def compare(
             progress.enter("training")
             with anyio.move_on_after(args.seconds):
                 async with anyio.create_task_group() as training:
-                    training.start_soon(train, client, progress)
-                    await progress.follow(client, installation)
+                    training.start_soon(progress.follow, client, installation)
+                    await train(client, progress)
                     training.cancel_scope.cancel()
             progress.step = await served_step(client, MODEL)
             report = await evaluate(client, progress, f"{MODEL}@{progress.step}", args.eval_games, before)

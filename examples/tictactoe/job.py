@@ -60,8 +60,8 @@ async def work(
         stdin, sending = desk.stdin, anyio.Lock()
 
         async def play() -> None:
-            for seed in seeds:
-                game, last = await play_game(agent, MODEL, seed)
+            while progress.step < progress.steps:
+                game, last = await play_game(agent, MODEL, next(seeds))
                 progress.note(game.result == "win")
                 line = json.dumps({"answer": last.id, "result": game.reward, "ended": time.time()})
                 async with sending:
@@ -106,9 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of("python -m examples.tictactoe.job", "runs/job", steps=58, seconds=440)
     parser.add_argument("--delay", type=float, default=60.0, help="seconds from the end of a game to its result")
     parser.add_argument("--games", type=int, default=144, help="games a step")
-    parser.add_argument(
-        "--max-staleness", type=int, default=24, help="steps after which a game is too old to learn from"
-    )
+    parser.add_argument("--max-staleness", type=int, default=24, help="steps after which a game is not learned from")
     return parser.parse_args(argv)
 
 

@@ -42,9 +42,7 @@ class Entrant:
 
 def add_key_env(parser: argparse.ArgumentParser) -> None:
     """Add `--key-env`, for `parse_entrants`."""
-    parser.add_argument(
-        "--key-env", default="", metavar="NAME", help="variable with the API key of <base URL>#<model> entrants"
-    )
+    parser.add_argument("--key-env", default="", metavar="NAME", help="variable with the key of <base URL>#<model>")
 
 
 def parse_entrants(texts: Iterable[str], key_env: str) -> list[Entrant]:

@@ -80,16 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("name", help="name of the project and of its model")
     parser.add_argument("--dir", default="", help="folder; default: the name")
     model = parser.add_mutually_exclusive_group()
-    model.add_argument(
-        "--base",
-        default="",
-        help="folder of the base model, or its name on the Hugging Face hub; default: Qwen/Qwen3-4B",
-    )
-    model.add_argument(
-        "--tiny",
-        action="store_true",
-        help="make a tiny base model, and write settings with which it learns on two cores without a GPU",
-    )
+    model.add_argument("--base", default="", help="folder of the base model, or its name on the hub; Qwen/Qwen3-4B")
+    model.add_argument("--tiny", action="store_true", help="make a tiny base model that learns on two cores, no GPU")
     args = parser.parse_args(argv)
     with exit_status((InitError, OSError), ()):
         written = write_project(args.name, Path(args.dir or args.name), args.base, tiny=args.tiny)

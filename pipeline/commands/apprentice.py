@@ -46,9 +46,7 @@ ORDER BY row_number() OVER (PARTITION BY task ORDER BY reward DESC, trajectory),
 
 def parser() -> argparse.ArgumentParser:
     made = command_parser("apprentice", __doc__)
-    made.add_argument(
-        "query", nargs="?", help="returns the ids of runs in a column `trajectory`; default: the best runs"
-    )
+    made.add_argument("query", nargs="?", help="returns runs in a column `trajectory`; default: the best runs")
     made.add_argument("--master", help="outside model whose runs are taken; default: the only one of the settings")
     made.add_argument("--runs", type=int, default=1000, help="most runs that are taken; default 1000")
     made.add_argument("--least", type=float, default=0.5, help="least reward of a run that is taken; default 0.5")

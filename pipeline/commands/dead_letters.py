@@ -98,10 +98,7 @@ def describe(letter: Letter) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     where = argparse.ArgumentParser(add_help=False)
-    where.add_argument(
-        "--run-dir",
-        help="the run directory of a running installation; default: the running one under runs/, else the newest",
-    )
+    where.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     where.add_argument("--config", help="a settings file with nats.url")
     where.add_argument("--nats-url", help="address of the NATS server")
     parser = command_parser("dead", "Messages that a consumer could not use, and why.")
@@ -135,14 +132,8 @@ async def _run(args: argparse.Namespace) -> None:
                 return
             table = Table("seq", "from", "consumer", "reason", "deliveries", "detail", box=None)
             for row in rows:
-                cells = (
-                    row["seq"],
-                    f"{row['stream']} {row['stream_seq']}",
-                    row["consumer"],
-                    row["reason"],
-                    row["deliveries"],
-                    visible(row["detail"][:80]),
-                )
+                message, detail = f"{row['stream']} {row['stream_seq']}", visible(row["detail"][:80])
+                cells = (row["seq"], message, row["consumer"], row["reason"], row["deliveries"], detail)
                 table.add_row(*(escape(str(cell)) for cell in cells))
             out.print(table)
         elif args.command == "show":

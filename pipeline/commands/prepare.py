@@ -35,11 +35,8 @@ def prepare(config: Config) -> Config:
         raise ConfigError("nats.url and vllm.urls: set both: the prepared processes find each other by them")
     run_dir = Path(config.run_dir)
     folder_lock.make_private(run_dir)
-    lock = folder_lock.share(run_dir)
-    try:
+    with os.fdopen(folder_lock.share(run_dir)):  # the lock ends when its file is closed
         return _prepare(config, run_dir.absolute() / "keys")
-    finally:
-        os.close(lock)
 
 
 def _prepare(config: Config, keys: Path) -> Config:

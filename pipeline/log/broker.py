@@ -40,7 +40,7 @@ from pipeline.log.consumer import keep_alive
 from pipeline.log.fast_client import Ack, FastClient, Pulled
 from pipeline.log.history import Reader
 from pipeline.log.messages import LogEntry as LogEntry
-from pipeline.log.messages import StoredMessage, parse_ack_subject
+from pipeline.log.messages import Place, StoredMessage, parse_ack_subject
 from pipeline.log.pulling import pulling
 from pipeline.security.users import OPERATOR
 from pipeline.security.users import READER as READER
@@ -133,8 +133,8 @@ class Broker(Reader):
 
     def __init__(self, client: FastClient, config: NatsConfig) -> None:
         super().__init__(client, config)
-        self._skipped: OrderedDict[tuple[str, int, str], None] = OrderedDict()
-        """Undecodable messages that are among the dead letters already: stream, sequence, stream time."""
+        self._skipped: OrderedDict[tuple[str, Place], None] = OrderedDict()
+        """Undecodable messages that are among the dead letters already."""
 
     @classmethod
     @asynccontextmanager
@@ -300,10 +300,9 @@ class Broker(Reader):
 
     async def skip_undecodable(self, stream: str, message: StoredMessage, reason: str) -> None:
         """Put a message that a read could not decode among the dead letters: once, for all readers and reads."""
-        key = stream, message.seq, message.headers.get("Nats-Time-Stamp", "")
+        key = stream, message.place
         if key in self._skipped:
             return
-        token = hashlib.sha256("/".join(map(str, key)).encode()).hexdigest()[:16]
         letter = DeadLettered(
             project="",
             stream=stream,
@@ -316,7 +315,7 @@ class Broker(Reader):
             payload=await self.resolve(message.payload),
             headers=message.headers,
         )
-        subject = f"{letter.subject()}.{message.seq}-{token}"
+        subject = f"{letter.subject()}.{message.seq}-{message.place.at}"
         await self.publish_raw(subject, encode(letter), {})
         self._skipped[key] = None
         if len(self._skipped) > _SKIPPED_REMEMBERED:

@@ -35,7 +35,7 @@ from pipeline.events import AnyEvent
 from pipeline.log import retry
 from pipeline.log.deaths import Deaths
 from pipeline.log.fast_client import FastClient, Pulled
-from pipeline.log.messages import LogEntry, Place, parse_ack_subject
+from pipeline.log.messages import LogEntry, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, Puller
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry.logs import get_logger
@@ -90,6 +90,7 @@ async def require_consumer(reader: StreamReader, spec: streams.ConsumerSpec, gon
 class Delivery(LogEntry[AnyEvent]):
     """An event that a consumer holds until it acknowledges it or gives it back."""
 
+    deliveries: int
     message: Pulled
     consumption: Consumption
     reconnects: int
@@ -99,14 +100,6 @@ class Delivery(LogEntry[AnyEvent]):
     def reply(self) -> str:
         """The subject on which it is acknowledged."""
         return self.message.reply
-
-    @property
-    def deliveries(self) -> int:
-        return parse_ack_subject(self.reply)[0]
-
-    @property
-    def place(self) -> Place:
-        return parse_ack_subject(self.reply)[1]
 
     async def ack(self, *, confirmed: bool = False) -> None:
         """Acknowledge it. With `confirmed`, wait until the server knows; without, a lost acknowledgement leads to
@@ -262,13 +255,14 @@ class Consumption:
                     await self.broker.client.publish(reply, Msg.Ack.Nak)
 
     def _hold(self, event: AnyEvent, message: Pulled, reconnects: int) -> Delivery:
-        seq = parse_ack_subject(message.reply)[1].seq
+        deliveries, place = parse_ack_subject(message.reply)
         delivery = Delivery(
             event,
             self.spec.stream,
-            seq,
+            place,
             message.subject,
             message.headers,
+            deliveries=deliveries,
             message=message,
             consumption=self,
             reconnects=reconnects,

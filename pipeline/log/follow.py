@@ -15,11 +15,10 @@ from pipeline.concurrency.backoff import Backoff
 from pipeline.errors import BrokerError, LogShrankError
 from pipeline.events import Event
 from pipeline.log import retry
-from pipeline.log.fast_client import Pulled
 from pipeline.log.history import Reader
 from pipeline.log.messages import LogEntry, Place, StoredMessage, consumer_seq, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, pulling
-from pipeline.log.stream_reader import StreamReader, server_headers
+from pipeline.log.stream_reader import StreamReader
 from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import new_id
 from pipeline.telemetry.logs import get_logger
@@ -93,7 +92,8 @@ async def follow_subjects(
                         delivered += 1
                         if consumer_seq(delivery.reply) != delivered:
                             raise ConsumerGoneError("a delivery was lost")
-                        message = _stored(delivery)
+                        place = parse_ack_subject(delivery.reply)[1]
+                        message = StoredMessage(place, delivery.subject, delivery.headers, delivery.data)
                         if message.seq > position.seq:
                             yield message
                             position = message.place
@@ -142,18 +142,3 @@ async def _check_end(reader: StreamReader, stream: str, last: Place) -> None:
     raise LogShrankError(
         f"the log lost its end: {stream} no longer holds message {last.seq}, it ends at {end}. Start again"
     )
-
-
-def _stored(message: Pulled) -> StoredMessage:
-    """Return a delivery as a read of the stream gives it."""
-    seq = parse_ack_subject(message.reply)[1].seq
-    headers = message.headers | server_headers(seq, message.subject, _timestamp(message.reply))
-    return StoredMessage(seq, message.subject, headers, message.data)
-
-
-def _timestamp(reply: str) -> str:
-    """Return the stream time as the server writes it in `Nats-Time-Stamp`."""
-    tokens = reply.split(".")  # with a domain and an account hash in a larger system (NATS ADR-15)
-    seconds, nanoseconds = divmod(int(tokens[7 if len(tokens) == 9 else 9]), 1_000_000_000)
-    text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    return f"{text}.{nanoseconds:09d}".rstrip("0").rstrip(".") + "Z"

@@ -163,7 +163,7 @@ class Reader(StreamReader):
 
     async def _recorded(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent]:
         event = await self.decode(message.payload)
-        return LogEntry(event, stream, message.seq, message.subject, message.headers)
+        return LogEntry(event, stream, message.place, message.subject, message.headers)
 
     async def skip_undecodable(self, stream: str, message: StoredMessage, reason: str) -> None:
         """Note that a read met a message that is no event. A `Broker` puts it among the dead letters."""

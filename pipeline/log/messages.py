@@ -30,17 +30,16 @@ class Place(NamedTuple):
 
 
 class StoredMessage(NamedTuple):
-    """A message of a stream, undecoded. `headers` include the server's `Nats-Sequence`, `Nats-Subject` and
-    `Nats-Time-Stamp`."""
+    """A message of a stream, undecoded."""
 
-    seq: int
+    place: Place
     subject: str
     headers: dict[str, str]
     payload: bytes
 
     @property
-    def place(self) -> Place:
-        return Place(self.seq, stream_time_us(self.headers))
+    def seq(self) -> int:
+        return self.place.seq
 
 
 @dataclass(eq=False)
@@ -49,13 +48,13 @@ class LogEntry(Generic[E_co]):
 
     event: E_co
     stream: str
-    seq: int
+    place: Place
     subject: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def place(self) -> Place:
-        return Place(self.seq, stream_time_us(self.headers))
+    def seq(self) -> int:
+        return self.place.seq
 
 
 class Page(NamedTuple, Generic[E_co]):
@@ -70,9 +69,8 @@ class Page(NamedTuple, Generic[E_co]):
     """Numbers, in their trajectories, of exchanges that were left out because what they continue is gone."""
 
 
-def stream_time_us(headers: Mapping[str, str]) -> int:
-    """Return the stream time, in microseconds, from the headers that the server adds when a message is read."""
-    text = headers["Nats-Time-Stamp"]
+def stream_time_us(text: str) -> int:
+    """Return the stream time, in microseconds, that the server writes as text when a message is read."""
     whole, _, fraction = text.rstrip("Z").partition(".")
     seconds = int(datetime.fromisoformat(whole + "+00:00").timestamp())
     return seconds * 1_000_000 + int(fraction.ljust(6, "0")[:6] or 0)

@@ -27,7 +27,7 @@ from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.errors import BrokerError, BrokerUnavailableError, StreamMissingError
 from pipeline.log.fast_client import FastClient, parse_headers
-from pipeline.log.messages import Place, StoredMessage
+from pipeline.log.messages import Place, StoredMessage, stream_time_us
 from pipeline.log.retry import retry_while_unavailable
 
 T = TypeVar("T")
@@ -104,8 +104,8 @@ class StreamReader:
         stored = _decode_answer(data).message
         if stored is None:
             raise BrokerError(f"a read of {stream} was answered without a message")
-        headers = parse_headers(base64.b64decode(stored.hdrs)) | server_headers(stored.seq, stored.subject, stored.time)
-        return StoredMessage(stored.seq, stored.subject, headers, base64.b64decode(stored.data))
+        place, headers = Place(stored.seq, stream_time_us(stored.time)), parse_headers(base64.b64decode(stored.hdrs))
+        return StoredMessage(place, stored.subject, headers, base64.b64decode(stored.data))
 
     async def direct_get(self, stream: str, seq: int) -> StoredMessage | None:
         """Return the message at `seq` from any replica, and from the leader if that replica does not hold it."""
@@ -232,7 +232,8 @@ class StreamReader:
                         raise BrokerUnavailableError(f"a read of {stream} lost its beginning")
                     # The connection broke in between: the next page asks again for what it lost.
                     return out, True
-                out.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], headers, message.data))
+                place = Place(int(headers["Nats-Sequence"]), stream_time_us(headers["Nats-Time-Stamp"]))
+                out.append(StoredMessage(place, headers["Nats-Subject"], headers, message.data))
                 if not batched:
                     return out, False
         except nats.errors.TimeoutError as error:
@@ -305,8 +306,3 @@ class StreamReader:
             return data
 
         return await self.retry(once, f"{what} was not answered")
-
-
-def server_headers(seq: int, subject: str, time: str) -> dict[str, str]:
-    """Return the headers that a direct get adds to a message, for a message that was read in another way."""
-    return {"Nats-Sequence": str(seq), "Nats-Subject": subject, "Nats-Time-Stamp": time}

@@ -48,37 +48,32 @@ class UnwrittenEvents:
 
     async def _of_consumer(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
         oldest, before = await oldest_unread(broker, spec), self._oldest.pop(spec.name, None)
-        if before is not None and (oldest is None or oldest.seq > before.seq):
-            await self._check_for_loss(broker, spec, before)
+        passed = before is not None and (oldest is None or oldest.seq > before.seq)
+        if before is not None and passed and not await broker.holds(spec.stream, before):
+            floor = (await broker.consumer_info(spec)).ack_floor
+            if floor is None or int(floor.stream_seq) < before.seq:  # gone, although the store did not acknowledge it
+                self._lost.setdefault(spec.name, before.seq)
+        found = []
+        if spec.name in self._lost:
+            detail = (
+                f"{spec.stream} deleted events that {spec.name} had not written, from message {self._lost[spec.name]} "
+                "on: the history lacks them. Raise nats.rollouts_max_age_h or nats.max_bytes, and see why the store "
+                "was behind"
+            )
+            found.append(Unwritten(spec.name, 1.0, detail))
         if oldest is None:
-            return self._losses(spec)
+            return found
         self._oldest[spec.name] = oldest
         limit_s = (await broker.stream_info(spec.stream)).config.max_age or 0.0
         age_s = time.time() - oldest.at / 1e6
-        if not limit_s or age_s < self._share * limit_s:
-            return self._losses(spec)
-        detail = (
-            f"{spec.name} has not written an event of {spec.stream} that is {age_s / 3600:.1f} h old; the log deletes "
-            f"events at {limit_s / 3600:g} h. Start the store, or raise nats.rollouts_max_age_h until it has caught up"
-        )
-        return [*self._losses(spec), Unwritten(spec.name, age_s / limit_s, detail)]
-
-    async def _check_for_loss(self, broker: Broker, spec: streams.ConsumerSpec, before: Place) -> None:
-        """Note that the event at `before` is gone although the store did not acknowledge it."""
-        if await broker.holds(spec.stream, before):
-            return
-        floor = (await broker.consumer_info(spec)).ack_floor
-        if floor is None or int(floor.stream_seq) < before.seq:
-            self._lost.setdefault(spec.name, before.seq)
-
-    def _losses(self, spec: streams.ConsumerSpec) -> list[Unwritten]:
-        if spec.name not in self._lost:
-            return []
-        detail = (
-            f"{spec.stream} deleted events that {spec.name} had not written, from message {self._lost[spec.name]} on: "
-            "the history lacks them. Raise nats.rollouts_max_age_h or nats.max_bytes, and see why the store was behind"
-        )
-        return [Unwritten(spec.name, 1.0, detail)]
+        if limit_s and age_s >= self._share * limit_s:
+            detail = (
+                f"{spec.name} has not written an event of {spec.stream} that is {age_s / 3600:.1f} h old; the log "
+                f"deletes events at {limit_s / 3600:g} h. Start the store, or raise nats.rollouts_max_age_h until it "
+                "has caught up"
+            )
+            found.append(Unwritten(spec.name, age_s / limit_s, detail))
+        return found
 
 
 async def oldest_unread(reader: StreamReader, spec: streams.ConsumerSpec) -> Place | None:

@@ -33,9 +33,7 @@ class GatewayError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--url`, `--run-dir` and `--key`, which `connect` reads."""
-    parser.add_argument(
-        "--run-dir", help="the run whose gateway is asked; default: the running one under runs/, else the newest"
-    )
+    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     parser.add_argument("--url", help=f"the gateway; default: {URL_VARIABLE}, else that of the installation")
     parser.add_argument(
         "--key",

@@ -92,19 +92,12 @@ def scores(event: GroupScored, member: Member, run: Run, shown: bool) -> list[Sc
     out += [score(f"reward.{name}", value, run.root) for name, value in member.components.items()]
     for number, verdict in enumerate(event.verdicts):
         about = {"judge_model": verdict.judge_model, "rubric_hash": verdict.rubric_hash, "pass": number}
-        out += [
-            score(
-                f"judge.{verdict.rubric or 'default'}",
-                said.score,
-                verdict_span_id(event, member.trajectory),
-                f"{number}/{said.call}" if said.call >= 0 else str(number),
-                said.explanation if shown else "",
-                **about,
-                **({"call": said.call} if said.call >= 0 else {}),
-            )
-            for said in verdict.scores
-            if said.trajectory == member.trajectory and verdict.judge_model != "agent"
-        ]
+        name, span = f"judge.{verdict.rubric or 'default'}", verdict_span_id(event, member.trajectory)
+        for said in verdict.scores:
+            if said.trajectory == member.trajectory and verdict.judge_model != "agent":
+                of_call = {"call": said.call} if said.call >= 0 else {}
+                which = f"{number}/{said.call}" if of_call else str(number)
+                out.append(score(name, said.score, span, which, said.explanation if shown else "", **about, **of_call))
     return out
 
 

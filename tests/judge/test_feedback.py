@@ -20,6 +20,7 @@ from pipeline.commands.status import read_log
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import AnyEvent, FeedbackTimedOut, Hint, SignalGiven
 from pipeline.log.broker import Broker, LogEntry
+from pipeline.log.messages import Place
 from pipeline.security.signing import Trust
 from tests.judge.kit import completed, groups, judging
 from tests.judge.test_service import drained, timers
@@ -234,7 +235,7 @@ async def test_feedback_is_one_part_of_a_reward_or_a_veto(
 
 def read(*events: AnyEvent, awaited: frozenset[str] = frozenset({"result"}), until: int = 0) -> tuple[int, int, int]:
     """Where the run was closed and ready, and how many signals count. The events have the sequences 1, 2, …"""
-    messages = [LogEntry[AnyEvent](e, "ROLLOUTS", seq, e.subject()) for seq, e in enumerate(events, 1)]
+    messages = [LogEntry[AnyEvent](e, "ROLLOUTS", Place(seq, 0), e.subject()) for seq, e in enumerate(events, 1)]
     found = read_group(GroupKey("p", "m", "a", "train"), messages, 3, awaited, until)
     return found.closed_at, found.ready_at, len(found.group.signals)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.files import read_json, replacing, write_once, write_whole
+from pipeline.files import read_json, write_once, write_whole
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -28,17 +28,18 @@ def test_a_damaged_file_is_an_error_with_its_name_and_what_to_do(tmp_path: Path,
         read_json(path, dict[str, int], "delete it")
 
 
-def test_after_an_error_the_old_content_is_there_and_nothing_else(tmp_path: Path) -> None:
+def test_after_an_error_the_old_content_is_there_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     write_whole(path, "old")
 
-    def fail() -> None:
-        with replacing(path) as temporary:
-            temporary.write_text("half of")
-            raise RuntimeError
+    def fail(_: Path) -> None:
+        raise OSError("no space")
 
-    with pytest.raises(RuntimeError):
-        fail()
+    monkeypatch.setattr("pipeline.files.sync", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_whole(path, "half of", durable=True)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 

@@ -73,31 +73,16 @@ class JudgeProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, and what it started if that keeps its output open. Blocks for a few times `_STOP_S` at
-        most."""
+        """Kill the process, which records nothing, and what it started: it leads a session of its own."""
         atexit.unregister(self.close)
-        if self._writing.acquire(timeout=_STOP_S):
-            self._writing.release()
-        else:
-            self._kill()  # it does not read, and a request waits for it
+        if self._reader.is_alive():  # until its output is closed, so the session is this one's still
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._reader.join(_STOP_S)
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._kill()
-        self._reader.join(_STOP_S)
-        if self._reader.is_alive():
-            self._kill()
-            self._reader.join(_STOP_S)
-        if not self._reader.is_alive():
-            self._log.close()
-
-    def _kill(self) -> None:
-        """Kill the process and what it started: it leads a session of its own."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._log.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -11,6 +11,7 @@ import pytest
 from pipeline.config import NatsConfig, SigningConfig
 from pipeline.events import PolicyPromoted, PolicyRetired, TrajectoryOpened
 from pipeline.log.broker import Broker, LogEntry
+from pipeline.log.messages import Place
 from pipeline.security import nkey
 from pipeline.security.signing import Trust
 from rollout_gateway.http.errors import ApiError
@@ -145,8 +146,7 @@ def test_a_branch_whose_only_checkpoint_is_refused_does_not_exist(tmp_path: Path
     key = nkey.load_or_make(tmp_path / "checkpoints.nk").public
     policies = Policies("p", ["m"], Trust(SigningConfig(keys=(key,))))
     event = checkpoint(1, branch="b")
-    headers = {"Nats-Time-Stamp": "2026-01-01T00:00:00Z"}
-    assert not policies.apply(LogEntry(event, "POLICY", 1, event.subject(), headers))
+    assert not policies.apply(LogEntry(event, "POLICY", Place(1, 0), event.subject()))
     assert policies.state("m+b") is None
     assert policies.names() == ["m", "m@0"]
 
@@ -163,7 +163,6 @@ def test_a_branch_whose_only_checkpoint_is_refused_does_not_exist(tmp_path: Path
 def test_a_decision_about_a_master_names_itself_or_policy_versions(versions: tuple[str, str], applied: bool) -> None:
     policies = Policies("p", ["m"], apprentices={"master": "m"})
     event = PolicyPromoted(project="p", model="master", version=versions[0], other=versions[1])
-    headers = {"Nats-Time-Stamp": "2026-01-01T00:00:00Z"}
-    assert policies.apply(LogEntry(event, "POLICY", 1, event.subject(), headers)) == applied
+    assert policies.apply(LogEntry(event, "POLICY", Place(1, 0), event.subject())) == applied
     assert (policies.masters["master"].decided is not None) == applied
     assert policies.decided() == (["m@1"] if applied and "m@1" in versions else [])
