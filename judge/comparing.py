@@ -19,7 +19,7 @@ from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript, from_exchanges
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config
-from pipeline.events import AnswersCompared, ExchangeRecorded, ShadowAnswered, TrajectoryCompleted
+from pipeline.events import AnswersCompared, ExchangeRecorded, ShadowAnswered
 from pipeline.log.broker import Broker, Consumption, Delivery, HistoryGoneError
 from pipeline.log.consumer import handling
 from pipeline.telemetry.logs import get_logger
@@ -67,13 +67,10 @@ async def open_answer_judge(config: Config) -> AsyncIterator[AnswerJudge | None]
         yield None
         return
 
-    async def load(member: TrajectoryCompleted) -> Transcript:
-        raise NotImplementedError  # only answers are shown, no runs
-
     # A pass alone would have the judge's position bias.
     judge = msgspec.structs.replace(config.judge, passes=2)
     async with open_judge_model(judge) as model:
-        yield AnswerJudge(LlmRuler(judge, load_rubric(judge.rubric), model, load))
+        yield AnswerJudge(LlmRuler(judge, load_rubric(judge.rubric), model))
 
 
 class ShadowJudge:

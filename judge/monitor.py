@@ -11,16 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
 from judge.labelled import LabelledGroup, measure_agreement
-from judge.ruler.asking import JudgeStatistics, JudgingError
-from judge.ruler.rubrics import Rubric
-from judge.ruler.transcripts import Transcript
+from judge.ruler.asking import Asker, JudgingError
 from pipeline.config import JudgeConfig
-from pipeline.events import JudgeMeasured, Verdict
+from pipeline.events import JudgeMeasured
 from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("judge.monitor")
@@ -32,29 +30,13 @@ _PUBLISH_S = 60.0
 Publish = Callable[[JudgeMeasured], Awaitable[object]]
 
 
-class GroupJudge(Protocol):
-    """RULER, or the judge of what happened next, with one rubric."""
-
-    @property
-    def rubric(self) -> Rubric: ...
-
-    @property
-    def statistics(self) -> JudgeStatistics: ...
-
-    async def judge(
-        self, transcripts: Sequence[Transcript], *, count: bool = True
-    ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
-        """Return a score of each trajectory and the verdicts. `count`: add them to the statistics. Raises
-        `JudgingError`."""
-
-
 class JudgeMonitor:
     """Publishes `group.measured` and judges the anchors."""
 
     def __init__(
         self,
         config: JudgeConfig,
-        judges: Mapping[str, GroupJudge],
+        judges: Mapping[str, Asker],
         anchors: Sequence[LabelledGroup],
         publish: Publish,
         *,
@@ -105,7 +87,7 @@ class JudgeMonitor:
                 )
             )
 
-    def _identity(self, name: str, ruler: GroupJudge) -> dict[str, Any]:
+    def _identity(self, name: str, ruler: Asker) -> dict[str, Any]:
         return {
             "project": self._project,
             "judge": self._judge,
@@ -121,7 +103,7 @@ class JudgeMonitor:
                 await self.check_anchors(name, ruler)
             await anyio.sleep(self._config.anchors.every_s)
 
-    async def check_anchors(self, name: str, ruler: GroupJudge) -> None:
+    async def check_anchors(self, name: str, ruler: Asker) -> None:
         """Judge the anchors once, publish the agreement, and raise the alarm if it is too low or nothing could be
         judged."""
         pairs = []

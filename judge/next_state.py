@@ -23,7 +23,7 @@ from judge.errors import UnscoredError
 from judge.feedback import RunFeedback
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
-from judge.ruler.asking import Asker, Failures, JudgingError, LoadTranscript, Usage, charged
+from judge.ruler.asking import Asker, Failures, Judged, JudgingError, LoadTranscript, Usage, charged, no_log
 from judge.ruler.layout import ConversationText, PromptLayout
 from judge.ruler.replies import VOTES
 from judge.ruler.rubrics import Rubric
@@ -105,13 +105,13 @@ class NextStateJudge(Asker):
         votes: int,
         rubric: Rubric,
         model: ChatModel,
-        load: LoadTranscript,
+        load: LoadTranscript = no_log,
         *,
         rng: random.Random | None = None,
     ) -> None:
-        """`votes` on each call. `rng` as `Asker`'s."""
-        self._votes, self._load = votes, load
-        super().__init__(config, rubric, model, rng)
+        """`votes` on each call. `load` and `rng` as `Asker`'s."""
+        self._votes = votes
+        super().__init__(config, rubric, model, load, rng=rng)
 
     async def __call__(self, members: Sequence[TrajectoryCompleted]) -> dict[str, JudgedRun]:
         """Return what the votes say about each run. A run that can't be judged within `judge.retry_for_s` is missing.
@@ -139,9 +139,7 @@ class NextStateJudge(Asker):
             raise UnscoredError(why)
         return judged
 
-    async def judge(
-        self, transcripts: Sequence[Transcript], *, count: bool = True
-    ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
+    async def judge(self, transcripts: Sequence[Transcript], *, count: bool = True) -> Judged:
         """Return the mean score of each run's calls, 0 where none was judged, and the verdicts, without retries.
         `count`: add them to the statistics. Raises `JudgingError`."""
         runs = await concurrently(functools.partial(self._judge_run, count=count), transcripts)

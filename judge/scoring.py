@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -60,26 +60,10 @@ class GroupRewards:
     """The teacher from outside that answered about a run, by trajectory."""
 
 
+Compose = Callable[[Sequence[TrajectoryCompleted], Sequence[SignalGiven]], Awaitable[GroupRewards]]
+"""Scores the members of a group by the settings; the signals were given about them. Raises `UnscoredError`."""
 AskTeacher = Callable[[Sequence[TrajectoryCompleted]], Awaitable[Mapping[str, str]]]
 """Asks a teacher from outside about runs. Returns its name by trajectory, of the runs with an answer."""
-
-
-class RewardComposer(Protocol):
-    """Scores the members of a group by the settings."""
-
-    @property
-    def at_once(self) -> int:
-        """How many groups keep it busy: those being scored, and some that wait for their turn."""
-
-    @property
-    def paused(self) -> int:
-        """How many of its groups pause before they are tried again."""
-
-    async def __call__(
-        self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
-    ) -> GroupRewards:
-        """`signals`: what was said about the members, in the order of the log. Raises `UnscoredError` if the group
-        cannot be scored at all."""
 
 
 def judge_hash(config: JudgeConfig) -> str:
@@ -110,7 +94,7 @@ async def score_closed(
     group: Group,
     config: JudgeConfig,
     judge: str,
-    composer: RewardComposer | None,
+    compose: Compose | None,
     teach: AskTeacher | None = None,
     *,
     over_budget: str = "",
@@ -129,9 +113,9 @@ async def score_closed(
     rewards = agent_rewards(scorable)
     if over_budget:
         rewards = GroupRewards({}, {}, ())
-    elif composer is not None and scorable and (config.rewards or len(rewards.final) < len(scorable)):
+    elif compose is not None and scorable and (config.rewards or len(rewards.final) < len(scorable)):
         try:
-            rewards = await composer(scorable, group.signals)
+            rewards = await compose(scorable, group.signals)
         except UnscoredError as error:
             if batch is None:
                 return _discarded(group.key, events, "unscored", str(error))

@@ -29,9 +29,9 @@ from judge.healing import open_healer
 from judge.labelled import read_labelled
 from judge.limits import Budget
 from judge.monitor import JudgeMonitor
-from judge.rewards.compose import open_composer, open_composer_on_log
-from judge.ruler.transcripts import Transcript
-from judge.scoring import AskTeacher, RewardComposer, judge_hash, score_closed
+from judge.rewards.compose import ConfiguredComposer, open_composer, open_composer_on_log
+from judge.ruler.asking import no_log
+from judge.scoring import AskTeacher, judge_hash, score_closed
 from judge.teacher import open_teacher
 from pipeline import crash
 from pipeline.concurrency.concurrently import concurrently
@@ -74,11 +74,8 @@ each time after 6 times the ack wait. So is a signal that comes while its group 
 def check(config: Config) -> None:
     """Raise `ConfigError` for settings with which `serve` would not start. Reward functions are imported."""
 
-    async def load(member: TrajectoryCompleted) -> Transcript:
-        raise NotImplementedError  # no member is scored
-
     async def compose() -> None:
-        async with open_composer(config, load):
+        async with open_composer(config, no_log):
             pass
 
     if config.judge.anchors.file:
@@ -121,7 +118,7 @@ class Judge:
         self,
         broker: Broker,
         config: Config,
-        composer: RewardComposer | None,
+        composer: ConfiguredComposer | None,
         judge_id: str,
         teach: AskTeacher | None = None,
         heal: Callable[[GroupScored], Awaitable[GroupScored]] | None = None,

@@ -7,7 +7,6 @@ are on the log when the trainer reads the group: nothing waits for the teacher b
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
+from judge.models.params import read_key
 from pipeline import crash
 from pipeline.chat.images import Media, media_of
 from pipeline.chat.sampling import NO_DEFAULTS, sampling_of
@@ -294,9 +294,7 @@ async def open_teacher(config: Config, broker: Broker) -> AsyncIterator[Teacher 
     if not any(config.trainer_of(model).distill.asks_outside for model in config.models):
         yield None
         return
-    key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
-    if settings.api_key_env and not key:
-        raise ConfigError(f"teacher.api_key_env: the environment has no {settings.api_key_env}")
+    key = read_key(settings.api_key_env, "teacher.api_key_env")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=settings.concurrency)
     async with httpx.AsyncClient(headers=headers, timeout=settings.timeout_s, limits=limits) as client:

@@ -22,15 +22,13 @@ import msgspec
 from judge.labelled import LabelledGroup, measure_agreement, read_labelled
 from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
-from judge.monitor import GroupJudge
 from judge.next_state import NextStateJudge
-from judge.ruler.asking import JudgingError
+from judge.ruler.asking import Asker, JudgingError
 from judge.ruler.rubrics import load_rubric, rubric_of
 from judge.ruler.ruler import LlmRuler
-from judge.ruler.transcripts import Transcript
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import ConfigError, JudgeConfig, RewardConfig, load
-from pipeline.events import TrajectoryCompleted, Verdict
+from pipeline.events import Verdict
 from pipeline.terminal.parsers import add_overrides
 from pipeline.terminal.printing import visible, visible_json
 
@@ -41,13 +39,10 @@ async def evaluate(
     """Judge every group once and compare. Groups that could not be judged are counted and left out of the averages.
     `reward`: a reward of kind `ruler` or `next_state`; `None` for RULER with `judge.rubric`."""
 
-    async def no_log(member: TrajectoryCompleted) -> Transcript:
-        raise LookupError(member.trajectory)  # labelled groups come with their transcripts
-
     rubric = load_rubric(config.rubric) if reward is None else rubric_of(reward, config)
-    ruler: GroupJudge = LlmRuler(config, rubric, model, no_log)
+    ruler: Asker = LlmRuler(config, rubric, model)
     if reward is not None and reward.kind == "next_state":
-        ruler = NextStateJudge(config, reward.votes, rubric, model, no_log)
+        ruler = NextStateJudge(config, reward.votes, rubric, model)
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
     verdicts: list[Verdict] = []
     failures: list[str] = []

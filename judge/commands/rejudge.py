@@ -35,7 +35,7 @@ from judge.groups import Arrival, Group, GroupKey
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import (
     AskTeacher,
-    RewardComposer,
+    Compose,
     agent_rewards,
     judge_hash,
     make_member,
@@ -79,7 +79,7 @@ class Rejudge:
         self,
         broker: Broker,
         config: Config,
-        composer: RewardComposer | None,
+        compose: Compose | None,
         teach: AskTeacher | None = None,
         *,
         branch: str = "",
@@ -89,7 +89,7 @@ class Rejudge:
         """`branch` is `judge-<verdicts>` if empty, and `verdicts` the hash of the judge configuration. Raises
         `ConfigError` if the branch is the one that is read, unless that is `main`, or if it is `main` and another one
         is read."""
-        self._broker, self._config, self._composer, self._source = broker, config, composer, source
+        self._broker, self._config, self._compose, self._source = broker, config, compose, source
         self._teach = teach
         judge = verdicts or judge_hash(config.judge)
         self._together: set[tuple[str, str]] = set()
@@ -156,7 +156,7 @@ class Rejudge:
         completions = [await self._completed(event, trajectory) for trajectory in event.trajectories]
         members = sorted((Arrival(r.event, r.seq) for r in completions), key=lambda arrival: arrival.seq)
         group = Group(key, tuple(members), signals=await self._signals(event))
-        result = await score_closed(group, self._config.judge, self.report.judge, self._composer, self._teach)
+        result = await score_closed(group, self._config.judge, self.report.judge, self._compose, self._teach)
         if isinstance(result, GroupScored):
             await self._publish(seq, result)
             self.report.rescued += 1
@@ -170,7 +170,7 @@ class Rejudge:
         members = {r.event.trajectory: r.event for r in ends}
         scorable = [m for m in members.values() if m.outcome == "scored"]
         signals = await self._signals(event)
-        rewards = await self._composer(scorable, signals) if self._composer else agent_rewards(scorable)
+        rewards = await self._compose(scorable, signals) if self._compose else agent_rewards(scorable)
         rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members if m.teacher})
         rewards = await with_hints_and_answers(rewards, scorable, signals, self._config.judge, self._teach)
         needed = 1 if event.split == "val" else self._config.judge.min_size

@@ -17,7 +17,7 @@ import anyio.to_thread
 from judge.models.chat import Client, ContextWindowError, InvalidRequestError, Messages, ModelError, ModelReply
 from judge.models.litellm_client import LiteLlmClient
 from judge.models.openai_client import OpenAiClient
-from judge.models.params import read_api_key
+from judge.models.params import read_key
 from pipeline.chat.conversations import text_of
 from pipeline.config import JudgeConfig
 from pipeline.telemetry.logs import get_logger
@@ -92,7 +92,7 @@ async def open_judge_model(config: JudgeConfig) -> AsyncIterator[JudgeModel]:
     """Open the model `judge.model`. Libraries are imported in a thread, and litellm only if it is needed.
 
     Raises `ConfigError` if an environment variable or a parameter is missing or cannot be used."""
-    key = read_api_key(config)
+    key = read_key(config.api_key_env, "judge.api_key_env")
     client: Client
     if await anyio.to_thread.run_sync(OpenAiClient.supports, config):
         client = OpenAiClient(config, key)

@@ -22,12 +22,12 @@ _CONNECTION = re.compile(
 """Parameters that say how to reach the model and do not change its scores."""
 
 
-def read_api_key(config: JudgeConfig) -> str:
-    """Return the key in the variable `judge.api_key_env`, or an empty string if none is named. Raises `ConfigError`."""
-    key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
-    if config.api_key_env and not key:
-        raise ConfigError(f"judge.api_key_env: the environment has no {config.api_key_env}")
-    return key
+def read_key(variable: str, setting: str) -> str:
+    """Return the key in an environment variable, or an empty string if `setting` names none. Raises `ConfigError` if
+    the variable is not set."""
+    if variable and not os.environ.get(variable):
+        raise ConfigError(f"{setting}: the environment has no {variable}")
+    return os.environ.get(variable, "")
 
 
 def advice_on_key(config: JudgeConfig) -> str:

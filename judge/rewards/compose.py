@@ -49,7 +49,7 @@ class Component(NamedTuple):
 
 
 class ConfiguredComposer:
-    """The `RewardComposer` that the settings describe."""
+    """Scores the members of a group by the settings."""
 
     def __init__(
         self,
@@ -70,15 +70,19 @@ class ConfiguredComposer:
 
     @property
     def at_once(self) -> int:
+        """How many groups keep it busy: those being scored, and some that wait for their turn."""
         return max(2 * self._config.concurrency, _AT_LEAST) if self.judges else _AT_MOST
 
     @property
     def paused(self) -> int:
+        """How many of its groups pause before they are tried again."""
         return max((judge.paused for judge in self.judges.values()), default=0)
 
     async def __call__(
         self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
     ) -> GroupRewards:
+        """`signals`: what was said about the members, in the order of the log. Raises `UnscoredError` if the group
+        cannot be scored at all."""
         if not self._config.rewards:
             final, verdicts = await self.rulers[""](members)
             reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}

@@ -35,6 +35,8 @@ logger = get_logger("judge.ruler.asking")
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 LoadTranscript = Callable[[TrajectoryCompleted], Awaitable[Transcript]]
+Judged = tuple[dict[str, float], tuple[Verdict, ...]]
+"""The score of each trajectory, and the verdicts behind it."""
 
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 60.0
@@ -153,18 +155,36 @@ class ScoredReply(NamedTuple):
     """With everything but the scores."""
 
 
+async def no_log(run: TrajectoryCompleted) -> Transcript:
+    """Stand for the log where a judge is shown transcripts only."""
+    raise LookupError(run.trajectory)
+
+
 class Asker:
     """Asks one judge model with one rubric. What is asked is its subclasses'."""
 
-    def __init__(self, config: JudgeConfig, rubric: Rubric, model: ChatModel, rng: random.Random | None = None) -> None:
-        """`rng` draws nonces and ids, which nobody may be able to guess; the default is the system's."""
-        self._config, self.rubric, self._model = config, rubric, model
+    def __init__(
+        self,
+        config: JudgeConfig,
+        rubric: Rubric,
+        model: ChatModel,
+        load: LoadTranscript = no_log,
+        *,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`load` returns the transcript of a run. `rng` draws nonces and ids, which nobody may be able to guess; the
+        default is the system's."""
+        self._config, self.rubric, self._model, self._load = config, rubric, model, load
         self._turns = anyio.CapacityLimiter(config.concurrency)
         self._rng = rng or random.SystemRandom()
         self._context_tokens = config.context_tokens
         self.statistics = JudgeStatistics()
         self.paused = 0
         """Groups or runs that pause before they are judged again."""
+
+    async def judge(self, transcripts: Sequence[Transcript], *, count: bool = True) -> Judged:
+        """Judge runs without retries. `count`: add them to the statistics. Raises `JudgingError`."""
+        raise NotImplementedError
 
     async def retry(self, work: Callable[[], Awaitable[T]], group: str) -> tuple[T, Usage]:
         """Return the result of `work`, and the calls that were made in vain before. `group` is for the log.

@@ -15,14 +15,11 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from judge.models.chat import ChatModel
 from judge.ruler import prompt
 from judge.ruler.aggregation import JudgePass, aggregate, draw_orders
-from judge.ruler.asking import Asker, Failures, JudgingError, LoadTranscript, Usage, charged, new_backoff
-from judge.ruler.rubrics import Rubric
+from judge.ruler.asking import Asker, Failures, Judged, JudgingError, Usage, charged, new_backoff
 from judge.ruler.transcripts import Transcript
 from pipeline.concurrency.concurrently import concurrently
-from pipeline.config import JudgeConfig
 from pipeline.events import Score, TrajectoryCompleted, Verdict
 from pipeline.telemetry.logs import get_logger
 
@@ -35,39 +32,24 @@ _PASS_RETRIES = 4
 class LlmRuler(Asker):
     """Scores groups with one judge model and one rubric."""
 
-    def __init__(
-        self,
-        config: JudgeConfig,
-        rubric: Rubric,
-        model: ChatModel,
-        load: LoadTranscript,
-        *,
-        rng: random.Random | None = None,
-    ) -> None:
-        """`rng` as `Asker`'s."""
-        self._passes, self._load = config.passes, load
-        super().__init__(config, rubric, model, rng)
-
-    async def __call__(self, members: Sequence[TrajectoryCompleted]) -> tuple[dict[str, float], tuple[Verdict, ...]]:
+    async def __call__(self, members: Sequence[TrajectoryCompleted]) -> Judged:
         """Return the score of each trajectory and the verdicts behind it.
 
         Raises `UnscoredError` if no judging succeeds within `judge.retry_for_s`, or a trajectory has left the log."""
 
-        async def judge() -> tuple[dict[str, float], tuple[Verdict, ...]]:
+        async def judge() -> Judged:
             return await self.judge(await concurrently(self._load, members))
 
         (scores, verdicts), in_vain = await self.retry(judge, members[0].group)
         return scores, charged(verdicts, in_vain)
 
-    async def judge(
-        self, transcripts: Sequence[Transcript], *, count: bool = True
-    ) -> tuple[dict[str, float], tuple[Verdict, ...]]:
+    async def judge(self, transcripts: Sequence[Transcript], *, count: bool = True) -> Judged:
         """Judge a group without retries. `count`: add it to the statistics. Raises `JudgingError` if every judging
         failed."""
         by_id = {t.trajectory: t for t in transcripts}
         # The group itself seeds the orders, so that judging the same history again shows the same lists.
         rng = random.Random("/".join(sorted(by_id)))
-        orders = draw_orders(sorted(by_id), self._passes, rng)
+        orders = draw_orders(sorted(by_id), self._config.passes, rng)
         verdicts: list[Verdict] = []
         failed: list[list[str]] = []
         failures = Failures(JudgingError("judge.passes is 0", ""))

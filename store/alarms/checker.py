@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
 
@@ -29,7 +28,7 @@ from pipeline.log.health import Fill, disk_fill, fills
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from pipeline.streams import replica_name
 from pipeline.telemetry.logs import get_logger
-from store.alarms.table import ALARMS, BY_NAME, PARAMETER, Alarm, threshold
+from store.alarms.table import ALARMS, PARAMETER, Alarm, threshold
 from store.lake.lake import open_lake
 from store.lake.storage import StoreError
 from store.reading import sql
@@ -42,24 +41,6 @@ does not raise and clear it repeatedly."""
 _PAUSE_FACTOR = 20
 """A check is followed by a pause of at least this many times its duration, so that checks use little CPU time."""
 _MEMORY = "256MB"
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A row of an alarm's query: its condition is met, for this model, server, consumer or stream."""
-
-    alarm: str
-    project: str
-    model: str
-    about: str
-    value: float
-    threshold: float
-    detail: str
-
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        """What makes it the same alarm at the next check."""
-        return self.alarm, self.project, self.model, self.about
 
 
 def measured_tables(
@@ -94,8 +75,9 @@ def measured_tables(
 
 def evaluate(
     connection: duckdb.DuckDBPyConnection, config: Config, alarm: Alarm, now: datetime | None = None
-) -> list[Condition]:
-    """Run the query of `alarm`. `connection` has the store's views and the tables of `measured_tables`; `now` is a time
+) -> list[AlarmChanged]:
+    """Run the query of `alarm`, and return an event for each row: its condition is met, for this model, server,
+    consumer or stream. `connection` has the store's views and the tables of `measured_tables`; `now` is a time
     in UTC, the present if it is `None`. A row without a detail is logged and left out, because such an event can't be
     decoded. Raises `duckdb.Error`."""
     compared = threshold(config, alarm)
@@ -111,17 +93,24 @@ def evaluate(
     conditions = []
     for project, model, about, value, detail in rows:
         if isinstance(detail, str):
-            named = project or config.project
-            conditions.append(Condition(alarm.name, named, model, about, _number(value), compared, detail))
+            conditions.append(
+                AlarmChanged(
+                    project=project or config.project,
+                    alarm=alarm.name,
+                    state="raised",
+                    model=model,
+                    about=about,
+                    value=math.nan if value is None else float(value),
+                    threshold=compared,
+                    detail=detail,
+                    action=alarm.action,
+                )
+            )
         else:
             logger.warning(
                 "a condition says nothing", alarm=alarm.name, project=project, model=model, about=about, value=value
             )
     return conditions
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
 
 
 Key = tuple[str, str, str, str]
@@ -186,12 +175,15 @@ class Checker:
                 write = logger.error if event.state == "raised" else logger.info
                 write("alarm" if event.state == "raised" else "alarm over", alarm=event.alarm, detail=event.detail)
 
-    async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[Condition], set[str]]:
+    async def _check(self, connection: duckdb.DuckDBPyConnection) -> tuple[list[AlarmChanged], set[str]]:
         """Run all queries. Return the conditions that are met, and the names of the alarms that could not be
         checked."""
-        measured, complete = await self._fills()
-        unwritten: list[Unwritten] = []
-        unknown = set() if complete else {"log_full"}
+        measured, unwritten, unknown = [disk_fill(self._config.path())], list[Unwritten](), set[str]()
+        try:
+            measured += await fills(self._broker)
+        except BrokerError as error:
+            logger.warning("the log's size is not known", why=str(error))
+            unknown.add("log_full")
         try:
             unwritten = await self._unwritten.check(self._broker)
         except (BrokerError, nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
@@ -202,7 +194,7 @@ class Checker:
 
     def _query(
         self, connection: duckdb.DuckDBPyConnection, measured: list[Fill], unwritten: list[Unwritten]
-    ) -> tuple[list[Condition], set[str]]:
+    ) -> tuple[list[AlarmChanged], set[str]]:
         try:
             damaged: set[str] = set()
             sql.define_views(connection, self._lake, self._shown, damaged)
@@ -211,7 +203,7 @@ class Checker:
         except (StoreError, duckdb.Error, OSError) as error:
             logger.warning("the alarms were not checked", why=str(error))
             return [], {alarm.name for alarm in ALARMS}
-        conditions: list[Condition] = []
+        conditions: list[AlarmChanged] = []
         failed: set[str] = set()
         for alarm in ALARMS:
             try:
@@ -221,24 +213,15 @@ class Checker:
                 failed.add(alarm.name)
         return conditions, failed
 
-    async def _fills(self) -> tuple[list[Fill], bool]:
-        """Return the fill of the disk and of the log's streams and buckets, and whether the log's could be read."""
-        disk = disk_fill(self._config.path())
-        try:
-            return [disk, *await fills(self._broker)], True
-        except BrokerError as error:
-            logger.warning("the log's size is not known", why=str(error))
-            return [disk], False
-
-    async def _apply(self, conditions: Iterable[Condition], unknown: set[str]) -> None:
+    async def _apply(self, conditions: Iterable[AlarmChanged], unknown: set[str]) -> None:
         """Publish the alarms that are raised or cleared. Alarms named in `unknown` do not change. If another store has
         published first, or the log does not answer, the next check tries again."""
-        present = {condition.key: condition for condition in conditions}
+        present = {_key(met): met for met in conditions}
         for key, met in present.items():
             self._absent.pop(key, None)
             if key not in self._raised and not await self._may_be_starting(met):
-                at, action = now_us(), BY_NAME[met.alarm].action
-                await self._publish(AlarmChanged(**asdict(met), state="raised", action=action, since=at, at=at))
+                at = now_us()
+                await self._publish(msgspec.structs.replace(met, since=at, at=at))
         behind = {met.about for met in present.values() if met.alarm == "replica_behind"}
         self._starting = {replica: at for replica, at in self._starting.items() if replica in behind}
         for key, event in list(self._raised.items()):
@@ -248,7 +231,7 @@ class Checker:
             if self._absent[key] >= _CLEAR_AFTER:
                 await self._publish(msgspec.structs.replace(event, state="cleared", at=now_us()))
 
-    async def _may_be_starting(self, met: Condition) -> bool:
+    async def _may_be_starting(self, met: AlarmChanged) -> bool:
         """Return whether an inference server is behind because it may still be starting: less than
         `vllm.start_timeout_s` ago it began with this store, or was found without the record that its sampler agent
         writes when it holds all versions."""

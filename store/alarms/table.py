@@ -79,8 +79,7 @@ FROM dead WHERE dead_at > $now - to_seconds($window_s) GROUP BY consumer HAVING 
 SELECT n.project, n.model, r.replica AS about, n.step - coalesce(h.step, 0) AS value,
   format('{} serves {}@{} at most; {}@{} was published', r.replica, n.model, coalesce(h.step, 0), n.model, n.step)
     AS detail
-FROM newest n CROSS JOIN replicas r LEFT JOIN held h
-  ON h.project = n.project AND h.model = n.model AND h.replica = r.replica
+FROM newest n CROSS JOIN replicas r LEFT JOIN held h USING (project, model, replica)
 WHERE n.step > coalesce(h.step, 0)""",
         "Read the sampler agent's log (`logs/sampler.log`): the server is down, or it refused the adapter (rank, "
         "`vllm.max_loras`, no effect on logprobs). `GET /v1/policies` names refused versions with the reason.",
@@ -212,9 +211,6 @@ FROM damaged WHERE (SELECT count(*) FROM damaged) > $threshold ORDER BY path""",
 
 PARAMETER = re.compile(r"\$(\w+)")
 """A parameter in a query."""
-
-
-BY_NAME = {alarm.name: alarm for alarm in ALARMS}
 
 
 def threshold(config: Config, alarm: Alarm) -> float:

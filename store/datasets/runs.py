@@ -12,7 +12,7 @@ import msgspec
 from pipeline.chat.conversations import Conversation, build_conversations
 from pipeline.config import ConfigError
 from pipeline.events import ExchangeRecorded
-from store.reading import rebuild
+from store.reading import rebuild, sql
 
 _RUNS = """
     WITH scored AS (
@@ -69,7 +69,7 @@ def select(connection: duckdb.DuckDBPyConnection, query: str) -> list[Run]:
 
     Raises `ConfigError` for a query without this column and for two rewards of one run, `duckdb.Error` for one that
     DuckDB refuses."""
-    rows = _dicts(connection.execute(query))
+    rows = sql.rows_of(connection.execute(query))
     if rows and "trajectory" not in rows[0]:
         raise ConfigError("the query returns no column `trajectory`: select the ids of runs")
     rewards: dict[str, float] = {}
@@ -83,7 +83,7 @@ def select(connection: duckdb.DuckDBPyConnection, query: str) -> list[Run]:
         calls.setdefault((call.project, call.trajectory), []).append(call)
     return [
         _run(row, calls.get((row["project"], row["trajectory"]), ()), rewards)
-        for row in _dicts(connection.execute(_RUNS, {"names": names}))
+        for row in sql.rows_of(connection.execute(_RUNS, {"names": names}))
     ]
 
 
@@ -101,8 +101,3 @@ def _run(row: Mapping[str, Any], calls: Sequence[ExchangeRecorded], rewards: Map
         calls=tuple(msgspec.msgpack.encode((e.request, e.response)) for e in calls),
         conversations=build_conversations(calls)[0],
     )
-
-
-def _dicts(result: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
-    names = [column[0] for column in result.description or ()]
-    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]

@@ -22,7 +22,7 @@ from pipeline.events import DeadLettered, GroupScored, wire_name
 from store.erasure.on_log import SubjectsOfPlan
 from store.erasure.plan import Plan
 from store.lake import columns
-from store.lake.commits import add_action_of_rows, file_name_of_rows, remove_action
+from store.lake.commits import remove_action, write_rows
 from store.lake.lake import Lake
 from store.lake.table import EventTable
 
@@ -90,13 +90,9 @@ class Rewriter:
             if not (affected := self._rows(table, name)):
                 continue
             rows = self._without(table.tag, table.storage.read(table.tag, name), affected)
-            actions: list[Any] = [remove_action(name)]
-            if rows.num_rows:
-                new = file_name_of_rows(table.tag, rows)
-                size = table.storage.write(table.tag, new, [rows])
-                actions.insert(0, add_action_of_rows(new, size, rows))
+            added = [write_rows(table.storage, table.tag, rows)] if rows.num_rows else []
             try:
-                table.commit(actions)
+                table.commit([*added, remove_action(name)])
             except CommitFailedError:  # another process has merged the file: begin with the newest version
                 self._replace(table, replaced)
                 return

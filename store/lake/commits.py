@@ -18,7 +18,6 @@ import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
-from pyarrow import fs
 
 from pipeline import streams
 from pipeline.config import StoreConfig
@@ -42,22 +41,19 @@ def transaction_id(tag: str) -> str:
     return f"store-{streams.stream_of_subject(tag).lower()}/0"
 
 
-def file_name_of_rows(tag: str, table: pa.Table) -> str:
-    """Return a new unique file name for these rows."""
-    seqs = table["log_seq"].to_numpy()
-    return file_name(tag, int(seqs.min()), int(seqs.max()))
-
-
 def file_name(tag: str, first: int, last: int) -> str:
     """Return a new unique name for a file that holds sequences from `first` to `last`. Only people read the sequences
     in it."""
     return f"{streams.stream_of_subject(tag)}-{first:012d}-{last:012d}-{uuid.uuid4().hex[:12]}.parquet"
 
 
-def add_action_of_rows(name: str, size: int, table: pa.Table) -> AddAction:
-    """Return the action that adds a file of these rows. `size`: of the file in bytes."""
-    seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
-    return add_action(name, size, table.num_rows, (seqs.min(), seqs.max()), (ats.min(), ats.max()))
+def write_rows(storage: Storage, tag: str, rows: pa.Table) -> AddAction:
+    """Write a file of these rows, durably. Returns the action that adds it to its table. Raises `OSError`."""
+    seqs, ats = rows["log_seq"].to_numpy(), rows["log_at"].cast(pa.int64()).to_numpy()
+    first, last = int(seqs.min()), int(seqs.max())
+    name = file_name(tag, first, last)
+    size = storage.write(tag, name, [rows])
+    return add_action(name, size, rows.num_rows, (first, last), (ats.min(), ats.max()))
 
 
 def add_action(
@@ -144,12 +140,10 @@ def recover_journal(storage: Storage, tag: str) -> None:
     except TableNotFoundError:
         return
     except DeltaError as error:
-        journal = storage.files.get_file_info(fs.FileSelector(f"{storage.root}/{tag}/{LOG}"))
-        names = sorted(info.base_name for info in journal)
-        truncated = [n for n in names if n.endswith(".parquet") and _is_damaged(storage, tag, n)]
+        names = storage.names(f"{tag}/{LOG}")
+        checkpoints = [n for n in names if n.endswith(".parquet")]
         commits = [n for n in names if n.endswith(".json") and n.removesuffix(".json").isdigit()]
-        if commits and _is_truncated(storage, tag, commits[-1]):
-            truncated.append(commits[-1])
+        truncated = [n for n in (*checkpoints, *commits[-1:]) if _is_truncated(storage, tag, n)]
         if not truncated:
             raise
         # `_last_checkpoint` is a hint only: without it, delta-rs lists the journal.
@@ -159,17 +153,13 @@ def recover_journal(storage: Storage, tag: str) -> None:
         DeltaTable(storage.uri(tag), storage_options=storage.options)
 
 
-def _is_damaged(storage: Storage, tag: str, checkpoint: str) -> bool:
+def _is_truncated(storage: Storage, tag: str, name: str) -> bool:
+    """Return whether a checkpoint or a commit can't be read."""
     try:
-        storage.read(tag, f"{LOG}/{checkpoint}", [])
-    except DamagedFileError:
-        return True
-    return False
-
-
-def _is_truncated(storage: Storage, tag: str, commit: str) -> bool:
-    try:
-        read_commit(storage, tag, int(commit.removesuffix(".json")))
-    except ValueError:
+        if name.endswith(".parquet"):
+            storage.read(tag, f"{LOG}/{name}", [])
+        else:
+            read_commit(storage, tag, int(name.removesuffix(".json")))
+    except (DamagedFileError, ValueError):
         return True
     return False

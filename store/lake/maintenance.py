@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
-from pyarrow import fs
 
 from pipeline import crash
 from pipeline.config import StoreConfig
@@ -27,7 +26,7 @@ from pipeline.telemetry.logs import get_logger
 from store.lake import columns
 from store.lake.commits import NO_HOOKS, add_action, file_name, last_checkpoint, remove_action, table_properties
 from store.lake.lake import Lake
-from store.lake.storage import LOG, DamagedFileError, Storage
+from store.lake.storage import LOG, DamagedFileError
 from store.lake.table import LAKE_ERRORS, EventTable, Files, covers
 
 logger = get_logger("store.lake.maintenance")
@@ -182,13 +181,9 @@ class Maintenance:
         delta.create_checkpoint()
         crash.point("store.checkpointed")
         if table.storage.needs_sync:
-            table.storage.make_durable(table.tag, _checkpoint_files(table.storage, table.tag))
+            names = table.storage.names(f"{table.tag}/{LOG}")
+            table.storage.make_durable(table.tag, [f"{LOG}/{name}" for name in names if "checkpoint" in name])
         delta.cleanup_metadata()
-
-
-def _checkpoint_files(storage: Storage, tag: str) -> list[str]:
-    journal = storage.files.get_file_info(fs.FileSelector(f"{storage.root}/{tag}/{LOG}"))
-    return [f"{LOG}/{i.base_name}" for i in journal if "checkpoint" in i.base_name]
 
 
 def _rows(table: EventTable, names: list[str]) -> Iterator[pa.Table]:

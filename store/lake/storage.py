@@ -62,6 +62,8 @@ class Storage(ABC):
 
     options: dict[str, str]
     """Storage options for delta-rs."""
+    scheme = ""
+    """Before the root, in addresses for delta-rs."""
     needs_sync = False
     """Whether a power cut may lose writes until `make_durable` has returned."""
 
@@ -72,13 +74,13 @@ class Storage(ABC):
     def __str__(self) -> str:
         return self.uri("").rstrip("/")
 
-    @abstractmethod
     def uri(self, tag: str) -> str:
         """Return the address of a tag's table for delta-rs."""
+        return f"{self.scheme}{self.root}/{tag}"
 
-    @abstractmethod
     def url(self, tag: str, name: str) -> str:
         """Return the path or URL by which DuckDB reads a file after `attach`."""
+        return self.key(tag, name)
 
     def attach(self, connection: duckdb.DuckDBPyConnection) -> None:  # noqa: B027 - local files need nothing
         """Enable `connection` to read the URLs that `url` returns. May be called again."""
@@ -90,6 +92,10 @@ class Storage(ABC):
     def exists(self) -> bool:
         """Return whether anything was ever written here."""
         return bool(self.files.get_file_info(fs.FileSelector(self.root, allow_not_found=True)))
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files in a folder of the lake, sorted. Raises `OSError`."""
+        return sorted(info.base_name for info in self.files.get_file_info(fs.FileSelector(f"{self.root}/{folder}")))
 
     def read(self, tag: str, name: str, only: list[str] | None = None) -> pa.Table:
         """Return a file's rows, with all columns or `only` these, without those that the file lacks.
@@ -155,12 +161,6 @@ class LocalStorage(Storage):
     def exists(self) -> bool:
         return Path(self.root).is_dir()
 
-    def uri(self, tag: str) -> str:
-        return f"{self.root}/{tag}"
-
-    def url(self, tag: str, name: str) -> str:
-        return self.key(tag, name)
-
     def put(self, folder: str, name: str, content: bytes) -> None:
         path = Path(self.root, folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,6 +195,8 @@ class LocalStorage(Storage):
 class S3Storage(Storage):
     """A prefix of an existing bucket. The constructor raises `ConfigError` if `store.dir` names no bucket."""
 
+    scheme = S3
+
     def __init__(self, config: Config) -> None:
         root = config.store.dir.removeprefix(S3).strip("/")
         if not root:
@@ -206,9 +208,6 @@ class S3Storage(Storage):
         if region := config.store.s3_region:
             self.options["aws_region"] = region
         super().__init__(open_s3(config.store), root)
-
-    def uri(self, tag: str) -> str:
-        return f"{S3}{self.root}/{tag}"
 
     def url(self, tag: str, name: str) -> str:
         return f"{_DUCKDB_S3}://{self.key(tag, name)}"

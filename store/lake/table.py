@@ -32,15 +32,7 @@ from deltalake.transaction import AddAction, RemoveAction
 from pipeline import crash
 from pipeline.config import StoreConfig
 from store.lake import columns
-from store.lake.commits import (
-    NO_HOOKS,
-    add_action_of_rows,
-    create_table,
-    file_name_of_rows,
-    last_checkpoint,
-    read_commit,
-    transaction_id,
-)
+from store.lake.commits import NO_HOOKS, create_table, last_checkpoint, read_commit, transaction_id, write_rows
 from store.lake.storage import LOG, DamagedFileError, Storage
 
 Ints = npt.NDArray[np.int64]
@@ -175,16 +167,15 @@ class EventTable:
 
         Raises one of `LAKE_ERRORS`. Even then the rows may have been committed; the call can be repeated."""
         with self._lock:
-            written: tuple[str, int, int] | None = None
-            version, refused = -1, 0
+            added: AddAction | None = None
+            written, version, refused = 0, -1, 0
             while True:
                 fresh = self.missing_rows(table)
                 if not fresh.num_rows:
                     self.make_durable()
-                    return written[2] if written else 0
-                if written is None or written[2] != fresh.num_rows:
-                    name = file_name_of_rows(self.tag, fresh)
-                    written = name, self.storage.write(self.tag, name, [fresh]), fresh.num_rows
+                    return written
+                if added is None or written != fresh.num_rows:
+                    added, written = write_rows(self.storage, self.tag, fresh), fresh.num_rows
                     crash.point("store.before_commit")
                     continue  # writing took time: read the newest snapshot again, so that a conflict is unlikely
                 version, before = self._version(), version
@@ -192,15 +183,14 @@ class EventTable:
                     # Another process has committed: the refusals were conflicts and no failure.
                     refused = 0
                 try:
-                    last = int(fresh["log_seq"].to_numpy().max())
-                    self.commit([add_action_of_rows(written[0], written[1], fresh)], last)
+                    self.commit([added], int(fresh["log_seq"].to_numpy().max()))
                 except CommitFailedError:
                     refused += 1
                     if refused == _MAX_REFUSALS:
                         raise
                     continue
                 if time.time() - self._read_at < _SNAPSHOT_MAX_AGE_S:
-                    return int(fresh.num_rows)
+                    return written
                 # The process was suspended for so long that its commit may reuse the number of one that was cleaned
                 # up. Read the table from the start and see whether the rows are in it.
                 self._delta = self._files = None

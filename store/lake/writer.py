@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -39,21 +40,20 @@ _FINAL_WRITE_S = 8.0
 """When the writer is stopped, it has this long to write the events in memory."""
 
 
-@dataclass
-class Rows:
-    """Decoded events of one tag, with the stream sequence, stream time (microseconds) and trace parent of each."""
+class Row(NamedTuple):
+    """A decoded event, with its stream sequence, stream time (microseconds) and trace parent."""
 
-    events: list[AnyEvent] = field(default_factory=list)
-    seqs: list[int] = field(default_factory=list)
-    ats: list[int] = field(default_factory=list)
-    traces: list[str] = field(default_factory=list)
+    event: AnyEvent
+    seq: int
+    at: int
+    trace: str
 
 
 @dataclass
 class WriteBatch:
     """The events that one flush writes and acknowledges."""
 
-    tags: dict[str, Rows] = field(default_factory=dict)
+    tags: dict[str, list[Row]] = field(default_factory=dict)
     messages: dict[Place, Pulled] = field(default_factory=dict)
     """The newest delivery of each event."""
     size: int = 0
@@ -153,11 +153,8 @@ class Writer:
         event = await self._broker.admit(message, self.spec)
         if event is None:
             return
-        rows = batch.tags.setdefault(wire_name(event), Rows())
-        rows.events.append(event)
-        rows.seqs.append(place.seq)
-        rows.ats.append(place.at)
-        rows.traces.append(message.header(b"traceparent"))
+        row = Row(event, place.seq, place.at, message.header(b"traceparent"))
+        batch.tags.setdefault(wire_name(event), []).append(row)
         message.data = b""  # frees memory: the event holds the content
         batch.messages[place] = message
         batch.size += message.size
@@ -200,10 +197,10 @@ class Writer:
         """Commit the events of one tag. Events that do not fit the table become dead letters. Retries while the disk is
         full or object storage can't be reached."""
         rows = batch.tags[tag]
-        for event in rows.events:
-            if isinstance(event, CheckpointPublished):
-                await self._versions.copy(event)
-        while rows.events:
+        for row in rows:
+            if isinstance(row.event, CheckpointPublished):
+                await self._versions.copy(row.event)
+        while rows:
             try:
                 # A thread can't be stopped, so a cancellation waits for it.
                 with anyio.CancelScope(shield=True):
@@ -218,28 +215,24 @@ class Writer:
                     "events not written; trying again",
                     folder=str(self._lake),
                     why=str(error),
-                    detail=f"{len(rows.events)} events of {tag} wait. They are not acknowledged and stay on the log",
+                    detail=f"{len(rows)} events of {tag} wait. They are not acknowledged and stay on the log",
                 )
                 await anyio.sleep(_RETRY_S)  # no event tells that the cause is gone
                 continue
             return
 
-    def _commit(self, tag: str, rows: Rows) -> int:
-        table = columns.table(tag, rows.events, rows.seqs, rows.ats, rows.traces)
-        return self._lake.append(tag, table)
+    def _commit(self, tag: str, rows: list[Row]) -> int:
+        return self._lake.append(tag, columns.table(tag, *zip(*rows, strict=True)))
 
-    async def _drop_unstorable(self, batch: WriteBatch, rows: Rows) -> None:
+    async def _drop_unstorable(self, batch: WriteBatch, rows: list[Row]) -> None:
         """Turn the events in `rows` that do not fit the table into dead letters, so that the others can be written."""
-        reasons = [columns.why_unstorable(event) for event in rows.events]
-        for i, reason in reversed(list(enumerate(reasons))):
-            if not reason:
-                continue
-            message = batch.messages.pop(Place(rows.seqs[i], rows.ats[i]))
-            message.data = await self._payload(rows.seqs[i], rows.events[i])
+        unstorable = [(row, reason) for row in rows if (reason := columns.why_unstorable(row.event))]
+        for row, reason in unstorable:
+            message = batch.messages.pop(Place(row.seq, row.at))
+            message.data = await self._payload(row.seq, row.event)
             await self._broker.dead_letter(message, self.spec, "unstorable", reason)
-            for values in (rows.events, rows.seqs, rows.ats, rows.traces):
-                values.pop(i)
-        if not any(reasons):
+            rows.remove(row)
+        if not unstorable:
             raise columns.UnstorableError(
                 "each event fits the table alone, but all together do not: report this as a bug"
             )

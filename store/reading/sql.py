@@ -232,6 +232,12 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
+def rows_of(result: duckdb.DuckDBPyConnection | duckdb.DuckDBPyRelation) -> list[dict[str, Any]]:
+    """The rows of a result, with their values by the names of the columns."""
+    names = [column[0] for column in result.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+
+
 # -- output --------------------------------------------------------------------------------------------------------
 
 
@@ -243,8 +249,7 @@ def write_result(result: duckdb.DuckDBPyRelation | None, form: str, out: Any) ->
     if form == "table":
         out.write(table_text(result, TERMINAL_CELL if out.isatty() else None).encode())
         return
-    records = [dict(zip(result.columns, row, strict=True)) for row in result.fetchall()]
-    text = b"[" + b",\n ".join(msgspec.json.encode(r, enc_hook=str) for r in records) + b"]\n"
+    text = b"[" + b",\n ".join(msgspec.json.encode(row, enc_hook=str) for row in rows_of(result)) + b"]\n"
     out.write(visible_json(text.decode()).encode())
 
 

@@ -22,7 +22,7 @@ from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from store.lake import columns
-from store.lake.commits import add_action_of_rows, create_table
+from store.lake.commits import create_table, write_rows
 from store.lake.lake import Lake, open_lake
 from store.lake.maintenance import Maintenance
 from store.lake.storage import LOG, DamagedFileError, LocalStorage, open_storage, write_parquet
@@ -122,11 +122,11 @@ def test_a_writer_that_slept_is_refused_and_what_it_repeats_is_left_out(lake: La
     lake.table(TAG).append(rows(1))
     zombie = open_lake(config).table(TAG)
     late = rows(6)
-    size = zombie.storage.write(TAG, "late.parquet", [late])
+    added = write_rows(zombie.storage, TAG, late)
     assert zombie.snapshot() is not None
     lake.table(TAG).append(rows(6))  # its events were delivered to another
     with pytest.raises(CommitFailedError):
-        zombie.commit([add_action_of_rows("late.parquet", size, late)], 10)
+        zombie.commit([added], 10)
     assert zombie.append(late) == 0
     assert sequences(lake, TAG) == list(range(1, 11))
 
@@ -326,12 +326,12 @@ def test_every_commit_is_synced_before_append_returns(tmp_path: Path, monkeypatc
     table.append(rows(1))
     assert set(synced) == {f"{LOG}/{0:020d}.json", *table.files().names}
     other = open_lake(config).table(TAG)
-    other.commit([add_action_of_rows("x.parquet", other.storage.write(TAG, "x.parquet", [rows(6)]), rows(6))], 10) if (
-        other.snapshot()
-    ) else pytest.fail("no table")
+    added = write_rows(other.storage, TAG, rows(6))
+    assert other.snapshot() is not None
+    other.commit([added], 10)
     synced.clear()
     table.append(rows(6))  # held by a commit of another process, which may have died before it synced
-    assert synced == ["x.parquet", f"{LOG}/{1:020d}.json"]
+    assert synced == [added.path, f"{LOG}/{1:020d}.json"]
 
 
 # -- the service ---------------------------------------------------------------------------------------------------

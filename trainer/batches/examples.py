@@ -57,6 +57,16 @@ class Example:
     late: bool = False
     """Whether it is older than `trainer.max_staleness`, and corrected as `trainer.late` says."""
 
+    @property
+    def size(self) -> float:
+        """The mean size of its advantages."""
+        return float(np.abs(self.advantage if self.call_advantages is None else self.call_advantages).mean())
+
+    def scaled(self, factor: float) -> Example:
+        """Return the example with its advantages times `factor`."""
+        own = None if self.call_advantages is None else self.call_advantages * factor
+        return dataclasses.replace(self, advantage=self.advantage * factor, call_advantages=own)
+
 
 def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[Example]:
     """Every sequence of the batch with its scaled advantage, in the order of the groups.
@@ -162,18 +172,8 @@ def _advantages(member: Member, differences: Floats, loss: LossConfig, roles: Ro
 def _normalized(out: list[Example], config: TrainerConfig) -> list[Example]:
     """The examples with advantages of the mean size 1, weighted as the loss weights them."""
     shares = np.array([e.weight * loss_terms(e.sequence, config) for e in out])
-    sizes = [abs(e.advantage) if e.call_advantages is None else float(np.abs(e.call_advantages).mean()) for e in out]
-    size = float(np.average(sizes, weights=shares)) if shares.sum() else 0.0
-    if not size:
-        return out
-    return [
-        dataclasses.replace(
-            e,
-            advantage=e.advantage / size,
-            call_advantages=None if e.call_advantages is None else e.call_advantages / size,
-        )
-        for e in out
-    ]
+    size = float(np.average([e.size for e in out], weights=shares)) if shares.sum() else 0.0
+    return [e.scaled(1 / size) for e in out] if size else out
 
 
 def _std(returns: Sequence[npt.NDArray[np.float64]]) -> float:

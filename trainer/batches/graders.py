@@ -16,8 +16,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from statistics import fmean
 
-import numpy as np
-
 from pipeline.config import TrainerConfig
 from trainer.batches.examples import Example, examples, loss_terms, trajectory_weights
 from trainer.batches.groups import GroupWithHistory
@@ -40,7 +38,9 @@ def cap_graders(
     for keys in dict.fromkeys(keys_of.values()):  # in one order in each process
         part = examples([g for g in groups if keys_of[g] == keys], config)
         parts[keys] = [dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0)) for e in part]
-    size_of = {keys: sum(_size(e, config) for e in part) for keys, part in parts.items()}
+    size_of = {
+        keys: sum(loss_terms(e.sequence, config) * e.weight * e.size for e in part) for keys, part in parts.items()
+    }
     total, sizes = sum(size_of.values()), Counter[str]()
     for keys, size in size_of.items():
         sizes.update(dict.fromkeys(keys, size / max(len(keys), 1)))
@@ -49,7 +49,7 @@ def cap_graders(
     scaled: dict[int, Example] = {}
     for keys, part in parts.items():
         factor = fmean(kept[key] for key in keys) if keys else 1.0
-        scaled |= {id(e.sequence): _scaled(e, factor) for e in part}
+        scaled |= {id(e.sequence): e.scaled(factor) for e in part}
     made, taught = _cap_hints(groups, [scaled[id(s)] for g in groups for s in g.sequences], max_share)
     shares = [*taught.values(), *(size / total if total else 0.0 for size in sizes.values())]
     if not shares:
@@ -57,12 +57,6 @@ def cap_graders(
     above = {key for key, size in sizes.items() if size > cap * _ABOVE}
     above |= {key for key, share in taught.items() if share > max_share}
     return made, {"grader_share": max(shares), "graders_limited": float(len(above))}
-
-
-def _size(example: Example, config: TrainerConfig) -> float:
-    own = example.call_advantages
-    advantages = np.array([example.advantage]) if own is None else own
-    return loss_terms(example.sequence, config) * example.weight * float(np.abs(advantages).mean())
 
 
 def _cap(sizes: Collection[float], total: float, max_share: float) -> float:
@@ -75,13 +69,6 @@ def _cap(sizes: Collection[float], total: float, max_share: float) -> float:
         total -= size
         cap = max_share * (total if total > rounding else 0.0) / (1 - cut * max_share)
     return cap
-
-
-def _scaled(example: Example, factor: float) -> Example:
-    own = example.call_advantages
-    return dataclasses.replace(
-        example, advantage=example.advantage * factor, call_advantages=None if own is None else own * factor
-    )
 
 
 def _cap_hints(

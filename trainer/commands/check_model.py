@@ -117,16 +117,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-
-    def command() -> None:
+    with options.running("check-model"):
         config: Config = load(args.config, [*args.overrides, f"models.0.base={json.dumps(args.model)}"])
         check_base(args.model, "model")
         findings = check(args.model, config.trainer_of(config.models[0]))
         sys.stdout.write(json.dumps(findings, indent=2) + "\n" if args.json else report(findings))
         if findings["refused"] is not None:
             raise SystemExit(1)
-
-    options.run("check-model", command)
 
 
 if __name__ == "__main__":

@@ -137,8 +137,7 @@ def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-
-    def command() -> None:
+    with options.running("export"):
         config = options.settings_of(args)
         if args.model is None and len(config.models) > 1:
             raise options.UsageError(f"--model: name one of {', '.join(m.name for m in config.models)}")
@@ -157,8 +156,6 @@ def main(argv: list[str] | None = None) -> None:
         else:
             write_adapter(files, args.out)
         sys.stdout.write(f"{model.name}@{step} written to {args.out}\n")
-
-    options.run("export", command)
 
 
 if __name__ == "__main__":

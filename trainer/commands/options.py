@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from pipeline.config import Config, ConfigError
 from pipeline.log.broker import BrokerError
@@ -34,8 +34,7 @@ def settings_of(args: argparse.Namespace) -> Config:
     return installation_settings(args.run_dir, args.config, args.overrides, args.nats_url)
 
 
-def run(name: str, command: Callable[[], None]) -> None:
-    """Run `command`. Where it fails, write one line to stderr and exit: with 2 for a wrong argument or setting, else
-    with 1."""
-    with exit_on_error(name, (ConfigError, UsageError), (CheckpointError, BrokerError, FailedError, OSError)):
-        command()
+def running(name: str) -> AbstractContextManager[None]:
+    """The context in which the command `name` runs. Where it fails, one line is written to stderr, and the program
+    exits: with 2 for a wrong argument or setting, else with 1."""
+    return exit_on_error(name, (ConfigError, UsageError), (CheckpointError, BrokerError, FailedError, OSError))

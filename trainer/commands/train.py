@@ -57,8 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-
-    def command() -> None:
+    with options.running("train"):
         if (args.on is None) != (args.kind is None):
             raise options.UsageError("--on and --as belong together: name a data set and its format")
         if args.on is not None and args.adopt:
@@ -98,8 +97,6 @@ def main(argv: list[str] | None = None) -> None:
             anyio.run(work)
         except* (TrainerError, BrokerError) as group:
             raise options.FailedError("; ".join(str(e) for e in _leaves(group))) from group
-
-    options.run("train", command)
 
 
 async def _on_data_set(config: Config, step: DatasetStep) -> None:

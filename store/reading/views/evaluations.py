@@ -60,11 +60,9 @@ SHADOWS = View(
           e.cost_usd, epoch_us(s."at" - nullif(s.started_at, {NEVER})) / 1e6 AS latency_s,
           epoch_us(e."at" - nullif(e.started_at, {NEVER})) / 1e6 AS outside_latency_s, s."at" AS answered_at,
           s.log_seq AS stream_seq
-        FROM rollout_shadow s
-        LEFT JOIN rollout_exchange e
+        FROM rollout_shadow s LEFT JOIN rollout_compared c USING (project, trajectory, "call")
+        LEFT JOIN rollout_opened o USING (project, trajectory) LEFT JOIN rollout_exchange e
           ON e.project = s.project AND e.trajectory = s.trajectory AND e.seq = s."call" AND e.choice = 0
-        LEFT JOIN rollout_compared c ON c.project = s.project AND c.trajectory = s.trajectory AND c."call" = s."call"
-        LEFT JOIN rollout_opened o ON o.project = s.project AND o.trajectory = s.trajectory
         """,
     sources=(ShadowAnswered, AnswersCompared),
 )

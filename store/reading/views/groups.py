@@ -44,15 +44,11 @@ GROUPS = View(
             AS has_signal,
           s.closed_by, s.origin, s.offline, coalesce(d.discarded, 0) AS discarded, d.reason, d."by" AS decided_by,
           s."at" AS decided_at, s.log_seq AS stream_seq
-        FROM scored s LEFT JOIN discarded d
-          ON d.project = s.project AND d.model = s.model AND d."group" = s."group" AND d.branch = s.branch
-          AND d.split = s.split
+        FROM scored s LEFT JOIN discarded d USING (project, model, "group", branch, split)
         UNION ALL BY NAME
         SELECT d.project, d.model, d."group" AS group_id, d.branch, d.split, 'discarded' AS status, 0 AS size,
           d.discarded, d.reason, d."by" AS decided_by, d."at" AS decided_at, d.log_seq AS stream_seq
-        FROM discarded d ANTI JOIN group_scored s
-          ON d.project = s.project AND d.model = s.model AND d."group" = s."group" AND d.branch = s.branch
-          AND d.split = s.split
+        FROM discarded d ANTI JOIN group_scored s USING (project, model, "group", branch, split)
         """,
     sources=(GroupScored,),
 )

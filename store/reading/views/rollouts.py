@@ -34,13 +34,11 @@ TRAJECTORIES = View(
             c.first_step, c.last_step, c.inferred,
             coalesce(o.at, nullif(c.opened_at, {NEVER})) AS opened_at, c.at AS completed_at, o.paced_s,
             c.log_seq AS stream_seq, coalesce(nullif(c.traceparent, ''), o.traceparent) AS traceparent
-          FROM rollout_completed c LEFT JOIN rollout_opened o
-            ON o.project = c.project AND o.trajectory = c.trajectory
+          FROM rollout_completed c LEFT JOIN rollout_opened o USING (project, trajectory)
         ), begun AS (
           SELECT o.project, o.model, o.trajectory, o."group" AS group_id, o.task, o.attempt, o.split,
             'open' AS outcome, o.metadata, o.at AS opened_at, o.paced_s, o.traceparent
-          FROM rollout_opened o ANTI JOIN rollout_completed c
-            ON o.project = c.project AND o.trajectory = c.trajectory
+          FROM rollout_opened o ANTI JOIN rollout_completed c USING (project, trajectory)
         ), every_one AS (FROM ended UNION ALL BY NAME FROM begun)
         SELECT project, model, trajectory, group_id, task, attempt, split, outcome, reward, rewards, metrics, metadata,
           exchanges, calls, prompt_tokens, sampled_tokens, calls_s, cost_usd, first_step, last_step, inferred,

@@ -101,7 +101,7 @@ SPENDING = View(
           e.sampled_tokens, sum(e.judge_usd) OVER so_far AS total_usd,
           sum(e.train_gpu_s + e.serve_gpu_s) OVER so_far AS total_gpu_s,
           (sum(e.sampled_tokens) OVER so_far)::BIGINT AS total_tokens, h.held_out, h.held_out - h.first_of_all AS gain
-        FROM each e LEFT JOIN measured_with_first h ON h.project = e.project AND h.model = e.model AND h.step = e.step
+        FROM each e LEFT JOIN measured_with_first h USING (project, model, step)
         WINDOW so_far AS (PARTITION BY e.project, e.model ORDER BY e.step NULLS LAST)
         """,
 )
@@ -177,9 +177,8 @@ COSTS = View(
             sum(s.cached_tokens)::BIGINT AS cached_tokens, sum(s.output_tokens)::BIGINT AS output_tokens,
             coalesce(sum(v.gpu_s), 0) AS gpu_s,
             sum(s.cost_usd) + coalesce(sum(v.gpu_s), 0) * {GPU_USD_S} AS cost_usd, sum(s.unpriced)::BIGINT AS unpriced
-          FROM spent s JOIN trajectories t ON t.project = s.project AND t.trajectory = s.trajectory
-          LEFT JOIN served v ON v.project = s.project AND v.trajectory = s.trajectory AND v.version = s.version
-          LEFT JOIN final f ON f.project = s.project AND f.trajectory = s.trajectory
+          FROM spent s JOIN trajectories t USING (project, trajectory)
+          LEFT JOIN served v USING (project, trajectory, version) LEFT JOIN final f USING (project, trajectory)
           GROUP BY ALL
         )
         SELECT *, cost_usd / nullif(solved, 0) AS usd_per_solved,
@@ -221,12 +220,10 @@ TAKEOVERS = View(
           coalesce(s.apprentice_calls, 0) AS apprentice_calls, coalesce(s.unsure_calls, 0) AS unsure_calls,
           if(o.model = n.name, 0, coalesce(s.master_calls, 0)) AS instead_calls,
           coalesce(s.cost_usd, 0) + coalesce(own.gpu_s, 0) * {GPU_USD_S} AS cost_usd, t.opened_at
-        FROM rollout_opened o
+        FROM rollout_opened o JOIN trajectories t USING (project, trajectory)
+        LEFT JOIN said s USING (project, trajectory) LEFT JOIN own USING (project, trajectory)
+        LEFT JOIN final f USING (project, trajectory)
         JOIN names n ON n.project = o.project AND n.name = coalesce(nullif(o.asked, ''), o.model)
-        JOIN trajectories t ON t.project = o.project AND t.trajectory = o.trajectory
-        LEFT JOIN said s ON s.project = o.project AND s.trajectory = o.trajectory
-        LEFT JOIN own ON own.project = o.project AND own.trajectory = o.trajectory
-        LEFT JOIN final f ON f.project = o.project AND f.trajectory = o.trajectory
         """,
     sources=(TrajectoryOpened, ExchangeRecorded),
 )

@@ -30,12 +30,10 @@ ADAPTERS = View(
         "digest_matches": "Whether the loaded adapter is the published one.",
     },
     """
-        SELECT coalesce(l.project, c.project) AS project, coalesce(l.model, c.model) AS model,
-          coalesce(l.version, c.version) AS version, coalesce(l.step, c.step) AS step, l.replica,
-          c.at AS published_at, l.at AS loaded_at, epoch_us(l.at - c.at) / 1e6 AS delay_s, l.load_s, l.probe_delta,
+        SELECT project, model, version, coalesce(l.step, c.step) AS step, l.replica, c.at AS published_at,
+          l.at AS loaded_at, epoch_us(l.at - c.at) / 1e6 AS delay_s, l.load_s, l.probe_delta,
           l.adapter_sha256 = c.adapter_sha256 AS digest_matches, l.server_start
-        FROM policy_checkpoint c FULL JOIN policy_loaded l
-          ON l.project = c.project AND l.model = c.model AND l.version = c.version
+        FROM policy_checkpoint c FULL JOIN policy_loaded l USING (project, model, version)
         """,
     sources=(PolicyLoaded,),
 )
@@ -130,8 +128,7 @@ STEPS = View(
             avg(m.staleness_max) AS mean_staleness,
             any_value(epoch_us(c.published_at - c.started_at) / 1e6) AS duration_s,
             any_value(c.metrics) AS metrics, any_value(c.published_at) AS published_at, max(m.scored_at) AS newest
-          FROM checkpoints c LEFT JOIN staleness m
-            ON m.project = c.project AND m.model = c.model AND m.version = c.version AND m.branch = c.branch
+          FROM checkpoints c LEFT JOIN staleness m USING (project, model, version, branch)
           GROUP BY c.project, c.model, c.version, c.branch
         ), counted AS (
           SELECT s.project, s.model, s.branch, s.version, avg(r.reward) AS reward_mean_all
@@ -142,8 +139,7 @@ STEPS = View(
         )
         SELECT s.project, s.model, s.version, s.step, s.branch, s.groups, s.trajectories, s.reward_mean,
           a.reward_mean_all, s.mean_staleness, s.duration_s, s.metrics, s.published_at
-        FROM stepped s LEFT JOIN counted a
-          ON a.project = s.project AND a.model = s.model AND a.branch = s.branch AND a.version = s.version
+        FROM stepped s LEFT JOIN counted a USING (project, model, branch, version)
         """,
 )
 

@@ -71,9 +71,7 @@ class History:
 
     def _run(self, query: str, parameters: dict[str, Any]) -> list[Row]:
         with self._one_query, self._connection.cursor() as cursor:
-            result = cursor.execute(query, parameters)
-            names = [column[0] for column in result.description or ()]
-            return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+            return sql.rows_of(cursor.execute(query, parameters))
 
     def row(self, query: str, parameters: Mapping[str, Any] | None = None) -> Row | None:
         """Run a query as `rows` does; returns its first row, or `None`."""

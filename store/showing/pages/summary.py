@@ -24,9 +24,8 @@ _LAST = """
 _EVALUATED = """
     SELECT e.entrant, e.pairs AS tasks, e.difference AS gain, e.difference_low AS low, e.difference_high AS high,
       b.entrant AS baseline
-    FROM evaluations e JOIN evaluations b
-      ON b.project = e.project AND b.evaluation = e.evaluation AND b.measure = e.measure AND b.position = 0
-    WHERE e.measure = 'reward' AND e.model = $model AND e.kind = 'policy' AND e.difference IS NOT NULL
+    FROM evaluations e JOIN evaluations b USING (project, evaluation, measure)
+    WHERE b.position = 0 AND measure = 'reward' AND e.model = $model AND e.kind = 'policy' AND e.difference IS NOT NULL
     ORDER BY e.evaluated_at DESC, e.position LIMIT 1
 """
 _HELD_OUT = f"""

@@ -190,8 +190,6 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
         await groups(broker, 1, "discarded")
 
     class Composer:
-        at_once, paused = 1, 0
-
         async def __call__(
             self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
         ) -> GroupRewards:

@@ -9,10 +9,12 @@ import anyio
 
 from pipeline.events import AlarmChanged, Event, JudgeMeasured, Score, TrajectoryCompleted, Verdict, now_us
 from pipeline.log.broker import Broker
+from store.alarms.table import ALARMS
 from tests.kits.events import letter, loaded
 from tests.store import kit
 from tests.store.kit import checkpoint
 
+BY_NAME = {alarm.name: alarm for alarm in ALARMS}
 STEPS, GROUPS = 4, 6
 SETTINGS = {"steps": STEPS, "groups": GROUPS}
 """Short windows, so that the tests need few events."""

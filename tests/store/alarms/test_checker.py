@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import AlarmsConfig, Config, NatsConfig
 from pipeline.events import AlarmChanged
 from pipeline.log.broker import Broker
-from store.alarms.checker import Checker, Condition
+from store.alarms.checker import Checker
 from store.lake.lake import open_lake
 from store.reading import sql
 from tests.store.alarms.kit import changes, letters, steps
@@ -19,6 +19,13 @@ from tests.store.kit import StoreProcess, publish
 pytestmark = pytest.mark.anyio
 
 OFTEN = AlarmsConfig(every_s=0.1, steps=2)
+
+
+def met(alarm: str, value: float, detail: str, about: str = "") -> AlarmChanged:
+    """A condition that a query found."""
+    return AlarmChanged(
+        project="p", alarm=alarm, state="raised", model="m", about=about, value=value, threshold=2.0, detail=detail
+    )
 
 
 async def told(broker: Broker) -> list[AlarmChanged]:
@@ -72,7 +79,7 @@ async def test_a_log_near_its_limit_is_an_alarm(broker: Broker, running_store: S
 async def test_what_could_not_be_checked_neither_begins_nor_ends(broker: Broker, tmp_path: Path) -> None:
     checker = Checker(Config(run_dir=str(tmp_path)), broker)
     await checker._catch_up()
-    found = [Condition("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
+    found = [met("kl_rise", 3.0, "far")]
     await checker._apply(found, set())
     for _ in range(3):
         await checker._apply([], {"kl_rise"})
@@ -87,8 +94,8 @@ async def test_what_could_not_be_checked_neither_begins_nor_ends(broker: Broker,
 
 async def test_a_server_that_is_still_starting_is_not_behind(broker: Broker, tmp_path: Path) -> None:
     """A run that goes on on other ports, or a server that restarts: it has no record, and its newest version is old."""
-    behind = [Condition("replica_behind", "p", "m", "127.0.0.1:9", 3.0, 120.0, "serves m@0 at most")]
-    others = [Condition("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
+    behind = [met("replica_behind", 3.0, "serves m@0 at most", about="127.0.0.1:9")]
+    others = [met("kl_rise", 3.0, "far")]
     checker = Checker(Config(run_dir=str(tmp_path)), broker)
     await checker._catch_up()
     await checker._apply([*behind, *others], set())
@@ -125,10 +132,10 @@ async def test_a_damaged_file_is_an_alarm_and_the_others_are_checked(
 
 async def test_two_stores_raise_and_end_an_alarm_once(broker: Broker, tmp_path: Path) -> None:
     """Both look at the same moment, each with a run directory of its own."""
-    found = [Condition("kl_rise", "p", "m", "", 3.0, 2.0, "far")]
+    found = [met("kl_rise", 3.0, "far")]
     checkers = [Checker(Config(run_dir=str(tmp_path / name)), broker) for name in "ab"]
 
-    async def at_once(present: list[Condition]) -> list[str]:
+    async def at_once(present: list[AlarmChanged]) -> list[str]:
         for checker in checkers:
             await checker._catch_up()
         async with anyio.create_task_group() as tg:

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import AlarmsConfig, Config
-from pipeline.events import Event, GroupScored, Member
-from store.alarms.checker import Condition, evaluate, measured_tables
-from store.alarms.table import BY_NAME
+from pipeline.events import AlarmChanged, Event, GroupScored, Member
+from store.alarms.checker import evaluate, measured_tables
 from store.reading import sql
 from tests.store import kit
-from tests.store.alarms.kit import GROUPS, SETTINGS, STEPS, discarded, groups, steps, unrewarded
+from tests.store.alarms.kit import BY_NAME, GROUPS, SETTINGS, STEPS, discarded, groups, steps, unrewarded
 from tests.store.kit import checkpoint, fill, scored
 
 
-def found(folder: Path, events: list[Event], alarms: AlarmsConfig | None = None) -> list[Condition]:
+def found(folder: Path, events: list[Event], alarms: AlarmsConfig | None = None) -> list[AlarmChanged]:
     config = Config(run_dir=str(folder), alarms=alarms or AlarmsConfig(**SETTINGS))
     fill(folder, events)
     with sql.connect(config) as connection:

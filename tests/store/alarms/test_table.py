@@ -9,14 +9,26 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import AlarmsConfig, BudgetConfig, Config, VllmConfig
-from pipeline.events import Event
+from pipeline.events import AlarmChanged, Event
 from pipeline.log.health import Fill
 from pipeline.log.unwritten import Unwritten
-from store.alarms.checker import Condition, evaluate, measured_tables
-from store.alarms.table import ALARMS, BY_NAME, threshold
+from store.alarms.checker import evaluate, measured_tables
+from store.alarms.table import ALARMS, threshold
 from store.docs import runnable
 from store.reading import sql
-from tests.store.alarms.kit import REPLICA, SETTINGS, STEPS, anchors, cases, costs, letters, loads, passes, steps
+from tests.store.alarms.kit import (
+    BY_NAME,
+    REPLICA,
+    SETTINGS,
+    STEPS,
+    anchors,
+    cases,
+    costs,
+    letters,
+    loads,
+    passes,
+    steps,
+)
 from tests.store.kit import fill
 
 FULL, ROOMY = Fill("ROLLOUTS", "stream", 81, 100), Fill("ROLLOUTS", "stream", 79, 100)
@@ -32,7 +44,7 @@ def found(
     unwritten: tuple[Unwritten, ...] = (),
     damaged: tuple[str, ...] = (),
     budget: BudgetConfig = BUDGET,
-) -> list[Condition]:
+) -> list[AlarmChanged]:
     config = Config(
         budget=budget,
         run_dir=str(folder),

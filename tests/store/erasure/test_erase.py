@@ -41,7 +41,7 @@ from store.datasets import command as dataset
 from store.erasure import command, in_lake
 from store.erasure.in_lake import Rewriter
 from store.erasure.plan import Plan
-from store.lake.commits import add_action_of_rows
+from store.lake.commits import write_rows
 from store.lake.lake import open_lake
 from store.lake.table import EventTable
 from store.reading import sql
@@ -343,7 +343,7 @@ async def test_a_file_that_the_store_commits_meanwhile_stays_part_of_its_table(c
     rewriter = Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["b0"]))
     table = lake.table("rollout.opened")
     rows = pa.concat_tables(tables(lake, table.tag))
-    size = table.storage.write(table.tag, "about-to-commit.parquet", [rows])
+    added = write_rows(table.storage, table.tag, rows)
     table.storage.write(table.tag, "lost.parquet", [rows])
     lost = Path(table.storage.uri(table.tag)) / "lost.parquet"
     os.utime(lost, (0, 0))
@@ -351,7 +351,7 @@ async def test_a_file_that_the_store_commits_meanwhile_stays_part_of_its_table(c
     def commit(_: float) -> None:
         own = EventTable(lake.storage, table.tag)
         own.files()
-        own.commit([add_action_of_rows("about-to-commit.parquet", size, rows)])
+        own.commit([added])
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(in_lake.time, "sleep", commit)
