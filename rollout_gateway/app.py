@@ -31,7 +31,7 @@ from rollout_gateway.capture.identity import named_run
 from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
 from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
-from rollout_gateway.dialects.prompts import named_by, with_prompt
+from rollout_gateway.dialects.prompts import Sent, read_sent, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation, unknown_reference
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
@@ -76,6 +76,8 @@ class _Admitted:
     values: list[str] = field(default_factory=list)
     prompt: str = ""
     """Id of the promoted prompt that was put into a model call."""
+    sent: Sent | None = None
+    """What the call said before that."""
 
 
 class App:
@@ -189,7 +191,7 @@ class App:
             self._check_calls(request.owner)
             await request.read()
             await self._identity.charge_body(admitted.access, request)
-            admitted.prompt = await self._put_prompt(request, admitted)
+            await self._put_prompt(request, admitted)
             call, translation = await self._read(request, path)
             if translation is not None:
                 status = await self._translated_call(request, admitted, translation, call)
@@ -242,25 +244,23 @@ class App:
                 detector.replace(own, call)
             raise NotAnsweredError(opened.pinned or opened.model, str(error)) from error
 
-    async def _put_prompt(self, request: Request, admitted: _Admitted) -> str:
-        """Put a promoted prompt in place of the agent's. Return its id; empty if there is none for the call."""
+    async def _put_prompt(self, request: Request, admitted: _Admitted) -> None:
+        """Put a promoted prompt in place of the agent's, if there is one for the call."""
         if not self._gateway.router.has_prompts():
-            return ""
+            return
         access = admitted.access
-        model, metadata = await self._reading(request, partial(named_by, request.body))
-        metadata = None if admitted.path in _TRANSLATIONS else metadata  # its `metadata` names no run
+        sent = await self._reading(request, partial(read_sent, request.body))
+        metadata = None if admitted.path in _TRANSLATIONS else sent.metadata  # its `metadata` names no run
         run = access.trajectory or named_run(admitted.trajectory, request.headers, metadata)
         opening = await self._gateway.registry.opening(run) if run else None
         if opening is not None and not (access.trajectory or access.owns(opening.owner)):
-            return ""  # the call is refused, as for a run that does not exist
-        decision = self._gateway.router.prompt_for(model, opening)
+            return  # the call is refused, as for a run that does not exist
+        decision = self._gateway.router.prompt_for(sent.model, opening)
         if decision is None:
-            return ""
+            return
         put = partial(with_prompt, admitted.path, request.body, decision.replaces, decision.prompt)
-        if (body := await self._reading(request, put)) is None:
-            return ""
-        request.body = body
-        return decision.prompt_id
+        if (body := await self._reading(request, put)) is not None:
+            request.body, admitted.prompt, admitted.sent = body, decision.prompt_id, sent
 
     def _read_own(self, path: str, body: bytes) -> tuple[Call, Translation | None]:
         """Read and check the body of a call that a policy answers."""
@@ -316,6 +316,8 @@ class App:
     ) -> int:
         """Answer a call of another API as the chat completion `call`. `known`: its caller, if that was found already.
         Returns the status."""
+        if admitted.sent is not None:
+            translation.instructions = admitted.sent.instructions
         if translation.continued:
             caller = await self._continued_call(translation, call, admitted, request, known)
         else:

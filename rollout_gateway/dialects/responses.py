@@ -73,6 +73,7 @@ class ResponsesTranslation(Translation):
         super().__init__(body)
         if self.request.background:
             raise ApiError(400, "unsupported", "background is not supported.", param="background")
+        self.instructions = self.request.instructions
         self._tools = Tools.from_request(self.request.tools or [])
         self.left_out = self._tools.left_out
         self._prefix = "resp_i-" if self.request.instructions else "resp_n-"
@@ -260,7 +261,7 @@ class ResponsesTranslation(Translation):
             "error": None,
             "model": self.head.get("model", request.model),
             "output": self.blocks,
-            "instructions": request.instructions,
+            "instructions": self.instructions,
             "metadata": request.metadata or {},
             "max_output_tokens": request.max_output_tokens,
             "parallel_tool_calls": request.parallel_tool_calls is not False,

@@ -51,6 +51,8 @@ class Translation(ABC):
     """Ids of recorded chat completions that the call refers to instead of repeating what was said."""
     stored = False
     """Whether the log keeps the answer, so that later calls can refer to it."""
+    instructions: Any = None
+    """The call's `instructions` as the client sent them, before a promoted prompt was put in their place."""
 
     def __init__(self, body: bytes) -> None:
         """Raises a 400 `ApiError` for an invalid body, and for a field of chat completions that would be taken for a

@@ -177,7 +177,7 @@ class Promotion:
             return
         model = self._policies.apprentices.get(model, model)
         if not self._policies.knows(version) or parse_version(version)[0] != model:
-            raise unknown_model(version, self._policies.names(), param)
+            raise unknown_model(version, self._policies.names(model), param)
         if not self._policies.offered(version):
             raise retired_version(version, self._policies.versions(model), param)
         deadline = time.monotonic() + _LOAD_WAIT_S
