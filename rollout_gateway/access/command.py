@@ -29,6 +29,7 @@ from pipeline.files import write_whole
 from pipeline.names import InvalidNameError, check_name
 from pipeline.running.installations import SETTINGS, find_installation, installation_settings
 from pipeline.security.key_file import expires_at, name_of, read_keys
+from pipeline.terminal.parsers import command_parser, exit_on_error
 
 PREFIX = "jw-"
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -37,17 +38,12 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits with 2 on invalid usage, and with 1 if no key matches or several match a hash."""
     args = _parser().parse_args(argv)
-    try:
+    with exit_on_error("keys", (ConfigError,)):
         args.run(args)
-    except ConfigError as error:
-        sys.stderr.write(f"journeywork keys: {error}\n")
-        raise SystemExit(2) from error
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="journeywork keys", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("keys", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     file = argparse.ArgumentParser(add_help=False)
     file.add_argument("--run-dir", type=Path, help="default: the running one under runs/, else the newest")
