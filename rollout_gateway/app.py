@@ -251,7 +251,7 @@ class App:
         access = admitted.access
         sent = await self._reading(request, partial(read_sent, request.body))
         metadata = None if admitted.path in _TRANSLATIONS else sent.metadata  # its `metadata` names no run
-        run = access.trajectory or named_run(admitted.trajectory, request.headers, metadata)
+        run = access.trajectory or named_run(admitted.trajectory, request.headers, metadata).trajectory
         opening = await self._gateway.registry.opening(run) if run else None
         if opening is not None and not (access.trajectory or access.owns(opening.owner)):
             return  # the call is refused, as for a run that does not exist

@@ -44,7 +44,7 @@ class Translation(ABC):
     kind: ClassVar[type[Any]]
     """Struct of the request: the fields that are translated."""
     dropped: ClassVar[frozenset[str]]
-    """Fields of the API that ask nothing of a vLLM server."""
+    """Fields of the API that ask nothing of a vLLM server, but for those that no call sends (`permitted.DROPPED`)."""
     left_out: Sequence[str] = ()
     """Types of the request's tools that the model was not shown."""
     continued: frozenset[str] = frozenset()
