@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import time
@@ -121,13 +120,10 @@ class App:
         route, values = find(request.method, path)
         if route.auth != "call":
             request.max_body = min(request.max_body, self._gateway.config.gateway.http.max_control_body_bytes)
-        if route.auth == "optional":
-            access = Access()
-            with contextlib.suppress(ApiError):  # without a valid key the answer says less
-                access = self._identity.admit(request.headers, "call", None)
-        else:
-            about = values[0] if values and route.auth in ("trajectory", "completion", "feedback") else named
-            access = self._identity.admit(request.headers, route.auth, about, _announced(request))
+        if route.auth == "none":
+            return _Admitted(Access(), path, named, route, values)
+        about = values[0] if values and route.auth in ("trajectory", "completion", "feedback") else named
+        access = self._identity.admit(request.headers, route.auth, about, _announced(request))
         request.owner = self._owner(access)
         return _Admitted(access, path, named, route, values)
 
@@ -163,10 +159,9 @@ class App:
         if route.opens and self._stopping:
             raise stopping()
         access, values = admitted.access, admitted.values
-        if route.auth != "optional":
+        if route.auth != "none":
             await self._identity.charge_body(access, request)
-        about = values[0] if values else ""
-        access = await self._identity.authorize(access, route.auth, about)
+            access = await self._identity.authorize(access, route.auth, values[0] if values else "")
         self._running.add(request)
         try:
             if route.auth == "call":

@@ -80,7 +80,7 @@ class CallHandler:
                 caller.trajectory.end()
 
     async def _exchange(self, call: Call, caller: Caller) -> Exchange:
-        exchange = Exchange(call, caller, caller.trajectory is not None)
+        exchange = Exchange(call, caller)
         if exchange.captured:
             await exchange.recorded_in.log.masks.check_call(call.body)
             exchange.answer_id = new_answer_id(exchange.recorded_in.id)

@@ -18,12 +18,12 @@ from rollout_gateway.http.errors import ApiError, invalid_key, unknown_trajector
 from rollout_gateway.http.request import Headers, Request
 from rollout_gateway.serving.routing import VersionRouter
 
-KeyKind = Literal["optional", "call", "agent", "operator", "trajectory", "completion", "feedback"]
+KeyKind = Literal["none", "call", "agent", "operator", "trajectory", "completion", "feedback"]
 """The key that a route takes, if keys are configured. `call`: any key but one for feedback only; `agent`: a key that is
 neither for calls only nor for feedback only; `operator`: an operator's; `trajectory`: as `agent`, or the token of the
 trajectory in the path; `completion`: the same, of a token only if the trajectory was opened with `key_completes`;
-`feedback`: as `completion`, or a feedback key, and the handler checks whose the trajectory is; `optional`: none, or
-a key as for `agent`."""
+`feedback`: as `completion`, or a feedback key, and the handler checks whose the trajectory is; `none`: no key is looked
+at."""
 
 _CALL_BYTES = 1 << 20
 """Bytes of a body that count as a further call."""
@@ -103,7 +103,7 @@ class Identity:
 
         Raises `ApiError`: a 404 one for a trajectory of another key, as for one that does not
         exist."""
-        if access.trajectory and wanted != "optional":
+        if access.trajectory:
             opened = await self._opening(access)
             if wanted in ("completion", "feedback") and not opened.key_completes:
                 message = (

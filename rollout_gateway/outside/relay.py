@@ -113,7 +113,7 @@ class Relay:
             what = f"This key is of a run of {run.opened.named!r}."
             message = f"{what} Call {call.params.model!r} with the key that opened the run."
             raise ApiError(400, "model_mismatch", message, param="model")
-        exchange = _OutsideExchange(call, caller, run is not None)
+        exchange = _OutsideExchange(call, caller)
         if run is None:
             return await self._answer(request, call, exchange)
         run.begin()
@@ -133,7 +133,7 @@ class Relay:
     async def pass_on(self, request: Request, call: OutsideCall, rest: str) -> tuple[int, bytes, bytes, HeaderList]:
         """Post a request that samples nothing to `rest` below the dialect's path. Returns the provider's status, body,
         content type and other headers. Raises `ApiError`, and `ClientGoneError` if the agent left."""
-        exchange = _OutsideExchange(call, Caller(cancellation=request.cancellation), captured=False)
+        exchange = _OutsideExchange(call, Caller(cancellation=request.cancellation))
         with request.cancellation:
             reply = await self._ask(request, call, exchange, rest)
             try:

@@ -21,7 +21,7 @@ from tests.conftest import InferenceDouble
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import parts
-from tests.rollout_gateway.kit import Mortal, asking, exchanges
+from tests.rollout_gateway.kit import Mortal, asking, exchanges, of_servers
 
 pytestmark = pytest.mark.anyio
 
@@ -83,7 +83,7 @@ async def test_a_malformed_call_is_the_callers_fault(
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked)
         assert answer.status_code == 400, body
         assert field in answer.text
-        assert all(replica["ready"] for replica in httpx.get(f"{gateway.url}/health").json()["replicas"])
+        assert of_servers(httpx.get(f"{gateway.url}/metrics").text, "ready") == [1]
 
 
 @pytest.mark.slow
