@@ -72,12 +72,12 @@ async def test_a_malformed_call_is_the_callers_fault(
     gateway = start_gateway_alone(urls=(inference_double.url,))
     gateway.open(id="t")  # the server is there
     for field, body in (
-        ("tools", {"messages": _TEXT, "tools": 1}),
         ("tools", {"messages": _TEXT, "tools": [None]}),
         ("tool_calls", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"a": 1}]}]}),
         ("content", {"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]}),
         ("content", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
         ("content", {"messages": [{"role": "user", "content": {"a": 1}}]}),
+        ("tools", {"messages": _TEXT, "tools": 1}),  # no server is asked
     ):
         asked = {"model": "tictactoe", "max_tokens": 1, **body}
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked)
