@@ -52,7 +52,11 @@ class Healer:
         self._config, self._broker, self._judge, self._client = config.judge.healing, broker, judge, client
         self._table = next(t for t in config.outside if t.name == self._config.outside and t.dialect == "chat")
         self._models, self._project = {model.name for model in config.models}, config.project
-        self._day, self._spent = 0, 0.0
+        self._day, self._read_to = 0, 0
+        """The day (UTC, since 1970) that is counted, and up to which sequence the log was read for it."""
+        self._recorded_usd = self._unrecorded_usd = 0.0
+        """What was spent in the day: by any judge as the log says, and here without being on the log yet."""
+        self._reading = anyio.Lock()
 
     async def heal(self, group: GroupScored) -> GroupScored:
         """Return the group with the corrections of its low runs among their hints, within `judge.healing.wait_s`."""
@@ -91,16 +95,22 @@ class Healer:
         # Calls that an outside model answered are compared too, with shadow calls.
         if {r.event.call for r in await self._broker.read(AnswersCompared, **names)} & {call.seq for call in calls}:
             return await self._earlier(group, member)  # a judge died before it published the group
-        call, paid = await self._call_at_fault(calls, member)
-        sent = {k: v for k, v in msgspec.json.decode(call.request).items() if k in _SENT}
-        response, usd = await self._ask(sent)
-        correction, said = _text(response), _text(call.response)
-        if not correction or correction == said:
-            about: dict[str, Any] = {**names, "call": call.seq, "model": group.model, "outside": self._table.name}
-            compared = AnswersCompared(**about, outside_score=0.5, apprentice_score=0.5)
-        else:
-            compared = await self._judge.compare(call, group.model, self._table.name, response, call.response)
-        await self._broker.publish(msgspec.structs.replace(compared, outside_usd=paid + usd))
+        about: dict[str, Any] = {**names, "model": group.model, "outside": self._table.name}
+        compared = AnswersCompared(**about, call=calls[-1].seq, outside_score=0.5, apprentice_score=0.5)
+        paid: list[float] = []
+        try:
+            call = await self._call_at_fault(calls, member, paid)
+            compared = msgspec.structs.replace(compared, call=call.seq)
+            sent = {k: v for k, v in msgspec.json.decode(call.request).items() if k in _SENT}
+            response = await self._ask(sent, paid)
+            correction = _text(response)
+            if correction and correction != _text(call.response):
+                compared = await self._judge.compare(call, group.model, self._table.name, response, call.response)
+        finally:
+            if paid:  # the log has it whatever came of it: all judges count it
+                with anyio.CancelScope(shield=True):
+                    await self._broker.publish(msgspec.structs.replace(compared, outside_usd=sum(paid)))
+                self._unrecorded_usd -= sum(paid)
         crash.point("judge.healing_compared")
         if compared.outside_score <= compared.apprentice_score + REWARD_TOLERANCE:
             return None
@@ -130,41 +140,43 @@ class Healer:
         hints = (_hint(r.event) for r in given if r.event.source == NAME)
         return next((hint for hint in hints if (hint.call, hint.text) not in known), None)
 
-    async def _call_at_fault(self, calls: Sequence[ExchangeRecorded], member: Member) -> tuple[ExchangeRecorded, float]:
+    async def _call_at_fault(
+        self, calls: Sequence[ExchangeRecorded], member: Member, paid: list[float]
+    ) -> ExchangeRecorded:
         """Return the call with the lowest reward of its own; without such rewards, the one that the outside model
-        names, and what that cost in USD."""
+        names. `paid`: as for `_ask`."""
         by_seq = {str(call.seq): call for call in calls}
         graded = {seq: reward for seq, reward in member.call_rewards.items() if seq in by_seq}
         if graded:
-            return by_seq[min(graded, key=lambda seq: (graded[seq], int(seq)))], 0.0
+            return by_seq[min(graded, key=lambda seq: (graded[seq], int(seq)))]
         if len(calls) == 1:
-            return calls[0], 0.0
+            return calls[0]
         last = msgspec.json.decode(calls[-1].request).get("messages") or ()
         shown = [render_message(message) for message in last if message.get("role") != "assistant"]
         replies = [f"Reply {call.seq}: {_text(call.response)}" for call in calls]
         text = "\n".join([*shown, *replies])[-_SHOWN:]
-        response, usd = await self._ask({"messages": [{"role": "user", "content": _WHICH + text}]})
-        answer = _text(response)
+        answer = _text(await self._ask({"messages": [{"role": "user", "content": _WHICH + text}]}, paid))
         try:
             named = msgspec.json.decode(answer[answer.find("{") : answer.rfind("}") + 1])["reply"]
-            return by_seq[str(named)], usd
+            return by_seq[str(named)]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise UnscoredError("the outside model named no reply as the one at fault") from error
 
-    async def _count_today(self) -> None:
-        """Begin a day with what the log says was spent in it, by any judge."""
-        today = int(time.time() // 86_400)
-        if today == self._day:
-            return
-        recorded = await self._broker.read(AnswersCompared, project=self._project)
-        if today != self._day:  # nobody was faster
-            spent = (r.event.outside_usd for r in recorded if r.event.at // _DAY_US == today)
-            self._day, self._spent = today, sum(spent)
+    async def _spent_today(self) -> float:
+        """Return the USD that all judges spent today, but for what others did not record yet."""
+        async with self._reading:
+            today, more = int(time.time() // 86_400), True
+            if today != self._day:
+                self._day, self._recorded_usd = today, 0.0
+            while more:
+                page = await self._broker.read_page(AnswersCompared, self._read_to + 1, project=self._project)
+                self._recorded_usd += sum(r.event.outside_usd for r in page.events if r.event.at // _DAY_US == today)
+                self._read_to, more = page.last, page.more
+        return self._recorded_usd + self._unrecorded_usd
 
-    async def _ask(self, body: dict[str, Any]) -> tuple[bytes, float]:
-        """Return the outside model's chat completion, and its cost in USD. Raises `UnscoredError`."""
-        await self._count_today()
-        if self._spent >= self._config.max_usd:
+    async def _ask(self, body: dict[str, Any], paid: list[float]) -> bytes:
+        """Return the outside model's chat completion, and add its cost in USD to `paid`. Raises `UnscoredError`."""
+        if await self._spent_today() >= self._config.max_usd:
             raise UnscoredError("judge.healing.max_usd of today is spent")
         try:
             answer = await self._client.post("/v1/chat/completions", json={**body, "model": self._table.name})
@@ -179,9 +191,9 @@ class Healer:
             tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         except (httpx.HTTPError, AttributeError, TypeError, ValueError) as error:
             raise UnscoredError(f"the gateway at {self._client.base_url}: {type(error).__name__}: {error}") from error
-        usd = (tokens[0] * self._table.input_usd + tokens[1] * self._table.output_usd) / 1e6
-        self._spent += usd
-        return msgspec.json.encode(response), usd
+        paid.append((tokens[0] * self._table.input_usd + tokens[1] * self._table.output_usd) / 1e6)
+        self._unrecorded_usd += paid[-1]
+        return msgspec.json.encode(response)
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import time
@@ -31,7 +30,7 @@ from rollout_gateway.capture.identity import named_run
 from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
 from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
-from rollout_gateway.dialects.prompts import named_by, with_prompt
+from rollout_gateway.dialects.prompts import Sent, read_sent, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation, unknown_reference
 from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
@@ -76,6 +75,8 @@ class _Admitted:
     values: list[str] = field(default_factory=list)
     prompt: str = ""
     """Id of the promoted prompt that was put into a model call."""
+    sent: Sent | None = None
+    """What the call said before that."""
 
 
 class App:
@@ -119,13 +120,10 @@ class App:
         route, values = find(request.method, path)
         if route.auth != "call":
             request.max_body = min(request.max_body, self._gateway.config.gateway.http.max_control_body_bytes)
-        if route.auth == "optional":
-            access = Access()
-            with contextlib.suppress(ApiError):  # without a valid key the answer says less
-                access = self._identity.admit(request.headers, "call", None)
-        else:
-            about = values[0] if values and route.auth in ("trajectory", "completion", "feedback") else named
-            access = self._identity.admit(request.headers, route.auth, about, _announced(request))
+        if route.auth == "none":
+            return _Admitted(Access(), path, named, route, values)
+        about = values[0] if values and route.auth in ("trajectory", "completion", "feedback") else named
+        access = self._identity.admit(request.headers, route.auth, about, _announced(request))
         request.owner = self._owner(access)
         return _Admitted(access, path, named, route, values)
 
@@ -161,10 +159,9 @@ class App:
         if route.opens and self._stopping:
             raise stopping()
         access, values = admitted.access, admitted.values
-        if route.auth != "optional":
+        if route.auth != "none":
             await self._identity.charge_body(access, request)
-        about = values[0] if values else ""
-        access = await self._identity.authorize(access, route.auth, about)
+            access = await self._identity.authorize(access, route.auth, values[0] if values else "")
         self._running.add(request)
         try:
             if route.auth == "call":
@@ -189,7 +186,7 @@ class App:
             self._check_calls(request.owner)
             await request.read()
             await self._identity.charge_body(admitted.access, request)
-            admitted.prompt = await self._put_prompt(request, admitted)
+            await self._put_prompt(request, admitted)
             call, translation = await self._read(request, path)
             if translation is not None:
                 status = await self._translated_call(request, admitted, translation, call)
@@ -242,25 +239,23 @@ class App:
                 detector.replace(own, call)
             raise NotAnsweredError(opened.pinned or opened.model, str(error)) from error
 
-    async def _put_prompt(self, request: Request, admitted: _Admitted) -> str:
-        """Put a promoted prompt in place of the agent's. Return its id; empty if there is none for the call."""
+    async def _put_prompt(self, request: Request, admitted: _Admitted) -> None:
+        """Put a promoted prompt in place of the agent's, if there is one for the call."""
         if not self._gateway.router.has_prompts():
-            return ""
+            return
         access = admitted.access
-        model, metadata = await self._reading(request, partial(named_by, request.body))
-        metadata = None if admitted.path in _TRANSLATIONS else metadata  # its `metadata` names no run
-        run = access.trajectory or named_run(admitted.trajectory, request.headers, metadata)
+        sent = await self._reading(request, partial(read_sent, request.body))
+        metadata = None if admitted.path in _TRANSLATIONS else sent.metadata  # its `metadata` names no run
+        run = access.trajectory or named_run(admitted.trajectory, request.headers, metadata).trajectory
         opening = await self._gateway.registry.opening(run) if run else None
         if opening is not None and not (access.trajectory or access.owns(opening.owner)):
-            return ""  # the call is refused, as for a run that does not exist
-        decision = self._gateway.router.prompt_for(model, opening)
+            return  # the call is refused, as for a run that does not exist
+        decision = self._gateway.router.prompt_for(sent.model, opening)
         if decision is None:
-            return ""
+            return
         put = partial(with_prompt, admitted.path, request.body, decision.replaces, decision.prompt)
-        if (body := await self._reading(request, put)) is None:
-            return ""
-        request.body = body
-        return decision.prompt_id
+        if (body := await self._reading(request, put)) is not None:
+            request.body, admitted.prompt, admitted.sent = body, decision.prompt_id, sent
 
     def _read_own(self, path: str, body: bytes) -> tuple[Call, Translation | None]:
         """Read and check the body of a call that a policy answers."""
@@ -316,6 +311,8 @@ class App:
     ) -> int:
         """Answer a call of another API as the chat completion `call`. `known`: its caller, if that was found already.
         Returns the status."""
+        if admitted.sent is not None:
+            translation.instructions = admitted.sent.instructions
         if translation.continued:
             caller = await self._continued_call(translation, call, admitted, request, known)
         else:

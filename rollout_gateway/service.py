@@ -40,14 +40,11 @@ _SETTLE_S = 10
 def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket that does not block. Port 0 takes a free one. Raises `ConfigError` if the address can't
     be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    ipv6 = ":" in host
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
     try:
-        listener.bind((host, port))
-        listener.listen(4096)  # also fails if another program that bound the port listens first
+        listener = socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=ipv6)
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"gateway: can't listen on {host_and_port(host, port)}: {error.strerror}; set gateway.port to a free "
             "port (0: any)"
@@ -111,7 +108,8 @@ async def _follow_log(gateway: Gateway) -> None:
         gateway.members.policies_changed(event)
         if isinstance(event, CheckpointPublished):
             gateway.pacing.done(event.model, event.groups, recorded.place.at)
-        gateway.metrics.loads += isinstance(event, PolicyLoaded)
+        if isinstance(event, PolicyLoaded):
+            gateway.metrics.loads.inc()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(gateway.policies.follow, gateway.broker, changed)
@@ -147,7 +145,7 @@ async def serve(config: Config, ready: Ready) -> None:
                     tasks.start_soon(gateway.detector.run)
                 async with run_server(app, listener, limits, grace_s=settings.drain_s, cut_off=app.cut_off):
                     _freeze_garbage()
-                    ready(url=_url(listener))
+                    ready(url=http_url(*listener.getsockname()[:2]))
                     try:
                         await anyio.sleep_forever()
                     finally:
@@ -158,10 +156,6 @@ async def serve(config: Config, ready: Ready) -> None:
                 await gateway.calls.settle()
                 await gateway.relay.close()
                 await gateway.fleet.disconnect()
-
-
-def _url(listener: socket.socket) -> str:
-    return http_url(*listener.getsockname()[:2])
 
 
 def _freeze_garbage() -> None:

@@ -160,8 +160,9 @@ class HealingConfig(Section, frozen=True, kw_only=True):
     below: Weight = 0.5
     """Runs with a lower reward are healed."""
     max_usd: NotNegative = 1.0
-    """What the outside model may cost in a day (UTC), in each judge process, by the prices of `[[outside]]`. A process
-    begins with what `rollout.compared` says of the day. The cost of judging counts for `budget.judge_usd`."""
+    """What the outside model may cost in a day (UTC), by the prices of `[[outside]]`: in all judge processes, as
+    `rollout.compared` says. What is being healed when it is reached still costs: at most two calls a run. The cost of
+    judging counts for `budget.judge_usd`."""
     wait_s: Positive = 120.0
     """Longest time that a group waits for its healing."""
 

@@ -56,7 +56,7 @@ class AnswersCompared(Event, frozen=True, kw_only=True, tag="rollout.compared"):
     apprentice_score: float
     """Score of the policy's answer."""
     verdicts: tuple[Verdict, ...] = ()
-    """One for each order; their scores are of `outside` and `apprentice`. None where the outside model corrected
-    nothing: it gave the same answer, or none."""
+    """One for each order; their scores are of `outside` and `apprentice`. None where there was nothing to compare: the
+    outside model gave the same answer, none or none in time, or no judge model was to be had."""
     outside_usd: float = 0.0
     """What the outside model's correction cost, in USD, by the prices of `[[outside]]`; 0 for a shadow call."""

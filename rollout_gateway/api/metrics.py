@@ -1,16 +1,12 @@
-"""Metrics for Prometheus. Counts are plain integers, so a call pays for a few additions; they become metrics when they
-are read."""
+"""Metrics for Prometheus."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.serving.replicas import Fleet
@@ -20,42 +16,27 @@ _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 
 
 class Metrics(Collector):
-    """The gateway's counters."""
+    """What is counted, and the state of a gateway whenever it is asked for."""
 
-    def __init__(self, fleet: Fleet, registry: Registry, shadows: Counter[str]) -> None:
+    def __init__(self, fleet: Fleet, registry: Registry, shadows: Mapping[str, int]) -> None:
         """`shadows`: shadow calls by how they ended."""
         self._fleet, self._registry, self._shadows = fleet, registry, shadows
-        self._calls: Counter[tuple[str, int]] = Counter()
-        """Number of requests by endpoint and status."""
-        self._buckets = [0] * (len(_BOUNDS_S) + 1)
-        self._seconds = 0.0
-        self.loads = 0
-        """Adapters loaded."""
-        self._collectors = CollectorRegistry()
-        self._collectors.register(self)
+        self._collectors = to = CollectorRegistry()
+        self._calls = Counter("journeywork_calls", "Model calls answered.", ("endpoint", "status"), registry=to)
+        meaning = "Time from a call's arrival to the end of its answer."
+        self._seconds = Histogram("journeywork_call_seconds", meaning, registry=to, buckets=_BOUNDS_S)
+        self.loads = Counter("journeywork_adapter_loads", "Adapters loaded, counted per server.", registry=to)
+        to.register(self)
 
     def count_call(self, endpoint: str, status: int, seconds: float) -> None:
-        self._calls[endpoint, status] += 1
-        self._buckets[bisect_left(_BOUNDS_S, seconds)] += 1
-        self._seconds += seconds
+        self._calls.labels(endpoint, status).inc()
+        self._seconds.observe(seconds)
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self._collectors)
 
     def collect(self) -> Iterator[Metric]:
-        calls = CounterMetricFamily("journeywork_calls", "Model calls answered.", labels=("endpoint", "status"))
-        for (endpoint, status), count in sorted(self._calls.items()):
-            calls.add_metric((endpoint, str(status)), count)
-        yield calls
-        bounds = [*map(floatToGoString, _BOUNDS_S), "+Inf"]
-        totals = [sum(self._buckets[: i + 1]) for i in range(len(bounds))]
-        yield HistogramMetricFamily(
-            "journeywork_call_seconds",
-            "Time from a call's arrival to the end of its answer.",
-            buckets=list(zip(bounds, totals, strict=True)),
-            sum_value=self._seconds,
-        )
         yield GaugeMetricFamily(
             "journeywork_trajectories_known", "Open trajectories in this replica's memory.", len(self._registry)
         )
@@ -63,7 +44,6 @@ class Metrics(Collector):
         for result, count in sorted(self._shadows.items()):
             shadows.add_metric((result,), count)
         yield shadows
-        yield CounterMetricFamily("journeywork_adapter_loads", "Adapters loaded, counted per server.", self.loads)
         for name, meaning, value in (
             ("ready", "Whether a server takes calls.", lambda r: int(r.ready)),
             ("calls", "Calls at a server now.", lambda r: r.load),

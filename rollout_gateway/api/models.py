@@ -85,25 +85,9 @@ async def decide(request: ControlRequest, action: Action) -> dict[str, Any]:
 
 async def get_health(request: ControlRequest) -> dict[str, Any]:
     """Always `ok`, since the gateway answers. `serving` says whether calls can be answered, `log` why the log takes no
-    writes.
-
-    A caller with a valid key also sees the inference servers and the versions of its models that they hold."""
-    gateway, access = request.gateway, request.access
-    fleet, trouble = gateway.fleet, gateway.log_health.trouble
-    health = {"status": "ok", "serving": bool(fleet.ready()) and not trouble, "log": trouble or "ok"}
-    if not (access.operator or access.owner):
-        return health
-    return health | {
-        "replicas": [
-            {
-                "replica": replica.name,
-                "ready": replica.ready,
-                "in_flight": replica.load,
-                "loaded": sorted(v for v in replica.loaded if access.sees(gateway.router.name(v))),
-            }
-            for replica in fleet.replicas
-        ]
-    }
+    writes. The state of each inference server is among the metrics."""
+    ready, trouble = request.gateway.fleet.ready(), request.gateway.log_health.trouble
+    return {"status": "ok", "serving": bool(ready) and not trouble, "log": trouble or "ok"}
 
 
 async def get_metrics(request: ControlRequest) -> RawAnswer:

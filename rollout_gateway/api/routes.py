@@ -40,7 +40,7 @@ class Route:
 
 _RUN = "/v1/trajectories/{trajectory}"
 ROUTES = (
-    Route("GET", "/health", models.get_health, "optional"),
+    Route("GET", "/health", models.get_health, "none"),
     Route("GET", "/metrics", models.get_metrics, "operator"),
     Route("GET", "/v1/models", models.get_models, "call"),
     Route("GET", "/v1/models/{model+}", models.get_model, "call"),

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from pipeline.config import GatewayConfig
 from pipeline.events import ExchangeRecorded, TrajectoryOpened
@@ -53,7 +54,7 @@ _PREFIX = "i"
 """Ids of detected trajectories begin with it."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Taken:
     """A run whose next call this process serves."""
 
@@ -187,7 +188,7 @@ class TrajectoryDetector:
     def replace(self, call: Call, other: Call) -> None:
         """Have `other` be answered in place of `call`."""
         if taken := self._taken.pop(id(call), None):
-            self._taken[id(other)] = replace(taken, call=other)
+            self._taken[id(other)] = dataclasses.replace(taken, call=other)
 
     async def answered(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
         """Have a detected run wait for its next call, which begins with this answer."""

@@ -44,8 +44,6 @@ class Exchange:
 
     call: Call
     caller: Caller
-    captured: bool
-    """Whether the call is recorded."""
     answer_id: str = ""
     """Id that the answer will have, without its prefix. Empty: the inference server chooses it."""
     version: str = ""
@@ -58,6 +56,11 @@ class Exchange:
     seq: int = -1
     """Number of the call in its run, once it is recorded."""
     _hash: str = ""
+
+    @property
+    def captured(self) -> bool:
+        """Whether the call is recorded: it belongs to a run."""
+        return self.caller.trajectory is not None
 
     @property
     def recorded_in(self) -> Trajectory:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import msgspec
 
@@ -67,7 +66,10 @@ class CallHandler:
                 await self._stream(exchange, attempt, sink)
                 await sink.end()
                 return 200, b""
-            exchange.answer = _read_answer(exchange, attempt.body)
+            try:
+                exchange.answer = read_answer(attempt.body, call)
+            except MALFORMED as error:
+                raise bad_answer(call.served_by, error) from error
             if exchange.captured:
                 await self._check_sure(exchange)
                 await self._record(exchange, "complete")
@@ -78,7 +80,7 @@ class CallHandler:
                 caller.trajectory.end()
 
     async def _exchange(self, call: Call, caller: Caller) -> Exchange:
-        exchange = Exchange(call, caller, caller.trajectory is not None)
+        exchange = Exchange(call, caller)
         if exchange.captured:
             await exchange.recorded_in.log.masks.check_call(call.body)
             exchange.answer_id = new_answer_id(exchange.recorded_in.id)
@@ -92,9 +94,12 @@ class CallHandler:
 
         Raises `ClientGoneError` if the client left, and `ApiError` if no server answered."""
         try:
-            cancellation, wait_s = exchange.caller.cancellation, exchange.caller.wait_s
-            with cancellation.within(wait_s, timed_out(wait_s)) if wait_s else nullcontext(), cancellation:
-                return await self._dispatcher.answer(exchange)
+            try:
+                async with asyncio.timeout(exchange.caller.wait_s or None):
+                    with exchange.caller.cancellation:
+                        return await self._dispatcher.answer(exchange)
+            except TimeoutError as error:
+                raise timed_out(exchange.caller.wait_s) from error
         except (ClientGoneError, ApiError) as error:
             if exchange.captured and exchange.version:  # the version is set once the call is sent
                 await self._record(exchange, "cancelled" if isinstance(error, ClientGoneError) else "failed")
@@ -130,9 +135,11 @@ class CallHandler:
                 error_event, server_failed = _stream_error(attempt, error)
         finally:
             if capture.ended:
-                status = "failed" if capture.error else "complete"
+                status = "failed" if capture.error_code else "complete"
             exchange.first_token_at = capture.first_token_at
-            _end_stream(attempt, server_failed or capture.server_failed)
+            attempt.close()
+            if server_failed or capture.server_failed:
+                attempt.lease.replica.suspect()
             if exchange.captured:
                 recording = self.begin_record(exchange, status, capture.answer)
         if exchange.captured:
@@ -200,19 +207,6 @@ async def _give(body: bytes, sink: StreamSink | None) -> tuple[int, bytes]:
     await sink.write(replay(msgspec.json.decode(body, type=Fields)))
     await sink.end()
     return 200, b""
-
-
-def _read_answer(exchange: Exchange, body: bytes) -> Answer:
-    try:
-        return read_answer(body, exchange.call)
-    except MALFORMED as error:
-        raise bad_answer(exchange.call.served_by, error) from error
-
-
-def _end_stream(attempt: Attempt, server_failed: bool) -> None:
-    attempt.close()
-    if server_failed:
-        attempt.lease.replica.suspect()
 
 
 def _stream_error(attempt: Attempt, error: Exception) -> tuple[bytes, bool]:

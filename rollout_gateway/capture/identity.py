@@ -18,12 +18,12 @@ from rollout_gateway.http.errors import ApiError, invalid_key, unknown_trajector
 from rollout_gateway.http.request import Headers, Request
 from rollout_gateway.serving.routing import VersionRouter
 
-KeyKind = Literal["optional", "call", "agent", "operator", "trajectory", "completion", "feedback"]
+KeyKind = Literal["none", "call", "agent", "operator", "trajectory", "completion", "feedback"]
 """The key that a route takes, if keys are configured. `call`: any key but one for feedback only; `agent`: a key that is
 neither for calls only nor for feedback only; `operator`: an operator's; `trajectory`: as `agent`, or the token of the
 trajectory in the path; `completion`: the same, of a token only if the trajectory was opened with `key_completes`;
-`feedback`: as `completion`, or a feedback key, and the handler checks whose the trajectory is; `optional`: none, or
-a key as for `agent`."""
+`feedback`: as `completion`, or a feedback key, and the handler checks whose the trajectory is; `none`: no key is looked
+at."""
 
 _CALL_BYTES = 1 << 20
 """Bytes of a body that count as a further call."""
@@ -33,7 +33,7 @@ ATTEMPT_HEADER = b"x-journeywork-attempt"
 
 
 @dataclass(eq=False, slots=True)
-class _NamedRun:
+class NamedRun:
     """The trajectory and group that a call names; empty if it names none."""
 
     trajectories: tuple[str, str, str]
@@ -103,7 +103,7 @@ class Identity:
 
         Raises `ApiError`: a 404 one for a trajectory of another key, as for one that does not
         exist."""
-        if access.trajectory and wanted != "optional":
+        if access.trajectory:
             opened = await self._opening(access)
             if wanted in ("completion", "feedback") and not opened.key_completes:
                 message = (
@@ -135,7 +135,7 @@ class Identity:
 
     async def trajectory(self, access: Access, url: str | None, headers: Headers, call: Call) -> Trajectory | None:
         """The open trajectory of a call, or `None`. `url` is the one that the path names. Raises `ApiError`."""
-        named = _named_run(url, headers, call.params.metadata)
+        named = named_run(url, headers, call.params.metadata)
         if access.trajectory:
             for name in named.trajectories:
                 _check_own(name, access.trajectory)
@@ -150,7 +150,7 @@ class Identity:
             return await self._detector.find(call, model, access.owner)
         return None
 
-    async def _find_or_open(self, named: _NamedRun, call: Call, access: Access) -> Trajectory:
+    async def _find_or_open(self, named: NamedRun, call: Call, access: Access) -> Trajectory:
         """The named trajectory. One that does not exist is opened if the call names a group too."""
         try:
             if not access.operator:
@@ -185,19 +185,14 @@ def _check_own(named: str, own: str) -> None:
         raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
 
 
-def named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> str:
-    """Return the trajectory that a call names by URL, body or header; empty if it names none. No name is checked."""
-    return _named_run(url, headers, metadata).trajectory
-
-
-def _named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> _NamedRun:
+def named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> NamedRun:
     """Return what a call names. `url`: the trajectory in its path; `metadata`: that of its body.
 
     The group is that of the header, else of the body. The attempt is that of the header, and 0 if that is no number of
     at most 8 digits. No name is checked."""
     body = metadata or {}
     in_header = headers.get(ATTEMPT_HEADER, b"")
-    return _NamedRun(
+    return NamedRun(
         (url or "", str(body.get("journeywork_trajectory") or ""), _name_in(headers, TRAJECTORY_HEADER)),
         _name_in(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or ""),
         int(in_header) if in_header.isdigit() and len(in_header) < 9 else 0,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -29,16 +28,8 @@ _MOST_QUOTED = 32
 """Runs and quotes that are looked at for one fingerprint. What more runs have said tells none of them."""
 
 
-class _State(msgspec.Struct, array_like=True):
-    calls: int
-    restored: bool
-    cut: bool
-    programs: list[str]
-
-
-@dataclass(frozen=True)
-class WaitingRun:
-    """A detected run, or a branch of one, that waits for its next call."""
+class WaitingRun(msgspec.Struct, frozen=True, array_like=True):
+    """A detected run, or a branch of one, that waits for its next call: what its message holds."""
 
     run: str
     history: str
@@ -51,10 +42,10 @@ class WaitingRun:
     """An agent that the run's agent started. The run does not end with it."""
     cut: bool = False
     """Its rest may be in another run."""
-    programs: list[str] = field(default_factory=list)
+    programs: list[str] = []
     """`CallMessages.program` of the calls so far, at most eight."""
     since: float = 0.0
-    """Since when it waits, in Unix seconds of the log's server."""
+    """Since when it waits, in Unix seconds of the log's server; set when the message is read, as `seq` is."""
     seq: int = 0
     """Sequence of its message."""
 
@@ -83,9 +74,8 @@ class WaitingRuns:
         for quote in quotes:
             hint = f"{self._prefix}.quoted.{quote.fingerprint}.{waiting.place}"
             await self._broker.publish_raw(hint, msgspec.msgpack.encode(quote), self._quotes_expire)
-        state = msgspec.msgpack.encode(_State(waiting.calls, waiting.restored, waiting.cut, waiting.programs))
         subject = f"{self._prefix}.{waiting.place}"
-        await self._broker.publish_raw(subject, state, {}, message_id=new_id("waits"))
+        await self._broker.publish_raw(subject, msgspec.msgpack.encode(waiting), {}, message_id=new_id("waits"))
 
     async def find(self, which: str) -> WaitingRun | None:
         """The run that waits under `which`, a history or a `WaitingRun.place`; of several, the one that came last. The
@@ -166,16 +156,5 @@ def _run_token(place: str) -> str:
 
 
 def _read(message: StoredMessage) -> WaitingRun:
-    _, history, run_token = message.subject.rsplit(".", 2)
-    state = msgspec.msgpack.decode(message.payload, type=_State)
-    return WaitingRun(
-        name_of_token(run_token.removesuffix(_BRANCH)),
-        history,
-        state.calls,
-        state.restored,
-        run_token.endswith(_BRANCH),
-        state.cut,
-        state.programs,
-        message.place.at / 1e6,
-        message.seq,
-    )
+    waiting = msgspec.msgpack.decode(message.payload, type=WaitingRun)
+    return msgspec.structs.replace(waiting, since=message.place.at / 1e6, seq=message.seq)

@@ -64,8 +64,6 @@ class MessagesTranslation(Translation):
             "diagnostics",
             "fallback_credit_token",
             "inference_geo",
-            "metadata",
-            "service_tier",
             "speed",
             "thinking",
             "user_profile_id",

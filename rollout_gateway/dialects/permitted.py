@@ -15,17 +15,6 @@ import msgspec
 from rollout_gateway.dialects.calls import Fields, decode_field, is_null
 from rollout_gateway.http.errors import ApiError
 
-_SAMPLING = (
-    "logprobs",
-    "max_completion_tokens",
-    "max_tokens",
-    "n",
-    "seed",
-    "stop",
-    "temperature",
-    "top_logprobs",
-    "top_p",
-)
 FURTHER_SAMPLING = frozenset(
     (
         "frequency_penalty",
@@ -57,7 +46,21 @@ FURTHER_SAMPLING = frozenset(
     )
 )
 """Fields that clients of `/v1/responses` and `/v1/messages` may send as well."""
-_FORM = (
+SENT = FURTHER_SAMPLING | {
+    "model",
+    "messages",
+    "prompt",
+    # for sampling
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "n",
+    "seed",
+    "stop",
+    "temperature",
+    "top_logprobs",
+    "top_p",
+    # for the form of prompt and answer
     "add_generation_prompt",
     "add_special_tokens",
     "continue_final_message",
@@ -74,8 +77,7 @@ _FORM = (
     "suffix",
     "tool_choice",
     "tools",
-)
-SENT = FURTHER_SAMPLING | {"model", "messages", "prompt", *_SAMPLING, *_FORM}
+}
 """Fields of a call that reach the inference server."""
 DROPPED = frozenset(
     (

@@ -23,18 +23,20 @@ _list = msgspec.json.Decoder(list[Raw])
 _encode = msgspec.json.Encoder().encode
 
 
-class _Named(msgspec.Struct):
+class Sent(msgspec.Struct):
+    """What a body says before a prompt is put into it."""
+
     model: str = ""
     metadata: dict[str, Any] | None = None
+    instructions: Any = None
 
 
-def named_by(body: bytes) -> tuple[str, dict[str, Any] | None]:
-    """Return `model` and `metadata` of a body; an empty name for one that can't be read."""
+def read_sent(body: bytes) -> Sent:
+    """Read a body; one that can't be read says nothing."""
     try:
-        named = read_body(body, _Named)  # bounds its values and depth first
+        return read_body(body, Sent)  # bounds its values and depth first
     except ApiError:
-        return "", None
-    return named.model, named.metadata
+        return Sent()
 
 
 def with_prompt(path: str, body: bytes, replaces: str, prompt: str) -> bytes | None:

@@ -55,16 +55,10 @@ class ResponsesTranslation(Translation):
             "client_metadata",
             "context_management",
             "max_tool_calls",
-            "moderation",
-            "prompt_cache_key",
             "prompt_cache_options",
-            "prompt_cache_retention",
             "reasoning",
-            "safety_identifier",
-            "service_tier",
             "stream_options",
             "truncation",
-            "user",
         )
     )
     request: ResponsesRequest
@@ -73,7 +67,8 @@ class ResponsesTranslation(Translation):
         super().__init__(body)
         if self.request.background:
             raise ApiError(400, "unsupported", "background is not supported.", param="background")
-        self._tools = Tools.from_request(self.request.tools or [])
+        self.instructions = self.request.instructions
+        self._tools = Tools(self.request.tools or ())
         self.left_out = self._tools.left_out
         self._prefix = "resp_i-" if self.request.instructions else "resp_n-"
         self.continued = self._continued()
@@ -260,7 +255,7 @@ class ResponsesTranslation(Translation):
             "error": None,
             "model": self.head.get("model", request.model),
             "output": self.blocks,
-            "instructions": request.instructions,
+            "instructions": self.instructions,
             "metadata": request.metadata or {},
             "max_output_tokens": request.max_output_tokens,
             "parallel_tool_calls": request.parallel_tool_calls is not False,

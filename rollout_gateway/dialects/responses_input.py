@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -114,24 +115,19 @@ class ToolName:
     custom: bool = False
 
 
-@dataclass(slots=True)
 class Tools:
     """The tools of a request."""
 
-    chat: list[dict[str, Any]] = field(default_factory=list)
-    """Tools of the chat completion request."""
-    names: dict[str, ToolName] = field(default_factory=dict)
-    """The client's tools by the name that the model is shown."""
-    left_out: list[str] = field(default_factory=list)
-    """Types of tools that the model is not shown."""
-
-    @classmethod
-    def from_request(cls, tools: list[ToolParam]) -> Tools:
+    def __init__(self, tools: Iterable[ToolParam]) -> None:
         """Convert a request's tools. Raises a 400 `ApiError` for an unknown type."""
-        converted = cls()
+        self.chat: list[dict[str, Any]] = []
+        """Tools of the chat completion request."""
+        self.names: dict[str, ToolName] = {}
+        """The client's tools by the name that the model is shown."""
+        self.left_out: list[str] = []
+        """Types of tools that the model is not shown."""
         for tool in tools:
-            converted._add(tool)
-        return converted
+            self._add(tool)
 
     def _add(self, tool: ToolParam, namespace: str = "") -> None:
         if tool.type == "namespace" and not namespace:

@@ -1,16 +1,10 @@
 """A streamed reply: cleaned for the client as it passes, and assembled for the log.
 
 The chunk with the last finish reason and all chunks after it are held back until the exchange is on the log. So a
-client that acts on the end of a reply can rely on its record.
-
-Nearly every chunk of a chat completion holds one more token's text and has the same shape. A pattern matches such a
-chunk as a whole. The gateway's own fields are cut out, and the values are kept as JSON and decoded together at the
-end. Any other chunk is decoded (`_decode`). Both ways lead to the same record."""
+client that acts on the end of a reply can rely on its record."""
 
 from __future__ import annotations
 
-import re
-from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,34 +14,12 @@ from pipeline.events import now_us
 from rollout_gateway.dialects.call_ids import CallIds, FunctionDelta, ToolDelta
 from rollout_gateway.dialects.calls import Answer, Call, Fields, Raw, SampledChoice, decode_text, is_null, pack_ids
 from rollout_gateway.dialects.endpoints import ADDED, check_values, choices_decoder, clean, clean_choice, pack_logprobs
+from rollout_gateway.http.event_stream import EventBuffer, event_data
 
 _encode = msgspec.json.Encoder().encode
 _fields_decoder = msgspec.json.Decoder(Fields)
 _NULL = Raw(b"null")
 DONE = b"data: [DONE]\n\n"
-
-_STRING = rb'"[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*"'
-"""A JSON string, but for escaped surrogates."""
-_NUMBER = rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
-_EVENT = (
-    rb'data: (\{"id":"[^"\\]*","object":"chat\.completion\.chunk","created":\d+,"model":"[^"\\]*",'
-    rb'"choices":\[\{"index":0,"delta":\{"content":(' + _STRING + rb')\},"logprobs":)'
-    rb'\{"content":\[\{"token":"[^"\\]*(?:\\.[^"\\]*)*","logprob":(' + _NUMBER + rb'),"bytes":(?:\[[0-9,]*\]|null),'
-    rb'"top_logprobs":\[\]\}\]\}'
-    rb',"finish_reason":null,"token_ids":\[(\d{1,9})\]\}\]\}'
-)
-_PIECE = re.compile(_EVENT, re.DOTALL)
-"""A chunk with one token of the only choice, in vLLM's order of fields. Groups: all up to the logprobs, the content,
-the logprob, the token id."""
-_TAIL = b'null,"finish_reason":null}]}\n\n'
-
-
-@dataclass(frozen=True)
-class StreamError:
-    """The error in an event that ends a stream."""
-
-    message: str
-    code: int
 
 
 class _Delta(msgspec.Struct):
@@ -80,10 +52,7 @@ class StreamCapture:
 
     def __init__(self, call: Call) -> None:
         self._call, self._params, self._expected = call, call.params, call.choices
-        self._pending: list[bytes] = []
-        """The portions of an event that has not ended yet."""
-        self._after_cr = False
-        """What came last ended with a carriage return, to which a line feed may belong."""
+        self._events = EventBuffer()
         self._prompt_ids = b""
         self._top: Fields = {}
         self._usage: Raw | None = None
@@ -92,19 +61,14 @@ class StreamCapture:
         self._last_events: list[bytes] = []
         self.ended = False
         """`[DONE]` has come."""
-        self.error: StreamError | None = None
-        """The error by which the server ended the stream."""
+        self.error_code = 0
+        """The code of the error by which the server ended the stream; 0 if it did not."""
         self.first_token_at = 0
-        params = call.params
-        self._plain = call.choices == 1 and not (params.wants_logprobs or params.return_token_ids)
-        """Chunks may be taken undecoded, because the client gets neither ids nor logprobs."""
-        self._undecoded: list[tuple[bytes, ...]] = []
-        """JSON of content, logprob and token id of the chunks that were taken undecoded."""
 
     @property
     def server_failed(self) -> bool:
         """Whether the server ended the stream with an error of its own. A server that is about to die does so."""
-        return self.error is not None and self.error.code >= 500
+        return self.error_code >= 500
 
     @property
     def last_events(self) -> bytes:
@@ -113,59 +77,15 @@ class StreamCapture:
 
     def take(self, data: bytes) -> bytes:
         """Read what arrived. Returns what the client gets of it now. Raises `msgspec.DecodeError` for an invalid
-        chunk."""
-        if self._after_cr or b"\r" in data:
-            data, self._after_cr = _with_line_feeds(data, self._after_cr)
-        if self._pending:
-            if b"\n\n" not in self._pending[-1][-1:] + data:  # neither copied nor searched again
-                self._pending += [data] if data else []
-                return b""
-            data = b"".join([*self._pending, data])
-            self._pending.clear()
+        chunk, and `UpstreamError` for one that is too long."""
         out: list[bytes] = []
-        start = 0
-        while not self.ended:
-            end = data.find(b"\n\n", start)
-            if end < 0:
-                self._pending += [data[start:]] if start < len(data) else []
-                break
-            self._take_event(data, start, end, out)
-            start = end + 2
-        return out[0] if len(out) == 1 else b"".join(out)
-
-    def _take_event(self, data: bytes, start: int, end: int, out: list[bytes]) -> None:
-        if self._plain and self._top and not self._finished:
-            piece = _PIECE.fullmatch(data, start, end)
-            if piece is not None:
-                self._undecoded.append(piece.group(2, 3, 4))
-                if not self.first_token_at:
-                    self.first_token_at = now_us()
-                out.append(b"data: %b%b" % (piece[1], _TAIL))
-                return
-        payload = _payload(data[start:end])
-        if payload == b"[DONE]":
-            self.ended = True
-        if not payload or self.ended:
-            return
-        self._flush()
-        shown = self._decode(payload)
-        if shown is not None:
-            (self._last_events if self._finished >= self._expected else out).append(b"data: %b\n\n" % shown)
-
-    def _flush(self) -> None:
-        """Decode the values that were taken undecoded."""
-        if not self._undecoded:
-            return
-        contents, logprobs, tokens = zip(*self._undecoded, strict=True)
-        self._undecoded.clear()
-        state = self._choices.setdefault(0, _Choice())
-        # What is between the quotation marks of JSON strings can be joined without decoding it.
-        joined = b"".join([content[1:-1] for content in contents])
-        if joined:
-            valid = joined.decode(errors="replace").encode()
-            state.deltas.append(_delta_decoder.decode(b'{"content":"%b"}' % valid))
-        state.ids += array("i", map(int, tokens)).tobytes()
-        state.logprobs += array("f", map(float, logprobs)).tobytes()
+        for event in self._events.add(data):
+            payload = event_data(event)
+            self.ended = self.ended or payload == b"[DONE]"
+            if payload and not self.ended and (shown := self._decode(payload)) is not None:
+                ends = self._finished >= self._expected
+                (self._last_events if ends else out).append(b"data: %b\n\n" % shown)
+        return b"".join(out)
 
     def _decode(self, payload: bytes) -> bytes | None:
         """Read a chunk. Returns what the client gets of it, or `None` if it held only what the gateway asked for."""
@@ -192,7 +112,7 @@ class StreamCapture:
         """Read the error that ends the stream. Returns the event for the client."""
         error = error if isinstance(error, dict) else {"message": str(error)}
         code = error.get("code")
-        self.error = StreamError(str(error.get("message")), code if isinstance(code, int) else 500)
+        self.error_code = code if isinstance(code, int) and code else 500
         return _encode({"error": error})
 
     def _take_choice(self, choice: Fields) -> bool:
@@ -248,7 +168,6 @@ class StreamCapture:
 
     def answer(self) -> Answer:
         """Return the reply as if it had not been streamed, as far as it has come."""
-        self._flush()
         fields = dict(self._top)
         if fields:
             fields["object"] = Raw(b'"chat.completion"')
@@ -309,19 +228,6 @@ def _join_functions(*parts: dict[str, Any] | None) -> dict[str, Any]:
     told = [part for part in parts if part]
     texts = {name: [part[name] for part in told if part.get(name) is not None] for name in ("name", "arguments")}
     return {**(told[0] if told else {}), **{name: "".join(text) for name, text in texts.items() if text}}
-
-
-def _with_line_feeds(data: bytes, after_cr: bool) -> tuple[bytes, bool]:
-    """Return `data` with a line feed at the end of each line, and whether it ends with a carriage return. `after_cr`:
-    whether the data before it did."""
-    data = data[1:] if after_cr and data.startswith(b"\n") else data
-    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"), data.endswith(b"\r")
-
-
-def _payload(event: bytes) -> bytes:
-    """Return the data of a server-sent event without its other fields and comments, on one line, since it is JSON."""
-    lines = event.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    return b" ".join([line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")])
 
 
 def _join_logprobs(parts: list[Raw]) -> Raw:

@@ -44,13 +44,15 @@ class Translation(ABC):
     kind: ClassVar[type[Any]]
     """Struct of the request: the fields that are translated."""
     dropped: ClassVar[frozenset[str]]
-    """Fields of the API that ask nothing of a vLLM server."""
+    """Fields of the API that ask nothing of a vLLM server, but for those that no call sends (`permitted.DROPPED`)."""
     left_out: Sequence[str] = ()
     """Types of the request's tools that the model was not shown."""
     continued: frozenset[str] = frozenset()
     """Ids of recorded chat completions that the call refers to instead of repeating what was said."""
     stored = False
     """Whether the log keeps the answer, so that later calls can refer to it."""
+    instructions: Any = None
+    """The call's `instructions` as the client sent them, before a promoted prompt was put in their place."""
 
     def __init__(self, body: bytes) -> None:
         """Raises a 400 `ApiError` for an invalid body, and for a field of chat completions that would be taken for a

@@ -11,4 +11,5 @@ imports no other room.
 | `origins` | checks of `Host` and `Origin` |
 | `errors` | errors in OpenAI's format |
 | `upstream` | the client for inference servers |
+| `event_stream` | splits what a server streams into events |
 """

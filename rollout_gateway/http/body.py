@@ -28,8 +28,7 @@ _ALIKE = bytes.maketrans(b"{}", b"[]")
 _TEXT = re.compile(rb'"[^"]*"')
 _WHERE = re.compile(r"`\$\.([^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
-_CONSTANT = re.compile(rb"NaN|Infinity")
-_SURROGATE, _HALF = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def read_body(body: bytes, kind: type[_T]) -> _T:
@@ -45,13 +44,7 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
         message = f"The body is not valid: {error}.{_advice(str(error), param, kind)}"
         raise ApiError(400, "invalid_body", message, param=param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        if path := _not_finite(body):
-            message = f"The body is not valid: {path} must be a finite number; JSON has no NaN or Infinity."
-            raise ApiError(400, "invalid_body", message, param=path) from error
-        if path := _half_of_pair(body):
-            message = f"The body is not valid: half of a surrogate pair (\\ud800 to \\udfff) stands alone in {path}."
-            raise ApiError(400, "invalid_body", message, param=path) from error
-        raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}") from error
+        raise _no_json(body, error) from error
     except RecursionError as error:
         raise _too_deep() from error
     if _is_deep(outline):
@@ -103,39 +96,36 @@ def _advice(error: str, param: str | None, kind: type) -> str:
     return f" It is one of {', '.join(values)}." if values else ""
 
 
-def _not_finite(body: bytes) -> str:
-    """Return the path of the first NaN or infinite number in a body that is JSON otherwise; empty if there is none."""
-    numbers = _numbers(_loaded(body)) if _CONSTANT.search(body) else ()
-    return next((path for path, number in numbers if not math.isfinite(number)), "")
+def _no_json(body: bytes, error: Exception) -> ApiError:
+    """The error about a body that is no JSON. It names the first number or text that only Python takes for JSON."""
+    for path, value in _leaves(_loaded(body)):
+        why = ""
+        if isinstance(value, float) and not math.isfinite(value):
+            why = f"{path} must be a finite number; JSON has no NaN or Infinity"
+        elif isinstance(value, str) and _HALF.search(value):
+            path = path.encode(errors="replace").decode()
+            why = f"half of a surrogate pair (\\ud800 to \\udfff) stands alone in {path}"
+        if why:
+            return ApiError(400, "invalid_body", f"The body is not valid: {why}.", param=path)
+    return ApiError(400, "invalid_json", f"The body is not valid JSON: {error}")
 
 
-def _half_of_pair(body: bytes) -> str:
-    """Return the path of the first text or name with half of a surrogate pair in a body that is JSON otherwise; empty
-    if there is none. Python reads such a text, which can't be written as UTF-8."""
-    leaves = _leaves(_loaded(body)) if _SURROGATE.search(body) else ()
-    halves = (path for path, text in leaves if isinstance(text, str) and _HALF.search(text))
-    return next(halves, "").encode(errors="replace").decode()
-
-
-def _loaded(body: bytes) -> Any:
-    """The value of a body that Python can read, though it may not be JSON; else `None`."""
+def _loaded(body: bytes) -> dict[str, Any]:
+    """The object in a body that Python can read, though it is not JSON: with NaN, infinite numbers and halves of
+    surrogate pairs, which can't be written as UTF-8. Else it is empty."""
     try:
-        return json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError):
-        return None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def check_numbers(value: Any) -> None:
     """Raise a 400 `ApiError` that names the first float in `value`, a decoded body, that is beyond `MAX_NUMBER`."""
-    for path, number in _numbers(value):
-        if not abs(number) <= MAX_NUMBER:
+    for path, number in _leaves(value):
+        if isinstance(number, float) and not abs(number) <= MAX_NUMBER:
             message = f"The body is not valid: {path} is {number:g}; it must be from -{MAX_NUMBER:g} to {MAX_NUMBER:g}."
             raise ApiError(400, "invalid_body", message, param=path)
-
-
-def _numbers(value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the floats in dicts, lists and tuples, each with its path, in their order."""
-    return ((path, leaf) for path, leaf in _leaves(value) if isinstance(leaf, float))
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, Any]]:

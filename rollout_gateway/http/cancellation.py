@@ -6,8 +6,6 @@ about 230 in all."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 
 
@@ -31,17 +29,6 @@ class Cancellation:
             self.error = error
             if self._task is not None:
                 self._task.cancel()
-
-    @contextmanager
-    def within(self, seconds: float, late: Exception) -> Iterator[None]:
-        """Enter it around a block: after so many seconds, the block raises `late`."""
-        timer = asyncio.get_running_loop().call_later(seconds, self.cancel, late)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            if self.error is late:
-                self.error = None
 
     def __enter__(self) -> None:
         if self.error is not None:

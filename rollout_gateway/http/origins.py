@@ -13,9 +13,6 @@ from pipeline.security.host_names import address_of, is_loopback, name_in_host
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.request import Request
 
-_KNOWN_HOSTS = 1024
-"""Valid `Host` headers that are remembered."""
-
 
 class OriginPolicy:
     """Decides from a request's headers whether its origin is allowed. Raises `ConfigError` for invalid settings."""
@@ -35,14 +32,13 @@ class OriginPolicy:
             self._names.add("localhost")
         # A gateway not bound to loopback requires API keys, so it accepts any Host unless gateway.http.hosts is set.
         self._any_name = "*" in config.http.hosts or not (self._loopback or config.http.hosts)
-        self._known: set[bytes] = set()
 
     def check(self, request: Request) -> None:
         """Check the headers. Raises an `ApiError`: 400 if `Host` is invalid, 421 if it is not one of the gateway's
         names, 403 if the request comes from another web page."""
         headers = request.headers
         host, origin = headers.get(b"host"), headers.get(b"origin")
-        if host is not None and host not in self._known:
+        if host is not None:
             self._check_host(host)
         if origin is not None:
             # The scheme is not compared: TLS may end at a proxy, so the gateway does not know the scheme of its pages.
@@ -65,8 +61,6 @@ class OriginPolicy:
             if address is None or (self._loopback and not address.is_loopback):
                 message = f"This gateway does not serve the host name {name[:200]!r}: add it to gateway.http.hosts."
                 raise ApiError(421, "unknown_host", message)
-        if len(self._known) < _KNOWN_HOSTS:
-            self._known.add(host)
 
     def base_url(self, request: Request) -> str:
         """Return the start of the URL by which clients reach this gateway: `gateway.public_url`, else the request's

@@ -60,9 +60,10 @@ class UpstreamReply:
     def __init__(self, response: aiohttp.ClientResponse, url: str) -> None:
         self._response, self.status, self._url = response, response.status, url
 
-    async def read(self) -> bytes:
-        """Return the whole body. Raises `UpstreamError`, an `UpstreamInvalidError` for one that is too long."""
-        body = bytearray()
+    async def read(self, begun: bytes = b"") -> bytes:
+        """Return the whole body, or `begun` and what follows it. Raises `UpstreamError`, an `UpstreamInvalidError` for
+        one that is too long."""
+        body = bytearray(begun)
         try:
             while part := await self.read_some():
                 body += part

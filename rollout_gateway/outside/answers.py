@@ -47,7 +47,7 @@ _FINISHES = {
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
-class Usage(msgspec.Struct):
+class Usage(msgspec.Struct, array_like=True):
     """What a call used, in tokens by the provider's count."""
 
     input: _Tokens = 0
@@ -187,12 +187,12 @@ class OutsideAnswer:
             told = self.native.get("usage") or {}
             if self._call.dialect == "messages":
                 cached, written = (told.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation"))
-                read = Usage(told["input_tokens"] + cached + written, cached, written, told["output_tokens"])
+                read = (told["input_tokens"] + cached + written, cached, written, told["output_tokens"])
             else:
                 first, second = ("prompt", "completion") if self._call.dialect == "chat" else ("input", "output")
                 cached = (told.get(f"{first}_tokens_details") or {}).get("cached_tokens") or 0
-                read = Usage(told[f"{first}_tokens"], cached, 0, told[f"{second}_tokens"])
-            return msgspec.convert(msgspec.to_builtins(read), Usage)
+                read = (told[f"{first}_tokens"], cached, 0, told[f"{second}_tokens"])
+            return msgspec.convert(read, Usage)
         except UNREADABLE:
             return None
 

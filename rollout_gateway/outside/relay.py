@@ -6,7 +6,6 @@ answer. What breaks off at the provider breaks off for the agent too."""
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from rollout_gateway.capture.exchange import Caller, Exchange, Status
 from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.dialects.calls import Fields, SampledChoice
 from rollout_gateway.http.errors import ApiError, ClientGoneError
+from rollout_gateway.http.event_stream import EventBuffer, event_data
 from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
 from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, UpstreamTimeoutError
 from rollout_gateway.outside.answers import OutsideAnswer, Usage, replay_answer
@@ -33,10 +33,6 @@ from rollout_gateway.outside.shadow import Shadows
 
 log = get_logger("rollout_gateway.outside.relay")
 
-_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_LINE_END = re.compile(rb"\r\n|\n|\r")
-_EVENT_BYTES = 64 * 2**20
-"""A stream with a longer event is broken off."""
 _ERROR_BYTES = 2000
 """Bytes that the record keeps of an answer which is no JSON."""
 
@@ -117,7 +113,7 @@ class Relay:
             what = f"This key is of a run of {run.opened.named!r}."
             message = f"{what} Call {call.params.model!r} with the key that opened the run."
             raise ApiError(400, "model_mismatch", message, param="model")
-        exchange = _OutsideExchange(call, caller, run is not None)
+        exchange = _OutsideExchange(call, caller)
         if run is None:
             return await self._answer(request, call, exchange)
         run.begin()
@@ -137,7 +133,7 @@ class Relay:
     async def pass_on(self, request: Request, call: OutsideCall, rest: str) -> tuple[int, bytes, bytes, HeaderList]:
         """Post a request that samples nothing to `rest` below the dialect's path. Returns the provider's status, body,
         content type and other headers. Raises `ApiError`, and `ClientGoneError` if the agent left."""
-        exchange = _OutsideExchange(call, Caller(cancellation=request.cancellation), captured=False)
+        exchange = _OutsideExchange(call, Caller(cancellation=request.cancellation))
         with request.cancellation:
             reply = await self._ask(request, call, exchange, rest)
             try:
@@ -236,7 +232,7 @@ class Relay:
                 while not answer.ended and (data := await reply.read_some()):
                     for event in map(reply.hide_key, events.add(data)):
                         exchange.first_token_at = exchange.first_token_at or now_us()
-                        if not answer.take(_payload(event)):
+                        if not answer.take(event_data(event)):
                             continue
                         if answer.finishing:
                             held.append(event)
@@ -323,30 +319,3 @@ def _as_api_error(call: OutsideCall, error: UpstreamError) -> ApiError:
     if not error.sent:
         return ApiError(502, "upstream_unreachable", f"{provider} can't be reached.")
     return ApiError(502, "upstream_broke_off", f"{provider} ended the connection before its answer was complete.")
-
-
-class EventBuffer:
-    """Splits a stream into server-sent events."""
-
-    def __init__(self) -> None:
-        self.rest = bytearray()
-        """The beginning of an event whose end has not come."""
-
-    def add(self, data: bytes) -> list[bytes]:
-        """Add what came of the stream. Returns the events that are whole, with the blank lines behind them. Raises
-        `UpstreamError` for an event of more than 64 MiB."""
-        events, start, searched = list[bytes](), 0, max(0, len(self.rest) - 3)
-        self.rest += data
-        for end in _EVENT_END.finditer(self.rest, searched):
-            events.append(bytes(self.rest[start : end.end()]))
-            start = end.end()
-        self.rest = self.rest[start:] if start else self.rest
-        if len(self.rest) > _EVENT_BYTES:
-            raise UpstreamError(f"an event is longer than {_EVENT_BYTES >> 20} MiB")
-        return events
-
-
-def _payload(event: bytes) -> bytes:
-    """Return the data of a server-sent event."""
-    lines = _LINE_END.split(event.removeprefix(b"\xef\xbb\xbf"))
-    return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))

@@ -58,10 +58,13 @@ _SPACE = re.compile(rb"\s*")
 _MOST_FIELDS = 1000
 
 
-class _Head(msgspec.Struct):
+class _Named(msgspec.Struct):
+    model: str
+
+
+class _Head(_Named):
     """What the gateway reads of a request. Other types than these are the provider's to refuse."""
 
-    model: str
     stream: Any = None
     n: Any = None
     metadata: Any = None
@@ -104,13 +107,12 @@ def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) ->
     which is for the reader of such calls to say. Raises a 400 `ApiError` if no provider speaks the dialect, or the body
     has too many values or names a field twice."""
     try:
-        head = msgspec.json.decode(body, type=_Head)
+        known = tables.get(msgspec.json.decode(body, type=_Named).model)
     except (msgspec.DecodeError, RecursionError):
         return None
-    known = tables.get(head.model)
     if known is None:
         return None
-    read_body(body, _Head)  # bounds its values before more of it is decoded
+    head = read_body(body, _Head)  # its values are bounded before more of it is decoded
     speaking = [table for table in known if PATHS[table.dialect] == path]
     if not speaking:
         there = ", ".join(dict.fromkeys(PATHS[table.dialect] for table in known))

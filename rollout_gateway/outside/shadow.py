@@ -36,8 +36,6 @@ _WAITING, _WAITING_BYTES = 256, 64 << 20
 """Shadow calls that wait, and bytes of their requests and of the outside model's answers, at most."""
 _WAITING_S = 600.0
 """How long a shadow call may wait: what is recorded of a run is not to come long after it."""
-_BREAKS = 8
-"""How often a shadow call is broken off before it is dropped."""
 _NOT_ASKED = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
 """Fields by which the agent asks for another form of answer: a shadow call has one choice, and is no stream."""
 _encode = msgspec.json.Encoder().encode
@@ -56,7 +54,6 @@ class _Shadow:
     size: int
     offered_at: float
     """By `time.monotonic`."""
-    breaks: int = 0
 
 
 class Shadows:
@@ -141,12 +138,9 @@ class Shadows:
             self._fleet.idle.set()  # the next one may begin, even if another goes on at this server
         if answer is not None:
             await self._record(shadow, lease, answer, same, started_at)
-        elif shadow.breaks < _BREAKS:
-            shadow.breaks += 1
+        else:
             self._waiting[shadow.table.name].appendleft(shadow)
             self._bytes += shadow.size
-        else:
-            self.counts["dropped"] += 1
 
     async def _answer(self, call: Call, lease: Lease) -> Answer:
         """Raises `UpstreamError`, and one of `MALFORMED`."""

@@ -20,7 +20,6 @@ Each decision is an event on the log. A version is loaded on enough servers befo
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -47,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 0 on success, 1 if the gateway refuses or does not answer, 2 for invalid usage."""
     args = _parser().parse_args(argv)
     with exit_on_error("policy", (ConfigError, InvalidNameError, OSError, UnicodeDecodeError), (GatewayError,)):
-        (_list if args.action == "list" else _decide)(connect(args), args)
+        gateway = connect(args)
+        _list(gateway, args.model if args.action == "list" else _decide(gateway, args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,7 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="action")
     common = argparse.ArgumentParser(add_help=False)
     add_arguments(common)
-    common.add_argument("--json", action="store_true", help="print the gateway's answer")
     decision = argparse.ArgumentParser(add_help=False, parents=[common])
     decision.add_argument("--reason", default="", help="it is kept on the log, and `list` shows it")
     decision.add_argument("--by", default="", help="who decides; with API keys, the key's name is recorded instead")
@@ -95,8 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
+def _decide(gateway: GatewayApi, args: argparse.Namespace) -> str:
+    """Make a decision. Returns the name of the model that it is about."""
     body: dict[str, Any] = {"by": args.by, "reason": args.reason}
+    model: str
     if args.action in ("follow", "rollback"):
         model = args.model
     else:
@@ -109,20 +110,14 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> None:
         body |= {"other": args.other, "percent": args.percent}
     if named := [str(body[name]) for name in ("version", "other") if name in body]:
         say_what_is_awaited(*named)
-    answer = gateway.ask("POST", f"/v1/policies/{quote(model, safe='')}/{args.action}", body)
-    if args.json:
-        sys.stdout.write(json.dumps(answer) + "\n")
-        return
-    _list(gateway, argparse.Namespace(model=model, json=False))
+    gateway.ask("POST", f"/v1/policies/{quote(model, safe='')}/{args.action}", body)
+    return model
 
 
-def _list(gateway: GatewayApi, args: argparse.Namespace) -> None:
-    policies = [p for p in gateway.ask("GET", "/v1/policies")["data"] if args.model in (None, p["model"])]
-    if args.model is not None and not policies:
-        raise GatewayError(f"the gateway serves no model {args.model!r}; `journeywork policy list` shows the models")
-    if args.json:
-        sys.stdout.write(json.dumps(policies) + "\n")
-        return
+def _list(gateway: GatewayApi, model: str | None) -> None:
+    policies = [p for p in gateway.ask("GET", "/v1/policies")["data"] if model in (None, p["model"])]
+    if model is not None and not policies:
+        raise GatewayError(f"the gateway serves no model {model!r}; `journeywork policy list` shows the models")
     for policy in policies:
         sys.stdout.write(visible(describe(policy)) + "\n")
 

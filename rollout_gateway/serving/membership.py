@@ -76,7 +76,7 @@ class Membership:
             replica.loaded = self._policies.loaded(replica.name, replica.server_start)
         if isinstance(event, PolicyLoaded | PolicyUnloaded):
             for replica in self._fleet.replicas:
-                if replica.name == event.replica and not replica.up:
+                if replica.name == event.replica and not replica.ready:
                     replica.check_now.set()  # it may have loaded again the adapters that it had lost
             self._fleet.use_changed.set()  # the agents wait until this gateway's record shows the event
         self._wake_waiting()
@@ -115,8 +115,7 @@ class Membership:
             self._by_key[key] = replica, scope
             tasks.start_soon(self._check, replica, scope)
         elif restarted:
-            replica.up = replica.ready = False
-            replica.check_now.set()
+            replica.suspect()
         self._wake_waiting()
 
     def _remove(self, key: str) -> None:
@@ -137,16 +136,15 @@ class Membership:
             while True:
                 replica.check_now.clear()
                 try:
-                    if replica.up:
+                    if replica.ready:
                         await server_state.check_health(replica.upstream)
                     else:
                         await self._handshake(replica)
                     pause_s = self._settings.health_interval_s
                 except (UpstreamError, msgspec.DecodeError) as error:
-                    if replica.up or replica.suspected or replica.problem != str(error):
+                    if replica.problem != str(error):
                         log.warning("replica takes no calls", replica=replica.name, error=str(error))
-                    replica.problem = str(error)
-                    replica.up = replica.ready = replica.suspected = False
+                    replica.ready, replica.problem = False, str(error)
                     pause_s = self._settings.health_retry_s
                 self._wake_waiting()
                 with anyio.move_on_after(pause_s):
@@ -164,10 +162,8 @@ class Membership:
             raise UpstreamError("it was restarted, and its sampler agent has not registered it since")
         if lost := replica.loaded.keys() - loaded.keys():
             raise UpstreamError(f"it lost {', '.join(sorted(lost))}; its sampler agent loads it again")
-        if not replica.ready:
-            log.info("replica ready", replica=replica.name, server_start=replica.server_start)
-        replica.up = replica.ready = True
-        replica.suspected, replica.problem = False, ""
+        log.info("replica ready", replica=replica.name, server_start=replica.server_start)
+        replica.ready, replica.problem = True, ""
 
     # -- this gateway's record ---------------------------------------------------------------------------------------
 

@@ -129,10 +129,6 @@ class Policies:
         named = (version for d in decisions if d is not None for version in (d.version, d.other))
         return [version for version in named if version and not is_outside(version)]
 
-    def offered(self, version: str) -> bool:
-        """Return whether a new trajectory or a decision may name `version`."""
-        return self.knows(version) and version not in self.retired
-
     def state(self, model: str) -> ModelState | None:
         """Return the model or branch that is served as `model`; `None` if there is none."""
         return self.models.get(model) or self.branches.get(model)

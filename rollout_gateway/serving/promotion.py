@@ -29,8 +29,6 @@ Action = Literal["promote", "rollback", "pin", "split", "follow"]
 
 
 Version = Annotated[str, Meta(min_length=1)]
-By = Annotated[str, Meta(max_length=MAX_NAME)]
-Reason = Annotated[str, Meta(max_length=4096)]
 RequestId = Annotated[str, Meta(max_length=MAX_NAME)]
 """Idempotency id. A repeated request with the same id is recorded once; a different request with the id is refused."""
 
@@ -38,10 +36,10 @@ RequestId = Annotated[str, Meta(max_length=MAX_NAME)]
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/policies/{model}/rollback` and `/follow`."""
 
-    by: By = ""
+    by: Annotated[str, Meta(max_length=MAX_NAME)] = ""
     """Name of the person or program that decides. Ignored if the gateway has API keys: then it is the name of the
     key."""
-    reason: Reason = ""
+    reason: Annotated[str, Meta(max_length=4096)] = ""
     request: RequestId = ""
 
 
@@ -177,8 +175,8 @@ class Promotion:
             return
         model = self._policies.apprentices.get(model, model)
         if not self._policies.knows(version) or parse_version(version)[0] != model:
-            raise unknown_model(version, self._policies.names(), param)
-        if not self._policies.offered(version):
+            raise unknown_model(version, self._policies.names(model), param)
+        if version in self._policies.retired:
             raise retired_version(version, self._policies.versions(model), param)
         deadline = time.monotonic() + _LOAD_WAIT_S
         lease = await self._fleet.acquire(lambda: self._router.resolve(version, None), least_loaded, deadline)

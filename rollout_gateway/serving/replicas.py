@@ -30,11 +30,8 @@ class Replica:
     def __init__(self, url: str, api_key: str = "") -> None:
         self.upstream = Upstream(url, api_key=api_key)
         self.name = replica_name(url)
-        self.up = False
         self.ready = False
         """Whether it takes calls: it is registered, healthy, and still the process that was registered."""
-        self.suspected = False
-        """Whether a call failed here and the server has not been checked since."""
         self.problem = ""
         """Why it does not take calls, by the last check; empty if it does."""
         self.server_start = ""
@@ -71,8 +68,6 @@ class Replica:
     def suspect(self) -> None:
         """Stop sending calls until the server has been checked, because it may have crashed or lost its adapters."""
         self.ready = False
-        self.up = False
-        self.suspected = True
         self.check_now.set()
 
     def score(self, conversation: bytes) -> bytes:
@@ -108,10 +103,8 @@ class Fleet:
         `gateway.replicas.serving_share`, used by `available`."""
         self._api_key, self._serving_share = api_key, serving_share
         self.replicas: list[Replica] = []
-        self._departed: list[Replica] = []
-        """Replicas that were removed and still have calls in flight."""
-        self._closings: set[asyncio.Task[None]] = set()
-        """Close the connections to replicas that were removed."""
+        self._by_url: dict[str, Replica] = {}
+        """All that there were: one that was removed may have calls in flight, and come back."""
         self.wanted: dict[str, float] = {}
         """Versions that calls wait for because no replica serves them, with the time at which a call last asked for it,
         by `time.monotonic`."""
@@ -126,23 +119,16 @@ class Fleet:
 
     def add(self, url: str) -> Replica:
         """Add the replica at `url`, or return it if it is known."""
-        name = replica_name(url)
-        existing = next((r for r in (*self.replicas, *self._departed) if r.upstream.url == url.rstrip("/")), None)
-        replica = existing or Replica(url, self._api_key)
-        self._departed = [r for r in self._departed if r is not replica]
-        self.replicas = sorted([*(r for r in self.replicas if r.name != name), replica], key=lambda r: r.name)
+        url = url.rstrip("/")
+        replica = self._by_url.get(url) or self._by_url.setdefault(url, Replica(url, self._api_key))
+        others = (r for r in self.replicas if r.name != replica.name)
+        self.replicas = sorted([*others, replica], key=lambda r: r.name)
         return replica
 
     def remove(self, replica: Replica) -> None:
         """Send no further call to `replica`. Calls in flight continue."""
-        replica.up = replica.ready = replica.suspected = False
+        replica.ready = False
         self.replicas = [r for r in self.replicas if r is not replica]
-        departed = (*self._departed, replica)
-        self._departed = [r for r in departed if r.load]
-        for idle in departed:
-            if not idle.load:
-                self._closings.add(closing := asyncio.ensure_future(idle.upstream.close()))
-                closing.add_done_callback(self._closings.discard)
         self.changed()
 
     def close(self) -> None:
@@ -152,7 +138,7 @@ class Fleet:
 
     async def disconnect(self) -> None:
         """Close the connections to all servers."""
-        for replica in (*self.replicas, *self._departed):
+        for replica in self._by_url.values():
             await replica.upstream.close()
 
     def ready(self) -> list[Replica]:

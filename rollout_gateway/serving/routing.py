@@ -51,17 +51,21 @@ class VersionRouter:
             return
         model = self._bases.get(model, model)
         if self._policies.state(model) is None and not self._policies.knows(model):
-            raise unknown_model(model, self._policies.names(opening.model if opening else ""))
+            raise unknown_model(model, self._names(opening))
         if opening is not None and self.name(model) != opening.model:
-            message = f"This trajectory was opened for the model {opening.model!r}, not {self.name(model)!r}."
-            raise ApiError(400, "model_mismatch", message, param="model")
+            raise _mismatch(opening, self.name(model))
 
     def check_named(self, model: str, opening: TrajectoryOpened) -> None:
         """Check that a call of a run that a decision gave to an apprentice names the outside model that the run asked
         for, so that the cascade stands between the apprentice's answers and the agent. Raises a 400 `ApiError`."""
         if opening.asked and opening.asked != opening.model and model not in self.outside:
-            message = f"This trajectory was opened for the model {opening.asked!r}, not {self.name(model)!r}."
-            raise ApiError(400, "model_mismatch", message, param="model")
+            raise _mismatch(opening, self.name(model))
+
+    def _names(self, opening: TrajectoryOpened | None) -> list[str]:
+        """Return the names that a call may have. That of a run's apprentice is not told: its key may not use it."""
+        if opening is not None and opening.named in self.outside:
+            return [opening.named]
+        return self._policies.names(opening.model if opening else "")
 
     def resolve(self, model: str, opening: TrajectoryOpened | None) -> str:
         """Return the exact version that answers a call now.
@@ -83,7 +87,7 @@ class VersionRouter:
             # A gateway checks the pin of a request that opens a trajectory. An opening read from the log may be of
             # any program that can write there.
             if not is_version(version) or self.name(version) != opening.model:
-                raise unknown_model(version, self._policies.names(opening.model))
+                raise unknown_model(version, self._names(opening))
         elif model in self._policies.models:
             promoted = self._policies.models[model].promoted
             run = opening.trajectory if opening else ""
@@ -164,6 +168,11 @@ class VersionRouter:
         models = self._policies.models.items()
         followed = [self.current(model) for model, state in models if state.promoted is None]
         return tuple(v for v in (*followed, *self._policies.decided()) if not is_base_version(v))
+
+
+def _mismatch(opening: TrajectoryOpened, model: str) -> ApiError:
+    message = f"This trajectory was opened for the model {opening.named!r}, not {model!r}."
+    return ApiError(400, "model_mismatch", message, param="model")
 
 
 def _version_in_split(promoted: PolicyPromoted, trajectory: str) -> str:

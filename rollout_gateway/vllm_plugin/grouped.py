@@ -41,23 +41,6 @@ def _matrix(stacked: torch.Tensor, slot: int) -> torch.Tensor:
     return weights.squeeze(0) if weights.ndim == 3 else weights
 
 
-def expand(y_NO: torch.Tensor, x_NR: torch.Tensor, b_LOR: torch.Tensor, groups: Groups, add: bool = True) -> None:
-    """Add x · Bᵀ to `y_NO`, in its precision. With `add=False`, set `y_NO` to it, and to 0 without adapter.
-
-    Columns that only one of `y_NO` and `b_LOR` has are left alone: model and adapter may pad differently."""
-    width = min(y_NO.shape[1], b_LOR.shape[-2])
-    target = y_NO[:, :width]
-    if not add:
-        target.zero_()
-    for slot, rows in groups:
-        x = (x_NR if rows is None else x_NR[rows]).to(y_NO.dtype)
-        b_RO = _matrix(b_LOR, slot)[:width].to(y_NO.dtype).t()
-        if isinstance(rows, torch.Tensor):
-            target.index_add_(0, rows, torch.mm(x, b_RO))
-        else:
-            (target if rows is None else target[rows]).addmm_(x, b_RO)
-
-
 def add_linear(
     y_NO: torch.Tensor,
     x_NI: torch.Tensor,

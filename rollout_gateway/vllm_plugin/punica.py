@@ -17,7 +17,7 @@ from rollout_gateway.vllm_plugin import grouped
 class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
     """Groups the rows of a batch by adapter once, for all layers of the model.
 
-    A layer with another number of rows than the batch is left to vLLM's class."""
+    A layer with another number of rows than the batch is left to vLLM's class, and so are embeddings."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,17 +28,6 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
         super().update_metadata(*args, **kwargs)
         self._tokens = grouped.group_rows(self.token_lora_indices)
         self._samples = grouped.group_rows(self.sampler_indices)
-
-    def _covers(self, rows: torch.Tensor) -> bool:
-        return bool(rows.shape[0] == self.indices_len[0])
-
-    def add_lora_embedding(
-        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
-    ) -> None:
-        if not self._covers(x):
-            super().add_lora_embedding(y, x, lora_b_stacked, add_inputs, **kwargs)
-            return
-        grouped.expand(y, x, lora_b_stacked, self._tokens, add_inputs)
 
     def add_lora_linear(
         self,
@@ -53,7 +42,7 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        if buffer is not None or kwargs or not self._covers(x):
+        if buffer is not None or kwargs or x.shape[0] != self.indices_len[0]:
             super().add_lora_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, buffer=buffer, **kwargs)
             return
         grouped.add_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, self._tokens)

@@ -59,9 +59,9 @@ def master(*replies: str | int) -> ScoringServer:
 
 @asynccontextmanager
 async def healing(
-    broker: Broker, nats: NatsConfig, gateway: ScoringServer, **more: Any
+    broker: Broker, nats: NatsConfig, gateway: ScoringServer, judge_model: ScoringServer | None = None, **more: Any
 ) -> AsyncIterator[tuple[Healer, ScoringServer]]:
-    async with ScoringServer().run() as judge, gateway.run():
+    async with (judge_model or ScoringServer()).run() as judge, gateway.run():
         config = settings(nats, judge, gateway, **more)
         check(config)
         async with open_answer_judge(config) as answers, open_healer(config, broker, answers) as healer:
@@ -196,27 +196,41 @@ async def test_the_call_at_fault_is_the_lowest_graded_or_the_one_that_the_outsid
     assert [hint.call for hint in healed.members[0].hints] == [0]
 
 
-@pytest.mark.parametrize("said", ["quality=0.1", "quality=0.2", ""], ids=["worse", "the same", "nothing"])
-async def test_money_of_a_day_is_spent_once(
-    broker: Broker, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, said: str
+@pytest.mark.parametrize(
+    ("replies", "judges", "calls"),
+    [
+        (("quality=0.1",), 200, 1),
+        (("quality=0.2",), 200, 1),
+        (("",), 200, 1),
+        (("quality=0.9",), 400, 1),
+        (("the second one",), 200, 2),
+    ],
+    ids=["worse", "the same", "nothing", "not comparable", "names no call"],
+)
+async def test_money_of_a_day_is_spent_once_by_all_judges(
+    broker: Broker, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, replies: Any, judges: int, calls: int
 ) -> None:
-    gateway = master(said)
-    async with healing(broker, nats_config, gateway, **{"judge.healing.max_usd": 1.0}) as (healer, _):
-        await play(broker, "quality=0.2")
-        await healer.heal(scored(0.1))
-        await broker.publish(exchange("s", "quality=0.2"))
-        other = Member(trajectory="s", reward=0.1, exchanges=1)
-        await healer.heal(msgspec.structs.replace(scored(0.1), members=(other,)))
+    gateway, second_gateway = master(*replies), master(429, "quality=0.1")
+    limit: dict[str, Any] = {"judge.healing.max_usd": 1.0}
+    failing = master(judges) if judges != 200 else None
+    await broker.publish(exchange("s", "quality=0.2"))
+    other = Member(trajectory="s", reward=0.1, exchanges=1)
+    others = msgspec.structs.replace(scored(0.1), members=(other,))
+    async with (
+        healing(broker, nats_config, gateway, failing, **limit) as (healer, _),
+        healing(broker, nats_config, second_gateway, **limit) as (second, _),
+    ):
+        await second.heal(others)  # its day begins, and nothing is paid
+        await play(broker, *["quality=0.2"] * calls)
+        await healer.heal(scored(0.1, calls=calls))
+        await healer.heal(others)
         assert len(gateway.requests) == 1
-    gateway = master("quality=0.1")
-    async with healing(broker, nats_config, gateway, **{"judge.healing.max_usd": 1.0}) as (healer, _):
-        group = msgspec.structs.replace(scored(0.1), members=(other,))
-        await healer.heal(group)  # by a judge that was started anew
-        assert len(gateway.requests) == 0
+        await second.heal(others)
+        assert len(second_gateway.requests) == 1
         tomorrow = time.time() + 86_400
         monkeypatch.setattr(time, "time", lambda: tomorrow)
-        await healer.heal(group)
-        assert len(gateway.requests) == 1
+        await second.heal(others)
+        assert len(second_gateway.requests) == 2
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,14 @@ def asking(text: str, **more: Any) -> Any:
     return {"model": "tictactoe", "messages": [{"role": "user", "content": text}], **more}
 
 
-async def in_flight(gateway: GatewayProcess, calls: int) -> None:
+def of_servers(metrics: str, what: str) -> list[float]:
+    """What a gateway's metrics say of each inference server."""
+    return [float(n) for n in re.findall(rf"^journeywork_replica_{what}{{[^}}]*}} (\S+)$", metrics, re.MULTILINE)]
+
+
+async def in_flight(gateway: GatewayProcess, least: int, most: int = sys.maxsize) -> None:
+    """Wait until the gateway has so many calls at its inference servers."""
     async with httpx.AsyncClient(base_url=gateway.url) as client:
         with anyio.fail_after(60):
-            while True:
-                replicas = (await client.get("/health")).json()["replicas"]
-                if sum(replica["in_flight"] for replica in replicas) >= calls:
-                    return
-                await anyio.sleep(0.02)  # until the server has them
+            while not least <= sum(of_servers((await client.get("/metrics")).text, "calls")) <= most:
+                await anyio.sleep(0.02)  # until the servers have them, or the gateway has noticed that they ended

@@ -171,11 +171,8 @@ def test_a_file_that_breaks_or_vanishes_opens_nothing(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (("--expires", "5s"), "30m, 12h, 30d, 2w"),
-        (("--expires", "soon"), "ISO 8601"),
-        (("--expires", "9" * 30 + "d"), "ISO 8601"),
-        (("--expires", "2020-01-01"), "in the past"),
-        (("--expires", "2020-01-01T00:00:00+01:00"), "in the past"),
-        (("--expires", "0d"), "in the past"),
+        (("--expires", "9" * 30 + "d"), "30m, 12h, 30d, 2w"),
+        (("--expires", "0d"), "30m, 12h, 30d, 2w"),
         (("--name", ""), "empty"),
         (("--name", "a\nb"), "not printable"),
         (("--name", "a\x1b[31m"), "not printable"),
@@ -192,7 +189,7 @@ def test_an_invalid_key_is_not_made(
     heard = capsys.readouterr()
     assert (ended.value.code, heard.out, file.exists()) == (2, "", False)
     assert said in heard.err
-    keys_cli.main([*command, "--expires", "2999-01-31"])
+    keys_cli.main([*command, "--expires", "9999w"])
 
 
 def test_keys_come_and_go_while_the_gateway_runs(start_front: StartGateway, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from tests.conftest import InferenceDouble
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import parts
-from tests.rollout_gateway.kit import Mortal, asking, exchanges
+from tests.rollout_gateway.kit import Mortal, asking, exchanges, of_servers
 
 pytestmark = pytest.mark.anyio
 
@@ -72,18 +72,18 @@ async def test_a_malformed_call_is_the_callers_fault(
     gateway = start_gateway_alone(urls=(inference_double.url,))
     gateway.open(id="t")  # the server is there
     for field, body in (
-        ("tools", {"messages": _TEXT, "tools": 1}),
         ("tools", {"messages": _TEXT, "tools": [None]}),
         ("tool_calls", {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"a": 1}]}]}),
         ("content", {"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]}),
         ("content", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
         ("content", {"messages": [{"role": "user", "content": {"a": 1}}]}),
+        ("tools", {"messages": _TEXT, "tools": 1}),  # no server is asked
     ):
         asked = {"model": "tictactoe", "max_tokens": 1, **body}
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked)
         assert answer.status_code == 400, body
         assert field in answer.text
-        assert all(replica["ready"] for replica in httpx.get(f"{gateway.url}/health").json()["replicas"])
+        assert of_servers(httpx.get(f"{gateway.url}/metrics").text, "ready") == [1]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.dialects.prompts import named_by, with_prompt
+from rollout_gateway.dialects.prompts import Sent, read_sent, with_prompt
 
 OLD, NEW = "Play.", 'Play "well".\n'
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -51,7 +51,7 @@ def test_the_agents_prompt_is_replaced_and_nothing_else(path: str, body: Any) ->
     ids=["deep", "no UTF-8", "many objects"],
 )
 def test_a_body_beyond_the_bounds_names_no_model(body: bytes) -> None:
-    assert named_by(body) == ("", None)
+    assert read_sent(body) == Sent()
     assert with_prompt(CHAT, body[:500], OLD, NEW) is None
 
 
@@ -70,8 +70,7 @@ json_values = st.recursive(
 )
 def test_whatever_an_agent_sends_is_left_to_its_reader(path: str, body: dict[str, Any]) -> None:
     data = json.dumps(body).encode()
-    name, _ = named_by(data)
-    assert name in ("", body.get("model"))
+    assert read_sent(data).model in ("", body.get("model"))
     changed = with_prompt(path, data, OLD, NEW)
     assert changed is None or json.loads(changed).keys() == body.keys()
     assert with_prompt(path, data[:-1], OLD, NEW) is None

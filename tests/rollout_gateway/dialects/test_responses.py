@@ -57,7 +57,7 @@ def test_a_choice_that_names_no_tool_is_refused() -> None:
         choice({"type": "function", "name": "move", "namespace": "mcp__chess"})
     with pytest.raises(ApiError, match="'telepathy'"):
         choice("auto", [{"type": "telepathy"}])
-    assert Tools.from_request([]).chat == []
+    assert Tools([]).chat == []
 
 
 def test_the_model_is_shown_only_allowed_tools() -> None:

@@ -1,4 +1,4 @@
-"""Chunks cut by the pattern and the same chunks decoded give the same record and the same output."""
+"""A stream is recorded whole, and its client gets it without what only the gateway asked for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
+from pipeline.events import unpack_ids, unpack_logprobs
 from rollout_gateway.dialects.endpoints import read_chat
-from rollout_gateway.dialects.streaming import _PIECE, StreamCapture
+from rollout_gateway.dialects.streaming import StreamCapture
 
 MOVE: Any = {"type": "function", "function": {"name": "move", "strict": True, "parameters": {"type": "object"}}}
 HEAD = {"id": "c-1", "object": "chat.completion.chunk", "created": 7, "model": "m@0"}
@@ -32,15 +33,9 @@ def stream(*said: str) -> bytes:
     return b"".join([*out, b"data: [DONE]\n\n"])
 
 
-def captured(data: bytes, size: int, *, cut: bool) -> tuple[Any, ...]:
+def captured(data: bytes, size: int) -> tuple[Any, ...]:
     capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
-    assert capture._plain
-    capture._plain = cut
-    seen = b"".join([capture.take(data[i : i + size]) for i in range(0, len(data), size)])
-    return read(capture, seen + capture.last_events)
-
-
-def read(capture: StreamCapture, seen: bytes) -> tuple[Any, ...]:
+    seen = b"".join([capture.take(data[i : i + size]) for i in range(0, len(data), size)]) + capture.last_events
     assert capture.ended
     assert capture.first_token_at
     answer = capture.answer()
@@ -65,16 +60,15 @@ AWKWARD = (
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 100_000])
-def test_cut_and_decoded_are_the_same(size: int) -> None:
-    data = stream(*AWKWARD)
-    events = data.split(b"\n\n")
-    assert [bool(_PIECE.fullmatch(e)) for e in events] == [False, *[True] * len(AWKWARD), False, False, False]
-    cut = captured(data, size, cut=True)
-    assert cut == captured(data, size, cut=False)
-    assert cut[3]["choices"][0]["message"]["content"] == "".join(AWKWARD)
-    assert len(cut[1]) == len(cut[2]) == 4 * (len(AWKWARD) + 1)
-    assert not any("token_ids" in c for reply in cut[4] for c in reply["choices"])
-    assert all(c["logprobs"] is None for reply in cut[4] for c in reply["choices"])
+def test_a_stream_in_portions_of_any_size_is_recorded_whole(size: int) -> None:
+    prompt_ids, ids, logprobs, answer, client = captured(stream(*AWKWARD), size)
+    assert answer["choices"][0]["message"]["content"] == "".join(AWKWARD)
+    sampled = [*range(len(AWKWARD)), 99]
+    assert (unpack_ids(prompt_ids).tolist(), unpack_ids(ids).tolist()) == ([1, 2, 3], sampled)
+    assert unpack_logprobs(logprobs).tolist() == pytest.approx([-token / 7 for token in sampled])
+    said = [reply["choices"][0] for reply in client]
+    assert "".join(choice["delta"]["content"] for choice in said) == "".join(AWKWARD)
+    assert all("token_ids" not in choice and choice["logprobs"] is None for choice in said)
 
 
 @pytest.mark.parametrize("parts", [['{"cell":"a1"}'], ['{"cell":', '"a1"}']])
@@ -95,13 +89,6 @@ def test_openai_client_reads_a_call_whose_parts_share_a_chunk(parts: list[str]) 
     assert call.function.parsed_arguments == {"cell": "a1"}
     recorded = msgspec.json.decode(capture.answer().client_body())["choices"][0]["message"]
     assert recorded["tool_calls"][0]["function"] == {"name": "move", "arguments": '{"cell":"a1"}'}
-
-
-@pytest.mark.timeout(60)
-def test_a_long_event_in_short_portions_is_read_in_linear_time() -> None:
-    """It took 92 s, in which the gateway answered nobody: each portion was copied with all before it."""
-    content = "x" * (8 << 20)
-    assert any(content in str(part) for part in captured(stream(content), 1000, cut=True))
 
 
 def test_an_event_of_which_nothing_is_left_is_not_sent() -> None:

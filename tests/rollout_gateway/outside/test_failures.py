@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,9 +25,8 @@ from pipeline.events import ExchangeRecorded, encode
 from pipeline.log.broker import Broker
 from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.outside import providers
-from rollout_gateway.outside.relay import EventBuffer, Relay
+from rollout_gateway.outside.relay import Relay
 from rollout_gateway.outside.requests import CHAT
 from store.reading import sql
 from tests.conftest import NatsServer, free_port
@@ -237,25 +235,6 @@ def test_key_with_escapes_is_hidden(provider: Provider, monkeypatch: pytest.Monk
     assert json.loads(hidden)["a"] == 'ä "x'
     assert b"[provider's key]" in hidden
     assert b"sk" not in hidden
-
-
-@pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n\n", b"\r\r"])
-def test_stream_is_split_at_any_place(end: bytes) -> None:
-    sent = b"data: 1" + end + b"data: 2" + end + b"data"
-    for size in range(1, 20):
-        buffer, events = EventBuffer(), list[bytes]()
-        for place in range(0, len(sent), size):
-            events += buffer.add(sent[place : place + size])
-        assert (events, buffer.rest) == ([b"data: 1" + end, b"data: 2" + end], b"data")
-
-
-def test_long_event_is_searched_once_and_has_a_bound() -> None:
-    buffer, part, started = EventBuffer(), b"x" * 4096, time.process_time()
-    for _ in range(2048):
-        assert not buffer.add(part)
-    assert time.process_time() - started < 2
-    with pytest.raises(UpstreamError, match="an event is longer than 64 MiB"):
-        buffer.add(bytes(60 * 2**20))
 
 
 async def test_agent_that_leaves_is_recorded_and_ends_the_providers_stream(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -52,6 +53,18 @@ def test_request_that_could_name_two_models_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         sent(body)
     assert (refused.value.status, refused.value.code) == (400, "invalid_body")
+
+
+@pytest.mark.parametrize("field", ["metadata", "n", "stream", "other"])
+def test_values_are_bounded_before_they_are_decoded(field: str) -> None:
+    body = b'{"model":"m","%b":[%b0]}' % (field.encode(), b"[]," * 2_000_000)
+    tracemalloc.start()
+    with pytest.raises(ApiError) as refused:
+        sent(body)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert refused.value.status == 413
+    assert most < 4 * len(body)
 
 
 @pytest.mark.parametrize(

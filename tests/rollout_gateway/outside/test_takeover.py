@@ -439,6 +439,13 @@ async def test_a_group_keeps_the_name_that_it_was_opened_with(start: Open) -> No
     (policy,) = (await get("policies", "a"))[1]["data"]
     assert "tictactoe" not in json.dumps(policy)
     assert (policy["version"], policy["step"], policy["decision"]["action"]) == (None, None, "promote")
+    opened = await shop.client.post(f"{shop.gateway.url}/v1/trajectories", json={"model": "master", "id": "r3"})
+    for key, status in (("a", 403), (opened.json()["api_key"], 404)):
+        run = (await get("trajectories/r3", key))[1]
+        assert (run["model"], run["pinned"]) == ("master", None)
+        shop.client.headers["authorization"] = f"Bearer {key}"
+        answer = await shop.call("r3", model="nowhere")
+        assert (answer.status_code, "tictactoe" in answer.text) == (status, False)
 
 
 async def test_calls_make_up_a_groups_members_whoever_answers_them(start: Open) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from pipeline.events import PolicyPromoted
@@ -47,14 +45,13 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
     assert split.startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n  why: split at")
     policy("promote", "tictactoe@2")
     assert policy("rollback", "tictactoe").startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n")
-    assert json.loads(policy("promote", "tictactoe@1", "--json"))["version"] == "tictactoe@1"
+    policy("promote", "tictactoe@1")
     followed = policy("follow", "tictactoe", "--reason", "enough")
     assert followed.startswith("tictactoe: tictactoe@2\n  why: follows the newest at")
     events = [r.event for r in await broker.read(PolicyPromoted)]
     assert [e.action for e in events] == ["pin", "rollback", "split", "promote", "rollback", "promote", "follow"]
     assert events[0].reason == "better on held-out tasks"
-    (listed,) = json.loads(policy("list", "--json"))
-    assert (listed["decision"]["action"], listed["decision"]["reason"]) == ("follow", "enough")
+    assert policy("list") == followed
 
 
 def test_what_cannot_be_done_is_told(

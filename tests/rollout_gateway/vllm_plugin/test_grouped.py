@@ -73,22 +73,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(8))
-def test_the_second_product_equals_that_of_vllm(kernels: ModuleType, seed: int, dtype: torch.dtype) -> None:
-    batch = Batch.draw(seed, dtype)
-    groups = grouped.group_rows(batch.slots)
-    rank = batch.a.shape[-2]
-    low = torch.full((len(batch.slots), rank), 7.0)
-    kernels.bgmv_shrink(batch.x, batch.a, low, batch.slots, batch.scale)
-    for add in (True, False):
-        y, expected = batch.y.clone(), batch.y.clone()
-        kernels.bgmv_expand(low, batch.b, expected, batch.slots, add)
-        grouped.expand(y, low, batch.b, groups, add)
-        terms = torch.einsum("br,bor->bo", low.abs(), batch.b[batch.slots, 0].abs().float())
-        assert_close(y, expected, terms + batch.y.abs() + expected.abs(), rank)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(8))
 def test_a_layer_of_several_parts_equals_that_of_vllm(kernels: ModuleType, seed: int, dtype: torch.dtype) -> None:
     """As the layer for queries, keys and values, whose parts have columns of one output."""
     batch, other = Batch.draw(seed, dtype), Batch.draw(seed, dtype)
@@ -107,19 +91,6 @@ def test_a_layer_of_several_parts_equals_that_of_vllm(kernels: ModuleType, seed:
     lists: tuple[Any, Any] = tuple(zip(*parts, strict=True))
     grouped.add_linear(y, batch.x, *lists, batch.scale, widths, grouped.group_rows(batch.slots))
     assert_close(y, expected, terms, batch.x.shape[1] + batch.a.shape[-2])
-
-
-def test_columns_that_only_one_side_has_are_left_alone(kernels: ModuleType) -> None:
-    generator = torch.Generator().manual_seed(1)
-    slots = torch.tensor([0, 0])
-    low = torch.randn(2, 4, generator=generator)
-    for columns, wanted in ((6, 9), (9, 6)):
-        b = torch.randn(2, 1, columns, 4, generator=generator)
-        y = torch.randn(2, wanted, generator=generator)
-        expected = y.clone()
-        kernels.bgmv_expand(low, b, expected, slots, True)
-        grouped.expand(y, low, b, grouped.group_rows(slots))
-        torch.testing.assert_close(y, expected)
 
 
 def test_a_row_without_adapter_does_not_get_the_adapter_of_the_last_slot(kernels: ModuleType) -> None:
