@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from rich.console import Console
 
 from pipeline.commands import main as cli
 from pipeline.commands import status
 from pipeline.commands.main import OWN, SUBCOMMANDS, main
-from pipeline.config import NatsConfig
-from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, Member, PolicyPromoted
+from pipeline.config import Config, ModelConfig, NatsConfig, OutsideConfig, save
+from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, Member, PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
 from tests.kits.events import checkpoint, exchange
+from tests.store.kit import fill
 
 
 @pytest.mark.parametrize(
@@ -224,6 +226,20 @@ def test_status_of_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytes
     assert "stopped. `journeywork up` with the same settings goes on with it" in said
     assert "http://127.0.0.1:1" not in said
     assert "log: it was stopped with the run" in said
+
+
+def test_status_of_a_stopped_run_says_who_has_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started(tmp_path, pid=GONE, services={"nats": (GONE, "stopped")})
+    table = OutsideConfig(name="master", url="http://127.0.0.1:1", apprentice="m")
+    config = Config(run_dir=str(tmp_path), models=(ModelConfig(name="m"),), outside=(table,))
+    save(config, tmp_path / "config.toml")
+    opening = TrajectoryOpened(project="default", trajectory="r", model="m", group="r", asked="master", pinned="m@1")
+    fill(tmp_path, [opening, msgspec.structs.replace(exchange("r", policy_version="m@1", step=1), project="default")])
+    with pytest.raises(SystemExit):
+        main(["status", "--run-dir", str(tmp_path)])
+    assert capsys.readouterr().out.startswith(
+        "The apprentice of master answered 100% of the 1 calls of the newest day."
+    )
 
 
 @pytest.mark.parametrize(
