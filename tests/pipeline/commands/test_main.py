@@ -22,6 +22,7 @@ from pipeline.commands.main import OWN, SUBCOMMANDS, main
 from pipeline.config import Config, ModelConfig, NatsConfig, OutsideConfig, save
 from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, Member, PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
+from pipeline.running.plan import SERVICES
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
 from tests.kits.events import checkpoint, exchange
 from tests.store.kit import fill
@@ -55,6 +56,18 @@ def test_a_mistake_is_one_clear_line(
 def test_the_commands_that_are_known_are_those_of_the_parser() -> None:
     named = " ".join(cli._parser().format_help().split())
     assert all(f" {name} " in named for name in (*OWN, *SUBCOMMANDS))
+
+
+def test_help_says_what_commands_are_for_and_what_up_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, said in (
+        ("--help", ("Start:", "Look:", "Teach:", "Decide:", "Keep:")),
+        ("up --help", ("vLLM", *SERVICES, "gateway.port", "127.0.0.1", "journeywork check-model", "--dry-run")),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(command.split())
+        assert caught.value.code == 0
+        told = capsys.readouterr().out
+        assert [part for part in said if part not in told] == []
 
 
 def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
