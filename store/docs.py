@@ -53,6 +53,7 @@ def runnable(alarm: Alarm) -> str:
         "steps": str(settings.steps),
         "groups": str(settings.groups),
         "window_s": f"{settings.window_s:g}",
+        "outside": "[]",
     }
     text = PARAMETER.sub(lambda match: values[match[1]], alarm.sql)
     replicas = "(SELECT DISTINCT replica FROM adapters WHERE replica IS NOT NULL)"

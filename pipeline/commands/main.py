@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import os
 import signal
 import subprocess
@@ -45,35 +46,70 @@ from pipeline.telemetry import logs
 from pipeline.terminal.parsers import add_overrides
 from pipeline.terminal.printing import Output, visible
 
-SUBCOMMANDS = {
-    **SDK,
-    "sql": ("store.reading.sql", "query the history with SQL"),
-    "ui": ("store.showing.dashboard.command", "show the history and the decisions as web pages"),
-    "replay": ("store.commands.replay", "rebuild groups from history onto a branch"),
-    "what-if": ("store.commands.what_if", "train and evaluate history under other settings, beside main"),
-    "decide": ("store.evidence.decide", "compare two versions in use, and promote the better one"),
-    "diff": ("store.commands.diff", "compare two verdict sets"),
-    "erase": ("store.erasure.command", "delete a person's runs from log, lake and data sets"),
-    "dataset": ("store.datasets.command", "write runs of the history as files for supervised trainers"),
-    "prepare": ("pipeline.commands.prepare", "make keys and settings of a run, for containers"),
-    "backup": ("pipeline.commands.backup", "copy a stopped installation: log, lake, checkpoints and keys"),
-    "restore": ("pipeline.commands.restore", "make a run directory of a backup"),
-    "dead": ("pipeline.commands.dead_letters", "list, show, retry or drop dead letters"),
-    "judge": ("judge.commands.main", "measure a judge (judge eval) or score one group (judge score)"),
-    "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
-    "train": ("trainer.commands.train", "run the trainer alone"),
-    "apprentice": ("pipeline.commands.apprentice", "train a policy on the best runs of an outside model"),
-    "check-model": ("trainer.commands.check_model", "check whether a base model trains correctly on this machine"),
-    "policy": ("rollout_gateway.serving.command", "decide which version a model's name stands for, or list it"),
-    "sampler": ("rollout_gateway.sampler", "load adapters into the inference servers beside it"),
-    "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
-    "export": ("trainer.commands.export", "write an adapter or merged weights"),
-    "docs": ("store.docs", "write the reference: settings, events, streams, views, alarms"),
+_HERE = "pipeline.commands.main"
+GROUPS = {
+    "Start": {
+        "init": SDK["init"],
+        "check-model": ("trainer.commands.check_model", "check whether a base model trains correctly on this machine"),
+        "up": (_HERE, "start everything and keep it running"),
+        "prepare": ("pipeline.commands.prepare", "make keys and settings of a run, for containers"),
+        "provision": (_HERE, "create streams, consumers and buckets on your own NATS server"),
+        "exec": (_HERE, "run the NATS or vLLM server that `up` would start, for containers"),
+        "sampler": ("rollout_gateway.sampler", "load adapters into the inference servers beside it"),
+    },
+    "Look": {
+        "status": (_HERE, "processes, stream lag, policy versions, alarms"),
+        "ui": ("store.showing.dashboard.command", "show the history and the decisions as web pages"),
+        "sql": ("store.reading.sql", "query the history with SQL"),
+        "dead": ("pipeline.commands.dead_letters", "list, show, retry or drop dead letters"),
+        "docs": ("store.docs", "write the reference: settings, events, streams, views, alarms"),
+    },
+    "Teach": {
+        "judge": ("judge.commands.main", "measure a judge (judge eval) or score one group (judge score)"),
+        "rejudge": ("judge.commands.rejudge", "score history again as a new verdict set"),
+        "diff": ("store.commands.diff", "compare two verdict sets"),
+        "dataset": ("store.datasets.command", "write runs of the history as files for supervised trainers"),
+        "train": ("trainer.commands.train", "run the trainer alone"),
+        "apprentice": ("pipeline.commands.apprentice", "train a policy on the best runs of an outside model"),
+        "prompt": SDK["prompt"],
+        "replay": ("store.commands.replay", "rebuild groups from history onto a branch"),
+        "what-if": ("store.commands.what_if", "train and evaluate history under other settings, beside main"),
+    },
+    "Decide": {
+        "eval": SDK["eval"],
+        "policy": ("rollout_gateway.serving.command", "decide which version a model's name stands for, or list it"),
+        "decide": ("store.evidence.decide", "compare two versions in use, and promote the better one"),
+    },
+    "Keep": {
+        "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
+        "export": ("trainer.commands.export", "write an adapter or merged weights"),
+        "backup": ("pipeline.commands.backup", "copy a stopped installation: log, lake, checkpoints and keys"),
+        "restore": ("pipeline.commands.restore", "make a run directory of a backup"),
+        "erase": ("store.erasure.command", "delete a person's runs from log, lake and data sets"),
+    },
 }
-"""Commands that live in a service's folder: module, and what `--help` says."""
+"""All commands, by what they are for: module, and what `--help` says."""
 
-OWN = ("up", "status", "provision", "exec")
-"""Commands of this module."""
+OWN, SUBCOMMANDS = (
+    {name: command for group in GROUPS.values() for name, command in group.items() if (command[0] == _HERE) == here}
+    for here in (True, False)
+)
+"""Commands of this module, and those that live in another folder."""
+
+_UP = f"""
+Start everything on this machine and keep it running: the log (NATS), vLLM, and
+{", ".join(SERVICES)} (if a backend of traces is configured).
+Ctrl-C stops it in order; the same command goes on where it stopped.
+
+A policy needs a name and a base model, as settings or in a file (--config):
+
+    journeywork check-model /models/Qwen3-4B            # can it be trained here?
+    journeywork up --set models.0.name=support --set models.0.base=/models/Qwen3-4B --set gateway.port=8700
+
+When all is ready, it prints the addresses of the gateway, the base URL of your agents, and of the dashboard. Both
+listen on 127.0.0.1 alone (gateway.host, ui.host); the gateway on gateway.port (0: any free one), the dashboard on
+ui.port (8701). Then send your agents' calls there (docs/install.md#tutorial), and look with `journeywork status`.
+"""
 
 console = Output(highlight=False)
 
@@ -101,42 +137,50 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="journeywork", description="On-the-job training for LLM agents.")
+    listed = [
+        f"{title}:\n" + "".join(f"  {name:<13}{text}\n" for name, (_, text) in group.items())
+        for title, group in GROUPS.items()
+    ]
+    parser = argparse.ArgumentParser(
+        prog="journeywork",
+        usage="%(prog)s COMMAND [--help] …",
+        description="On-the-job training for LLM agents.\n\n" + "\n".join(listed),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"journeywork {version('journeywork')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="journeywork", help=argparse.SUPPRESS)
     settings = argparse.ArgumentParser(add_help=False)
     settings.add_argument("--config", help="settings, TOML")
     add_overrides(settings)
 
     up = commands.add_parser(
-        "up", parents=[settings], help="start everything and keep it running; Ctrl-C stops it in order"
+        "up",
+        parents=[settings],
+        description=inspect.cleandoc(_UP),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    up.add_argument("--run-dir", help="where logs, state, checkpoints and history go")
+    up.add_argument("--run-dir", help="where logs, state, checkpoints and history go; default: runs/default")
     up.add_argument("--nats-url", help="a NATS server that runs already")
     up.add_argument("--vllm-url", action="append", default=[], help="a vLLM server that runs already; may be repeated")
-    up.add_argument("--services", default=",".join(SERVICES), help="comma-separated; default: all")
+    up.add_argument("--services", default=",".join(SERVICES), help=f"comma-separated; default: {','.join(SERVICES)}")
     up.add_argument("--dry-run", action="store_true", help="print the resolved settings and commands, start nothing")
     up.set_defaults(run=_up)
 
-    asked = commands.add_parser("status", help="processes, stream lag, policy versions, alarms")
+    asked = commands.add_parser("status", description=OWN["status"][1])
     asked.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     asked.add_argument("--json", action="store_true")
     asked.set_defaults(run=_status)
 
-    provision = commands.add_parser(
-        "provision", parents=[settings], help="create streams, consumers and buckets on your own NATS server"
-    )
+    provision = commands.add_parser("provision", parents=[settings], description=OWN["provision"][1])
     provision.set_defaults(run=_provision)
 
-    become = commands.add_parser("exec", help="run the NATS or vLLM server that `up` would start, for containers")
+    become = commands.add_parser("exec", description=OWN["exec"][1])
     become.add_argument("server", choices=("nats", "vllm"))
     become.add_argument("--config", required=True)
     become.add_argument("--host", default="0.0.0.0")  # noqa: S104 - inside a container's own network
     become.add_argument("--port", type=int, required=True)
     become.set_defaults(run=_exec)
 
-    for name, (_, text) in SUBCOMMANDS.items():
-        commands.add_parser(name, help=text, add_help=False)
     return parser
 
 

@@ -56,12 +56,12 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
     state = msgspec.to_builtins(present) | {"running": present.running}
     logs.configure("status", "CRITICAL")  # errors are printed as one line
+    config = installation_settings(run_dir, sections=("nats", "signing", "models", "outside"))
+    state["takeovers"] = _takeovers(run_dir) if config.apprentices() else []
     if state["services"].get("nats", {}).get("state") == "stopped":
         state["log"] = "it was stopped with the run"  # another run's log may have its port now
     else:
         try:
-            config = installation_settings(run_dir, sections=("nats", "signing", "models", "outside"))
-            state["takeovers"] = _takeovers(run_dir) if config.apprentices() else []
             state |= anyio.run(read_log, log_of(config), Trust(config.signing), config.project)
         except BrokerError as error:
             state["log"] = str(error)

@@ -24,7 +24,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, secti
 
     An override's value is read as TOML or JSON by the type of the setting, else as a string. `sections`: the tables
     of the file that are read; the others may hold anything, so of the checks only that of addresses is made. Empty:
-    all. Raises `ConfigError`, which names the setting that is wrong."""
+    all. Raises `ConfigError`, which names the setting that is wrong, and the file if it is wrong there."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -37,6 +37,11 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, secti
             raise ConfigError(f"{path} is not TOML: {error}") from error
     if sections:
         tree = {k: v for k, v in tree.items() if k in sections or not isinstance(v, dict | list)}
+    if path is not None:
+        try:
+            convert(tree, Config)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
     for override in overrides:
         set_override(tree, Config, override)
     config = convert(tree, Config)

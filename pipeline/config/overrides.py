@@ -21,7 +21,7 @@ _OVERRIDE = re.compile(r'((?>"[^"]*"|[^=])*?)=(.*)', re.DOTALL)
 """The name, in which an `=` in quotes belongs to a key, and the value."""
 _KEY = re.compile(r'(?:^|\.)(?:"([^"]*)"(?=\.|$)|([^.]*))')
 _AT = re.compile(r"(.*) - at `(key` in `)?\$(.*)`", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_UNKNOWN = "Object contains unknown field "
 
 
 def set_override(tree: dict[str, Any], root: type, text: str) -> None:
@@ -47,14 +47,23 @@ def set_override(tree: dict[str, Any], root: type, text: str) -> None:
 def convert(tree: Any, root: type[T], where: str = "") -> T:
     """Convert raw settings to `root`, the type of the section or setting named `where` (empty: the whole tree).
 
-    Raises `ConfigError`, which names the setting by its dotted key and says what the setting takes."""
+    Raises `ConfigError`, which names the setting by its dotted key and says what the setting takes. All names that are
+    no settings are told together, one a line."""
     for dotted, value in _leaves(tree, where):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{dotted}: expected a finite number, got {value}")
     try:
         return msgspec.convert(tree, root)
     except msgspec.ValidationError as error:
-        raise ConfigError(_named(str(error), root, where)) from error
+        message = str(error)
+        if not message.startswith(_UNKNOWN):
+            raise ConfigError(_named(message, root, where)) from error
+        unknown = [
+            f"{name}: there is no such setting{meant}" for name, meant in _unknown(tree, root, where, root, where)
+        ]
+        raise ConfigError(
+            "settings: " + "\n".join(unknown) + " `journeywork docs FOLDER` writes a page of all settings"
+        ) from error
 
 
 def merged(tree: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,9 +163,6 @@ def _named(message: str, root: Any, where: str) -> str:
         path = located[3] + (".[...]" if located[2] else "")
         keys = [key.replace("...", "<name>") for key in re.findall(r"\w+|\.\.\.", path)]
     section = [where] if where else []
-    if unknown := _UNKNOWN.fullmatch(message):
-        dotted = ".".join([*section, *keys, unknown[1]])
-        return f"settings: {dotted}: there is no such setting{_suggestion(dotted, type_at(root, keys), root, where)}"
     if message.startswith("Invalid enum value"):
         allowed = [a for kind in _choices(type_at(root, keys)) for a in typing.get_args(kind)]
         allowed += [kind.__name__ for kind in _choices(type_at(root, keys)) if isinstance(kind, type)]
@@ -166,18 +172,34 @@ def _named(message: str, root: Any, where: str) -> str:
     return f"settings: {dotted}: {message[:1].lower()}{message[1:]}" if dotted else f"settings: {message}"
 
 
+def _unknown(value: Any, kind: Any, dotted: str, root: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted names in raw settings `value`, of type `kind` at `dotted`, that are no settings, each with its
+    `_suggestion`."""
+    for choice in _choices(kind):
+        section = isinstance(choice, type) and issubclass(choice, msgspec.Struct)
+        if isinstance(value, dict) and section:
+            fields = typing.get_type_hints(choice, include_extras=True)
+            for name, inner in value.items():
+                at = f"{dotted}.{name}" if dotted else name
+                if name in fields:
+                    yield from _unknown(inner, fields[name], at, root, where)
+                else:
+                    yield at, _suggestion(at, choice, root, where)
+        elif isinstance(value, list | tuple) and typing.get_origin(choice) is tuple:
+            for number, inner in enumerate(value):
+                yield from _unknown(inner, typing.get_args(choice)[0], f"{dotted}.{number}", root, where)
+
+
 def _suggestion(dotted: str, table: Any, root: Any, where: str) -> str:
     """Return the end of an error about the unknown setting `dotted` in a table of type `table`: a setting of this name
-    further down, else a similar name there, else settings of this name elsewhere in `root`; and where all are listed.
-    """
+    further down, else a similar name there, else settings of this name elsewhere in `root`."""
     above, dot, name = dotted.rpartition(".")
     same = [setting for setting in _settings(root, where) if setting.rpartition(".")[2] == name]
     names = [f for kind in _choices(table) for f in getattr(kind, "__struct_fields__", ())]
     similar = [above + dot + near for near in difflib.get_close_matches(name, names, n=1)]
     close = [setting for setting in same if dot and setting.startswith(above + dot)] or similar
     close = close or difflib.get_close_matches(dotted, same, n=4, cutoff=0.0)
-    meant = f"; did you mean {' or '.join(close)}?" if close else "."
-    return f"{meant} `journeywork docs FOLDER` writes a page of all settings"
+    return f"; did you mean {' or '.join(close)}?" if close else "."
 
 
 def _settings(kind: Any, dotted: str) -> Iterator[str]:

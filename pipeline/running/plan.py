@@ -197,7 +197,9 @@ def check_base(base: str, setting: str) -> None:
     """Raise `ConfigError`, which begins with `setting`, if `base` is empty, a path where no folder is, or a
     folder without a model."""
     path = base.startswith(("/", ".", "~")) or base.count("/") > 1  # otherwise a name on the hub
-    if not base or (path and not Path(base).is_dir()):
+    if not base:
+        raise ConfigError(f"{setting} is not set: give the folder of the base model, or its name on the hub")
+    if path and not Path(base).is_dir():
         raise ConfigError(
             f"{setting}: there is no folder {base!r}; expected one with the base model, or its name on the hub"
         )
@@ -227,18 +229,11 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
 
 
-def _check_models(config: Config) -> None:
-    """Raise `ConfigError` if a model has no base, or its folder does not exist."""
-    if not any(m.base for m in config.models):
-        raise ConfigError("no model is configured: --set models.0.name=... --set models.0.base=...")
-    for i, model in enumerate(config.models):
-        check_base(model.base, f"models.{i}.base")
-
-
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
     """Return the settings that every process starts with, and the processes in the order of their start."""
     if "trainer" in services or starts_vllm(config, services):
-        _check_models(config)
+        for i, model in enumerate(config.models):
+            check_base(model.base, f"models.{i}.base")
     resolved = resolve(config, services)
     processes: list[ProcessSpec] = []
     foundation: tuple[str, ...] = ()

@@ -87,6 +87,7 @@ def evaluate(
         "steps": config.alarms.steps,
         "groups": config.alarms.groups,
         "window_s": config.alarms.window_s,
+        "outside": [table.name for table in config.outside],
     }
     used = set(PARAMETER.findall(alarm.sql))
     rows = connection.execute(alarm.sql, {n: v for n, v in values.items() if n in used}).fetchall()

@@ -3,7 +3,9 @@
 A policy whose trajectories have the KL divergence K from those at the start can have another mean reward by at most
 sqrt(K / 2) of the range of rewards (the inequality of Pinsker). Steps measure the divergence from the base model, so K
 is taken as the largest change of that since the first step: it is the divergence from the start where training began at
-the base, and an estimate of it after a warm start. The range is that of the rewards seen."""
+the base, and an estimate of it after a warm start. The range is that of the rewards seen.
+
+Outside models are left out: nothing trains them."""
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this module
 
@@ -144,5 +146,6 @@ NOT_LEARNING = f"""{NUMBERED_STEPS}, {NEWEST_GROUPS}, best AS (
 ), reasons(project, model, place, value, detail) AS (
 {_SQL}
 )
-SELECT project, model, '' AS about, value, detail FROM reasons WHERE value >= $threshold AND isfinite(value)
+SELECT project, model, '' AS about, value, detail FROM reasons
+WHERE value >= $threshold AND isfinite(value) AND NOT list_contains($outside::VARCHAR[], model)
 QUALIFY row_number() OVER (PARTITION BY project, model ORDER BY place) = 1"""

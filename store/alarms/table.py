@@ -2,9 +2,9 @@
 of them.
 
 A query returns one row (`project`, `model`, `about`, `value`, `detail`) for each model, server, consumer or stream that
-meets the condition. Its parameters are `$threshold` (the alarm's setting), `$now`, and `$steps`, `$groups` and
-`$window_s` of `[alarms]`. The tables `fills`, `unwritten`, `damaged` and `replicas` hold measurements of the checking
-process.
+meets the condition. Its parameters are `$threshold` (the alarm's setting), `$now`, `$outside` (the names of outside
+models), and `$steps`, `$groups` and `$window_s` of `[alarms]`. The tables `fills`, `unwritten`, `damaged` and
+`replicas` hold measurements of the checking process.
 """
 
 # ruff: noqa: S608 - the only text put into SQL here is a constant of this module

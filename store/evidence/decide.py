@@ -24,7 +24,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 from urllib.parse import quote
 
 import duckdb
@@ -41,6 +43,8 @@ from store.evidence.cascade import find_threshold
 from store.evidence.comparison import Cascade, Evidence, Finding, Guard, Metric, Plan, Share, read_evidence
 from store.reading import sql
 from store.reading.options import exit_status
+
+T = TypeVar("T")
 
 _SETTLED_S = 30
 """How long the store may take to have an event. Younger events are read at the next look."""
@@ -225,8 +229,8 @@ def _cascade(args: argparse.Namespace, connection: duckdb.DuckDBPyConnection) ->
 
 def _watch(args: argparse.Namespace) -> int:
     gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
+    begun = _in_force(gateway, args.model)
     while True:
-        begun = _in_force(gateway, args.model)
         evidence = _read_until_now(config, begun)
         _say(evidence)
         awaited = evidence.verdict == "promote" and evidence.plan.approval
@@ -235,13 +239,28 @@ def _watch(args: argparse.Namespace) -> int:
         sys.stdout.flush()  # a pipe would keep the lines of many looks
         if not awaited and evidence.verdict != "continue":
             crash.point("decide.before_publish")
-            _publish(gateway, begun, evidence)
+            _until_answered(partial(_publish, gateway, begun, evidence), args.once, args.every)
             crash.point("decide.after_publish")
             if evidence.verdict != "raise":
                 return 0
         if args.once:
             return 3
         time.sleep(args.every)
+        begun = _until_answered(partial(_in_force, gateway, args.model), args.once, args.every)
+
+
+def _until_answered(request: Callable[[], T], once: bool, every: float) -> T:
+    """Repeat a request until the gateway answers, unless `once`: a gateway that is started again, or has no log for a
+    while, ends no watch. A decision is made once however often it is sent. Raises `GatewayError` where the gateway
+    refuses."""
+    while True:
+        try:
+            return request()
+        except GatewayError as error:
+            if once or error.status not in (0, 502, 503):
+                raise
+            sys.stderr.write(visible(f"{error} (asked again in {every:g} s)\n"))
+            time.sleep(every)
 
 
 def _approve(args: argparse.Namespace) -> int:

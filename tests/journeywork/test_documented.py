@@ -1,4 +1,5 @@
-"""The Python snippets of README.md and docs/sdk.md run, against a gateway before the inference double."""
+"""The Python snippets of README.md, docs/sdk.md and docs/install.md run, against a gateway before the inference
+double."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.rollout_gateway.conftest import GatewayProcess
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/sdk.md")
+PAGES = ("README.md", "docs/sdk.md", "docs/install.md")
 
 
 def snippets(page: str) -> list[str]:
@@ -58,6 +59,9 @@ def names(run: str, **more: Any) -> dict[str, Any]:
         "held_out": tasks,
         "task": tasks[0],
         "epoch": 0,
+        "ticket": SimpleNamespace(text="the display is cracked", seconds=3.0),
+        "answer": lambda ticket, client: client.close(),
+        "__name__": "__main__",
         **more,
     }
 

@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from rich.console import Console
 
 from pipeline.commands import main as cli
 from pipeline.commands import status
 from pipeline.commands.main import OWN, SUBCOMMANDS, main
-from pipeline.config import NatsConfig
-from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, Member, PolicyPromoted
+from pipeline.config import Config, ModelConfig, NatsConfig, OutsideConfig, save
+from pipeline.events import AlarmChanged, GroupDiscarded, GroupScored, Member, PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
+from pipeline.running.plan import SERVICES
 from pipeline.running.state import ProcessState, RunState, process_start, write_state
 from tests.kits.events import checkpoint, exchange
+from tests.store.kit import fill
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,18 @@ def test_a_mistake_is_one_clear_line(
 def test_the_commands_that_are_known_are_those_of_the_parser() -> None:
     named = " ".join(cli._parser().format_help().split())
     assert all(f" {name} " in named for name in (*OWN, *SUBCOMMANDS))
+
+
+def test_help_says_what_commands_are_for_and_what_up_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, said in (
+        ("--help", ("Start:", "Look:", "Teach:", "Decide:", "Keep:")),
+        ("up --help", ("vLLM", *SERVICES, "gateway.port", "127.0.0.1", "journeywork check-model", "--dry-run")),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(command.split())
+        assert caught.value.code == 0
+        told = capsys.readouterr().out
+        assert [part for part in said if part not in told] == []
 
 
 def test_a_dry_run_shows_settings_and_commands_and_starts_nothing(
@@ -224,6 +239,20 @@ def test_status_of_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytes
     assert "stopped. `journeywork up` with the same settings goes on with it" in said
     assert "http://127.0.0.1:1" not in said
     assert "log: it was stopped with the run" in said
+
+
+def test_status_of_a_stopped_run_says_who_has_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started(tmp_path, pid=GONE, services={"nats": (GONE, "stopped")})
+    table = OutsideConfig(name="master", url="http://127.0.0.1:1", apprentice="m")
+    config = Config(run_dir=str(tmp_path), models=(ModelConfig(name="m"),), outside=(table,))
+    save(config, tmp_path / "config.toml")
+    opening = TrajectoryOpened(project="default", trajectory="r", model="m", group="r", asked="master", pinned="m@1")
+    fill(tmp_path, [opening, msgspec.structs.replace(exchange("r", policy_version="m@1", step=1), project="default")])
+    with pytest.raises(SystemExit):
+        main(["status", "--run-dir", str(tmp_path)])
+    assert capsys.readouterr().out.startswith(
+        "The apprentice of master answered 100% of the 1 calls of the newest day."
+    )
 
 
 @pytest.mark.parametrize(

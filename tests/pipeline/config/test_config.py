@@ -80,6 +80,24 @@ def test_a_value_that_is_not_allowed_is_one_line_with_the_setting_and_what_is_al
     assert "\n" not in str(caught.value)
 
 
+def test_the_names_of_a_file_that_are_no_settings_are_told_together_and_with_the_file(tmp_path: Path) -> None:
+    """As of a run directory that another version wrote."""
+    file = tmp_path / "config.toml"
+    file.write_text("[trainer]\nlora_rank = 8\n[gateway]\nprt = 1\n[[models]]\nbase = 'b'\n[[models]]\nbse = 'b'\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert str(caught.value).splitlines() == [
+        f"{file}: settings: trainer.lora_rank: there is no such setting; did you mean trainer.lora?",
+        "gateway.prt: there is no such setting; did you mean gateway.port?",
+        "models.1.bse: there is no such setting; did you mean models.1.base? `journeywork docs FOLDER` writes a page "
+        "of all settings",
+    ]
+    file.write_text("[gateway]\nport = 'x'\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file, ["gateway.port=1"])
+    assert str(caught.value) == f"{file}: settings: gateway.port: expected `int`, got text"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

@@ -246,7 +246,9 @@ def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
     for service in ("sampler", "trainer"):
         with pytest.raises(ConfigError) as caught:
             make_plan(config(tmp_path), (service,))
-        assert str(caught.value) == "no model is configured: --set models.0.name=... --set models.0.base=..."
+        assert str(caught.value) == (
+            "models.0.base is not set: give the folder of the base model, or its name on the hub"
+        )
     with pytest.raises(ConfigError, match=r"models\.0\.base: there is no folder '/no/such'"):
         make_plan(load(None, [f"run_dir={tmp_path}", "models.0.base=/no/such"]), ("sampler",))
 

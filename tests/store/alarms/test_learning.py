@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.config import AlarmsConfig, Config
-from pipeline.events import AlarmChanged, Event, GroupScored, Member
+from pipeline.config import AlarmsConfig, Config, OutsideConfig
+from pipeline.events import AlarmChanged, Event, GroupDiscarded, GroupScored, Member
 from store.alarms.checker import evaluate, measured_tables
 from store.reading import sql
 from tests.store import kit
@@ -24,6 +25,24 @@ def found(folder: Path, events: list[Event], alarms: AlarmsConfig | None = None)
     with sql.connect(config) as connection:
         measured_tables(connection, config, ())
         return evaluate(connection, config, BY_NAME["not_learning"])
+
+
+def test_a_master_is_not_asked_to_learn(tmp_path: Path) -> None:
+    """Its runs name no group, and nothing trains it."""
+    alone = [discarded_alone(name, model) for model in ("master", "other") for name in ("a", "b", "c")]
+    config = Config(
+        run_dir=str(tmp_path), alarms=AlarmsConfig(**SETTINGS), outside=(OutsideConfig(name="master", url="http://a"),)
+    )
+    fill(tmp_path, alone)
+    with sql.connect(config) as connection:
+        conditions = evaluate(connection, config, BY_NAME["not_learning"])
+    assert [condition.model for condition in conditions] == ["other"]
+
+
+def discarded_alone(name: str, model: str) -> Event:
+    """A run that named no group, and that nobody rewarded."""
+    ended: Any = {"project": "p", "group": name, "trajectories": (name,), "reason": "too_small", "by": "judge"}
+    return GroupDiscarded(model=model, **ended)
 
 
 def training(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from pipeline.config import Config, ConfigError, save
+from pipeline.running.gateway_api import GatewayError
 from pipeline.running.installations import SETTINGS
 from store.evidence import decide
 from store.evidence.comparison import Evidence, Guard
@@ -127,6 +128,25 @@ def test_a_second_watcher_decides_nothing(found: Living, capsys: pytest.CaptureF
     decide._publish(gateway, begun, msgspec.structs.replace(seen, verdict="promote", until=seen.until + 1))
     assert "another watcher" in capsys.readouterr().out
     assert decision(found) == first
+
+
+def test_a_watch_asks_again_while_the_gateway_is_away(capsys: pytest.CaptureFixture[str]) -> None:
+    def away(*errors: GatewayError) -> Callable[[], str]:
+        left = list(errors)
+
+        def request() -> str:
+            if left:
+                raise left.pop(0)
+            return "answered"
+
+        return request
+
+    gone, no_log, refused = GatewayError("gone"), GatewayError("no log", 503), GatewayError("unknown", 404)
+    assert decide._until_answered(away(gone, no_log), once=False, every=0.0) == "answered"
+    assert capsys.readouterr().err == "gone (asked again in 0 s)\nno log (asked again in 0 s)\n"
+    for once, error in ((True, gone), (False, refused)):
+        with pytest.raises(GatewayError):
+            decide._until_answered(away(error), once, every=0.0)
 
 
 @pytest.mark.parametrize(
