@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from journeywork.trajectory import parse_policy
-
-if TYPE_CHECKING:
-    from journeywork.client import AsyncJourneywork
 
 _SHOWN = 12
 """Versions that an error message names."""
 
 
-async def resolve(client: AsyncJourneywork, policies: Sequence[str]) -> list[str]:
+class Versions(Protocol):
+    """The part of `AsyncJourneywork` that this module uses."""
+
+    async def policies(self) -> list[dict[str, Any]]:
+        """For each model: the version that its name stands for."""
+
+    async def models(self) -> list[str]:
+        """Names of the models and of their versions."""
+
+
+async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
     """Return the version of each policy: the one that it names (`support@12`, `support@base`), or the one that the
     model's name stands for now; empty for an outside model, which has none.
 

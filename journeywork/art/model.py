@@ -6,21 +6,19 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import pydantic
 from openai import AsyncOpenAI
+from typing_extensions import Unpack
 
 from journeywork.art import records
 from journeywork.art.dev import InternalModelConfig
 from journeywork.art.training import batches_of
-from journeywork.art.trajectories import AnyGroup, Trajectory, as_groups
-from journeywork.art.types import TrainConfig, TrainSFTConfig
-
-if TYPE_CHECKING:
-    from journeywork.art.backend import RemoteBackend
+from journeywork.art.trajectories import AnyGroup, Trajectory, TrajectoryGroup, as_groups
+from journeywork.art.types import TrainConfig, TrainResult, TrainSFTConfig
 
 log = logging.getLogger("journeywork.art")
 
@@ -30,6 +28,32 @@ _TIMEOUT_S = 1200.0
 """A call may wait for an inference server that starts."""
 _RETRIES = 8
 """Enough to survive a restart of the gateway."""
+
+
+class Backend(Protocol):
+    """What a model needs of a backend."""
+
+    async def register(self, model: Any) -> None: ...
+
+    async def get_step(self, model: Any) -> int: ...
+
+    async def train(self, model: Any, trajectory_groups: Iterable[AnyGroup], **options: Any) -> TrainResult: ...
+
+    async def train_sft(
+        self, model: Any, batches: Sequence[Sequence[Mapping[str, Any]]], rates: Sequence[float]
+    ) -> TrainResult: ...
+
+    async def log_validation(self, model: Any, trajectory_groups: Iterable[TrajectoryGroup]) -> None: ...
+
+
+class ModelFields(TypedDict, total=False):
+    """Further fields of a model."""
+
+    inference_api_key: str | None
+    inference_base_url: str | None
+    inference_model_name: str | None
+    base_path: str
+    report_metrics: list[str] | None
 
 
 class Model(pydantic.BaseModel, Generic[ModelConfig]):
@@ -45,7 +69,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
     base_path: str = ".art"
     report_metrics: list[str] | None = None
 
-    _backend: Any = None
+    _backend: Backend | None = None
     _wandb_run: Any = None
     _measured: dict[str, records.StepMetrics] = pydantic.PrivateAttr(default_factory=dict)
     _began: float = pydantic.PrivateAttr(default_factory=time.monotonic)
@@ -168,14 +192,13 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
 
     # -- backend ---------------------------------------------------------------------------------------------------
 
-    def backend(self) -> RemoteBackend:
+    def backend(self) -> Backend:
         """Return the backend that the model is registered with. Raises `ValueError` if there is none."""
         if self._backend is None:
             raise ValueError(f"model {self.name!r} has no backend: call `await model.register(backend)` first")
-        backend: RemoteBackend = self._backend
-        return backend
+        return self._backend
 
-    async def register(self, backend: RemoteBackend) -> None:
+    async def register(self, backend: Backend) -> None:
         """Connect the model with a backend."""
         self._backend = backend
         await backend.register(self)
@@ -192,8 +215,17 @@ class TrainableModel(Model[ModelConfig], Generic[ModelConfig]):
     trainable: bool = True
     _internal_config: Any = None
 
-    def __init__(self, *, _internal_config: InternalModelConfig | None = None, **fields: Any) -> None:
-        super().__init__(**fields)
+    def __init__(
+        self,
+        *,
+        name: str,
+        project: str,
+        base_model: str,
+        config: ModelConfig | None = None,
+        _internal_config: InternalModelConfig | None = None,
+        **fields: Unpack[ModelFields],
+    ) -> None:
+        pydantic.BaseModel.__init__(self, name=name, project=project, base_model=base_model, config=config, **fields)
         self._internal_config = _internal_config
 
     async def train(

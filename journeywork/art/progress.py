@@ -7,12 +7,19 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from openai.types.chat.chat_completion import Choice
 
-if TYPE_CHECKING:
-    from journeywork.art.trajectories import Trajectory
+from journeywork.art.types import MessagesAndChoices
+
+
+class Played(Protocol):
+    """The part of a trajectory that is counted."""
+
+    reward: float
+    metrics: dict[str, float | int | bool]
+    messages_and_choices: MessagesAndChoices
 
 
 @dataclass
@@ -47,7 +54,7 @@ class GatherContext:
         allowed = round(self.max_exceptions * self.pbar.total, 6) if share else self.max_exceptions
         return self.exceptions <= allowed  # rounded: 0.29 * 100 is 28.999999999999996
 
-    def count(self, *trajectories: Trajectory, n: int = 1) -> None:
+    def count(self, *trajectories: Played, n: int = 1) -> None:
         """Add the rewards and metrics of trajectories that were played to the means, and move the bar by `n`. The
         metric `completion_tokens` becomes the mean number of sampled tokens of a trajectory's choices, where they carry
         logprobs."""

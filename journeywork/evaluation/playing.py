@@ -6,9 +6,9 @@ import inspect
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from typing_extensions import Unpack
 
@@ -17,13 +17,17 @@ from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.results import EntrantResult, EvaluationReport, result_of
 from journeywork.gathering import Rollout, Task
 from journeywork.trajectory import OpenOptions, Trajectory
-from journeywork.versions import resolve
-
-if TYPE_CHECKING:
-    from journeywork.client import AsyncJourneywork
+from journeywork.versions import Versions, resolve
 
 _MAX_GROUP = 190
 """Characters of a group's name; the gateway takes 200."""
+
+
+class EvaluationClient(gathering.Client, Versions, Protocol):
+    """The part of `AsyncJourneywork` that this module uses."""
+
+    async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the results of an entrant on the log."""
 
 
 class PlayOptions(TypedDict, total=False):
@@ -35,7 +39,7 @@ class PlayOptions(TypedDict, total=False):
 
 
 async def play(
-    client: AsyncJourneywork | None,
+    client: EvaluationClient | None,
     entrants: Sequence[Entrant | str],
     tasks: Iterable[Task],
     rollout: Rollout[Task],
@@ -137,7 +141,7 @@ class _ServerOfOthers:
             raise
 
 
-async def versions_of(client: AsyncJourneywork | None, entrants: Sequence[Entrant]) -> list[str]:
+async def versions_of(client: Versions | None, entrants: Sequence[Entrant]) -> list[str]:
     """Return the version that each entrant plays with; empty for one that is no policy.
 
     Raises `ValueError` if there is no entrant, two have one name, a policy has no gateway, or the gateway does not have

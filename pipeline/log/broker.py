@@ -354,7 +354,7 @@ class Broker(Reader):
             spec = consumer
             await self.provision_consumer(spec)
         async with pulling(self.client, spec.stream, spec.name) as puller, anyio.create_task_group() as tg:
-            consumption = Consumption(self, spec, puller)
+            consumption = Consumption(self, spec, puller, self.admit, self.dead_letter)
             tg.start_soon(keep_alive, self.client, spec, consumption.replies)
             failure: BaseException | None = None
             try:

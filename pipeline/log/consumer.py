@@ -16,10 +16,9 @@ It finds that out itself (`trainer.learner.Learner.faults`); its consumer counts
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -39,9 +38,6 @@ from pipeline.log.messages import LogEntry, parse_ack_subject
 from pipeline.log.pulling import ConsumerGoneError, Puller
 from pipeline.log.stream_reader import StreamReader
 from pipeline.telemetry.logs import get_logger
-
-if TYPE_CHECKING:
-    from pipeline.log.broker import Broker
 
 logger = get_logger("pipeline.log.consumer")
 
@@ -104,7 +100,7 @@ class Delivery(LogEntry[AnyEvent]):
     async def ack(self, *, confirmed: bool = False) -> None:
         """Acknowledge it. With `confirmed`, wait until the server knows; without, a lost acknowledgement leads to
         redelivery."""
-        client = self.consumption.broker.client
+        client = self.consumption.reader.client
         crash.point("broker.before_ack")
         if not await self._is_on_log():
             logger.warning("not acknowledged: the log lost the message", stream=self.stream, seq=self.seq)
@@ -118,7 +114,7 @@ class Delivery(LogEntry[AnyEvent]):
     async def give_back(self, delay_s: float) -> None:
         """Let the server deliver it again, to any process, after `delay_s` seconds."""
         delay = msgspec.json.encode({"delay": int(delay_s * 1e9)})
-        await self.consumption.broker.client.publish(self.reply, Msg.Ack.Nak + b" " + delay)
+        await self.consumption.reader.client.publish(self.reply, Msg.Ack.Nak + b" " + delay)
         self.consumption.settle(self)
 
     def accuse(self) -> None:
@@ -128,10 +124,10 @@ class Delivery(LogEntry[AnyEvent]):
     async def _is_on_log(self) -> bool:
         """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power
         cut, the acknowledgement would be another message's, and no consumer would get that message."""
-        broker = self.consumption.broker
-        if broker.client.stats["reconnects"] == self.reconnects:
+        reader = self.consumption.reader
+        if reader.client.stats["reconnects"] == self.reconnects:
             return True
-        return await broker.holds(self.stream, self.place)
+        return await reader.holds(self.stream, self.place)
 
 
 @dataclass
@@ -147,8 +143,18 @@ class _Trial:
 class Consumption:
     """A durable consumer in use; made by `Broker.consume`."""
 
-    def __init__(self, broker: Broker, spec: streams.ConsumerSpec, puller: Puller) -> None:
-        self.broker, self.spec, self._puller, self._deaths = broker, spec, puller, Deaths(broker, spec)
+    def __init__(
+        self,
+        reader: StreamReader,
+        spec: streams.ConsumerSpec,
+        puller: Puller,
+        admit: Callable[[Pulled, streams.ConsumerSpec], Awaitable[AnyEvent | None]],
+        reject: Callable[[Pulled, streams.ConsumerSpec, str, str], Awaitable[None]],
+    ) -> None:
+        """`admit` returns the event in a message, or deals with the message and returns None. `reject` makes a message
+        a dead letter, with a reason and its detail."""
+        self.reader, self.spec, self._puller, self._admit = reader, spec, puller, admit
+        self._reject, self._deaths = reject, Deaths(reader, spec)
         self._redelivered: deque[tuple[Pulled, int]] = deque()
         """Messages that wait until they are handled alone, each with the client's reconnections when it came."""
         self._trial: _Trial | None = None
@@ -175,7 +181,7 @@ class Consumption:
             try:
                 messages = await self._puller.take(left, _TOGETHER_S if left < limit else wait_s)
             except ConsumerGoneError as gone:
-                await require_consumer(self.broker, self.spec, gone)
+                await require_consumer(self.reader, self.spec, gone)
                 await self._backoff.wait()
                 break
             if not messages:
@@ -187,7 +193,7 @@ class Consumption:
                 if self.spec.max_deaths and parse_ack_subject(message.reply)[0] > 1:
                     self._redelivered.append((message, reconnects))
                     continue
-                event = await self.broker.admit(message, self.spec)
+                event = await self._admit(message, self.spec)
                 if event is not None:
                     out.append(self._hold(event, message, reconnects))
         return out or await self._try_alone()
@@ -202,9 +208,9 @@ class Consumption:
             deaths = await self._deaths.count(spec.stream, place)
             if deaths >= spec.max_deaths:
                 why = f"{spec.name} ended {deaths} times while it handled this message"
-                await self.broker.dead_letter(message, spec, "ended_service", why)
+                await self._reject(message, spec, "ended_service", why)
                 continue
-            event = await self.broker.admit(message, spec)
+            event = await self._admit(message, spec)
             if event is None:
                 continue
             await self._deaths.record(spec.stream, place, deaths + 1)
@@ -252,7 +258,7 @@ class Consumption:
             # the caller's time: their bucket may be away while the stream is not.
             with anyio.move_on_after(_GIVING_BACK_S, shield=True):
                 for reply in self.replies():
-                    await self.broker.client.publish(reply, Msg.Ack.Nak)
+                    await self.reader.client.publish(reply, Msg.Ack.Nak)
 
     def _hold(self, event: AnyEvent, message: Pulled, reconnects: int) -> Delivery:
         deliveries, place = parse_ack_subject(message.reply)
