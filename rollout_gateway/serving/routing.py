@@ -102,7 +102,7 @@ class VersionRouter:
     def assign(self, opened: TrajectoryOpened) -> TrajectoryOpened:
         """Return the opening with the model that answers the run, if there is a decision about the outside model that
         it is opened for. The whole run keeps it, and all runs of a group get the same, as they are compared with each
-        other."""
+        other; if a decision comes between their openings, those of each model are a group of their own."""
         state = self._policies.masters.get(opened.model)
         if state is None or state.decided is None or opened.pinned:
             return opened
