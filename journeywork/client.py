@@ -286,6 +286,7 @@ def _in_loop(
     @functools.wraps(method)
     def call(self: Journeywork, /, *args: P.args, **options: P.kwargs) -> Result:
         async def run() -> Result:
+            # A client of its own: connections belong to one event loop.
             async with AsyncJourneywork(self.url, api_key=self._api_key, wait_s=self._wait_s) as client:
                 return await method(client, *args, **options)
 
@@ -325,6 +326,7 @@ class Journeywork:
     @contextmanager
     def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
         """As `AsyncJourneywork.trajectory`."""
+        # `_core` never waits for an event loop, so its context is entered and left here, in this thread.
         context = self._core.trajectory(model, **options)
         run = _finish(context.__aenter__())
         try:

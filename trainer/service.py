@@ -5,6 +5,12 @@ a model has `trainer.groups_per_step` groups, reads their exchanges, computes th
 The third task looks after every reconnect whether the log is whole. The broker's heartbeats keep held groups from
 being redelivered meanwhile.
 
+The way of a group: `judge.service` closes and scores it and publishes `group.scored`, which `trainer.intake` queues.
+`trainer.batches.histories` reads its exchanges, `Learner.train_step` computes the step, and
+`trainer.checkpoints.commits` publishes `policy.checkpoint`. `rollout_gateway.sampler.controller` sees that, loads the
+adapter, probes it and publishes `policy.loaded`. From then on `rollout_gateway.serving.routing` resolves the model's
+name to it, once enough servers hold it and unless a decision names another version.
+
 A commit takes four steps: checkpoint on disk, adapter in the object store, `policy.checkpoint` on the log, groups
 acknowledged. After a crash between any two of them, the next start compares disk and log and does the rest
 (`trainer.recovery`). A log that lost its end in a power cut ends the trainer, so its next start repairs that, too.

@@ -196,8 +196,8 @@ AnyGroup: TypeAlias = "TrajectoryGroup | list[Trajectory | BaseException] | list
 
 
 def as_groups(items: Iterable[Trajectory | BaseException | AnyGroup]) -> list[TrajectoryGroup]:
-    """Return groups as they are, lists as groups, and single trajectories in groups of their own, so that none are
-    compared. `None` is left out."""
+    """Return groups as they are and lists as groups. A single trajectory becomes a group of one, so it is compared with
+    nothing; a single exception becomes a group without a trajectory. `None` is left out."""
     return [
         item if isinstance(item, TrajectoryGroup) else TrajectoryGroup(item if isinstance(item, list) else [item])
         for item in items

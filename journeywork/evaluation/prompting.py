@@ -24,7 +24,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,9 @@ def _feedback(result: TaskResult) -> str:
     return "; ".join(f"{name}: {value:.3g}" for name, value in result.values.items()) or "It has no reward."
 
 
-def _writer(model: Entrant) -> Any:
-    """Return a function from a text to the answer of a model of an OpenAI-compatible server."""
+def _prompt_writer(model: Entrant) -> Callable[[str | list[dict[str, Any]]], str]:
+    """Return what GEPA calls as `reflection_lm`: it sends a text or messages to the server of an entrant, and returns
+    the answer. It blocks."""
     headers = {"Authorization": f"Bearer {os.environ[model.key_env]}"} if model.key_env else {}
 
     def write(asked: str | list[dict[str, Any]]) -> str:
@@ -145,7 +146,7 @@ async def improve(
             seed_candidate={_PROMPT: first},
             trainset=tasks,
             adapter=_Tasks(client, entrant, rollout, options),
-            reflection_lm=_writer(writer),
+            reflection_lm=_prompt_writer(writer),
             max_metric_calls=args.runs,
             seed=args.seed,
         )

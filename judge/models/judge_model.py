@@ -43,12 +43,14 @@ class JudgeModel:
         self._limit_s = (config.request.retries + 1) * (config.request.timeout_s + _PAUSE_S)
 
     async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> ModelReply:
+        """Ask the model. If it refuses the schema, or has no room for prompt and reply, ask again with less, and with
+        less from then on. Raises `ModelError`."""
         parameters: dict[str, Any] = {}
         if self._config.request.temperature is not None:
             parameters["temperature"] = self._config.request.temperature
-        reserved = self._max_tokens
-        if reserved < self._config.request.max_tokens:
-            parameters["max_tokens"] = reserved
+        reply_tokens = self._max_tokens
+        if reply_tokens < self._config.request.max_tokens:
+            parameters["max_tokens"] = reply_tokens
         structured = schema is not None and self._structured
         if structured:
             parameters["response_format"] = schema
@@ -60,7 +62,7 @@ class JudgeModel:
             why = f"call of {self._config.model}: no whole reply within {self._limit_s:.0f} s"
             raise ModelError(why) from error
         except ContextWindowError:
-            if not self._reserve_less(messages, reserved):
+            if not self._reserve_less(messages, reply_tokens):
                 raise
         except InvalidRequestError as error:
             about_schema = any(word in error.said.lower() for word in _SCHEMA_WORDS)
@@ -68,19 +70,19 @@ class JudgeModel:
                 raise
             logger.warning("no structured output", model=self._config.model, detail=str(error)[:300])
             self._structured = False
-        return await self(messages, schema)
+        return await self(messages, schema)  # without the schema, or with fewer tokens for the reply
 
-    def _reserve_less(self, messages: Messages, reserved: int) -> bool:
+    def _reserve_less(self, messages: Messages, reply_tokens: int) -> bool:
         """Halve the tokens reserved for replies if they, and not the prompt, take most of the context.
 
         Return whether the call is worth repeating. A limit set in `judge.request.params` is never changed."""
         own = self._config.request.params
         prompt_tokens = sum(len(text_of(m["content"]).encode()) for m in messages) // 3
-        if {"max_tokens", "max_completion_tokens"} & own.keys() or prompt_tokens > reserved:
+        if {"max_tokens", "max_completion_tokens"} & own.keys() or prompt_tokens > reply_tokens:
             return False
-        if self._max_tokens < reserved:
+        if self._max_tokens < reply_tokens:
             return True  # a concurrent call has halved it already
-        if reserved < 2 * _MIN_REPLY_TOKENS:
+        if reply_tokens < 2 * _MIN_REPLY_TOKENS:
             return False
         self._max_tokens //= 2
         logger.warning("max_tokens halved: no room for the prompt", model=self._config.model, now=self._max_tokens)

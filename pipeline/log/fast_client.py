@@ -334,7 +334,8 @@ class FastClient(Client):  # type: ignore[misc]
             waiting[0].set_result(answer)
 
     async def _on_ack(self, message: Msg) -> None:
-        """Take an acknowledgement that came through nats-py, or the server's word that no stream takes the message."""
+        """Take an acknowledgement that came through nats-py, because the parser did not cut it out of the bytes (it has
+        headers), or the server's word that no stream takes the message: status 503, no responders."""
         token = message.subject.encode()[len(self._inbox) :]
         if message.headers and message.headers.get(api.Header.STATUS) == "503":
             waiting = self._waiting.get(token)

@@ -96,7 +96,8 @@ class Reader(StreamReader):
             except (msgspec.DecodeError, HistoryGoneError) as error:
                 await self.skip_undecodable(stream, message, str(error))
             else:
-                out += _of_class(recorded, event)
+                if (found := _of_class(recorded, event)) is not None:
+                    out.append(found)
                 if isinstance(recorded.event, ExchangeRecorded):
                     whole += len(recorded.event.request) + len(recorded.event.response)
             last = message.seq
@@ -117,13 +118,15 @@ class Reader(StreamReader):
     # -- one event -----------------------------------------------------------------------------------------------
 
     async def read_last(self, event: type[E], **keys: Any) -> LogEntry[E] | None:
-        """Return the newest event of a class, by the leader; None if there is none."""
+        """Return the newest event of a class that can be decoded; None if there is none. The stream's leader is asked,
+        so nothing that was acknowledged is missed."""
         message = await self.leader_get(stream_of(event), {"last_by_subj": subject_filter(event, **keys)})
         if message is None:
             return None
-        recorded = await self.recorded(stream_of(event), message)
-        for newest in _of_class(recorded, event):
+        newest = _of_class(await self.recorded(stream_of(event), message), event)
+        if newest is not None:
             return newest
+        # It can't be decoded, or is no event of the class.
         before = await self.read(event, **keys)
         return before[-1] if before else None
 
@@ -140,8 +143,8 @@ class Reader(StreamReader):
         recorded = await self._recorded_or_skipped(stream, message)
         if recorded is None:
             raise UndecodableError(stream, seq)
-        for at_seq in _of_class(recorded, event):
-            return at_seq
+        if (found := _of_class(recorded, event)) is not None:
+            return found
         raise OtherEventError(stream, seq, event.__name__)
 
     async def recorded(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
@@ -207,8 +210,8 @@ class Reader(StreamReader):
         return await objects.get(self, bucket, name)
 
 
-def _of_class(recorded: LogEntry[AnyEvent] | None, event: type[E]) -> list[LogEntry[E]]:
-    """Return `recorded` as a list of one if it is an event of the class, else an empty list."""
+def _of_class(recorded: LogEntry[AnyEvent] | None, event: type[E]) -> LogEntry[E] | None:
+    """Return `recorded` if it is an event of the class."""
     if recorded is None or not isinstance(recorded.event, event):
-        return []
-    return [recorded]  # type: ignore[list-item]  # the class of its event was just checked
+        return None
+    return recorded  # type: ignore[return-value]  # the class of its event was just checked

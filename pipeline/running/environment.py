@@ -58,7 +58,7 @@ def names(config: Config, process: str) -> tuple[str, ...]:
     """Return the names (and beginnings with `*`) of the variables that `process` gets."""
     own = [name for _, name in _named(config, process)]
     if process == "judge":
-        own += _provider(config.judge.model)
+        own += _key_variables(config.judge.model)
         if config.teacher.url:
             own += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
     if process == "gateway" and config.outside:
@@ -93,8 +93,9 @@ def require(config: Config, processes: Iterable[str], environ: Mapping[str, str]
                 raise ConfigError(f"{setting}: the environment has no {name}; set it where `journeywork up` starts")
 
 
-def _provider(model: str) -> tuple[str, ...]:
-    """Return the variables from which litellm reads the key of a model, by the provider in its name."""
+def _key_variables(model: str) -> tuple[str, ...]:
+    """Return the environment variables (a trailing `*` marks a prefix) from which litellm reads the key of a model, by
+    the provider before its slash. A name without a slash is Anthropic's or OpenAI's."""
     if not model:
         return ()
     provider, slash, _ = model.partition("/")

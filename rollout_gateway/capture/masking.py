@@ -99,7 +99,7 @@ class Masks:
         person = fields
         for name in path:
             person = person.get(name) if isinstance(person, dict) else None
-        if person is not None and self._changed([person], numbers=True):
+        if person is not None and self._mask_in_place([person], numbers=True):
             message = (
                 f"`{'.'.join(path)}` holds what gateway.masks keeps from the record: an erasure could not find the "
                 "person. Name the person by a pseudonym."
@@ -112,7 +112,7 @@ class Masks:
         for name in _VALUES:
             if value := getattr(event, name, None):
                 document = [msgspec.json.decode(msgspec.json.encode(value))]  # lists in place of tuples
-                if self._changed(document):
+                if self._mask_in_place(document):
                     kind = tuple[type(value[0]), ...] if isinstance(value, tuple) else type(value)  # type: ignore[misc]
                     changed[name] = msgspec.convert(document[0], kind)
         response: Any = {}
@@ -122,7 +122,7 @@ class Masks:
                     document = [msgspec.json.decode(raw)]
                     if name == "metadata":
                         self._check_person({name: document[0]}, _PERSON[-1])
-                    if self._changed(document, numbers=name != "response"):
+                    if self._mask_in_place(document, numbers=name != "response"):
                         changed[name] = msgspec.json.encode(document[0])
                     elif name == "request" and self._mask_texts([text := raw.decode()]) != [text]:
                         # Of a key that is there twice, the decoded request has the last value, which is the one that
@@ -144,24 +144,25 @@ class Masks:
         changed = rewritten | changed
         return msgspec.structs.replace(event, **changed) if changed else event
 
-    def _changed(self, document: list[Any], *, numbers: bool = False) -> bool:
+    def _mask_in_place(self, document: list[Any], *, numbers: bool = False) -> bool:
         """Mask all texts of decoded JSON in place, keys of objects included. Returns whether one matched. `numbers`:
         whether a number is a text, too."""
         kinds = (str, int, float) if numbers else (str,)
         places: list[tuple[Any, Any]] = []
-        objects: list[tuple[dict[str, Any], str]] = []
+        keys: list[tuple[dict[str, Any], str]] = []
         for container in _containers(document):
             if isinstance(container, dict):
-                objects += [(container, key) for key in container]
+                keys += [(container, key) for key in container]
                 places += [(container, key) for key, value in container.items() if isinstance(value, kinds)]
             else:
                 places += [(container, at) for at, value in enumerate(container) if isinstance(value, kinds)]
-        texts = [str(container[key]) for container, key in places] + [key for _, key in objects]
+        texts = [str(container[key]) for container, key in places] + [key for _, key in keys]
         masked = self._mask_texts(texts)
+        # `masked` goes on with the keys, which the next loop takes.
         for (container, key), text, new in zip(places, texts, masked, strict=False):
             if new != text:
                 container[key] = new
-        for (container, key), new in zip(objects, masked[len(places) :], strict=True):
+        for (container, key), new in zip(keys, masked[len(places) :], strict=True):
             if new != key:
                 container[new] = container.pop(key)
         return masked != texts

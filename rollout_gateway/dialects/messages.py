@@ -99,7 +99,7 @@ class MessagesTranslation(Translation):
         if request.output_config and (form := request.output_config.format) and form.schema:
             json_schema = {"name": "output", "schema": form.schema}
             chat["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-        if shown := [t.chat() for t in tools.values() if not t.defer_loading and t.name not in removed]:
+        if shown := [t.as_chat_tool() for t in tools.values() if not t.defer_loading and t.name not in removed]:
             chat["tools"] = shown
             choice = request.tool_choice or ToolChoice()
             chat["tool_choice"] = {

@@ -46,7 +46,9 @@ class _ToolParam(msgspec.Struct):
             )
             raise ApiError(400, "unsupported_tool", message, param="tools")
 
-    def chat(self) -> dict[str, Any]:
+    def as_chat_tool(self) -> dict[str, Any]:
+        """Return the tool as a chat completion request defines it. A schema without a type gets `object`, since
+        arguments are an object."""
         parameters = self.input_schema if "type" in self.input_schema else {**self.input_schema, "type": "object"}
         function: dict[str, Any] = {"name": self.name, "description": self.description or "", "parameters": parameters}
         if self.strict is not None:
@@ -209,7 +211,7 @@ def _part(block: _Block, tools: _Tools) -> dict[str, Any]:
             return {"type": "text", "text": "\n".join(text for text in texts if text)}
         case "tool_reference", _ if tool := tools.get(block.tool_name or ""):
             # The definition stands where it was found: among the tools, it would change the beginning of the prompt.
-            return {"type": "text", "text": msgspec.json.encode(tool.chat()).decode()}
+            return {"type": "text", "text": msgspec.json.encode(tool.as_chat_tool()).decode()}
         case "document", kind:
             message = f"A document with a source of type {kind!r} is not supported: send its text."
         case kind, _:

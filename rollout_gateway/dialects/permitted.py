@@ -126,12 +126,13 @@ class Permitted:
     """The rules of one gateway."""
 
     def __init__(self, further_fields: Iterable[str] = (), media_domains: Iterable[str] = ()) -> None:
-        self._sent = SENT | frozenset(further_fields)
+        self._may_be_sent = SENT | frozenset(further_fields)
         self._media_domains = frozenset(domain.lower() for domain in media_domains)
 
     def check(self, fields: Fields) -> None:
-        """Remove the fields that are dropped. Raises a 400 `ApiError` that names what is not permitted."""
-        for name in [name for name in fields if name not in self._sent]:
+        """Delete from `fields` those in `DROPPED`, and unknown ones that are null. Raises a 400 `ApiError` for another
+        unknown field, and for values of `chat_template_kwargs` and media that are not permitted."""
+        for name in [name for name in fields if name not in self._may_be_sent]:
             if name not in DROPPED and not is_null(fields[name]):
                 raise not_permitted(name)
             del fields[name]

@@ -30,7 +30,7 @@ UNREADABLE = (
     ApiError,
 )
 """What reading an answer raises that is none of its dialect."""
-_WHOLE_TEXTS = frozenset(("id", "index", "name", "role", "type"))
+_SENT_WHOLE = frozenset(("id", "index", "name", "role", "type"))
 """Texts of a delta that come whole, and perhaps again in each delta."""
 _FINISHES = {
     "end_turn": "stop",
@@ -341,13 +341,14 @@ def _raw(fields: Document) -> dict[str, Raw]:
 
 
 def _merge(into: Document, delta: Document) -> None:
-    """Add the delta of a stream: texts and lists grow, and entries of lists with the same `index` are one."""
+    """Add the delta of a stream to `into`. Texts and lists grow, objects merge, and entries of a list with the same
+    `index` are one. Fields of `_SENT_WHOLE` are replaced; of any other number the first one stays."""
     for name, value in delta.items():
         before = into.get(name)
-        if before is None or (name in _WHOLE_TEXTS and value):
+        if before is None or (name in _SENT_WHOLE and value):
             into[name] = [] if isinstance(value, list) else value
             before = into[name]
-        elif isinstance(value, str) and name not in _WHOLE_TEXTS:
+        elif isinstance(value, str) and name not in _SENT_WHOLE:
             into[name] = before + value
         elif isinstance(value, dict):
             _merge(before, value)

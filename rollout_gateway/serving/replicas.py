@@ -49,6 +49,7 @@ class Replica:
         self.check_now = asyncio.Event()
         """Set to make `Membership` check the server now."""
         self._hash_key = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
+        """Key of the hash by which `score` ranks the server for a conversation. All gateways make it of the name."""
 
     @property
     def load(self) -> int:

@@ -77,21 +77,16 @@ def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[
     With loss type `sft` it is the reward."""
     weights = trajectory_weights(groups, config)
     if config.loss.type == "sft":
-        return [
-            Example(s, reward_of[s.trajectory], weight=weights.get(s.trajectory, 1.0))
-            for g in groups
-            # Another verdict set may say otherwise.
-            for reward_of in ({m.trajectory: m.reward for m in g.members},)
-            for s in g.sequences
-        ]
+        return _supervised(groups, weights)
     loss = config.loss
-    differing = {g: has_call_returns(g.members, loss.turn_discount) for g in groups}
+    # Whether a run's calls are compared one by one, or the run by its reward.
+    by_call = {g: has_call_returns(g.members, loss.turn_discount) for g in groups}
     if "batch" in (loss.baseline, loss.advantage_scaling):  # so all are compared at the same position
-        differing = dict.fromkeys(groups, any(differing.values()))
-    by_role = loss.baseline != "task" and any(g.history.roles and differing[g] for g in groups)
+        by_call = dict.fromkeys(groups, any(by_call.values()))
+    by_role = loss.baseline != "task" and any(g.history.roles and by_call[g] for g in groups)
     returns = {
         g: group_returns(
-            g.members, g.sequences, loss.turn_discount, by_call=differing[g], roles=g.history.roles if by_role else None
+            g.members, g.sequences, loss.turn_discount, by_call=by_call[g], roles=g.history.roles if by_role else None
         )
         for g in groups
     }
@@ -109,6 +104,7 @@ def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[
         advantage_of = {
             member.trajectory: _advantages(
                 member,
+                # The baseline is as long as the longest run that it is of.
                 (of_calls - mean[: len(of_calls)]) / divisor,
                 loss,
                 group.history.roles.get(member.trajectory, NO_ROLES),
@@ -118,6 +114,7 @@ def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[
         out += [
             Example(
                 s,
+                # The first call's. Where calls differ, the loss takes those by token.
                 float(advantage_of[s.trajectory][0]),
                 by_token(advantage_of[s.trajectory], s),
                 weight=weights.get(s.trajectory, 1.0),
@@ -127,6 +124,15 @@ def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[
             for s in group.sequences
         ]
     return out if loss.advantage_normalization == "none" else _normalized(out, config)
+
+
+def _supervised(groups: Sequence[GroupWithHistory], weights: Mapping[str, float]) -> list[Example]:
+    out = []
+    for group in groups:
+        # By group: a trajectory may be in several, with the rewards of other verdict sets.
+        reward_of = {m.trajectory: m.reward for m in group.members}
+        out += [Example(s, reward_of[s.trajectory], weight=weights.get(s.trajectory, 1.0)) for s in group.sequences]
+    return out
 
 
 def _baselines(

@@ -119,6 +119,7 @@ class Engine:
         sampler's logprobs are not the trainer's; `LateRunsError` where late examples are too far from the policy."""
         self.model.set_threads()
         began = time.perf_counter()
+        # First: it loads the adapter of `state`, under which everything below is computed.
         optimizer = PolicyOptimizer(self.model, state)
         examples, late = self.with_late(state.step, examples, groups)
         update = self._update(state, optimizer, examples, groups)

@@ -75,7 +75,7 @@ class PolicyModel:
             # The input embeddings need no multiplications.
             # Four-bit weights are packed: their state has the shape.
             shapes = [getattr(p, "quant_state", p).shape for p in self.peft.parameters()]
-            self.multiplied = sum(map(math.prod, shapes)) - embeddings.numel()
+            self.multiplied_parameters = sum(map(math.prod, shapes)) - embeddings.numel()
             # Unsloth loads the text model alone, and images stand in whole rows.
             self.images = image_inputs_of(base, inner.config) if config.engine == "transformers" else None
             self.forward = Forward(inner, self.images)

@@ -68,8 +68,9 @@ class PolicyOptimizer:
 
     def __init__(self, model: PolicyModel, state: TrainState) -> None:
         self._model, self._step = model, state.step
-        self._rates = list(reversed(model.config.optimizer.update_rates))
-        self.adamw = make_optimizer(model.config, model.parameters, state, model.multiplied)
+        self._rates_last_first = list(reversed(model.config.optimizer.update_rates))
+        """Learning rates still to come; `update` takes the last one."""
+        self.adamw = make_optimizer(model.config, model.parameters, state, model.multiplied_parameters)
         self.weights, self.master = state.weights, state.master or state.weights
         """The live adapter as it is published, and the weights that are updated: the same ones, if none is rounded."""
         model.load_adapter(state.weights)
@@ -82,11 +83,11 @@ class PolicyOptimizer:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters, model.config.optimizer.max_grad_norm)
         if not torch.isfinite(norm):
             raise UntrainableError(f"gradient norm {norm} at step {self._step}: the step is not taken")
-        if self._rates:
+        if self._rates_last_first:
             for group in self.adamw.param_groups:
-                group["lr"] = self._rates[-1]
-            if len(self._rates) > 1:
-                self._rates.pop()
+                group["lr"] = self._rates_last_first[-1]
+            if len(self._rates_last_first) > 1:
+                self._rates_last_first.pop()
         if self.weights is not self.master:
             model.load_adapter(self.master)  # the gradients were taken at its rounded weights
         self.adamw.step()

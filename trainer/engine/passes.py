@@ -69,7 +69,9 @@ class Passes:
         self.model, self._process_group, self._number = model, process_group, number
         self.budget = Budget(model.config.memory.tokens_per_batch, model.save_memory)
         # Layers may differ in their heads, as Gemma 4's do.
-        self.cost = Cost.of(model.multiplied, sum(_attention_width(c) for c in model.forward.text.per_layer_config))
+        self.cost = Cost.of(
+            model.multiplied_parameters, sum(_attention_width(c) for c in model.forward.text.per_layer_config)
+        )
         self.verified = verify(model)
         """How the layouts compare with the model's own forward pass."""
 
@@ -126,10 +128,11 @@ class Passes:
         job = Job(self._number, self.config, weights, examples, groups, budget, packing, work, checkpointing)
         if self._process_group is not None:
             self._process_group.send(job)
-        return self._do(job)
+        return self._with_others(job)
 
-    def _do(self, job: Job) -> list[Any]:
-        """This process's part of `job`; returns the result of each process. Gradients are summed over the processes."""
+    def _with_others(self, job: Job) -> list[Any]:
+        """Compute this process's part of `job`, then exchange results with the other processes: rank 0 comes here from
+        `_in_every_process`, the others from `take_part`. Returns the result of each process; gradients are summed."""
         work = partial(self._own_part, job)
         if self._process_group is None:
             return [work()]
@@ -144,7 +147,7 @@ class Passes:
         self.model.load_adapter(job.weights)
         self.model.peft.zero_grad(set_to_none=True)
         try:
-            self._do(job)
+            self._with_others(job)
         except (RuntimeError, ValueError) as error:
             logger.warning("part of a step failed", error=f"{type(error).__name__}: {error}"[:500])
             self.free()

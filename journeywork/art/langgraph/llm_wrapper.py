@@ -56,7 +56,7 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context()  # 10 ms
 
 
-_playing: contextvars.ContextVar[_Rollout | None] = contextvars.ContextVar("langgraph_rollout", default=None)
+_current_rollout: contextvars.ContextVar[_Rollout | None] = contextvars.ContextVar("langgraph_rollout", default=None)
 
 
 def wrap_rollout(model: Model[Any], fn: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
@@ -68,17 +68,18 @@ def wrap_rollout(model: Model[Any], fn: Callable[P, Awaitable[T]]) -> Callable[P
 
     @functools.wraps(fn)
     async def rollout(*args: P.args, **kwargs: P.kwargs) -> T:
-        playing = _Rollout(model)
-        token = _playing.set(playing)
+        current = _Rollout(model)
+        token = _current_rollout.set(current)
         try:
-            async with playing.connections:
+            async with current.connections:
                 trajectory = await fn(*args, **kwargs)
         finally:
-            _playing.reset(token)
+            _current_rollout.reset(token)
         if not trajectory.messages_and_choices:
-            trajectory.messages_and_choices = playing.captured.messages_and_choices
-            trajectory.additional_histories += playing.captured.additional_histories
-            trajectory.tools = playing.captured.tools
+            trajectory.messages_and_choices = current.captured.messages_and_choices
+            # The agent may have added histories of its own.
+            trajectory.additional_histories += current.captured.additional_histories
+            trajectory.tools = current.captured.tools
         return trajectory
 
     return rollout
@@ -91,10 +92,10 @@ def init_chat_model(model: str | None = None, *, model_provider: str | None = No
     `ChatOpenAI`. Raises `RuntimeError` outside of `wrap_rollout`."""
     from langchain_openai import ChatOpenAI
 
-    playing = _playing.get()
-    if playing is None:
+    current = _current_rollout.get()
+    if current is None:
         raise RuntimeError("init_chat_model must be called in a function that wrap_rollout wraps")
-    served, (blocking, waiting) = playing.model, playing.clients()
+    served, (blocking, waiting) = current.model, current.clients()
     options: dict[str, Any] = {
         "model": model or served.get_inference_name(),
         "max_retries": 8,

@@ -73,7 +73,7 @@ def figures(base: str, kind: str, scratch: Path) -> dict[str, Any]:
         "losses": [losses[0], losses[-1]],
         "off": float((found - expected).norm() / expected.norm()),
         "changed": float((found - original).norm() / original.norm()),
-        "same_size": held.model.multiplied == whole.model.multiplied,
+        "same_size": held.model.multiplied_parameters == whole.model.multiplied_parameters,
         "resumed": max(float((after[0][name] - after[1][name]).abs().max()) for name in after[0]),
     }
 
