@@ -42,7 +42,7 @@ def test_the_settings_of_the_gpu_box_load_and_start_cuda_vllm(settings: str) -> 
     assert "--enforce-eager" not in spec.argv
     assert spec.argv[spec.argv.index("--max-lora-rank") + 1] == str(config.trainer.lora.rank)
     assert "VLLM_CPU_KVCACHE_SPACE" not in spec.env
-    assert config.trainer.optimizer.learning_rate == 1e-5
+    assert config.trainer.optimizer.learning_rate is None  # it follows from the size of the model
 
 
 def test_the_readme_s_line_for_a_gpu_starts_nats_and_vllm_too(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from tests.trainer.engine.kit import batch
 from tests.trainer.kit import VOCAB, exactly, exchange
 from trainer.batches.examples import Example
 from trainer.batches.packing import Layout
-from trainer.engine import budget, checks
+from trainer.engine import checks
 from trainer.engine.engine import Engine
-from trainer.engine.fitting import check_within_memory
+from trainer.engine.fitting import Budget, check_within_memory
 from trainer.engine.model import PolicyModel
 from trainer.engine.state import UntrainableError
 from trainer.sequences import build
@@ -154,7 +154,7 @@ def test_a_check_that_does_not_fit_is_skipped_and_reported(
 
 def test_an_out_of_memory_error_without_a_message_is_handled() -> None:
     """Regression: the first line of an empty message was read, which raised an `IndexError`."""
-    tokens = budget.Budget(64)
+    tokens = Budget(64)
     errors: list[BaseException] = [torch.OutOfMemoryError()]
 
     def work() -> dict[str, float]:
