@@ -48,6 +48,9 @@ class Intake:
         """The newest group that was delivered, or was read at the start."""
         self._validated_to = 0
         """The validation groups up to this sequence were counted at the start."""
+        self._redeliveries = 0
+        """How many messages that a trainer before this one held the server still has to deliver again."""
+        self._redelivered = anyio.Event()
         self.changed = anyio.Event()
         """Set when a group was queued, or taken out of the queues. Replace it before you wait for it."""
 
@@ -60,7 +63,8 @@ class Intake:
             )
             await self._record_validation(queue, [r.event for r in scored if r.seq <= last_seq])
         self._validated_to = last_seq
-        for recorded in await unacknowledged(self._broker, self.consumer, self.consumed):
+        self._redeliveries, groups = await unacknowledged(self._broker, self.consumer, self.consumed)
+        for recorded in groups:
             await self._admit(recorded.event, recorded.place, None)
 
     async def run(self, consumption: Consumption) -> None:
@@ -72,6 +76,8 @@ class Intake:
                 else:
                     logger.warning("event skipped: it is not a scored group", subject=delivery.subject)
                     await delivery.ack()
+                self._redeliveries -= delivery.deliveries > 1
+            self._redelivered.set()
             await self._end_incomplete_batches()
             if len(self.consumed) > _CONSUMED_KEPT:
                 floor = await self._ack_floor()
@@ -79,6 +85,15 @@ class Intake:
                 for queue in self.queues.values():
                     for earlier_runs in queue.earlier_runs.values():
                         earlier_runs.forget(floor)
+
+    async def until_redelivered(self, timeout_s: float) -> None:
+        """Wait until the server delivered again what a trainer before this one held, at most `timeout_s` seconds. The
+        intake acknowledges what is trained already. Without this, a trainer that resumes and soon reaches `max_steps`
+        would leave such groups pending until its next start."""
+        with anyio.move_on_after(timeout_s):
+            while self._redeliveries > 0:
+                self._redelivered = anyio.Event()
+                await self._redelivered.wait()
 
     async def _admit(self, event: GroupScored, place: Place, delivery: Delivery | None) -> None:
         if 0 < place.seq <= self.consumed.floor:

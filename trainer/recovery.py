@@ -64,14 +64,17 @@ async def catch_up(commits: Commits, learner: Learner) -> list[CheckpointPublish
     return [*published, *(manifest.event for manifest in unpublished)]
 
 
-async def unacknowledged(broker: Broker, consumer: ConsumerSpec, consumed: Consumed) -> list[LogEntry[GroupScored]]:
-    """Return the groups that a trainer before this one held when it died, or that were delivered behind them, in stream
-    order: the server delivers them again only after `ack_wait`, behind newer groups.
+async def unacknowledged(
+    broker: Broker, consumer: ConsumerSpec, consumed: Consumed
+) -> tuple[int, list[LogEntry[GroupScored]]]:
+    """Return how many messages a trainer before this one held when it died, and the groups among them or behind them
+    that were delivered, in stream order: the server delivers them again only after `ack_wait`, behind newer groups.
 
     Those that are discarded or dead letters are added to `consumed`."""
     info = await broker.consumer_info(consumer)
-    if not info.num_ack_pending:
-        return []
+    pending = int(info.num_ack_pending or 0)
+    if not pending:
+        return 0, []
     floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
     delivered = int(info.delivered.stream_seq) if info.delivered else 0
     discarded = {
@@ -87,7 +90,7 @@ async def unacknowledged(broker: Broker, consumer: ConsumerSpec, consumed: Consu
         group = recorded.event
         if recorded.place in dead or _key(group) in discarded:
             consumed.add(recorded.place)
-    return groups
+    return pending, groups
 
 
 def _key(event: GroupScored | GroupDiscarded) -> tuple[str, ...]:

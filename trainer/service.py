@@ -290,6 +290,7 @@ async def _train(
             tg.start_soon(trainer.watch_log)
             tg.start_soon(Retention(config, broker, learners).run)
             await trainer.run_steps(until_empty)
+            await trainer.intake.until_redelivered(2 * spec.ack_wait_s)
             tg.cancel_scope.cancel()
     except* LogShrankError:
         logger.error("the log lost its end: the trainer ends, and reads it anew at its next start")
