@@ -62,10 +62,10 @@ async def in_log(broker: Broker) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
     for spec in streams.STREAMS:
         info = await broker.stream_info(spec.name)
-        async for seq, _, _, payload in broker.messages(spec.name, 1, info.state.last_seq):
-            if payload != GARBAGE:
-                decode(payload)
-                found[spec.name, seq] = payload
+        async for message in broker.messages(spec.name, 1, info.state.last_seq):
+            if message.payload != GARBAGE:
+                decode(message.payload)
+                found[spec.name, message.seq] = message.payload
     return found
 
 
