@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline.config import LoraConfig, TrainerConfig
+from pipeline.config import LoraConfig, OptimizerConfig, TrainerConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -150,7 +150,9 @@ def measure(
 
     base = make_model(size, scratch / size, tiny=tiny, device=device)
     config = TrainerConfig(
-        threads=1 if device == "cpu" else min(8, os.cpu_count() or 1), lora=LoraConfig(rank=16, alpha=32.0)
+        threads=1 if device == "cpu" else min(8, os.cpu_count() or 1),
+        lora=LoraConfig(rank=16, alpha=32.0),
+        optimizer=OptimizerConfig(learning_rate=1e-5),
     )
     engine = Engine(base, config)
     # `own_logprobs` computes the recorded logprobs in padded passes, one sequence each; the steps may pack sequences.
