@@ -95,10 +95,12 @@ class CallHandler:
         Raises `ClientGoneError` if the client left, and `ApiError` if no server answered."""
         try:
             try:
-                async with asyncio.timeout(exchange.caller.wait_s or None):
+                async with asyncio.timeout(exchange.caller.wait_s or None) as limit:
                     with exchange.caller.cancellation:
                         return await self._dispatcher.answer(exchange)
             except TimeoutError as error:
+                if not limit.expired():
+                    raise
                 raise timed_out(exchange.caller.wait_s) from error
         except (ClientGoneError, ApiError) as error:
             if exchange.captured and exchange.version:  # the version is set once the call is sent

@@ -104,8 +104,10 @@ class Fleet:
         `gateway.replicas.serving_share`, used by `available`."""
         self._api_key, self._serving_share = api_key, serving_share
         self.replicas: list[Replica] = []
-        self._by_url: dict[str, Replica] = {}
-        """All that there were: one that was removed may have calls in flight, and come back."""
+        self._departed: list[Replica] = []
+        """Replicas that were removed and still have calls in flight."""
+        self._closings: set[asyncio.Task[None]] = set()
+        """Close the connections to replicas that were removed."""
         self.wanted: dict[str, float] = {}
         """Versions that calls wait for because no replica serves them, with the time at which a call last asked for it,
         by `time.monotonic`."""
@@ -120,8 +122,9 @@ class Fleet:
 
     def add(self, url: str) -> Replica:
         """Add the replica at `url`, or return it if it is known."""
-        url = url.rstrip("/")
-        replica = self._by_url.get(url) or self._by_url.setdefault(url, Replica(url, self._api_key))
+        existing = next((r for r in (*self.replicas, *self._departed) if r.upstream.url == url.rstrip("/")), None)
+        replica = existing or Replica(url, self._api_key)
+        self._departed = [r for r in self._departed if r is not replica]
         others = (r for r in self.replicas if r.name != replica.name)
         self.replicas = sorted([*others, replica], key=lambda r: r.name)
         return replica
@@ -130,6 +133,12 @@ class Fleet:
         """Send no further call to `replica`. Calls in flight continue."""
         replica.ready = False
         self.replicas = [r for r in self.replicas if r is not replica]
+        departed = (*self._departed, replica)
+        self._departed = [r for r in departed if r.load]
+        for idle in departed:
+            if not idle.load:
+                self._closings.add(closing := asyncio.ensure_future(idle.upstream.close()))
+                closing.add_done_callback(self._closings.discard)
         self.changed()
 
     def close(self) -> None:
@@ -139,7 +148,7 @@ class Fleet:
 
     async def disconnect(self) -> None:
         """Close the connections to all servers."""
-        for replica in self._by_url.values():
+        for replica in (*self.replicas, *self._departed):
             await replica.upstream.close()
 
     def ready(self) -> list[Replica]:

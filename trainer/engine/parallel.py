@@ -217,4 +217,5 @@ def launch(processes: int, arguments: list[str]) -> NoReturn:
         os.dup2(int(arguments[at]), 0)
         arguments[at] = "0"
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes} -m trainer".split()
-    os.execv(sys.executable, [sys.executable, *torchrun, *arguments])  # noqa: S606 - no shell, and the command is built here
+    # No shell, and the command is built here.
+    os.execv(sys.executable, [sys.executable, *torchrun, *arguments])  # noqa: S606
