@@ -29,6 +29,18 @@ from tests.rollout_gateway.gateway_parts import fleet_config, parts
 pytestmark = pytest.mark.anyio
 
 
+async def test_a_server_that_left_is_forgotten_once_its_calls_ended() -> None:
+    """In a cluster servers come and go under new addresses for weeks."""
+    fleet = Fleet()
+    idle, busy = fleet.add("http://one:1"), fleet.add("http://two:1")
+    busy.in_flight["m@1"] = 1
+    fleet.remove(idle)
+    fleet.remove(busy)
+    assert fleet.add("http://two:1") is busy
+    assert fleet.add("http://one:1") is not idle
+    await fleet.disconnect()
+
+
 async def test_a_trajectory_stays_and_load_is_shared(nats_config: NatsConfig, tmp_path: Path) -> None:
     one, two = FakeVllm(), FakeVllm()
     async with parts(nats_config, tmp_path, [one, two]) as gateway:
