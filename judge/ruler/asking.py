@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple
@@ -160,7 +161,7 @@ async def no_log(run: TrajectoryCompleted) -> Transcript:
     raise LookupError(run.trajectory)
 
 
-class Asker:
+class Asker(ABC):
     """Asks one judge model with one rubric. What is asked is its subclasses'."""
 
     def __init__(
@@ -182,9 +183,9 @@ class Asker:
         self.paused = 0
         """Groups or runs that pause before they are judged again."""
 
+    @abstractmethod
     async def judge(self, transcripts: Sequence[Transcript], *, count: bool = True) -> Judged:
         """Judge runs without retries. `count`: add them to the statistics. Raises `JudgingError`."""
-        raise NotImplementedError
 
     async def retry(self, work: Callable[[], Awaitable[T]], group: str) -> tuple[T, Usage]:
         """Return the result of `work`, and the calls that were made in vain before. `group` is for the log.
