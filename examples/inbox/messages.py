@@ -13,8 +13,12 @@ from typing import Any, Literal
 
 Split = Literal["train", "held_out"]
 
-SYSTEM = "You sort the inbox of a shop. Answer with JSON: team, urgency, order."
-"""What the agent is told. It does not say which teams and urgencies there are: that has to be learned."""
+SYSTEM = (
+    "You sort the inbox of a shop. Read the customer's message and answer with one line of JSON: its team, its urgency "
+    "and the number of the order."
+)
+"""What the agent is told. It does not say which teams and urgencies there are: that has to be learned. With it nearly
+every prompt has more than two of the inference server's blocks of 32 tokens, which the answers to a message share."""
 
 PROBLEMS: dict[str, dict[Split, list[str]]] = {
     "billing": {

@@ -4,7 +4,7 @@ A `Layout` says which tokens go through the model, which others each of them see
 the trained tokens come out. The loss gets logprobs of shape [S, K], whatever the layout.
 
 Shape letters: S sequences, K most trained tokens in one of them, R rows, L row length, N trained tokens of the
-layout.
+layout, U distinct predictions of them.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class Layout:
     """Number of tokens that go through the model, without padding."""
     cuts_N3: torch.Tensor | None = None
     """top_k, top_p and min_p under which each trained token was sampled. `None` where nothing was cut."""
+    distinct_U: torch.Tensor | None = None
+    """Indices among the N trained tokens, one of each prediction: replies that begin alike share the hidden states of
+    their beginning, and the logits of each would be computed as often as there are such replies. `None`: all differ."""
+    same_N: torch.Tensor | None = None
+    """For each trained token, the place of its prediction in `distinct_U`."""
     images: tuple[tuple[bytes, ...], ...] = ()
     """For each row the files of its images, among them those of tokens that were cut off. Empty: no row has any."""
 
@@ -119,6 +124,12 @@ def _layout(
     def flat(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
+    # A prediction: the hidden state, the token, and what it was sampled under.
+    sampled_under = np.column_stack([np.concatenate(temperatures), np.concatenate(cuts)]).astype(np.float64)
+    places = np.column_stack([np.concatenate(part) for part in (rows, cols, targets)]).astype(np.float64)
+    _, distinct, same = np.unique(np.hstack([places, sampled_under]), axis=0, return_index=True, return_inverse=True)
+    shared = len(distinct) < len(places)
+
     return Layout(
         torch.from_numpy(ids_RL),
         None if positions_RL is None else torch.from_numpy(positions_RL),
@@ -131,6 +142,8 @@ def _layout(
         flat(slot),
         tokens,
         None if all(s.cuts is None for s in sequences) else torch.from_numpy(np.concatenate(cuts)),
+        torch.from_numpy(distinct) if shared else None,
+        torch.from_numpy(same.reshape(-1)) if shared else None,
     )
 
 

@@ -192,16 +192,22 @@ class PolicyModel:
         `teacher_logprobs` is what it said of each sequence of the layout; empty: there is no teacher."""
         layout = layout.to(self.device)
         hidden_RLD = self.forward.hidden(layout)
+        tops = self._tops(layout, teacher_logprobs)
+        # A teacher may say different things of the same prediction, as its prompts differ.
+        each = layout.distinct_U if tops is None else None
+        at = slice(None) if each is None else each
         scored = self.forward.scores(
-            hidden_RLD[layout.rows_N, layout.cols_N],
-            layout.targets_N,
-            layout.temperatures_N,
-            layout.cuts_N3,
+            hidden_RLD[layout.rows_N[at], layout.cols_N[at]],
+            layout.targets_N[at],
+            layout.temperatures_N[at],
+            None if layout.cuts_N3 is None else layout.cuts_N3[at],
             self.positions_at_once,
             # Where the entropy is only measured no gradient is kept for it.
             "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
-            self._tops(layout, teacher_logprobs),
+            tops,
         )
+        if each is not None:
+            scored = tuple(values_U[layout.same_N] for values_U in scored)
         logprobs_SK, entropies_SK, divergences_SK = (_place(values_N, layout, shape) for values_N in scored)
         return logprobs_SK, entropies_SK, divergences_SK
 

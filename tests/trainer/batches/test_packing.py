@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,21 @@ def test_a_shared_prefix_is_laid_out_once() -> None:
     # The last token of a sequence predicts nothing, so it is not computed.
     assert padded(group).tokens == 8 * 21
     assert prefix_shared(group, [0] * 8).tokens == 20 + 8
+
+
+def test_a_prediction_that_several_sequences_share_is_scored_once() -> None:
+    group = [sequence([5] * 20 + [7, 8, 9 + i], [20, 21, 22]) for i in range(8)]
+    layout = prefix_shared(group, [0] * 8)
+    assert layout.distinct_U is not None
+    # Two tokens in common, and a last one each.
+    assert len(layout.distinct_U) == 2 + 8
+    predictions = torch.stack([layout.rows_N, layout.cols_N, layout.targets_N])
+    assert (predictions[:, layout.distinct_U][:, layout.same_N] == predictions).all()
+    assert padded(group).distinct_U is None
+    # The logprob of a token also depends on how it was sampled.
+    warm = dataclasses.replace(group[1], temperatures=np.full(23, 0.5, np.float32))
+    layout = prefix_shared([group[0], warm], [0, 0])
+    assert layout.distinct_U is None
 
 
 def test_rows_without_branches_need_no_mask() -> None:
