@@ -4,8 +4,8 @@ test suite, a customer.
     python -m examples.common.late_results --gateway URL [--delay 60]
 
 Reads a line of JSON for each game from standard input: `{"answer": id of an answer of the game, "result": number,
-"ended": Unix time}`. It knows a game by nothing else. At the end of its input, once all results are reported, it writes
-how many were taken and how many refused."""
+"ended": Unix time}`, and perhaps `"words"`, what somebody says about the answer. It knows a game by nothing else. At
+the end of its input, once all results are reported, it writes how many were taken and how many refused."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ async def report(gateway: str, delay_s: float) -> dict[str, int]:
             answer, result = game["answer"], game["result"]
             try:
                 async with limit:
+                    if words := game.get("words"):  # before the result, at which the run is scored
+                        await client.feedback(answer, name="words", text=words, key=f"words/{answer}")
                     await client.feedback(answer, name=NAME, value=result, about="run", key=f"result/{answer}")
             except JourneyworkError as error:
                 if not counts["refused"]:

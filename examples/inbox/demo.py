@@ -193,6 +193,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--delay", type=float, default=60, help="with `--way job`: seconds from an answer to its result"
     )
+    parser.add_argument("--words", action="store_true", help="with `--way job`: also words about wrong answers")
     parser.add_argument("--base", type=Path, help="folder of another small language model")
     add_flags(parser)
     return parser.parse_args(argv, argparse.Namespace(began=time.monotonic()))

@@ -2,7 +2,8 @@
 
 `function`: the agent reports the share of right fields. `judge`: nobody reports anything; a judge compares the eight
 answers to a message by the rubric. `job`: each message comes once, and another program tells later how good the
-answer was (`--delay`); the gateway finds the runs by their calls.
+answer was (`--delay`); the gateway finds the runs by their calls. With `--words` it also says of a wrong answer, as a
+user would, what was right: a hint, with which the policy itself is the teacher of what it said without.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from journeywork import AsyncJourneywork, LoopOptions, loop
 RUBRIC = Path(__file__).with_name("rubric.md")
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 12
+HINT_WEIGHT = 0.1
+"""Of `trainer.distill.weight` with words."""
 MESSAGES = 20_000
 """Training messages; more than a run answers."""
 ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
@@ -49,6 +52,8 @@ class Way:
     name: str
     delay_s: float = 0.0
     """Seconds from an answer to its result."""
+    words: bool = False
+    """Whether wrong answers get words beside the result."""
     settings: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
 
@@ -63,7 +68,7 @@ class Way:
         """Sort messages until the last step is served; on the job until this is cancelled."""
         if self.name == "job":
             async with _desk(client.url, self.keys["results"], self.delay_s) as desk:
-                await _work(client.url, self.keys["agent"], sorter, messages, options.concurrency, desk)
+                await _work(client.url, self, sorter, messages, options.concurrency, desk)
         else:
             training = sorter.rollout(training=True, reports=self.name == "function")
             await loop(client, MODEL, messages, training, options)
@@ -76,7 +81,8 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
         yield Way(name)
     elif name == "job":
         keys = {role: secrets.token_urlsafe(24) for role in ROLES}
-        yield Way(name, args.delay, _job_settings(keys, args.delay), keys)
+        hints = {"trainer.distill.weight": HINT_WEIGHT} if args.words else {}
+        yield Way(name, args.delay, args.words, _job_settings(keys, args.delay) | hints, keys)
     else:
         rubric = {"judge.rubric": str(RUBRIC)}
         if any(given.startswith("judge.model=") for given in args.set):
@@ -140,11 +146,11 @@ async def _desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Process
                 process.terminate()
 
 
-async def _work(gateway: str, key: str, sorter: Sorter, messages: list[Message], at_once: int, desk: Process) -> None:
+async def _work(gateway: str, way: Way, sorter: Sorter, messages: list[Message], at_once: int, desk: Process) -> None:
     """Answer each message once, with an unmodified OpenAI client, and hand the results to `desk`."""
     assert desk.stdin is not None
     stdin, sending = desk.stdin, anyio.Lock()
-    agent = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key=key, max_retries=8, timeout=120)
+    agent = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key=way.keys["agent"], max_retries=8, timeout=120)
     unread = iter(messages)
 
     async def worker() -> None:
@@ -152,7 +158,12 @@ async def _work(gateway: str, key: str, sorter: Sorter, messages: list[Message],
             reply = await ask(agent, MODEL, said, temperature=1.0)
             right = right_fields(said, reply.choices[0].message.content or "")
             sorter.solved[int(reply.model.rpartition("@")[2])].append(right["solved"])
-            line = json.dumps({"answer": reply.id, "result": share(right), "ended": time.time()})
+            told = {"answer": reply.id, "result": share(right), "ended": time.time()}
+            if way.words and not right["solved"]:
+                told["words"] = (
+                    f"That is wrong. The team is {said.team}, the urgency {said.urgency}, the order {said.order}."
+                )
+            line = json.dumps(told)
             async with sending:
                 await stdin.send(f"{line}\n".encode())
 

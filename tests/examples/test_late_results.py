@@ -23,7 +23,12 @@ class _Gateway(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         answer = body["answer"]
-        assert (body["about"], body["key"]) == ("run", f"result/{answer}")
+        if "text" in body:  # words come before the result, at which a run is scored
+            assert (body["text"], body["key"]) == ("No.", f"words/{answer}")
+            assert not self.tries[answer]
+            answer = f"words on {answer}"
+        else:
+            assert (body["about"], body["key"]) == ("run", f"result/{answer}")
         self.tries[answer] += 1
         first = self.tries[answer] == 1
         if answer == "cut" and first:
@@ -43,7 +48,9 @@ async def test_a_result_that_the_gateway_can_not_take_now_is_sent_again_and_the_
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = ["cut", "busy", "unknown", "fine"]
-    lines = [json.dumps({"answer": answer, "result": 1.0, "ended": 0.0}) for answer in answers]
+    games = [{"answer": answer, "result": 1.0, "ended": 0.0} for answer in answers]
+    games[-1]["words"] = "No."
+    lines = [json.dumps(game) for game in games]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     handler = type("Handler", (_Gateway,), {"tries": Counter()})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -53,5 +60,5 @@ async def test_a_result_that_the_gateway_can_not_take_now_is_sent_again_and_the_
         finally:
             server.shutdown()
     assert counts == {"taken": 3, "refused": 1}
-    assert handler.tries == {"cut": 2, "busy": 2, "unknown": 1, "fine": 1}  # type: ignore[attr-defined]
+    assert handler.tries == {"cut": 2, "busy": 2, "unknown": 1, "fine": 1, "words on fine": 1}  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("refused") == 1
