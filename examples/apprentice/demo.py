@@ -36,7 +36,16 @@ from examples.apprentice.takeover import AT_MOST, FROM, MASTER, take_over
 from examples.common import stand_in
 from examples.common.history import rows
 from examples.common.invariants import NEVER, counting
-from examples.common.running import ROOT, ExampleError, Installation, add_flags, flags, make_room, stop_when_told
+from examples.common.running import (
+    ROOT,
+    ExampleError,
+    Installation,
+    add_flags,
+    flags,
+    make_room,
+    on_the_log,
+    stop_when_told,
+)
 from examples.inbox import demo
 from examples.inbox.agent import MODEL, Sorter
 from examples.inbox.messages import message
@@ -154,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
             say(f"journeywork apprentice --runs {RUNS}")
             options = f"--runs {RUNS} --least 1 --test-share 0 -- --epochs 2".split()
             options += demo.tuning(args)
-            print(demo.on_the_log(run_dir, settings, args, "apprentice", *options))
+            print(on_the_log(run_dir, demo.SETTINGS, settings, flags(args), "apprentice", *options))
             settings["outside"] = [{**table, "apprentice": MODEL, "shadow_percent": 100.0}]
             numbers = (*range(MESSAGES), *range(FROM, FROM + AT_MOST))
             score = scoring(message("train", number, args.seed) for number in numbers)

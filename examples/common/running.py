@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import openai
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from journeywork import AsyncJourneywork, Trajectory
 from pipeline.running.state import read_state
@@ -91,6 +93,32 @@ class Installation:
                 self.process.kill()
                 self.process.wait()
                 raise ExampleError(f"journeywork up did not stop; see {self.run_dir}/logs") from None
+
+
+def on_the_log(run_dir: Path, config: Path, settings: Mapping[str, Any], up_flags: Sequence[str], *command: str) -> str:
+    """Run a command of `journeywork` on a stopped installation, whose log and store it starts. Return what the command
+    printed. Raises `ExampleError` if it fails."""
+    log = Installation(run_dir, config, settings, "--services", "store", *up_flags)
+    try:
+        anyio.run(log.ready)
+        name, *options = command
+        argv = [JOURNEYWORK, name, "--run-dir", str(run_dir), *options]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    finally:
+        log.stop()
+    if done.returncode:
+        raise ExampleError(f"journeywork {name} failed:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def supervised_step(
+    run_dir: Path, config: Path, settings: Mapping[str, Any], up_flags: Sequence[str], rows: list[Any], *tuning: str
+) -> None:
+    """Train the base model on conversations, `rows` of `messages`, by `journeywork train`: step 1 of the history."""
+    folder = run_dir / "examples"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    on_the_log(run_dir, config, settings, up_flags, "train", "--on", str(folder), "--as", "sft", *tuning)
 
 
 def _largest_memory_mb(pid: int) -> float:

@@ -31,6 +31,7 @@ from examples.common.running import (
     flags,
     make_room,
     stop_when_told,
+    supervised_step,
 )
 from examples.environments.recipes import RECIPES, Recipe
 
@@ -39,6 +40,8 @@ VERIFIERS = "verifiers[ta]==0.4.0"
 ENVIRONMENTS = "git+https://github.com/PrimeIntellect-ai/verifiers#subdirectory=environments/{folder}"
 PYTHON_ENVIRONMENT = ROOT / "runs" / "verifiers"
 HERE = Path(__file__).parent
+EXAMPLES = 64
+"""Right conversations of the warm start, with `--small`: SmolLM2 solves nothing before."""
 
 
 def small(recipe: Recipe) -> Recipe:
@@ -101,6 +104,15 @@ def python_with(name: str, source: str) -> Path:
     return python
 
 
+def playing(python: Path, told: dict[str, Any]) -> Any:
+    """Return what `play` printed last. Raises `ExampleError` if it failed."""
+    command = [python, HERE / "play.py"]
+    done = subprocess.run(command, input=json.dumps(told), stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise ExampleError(f"the rollouts ended with code {done.returncode}; see above")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=RECIPES)
@@ -122,18 +134,18 @@ def main(argv: list[str] | None = None) -> None:
     try:
         python = python_with(args.name, args.environments)
         make_room(run_dir)
-        up = Installation(run_dir, SETTINGS, settings_of(args.name, recipe, on_gpu=not args.small), *flags(args))
+        settings = settings_of(args.name, recipe, on_gpu=not args.small)
+        told = {"name": args.name, **dataclasses.asdict(recipe)}
+        if args.small and (right := playing(python, told | {"examples": EXAMPLES})):
+            rows = [{"messages": messages} for messages in right]
+            tuning = ("--epochs", "4", "--learning-rate", "1e-3", "--set", "trainer.threads=2")
+            supervised_step(run_dir, SETTINGS, settings, flags(args), rows, *tuning)
+        up = Installation(run_dir, SETTINGS, settings, *flags(args))
         try:
-            gateway = anyio.run(up.ready)
-            told = {"name": args.name, "gateway": gateway, **dataclasses.asdict(recipe)}
-            done = subprocess.run(
-                [python, HERE / "play.py"], input=json.dumps(told), stdout=subprocess.PIPE, text=True, check=False
-            )
+            report = {"environment": args.name, "recipe": told}
+            report |= playing(python, told | {"gateway": anyio.run(up.ready)})
         finally:
             up.stop()
-        if done.returncode:
-            raise ExampleError(f"the rollouts ended with code {done.returncode}; see above")
-        report = {"environment": args.name, "recipe": told, **json.loads(done.stdout.splitlines()[-1])}
         report |= {"wall_s": round(time.monotonic() - began, 1), "prime_rl": RECIPES[args.name].reached}
         (run_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
         print(

@@ -16,20 +16,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
-import subprocess
 import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import anyio
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from examples.common import packaged
 from examples.common.running import (
-    JOURNEYWORK,
-    ROOT,
     ExampleError,
     Installation,
     add_flags,
@@ -38,6 +33,7 @@ from examples.common.running import (
     make_room,
     served_step,
     stop_when_told,
+    supervised_step,
 )
 from examples.inbox import report
 from examples.inbox.agent import MODEL, Sorter
@@ -80,30 +76,11 @@ def tuning(args: argparse.Namespace) -> tuple[str, ...]:
     return "--learning-rate", "1e-3", "--seed", str(args.seed), "--set", "trainer.threads=2"
 
 
-def on_the_log(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace, *command: str) -> str:
-    """Run a command of `journeywork` on a stopped installation, whose log and store it starts. Return what the command
-    printed. Raises `ExampleError` if it fails."""
-    log = Installation(run_dir, SETTINGS, settings, "--services", "store", *flags(args))
-    try:
-        anyio.run(log.ready)
-        name, *options = command
-        argv = [JOURNEYWORK, name, "--run-dir", str(run_dir), *options]
-        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-    finally:
-        log.stop()
-    if done.returncode:
-        raise ExampleError(f"journeywork {name} failed:\n{done.stderr[-3000:]}")
-    return done.stdout
-
-
 def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace) -> None:
     """Train the base model on examples, by `journeywork train`. The result is the version `WARM`."""
     examples = [message("train", EXAMPLES_FROM + number, args.seed) for number in range(EXAMPLES)]
     rows = [{"messages": [*e.prompt, {"role": "assistant", "content": e.right}]} for e in examples]
-    folder = run_dir / "examples"
-    folder.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    on_the_log(run_dir, settings, args, "train", "--on", str(folder), "--as", "sft", "--epochs", "4", *tuning(args))
+    supervised_step(run_dir, SETTINGS, settings, flags(args), rows, "--epochs", "4", *tuning(args))
     # Retention deletes old checkpoints; benchmarks/peer.py begins with this one.
     (checkpoint,) = run_dir.glob("checkpoints/**/step-00000001")
     shutil.copytree(checkpoint, run_dir / WARM_START)
