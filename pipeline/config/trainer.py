@@ -136,7 +136,7 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
 
     learning_rate: Share | None = None
     """`None`: 32,500 over the parameters of the model without its embeddings, at least 1e-5 (from 3 billion on) and at
-    most 6e-3: 3e-4 for the demo's model of 135 million parameters (docs/training.md, before the first real run)."""
+    most 2e-3: 3e-4 for the demo's model of 135 million parameters (docs/training.md, before the first real run)."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
     """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`.
     `inverse_sqrt` falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls

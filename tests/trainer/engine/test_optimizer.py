@@ -40,7 +40,7 @@ def test_changed_optimizer_settings_apply_after_a_restart(engine: Engine, config
 
 
 @pytest.mark.parametrize(
-    ("parameters", "rate"), [(0.9e6, 6e-3), (108.6e6, 3e-4), (440e6, 7.4e-5), (3.6e9, 1e-5), (30e9, 1e-5)]
+    ("parameters", "rate"), [(0.9e6, 2e-3), (108.6e6, 3e-4), (440e6, 7.4e-5), (3.6e9, 1e-5), (30e9, 1e-5)]
 )
 def test_rate_follows_from_the_size_of_the_model(parameters: float, rate: float) -> None:
     assert learning_rate(TrainerConfig(), 0, int(parameters)) == pytest.approx(rate, rel=0.01)
