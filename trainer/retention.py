@@ -173,7 +173,7 @@ class Retention:
             elif retired is None:
                 if await objects.exists(self._broker, streams.ADAPTERS_BUCKET, version.adapter):
                     await self._publish_retired(name, version)
-                else:
+                else:  # removed before, by this trainer or by that of another branch
                     history.forget(version)
             elif self._grace_over(history, version):
                 await self._remove(history, version)

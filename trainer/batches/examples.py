@@ -121,6 +121,7 @@ def make_examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> 
 
 
 def _supervised_examples(groups: Sequence[GroupWithHistory], weights: Mapping[str, float]) -> list[Example]:
+    """Each sequence with its run's reward as the advantage."""
     out = []
     for group in groups:
         # By group: a trajectory may be in several, with the rewards of other verdict sets.

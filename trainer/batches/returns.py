@@ -62,7 +62,8 @@ def role_baselines(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> 
 
 
 def _by_role(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[str, list[Floats]]:
-    """By agent, the returns of its calls in each run in which it made one."""
+    """By agent, the returns of its calls in each run in which it made one. `runs`: of each run the returns of its
+    calls, and their places (`role_positions`)."""
     by_role: dict[str, list[Floats]] = {}
     for returns, of_run in runs:
         roles = np.array([role for role, _ in of_run])

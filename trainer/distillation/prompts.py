@@ -174,6 +174,8 @@ def as_template_reads(message: Message) -> Message:
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments, JSON text in requests, are the object that templates read. Raises
+    `HintUnusableError`."""
     function = dict(call.get("function") or {})
     if isinstance(arguments := function.get("arguments"), str):
         try:

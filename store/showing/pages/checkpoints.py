@@ -102,7 +102,8 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
 
 
 def decisions(history: History, query: Query) -> dict[str, Any]:
-    """Every decision about which version a model's name stands for."""
+    """Every decision about which version a model's name stands for, and the models and versions that a new one can be
+    about."""
     source = "(SELECT *, log_seq AS stream_seq FROM policy_promoted)"
     columns = {"when": '"at"', "model": "model", "decision": "action", "version": "version", "by": '"by"'}
     return {
