@@ -42,7 +42,7 @@ from store.datasets.rows import FORMATS, rows_of
 from store.datasets.runs import Run
 from tests.kits.settings import with_values
 from tests.trainer.kit import MODEL, exchange
-from trainer.batches.examples import examples
+from trainer.batches.examples import make_examples
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory
 from trainer.batches.histories import Histories
 from trainer.distillation.prompts import HintedPrompts
@@ -195,7 +195,7 @@ def test_a_step_and_a_data_set_have_only_what_may_train(prompts: HintedPrompts, 
     read = anyio.run(histories.read, AdmittedGroup(log.scored(told), Place(1, 0)))
     assert isinstance(read, GroupWithHistory)
     ready = read.within_staleness(3, config.trainer)
-    batch = examples([ready], config.trainer) if isinstance(ready, GroupWithHistory) else []
+    batch = make_examples([ready], config.trainer) if isinstance(ready, GroupWithHistory) else []
     own = {number for number, version in log.by.items() if not is_outside(version) and version != "shadow"}
     may = own | {number for number, version in log.by.items() if version == PERMITTED}
 

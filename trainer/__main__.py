@@ -28,7 +28,7 @@ def _run() -> None:
     try:
         config = load(given.config) if given.config else None
     except ConfigError:
-        config = None  # `main` says what is wrong
+        config = None  # `main` reads them again and prints the error
     if config is not None and config.trainer.processes > 1:
         from trainer.engine.parallel import launch
 
@@ -40,6 +40,7 @@ def _run() -> None:
 
 
 def _import_first(config: Config | None) -> None:
+    """Import what has to come before other modules (`trainer.first`). Ends the program where that is not installed."""
     if config is None:
         return
     try:
@@ -50,6 +51,7 @@ def _import_first(config: Config | None) -> None:
 
 
 def _run_as_one_of_several(file: str) -> None:
+    """The process that torchrun started: that of rank 0 is the service, the others do its jobs until it ends."""
     from trainer.engine.parallel import ProcessGroup
 
     process_group = ProcessGroup.join()  # first: it selects this process's GPU
@@ -72,7 +74,7 @@ def _work(config: Config, process_group: ProcessGroup) -> None:
     from trainer.learner import make_engines
 
     configure("trainer", config.log_level)
-    engines = list(make_engines(config, process_group).values())
+    engines = list(dict.fromkeys(make_engines(config, process_group).values()))  # by number, as `Job.engine` names them
     process_group.worker_loop(lambda job: engines[job.engine].passes.take_part(job))
 
 

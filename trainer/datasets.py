@@ -1,5 +1,6 @@
 """Steps over something else than scored groups, on the adapter that reinforcement learning goes on with: a data set, by
-TRL's supervised and preference trainers, or a version of another branch.
+TRL's supervised and preference trainers, or a version of another branch. `journeywork train --on` and `--adopt` take
+them.
 
 Such a step is one checkpoint, like one of reinforcement learning: it has the version before it as its parent, goes
 through the commit protocol, and names the data set's hash as its source. The state of the policy's own optimizer stays
@@ -36,6 +37,7 @@ from pipeline.telemetry.logs import get_logger
 from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.checkpoints.start import read_start
 from trainer.distillation.prompts import as_template_reads
+from trainer.engine.model import PolicyModel
 from trainer.learner import Learner, PendingStep, make_learners
 from trainer.recovery import catch_up
 from trainer.sequences import build
@@ -80,43 +82,41 @@ class DatasetStep(NamedTuple):
     seed: int = 0
 
 
-async def train_on(config: Config, step: DatasetStep, ready: Callable[[str], None]) -> Counter[str]:
-    """Take the step with the first model of the settings, as `take_step` does. Return how many conversations were not
+async def train_on(config: Config, step: DatasetStep) -> tuple[str, Counter[str]]:
+    """Train the first model of the settings. Return the name of the new version, and how many conversations were not
     trained, or not to their end, by the reason.
 
     Raises `TrainerError` for a data set without the format's columns, and where another trainer took the step."""
     left_out = Counter[str]()
-    await take_step(config, partial(compute, step=step, left_out=left_out), ready)
-    return left_out
-
-
-async def adopt(config: Config, version: str, ready: Callable[[str], None]) -> None:
-    """Let training go on from `version`, written as `models.0.start` is: it becomes the next version of the first model
-    of the settings. Raises `TrainerError` where another trainer took the step, `ConfigError` for another shape."""
-
-    def begin_with(learner: Learner, scratch: Path) -> PendingStep:
-        return learner.adopt(read_start(version, config))
-
-    await take_step(config, begin_with, ready)
-
-
-async def take_step(config: Config, make: Callable[[Learner, Path], PendingStep], ready: Callable[[str], None]) -> None:
-    """Publish the checkpoint that `make` writes, given the learner of the first model at its newest step and a scratch
-    folder. `ready` is called with the name of the new version."""
     with TemporaryDirectory() as scratch:
-        learners = await run_sync(make_learners, config)
-        learner = learners[config.models[0].name]
-        async with Broker.connect(config.nats, name=user_of(config)) as broker:
-            commits = Commits(broker, config)
-            await catch_up(commits, learner)
-            pending = await run_sync(make, learner, Path(scratch))
-            await commits.publish(pending.manifest, pending.files)
-            await run_sync(learner.commit, pending)
-    ready(learner.version)
+        train = partial(compute, scratch=Path(scratch), step=step, left_out=left_out)
+        return await _take_step(config, train), left_out
+
+
+async def adopt(config: Config, version: str) -> str:
+    """Let training go on from `version`, written as `models.0.start` is: it becomes the next version of the first model
+    of the settings, whose name is returned. Raises `TrainerError` where another trainer took the step, `ConfigError`
+    for another shape."""
+    return await _take_step(config, lambda learner: learner.adopt(read_start(version, config)))
+
+
+async def _take_step(config: Config, make: Callable[[Learner], PendingStep]) -> str:
+    """Publish the checkpoint that `make` writes, given the learner of the first model at its newest step. Return the
+    name of the new version."""
+    learners = await run_sync(make_learners, config)
+    learner = learners[config.models[0].name]
+    async with Broker.connect(config.nats, name=user_of(config)) as broker:
+        commits = Commits(broker, config)
+        await catch_up(commits, learner)
+        pending = await run_sync(make, learner)
+        await commits.publish(pending.manifest, pending.files)
+        await run_sync(learner.commit, pending)
+    return learner.version
 
 
 def compute(learner: Learner, scratch: Path, step: DatasetStep, left_out: Counter[str]) -> PendingStep:
-    """Train and write the checkpoint to disk. `left_out` counts conversations as `train_on` returns them. Blocks."""
+    """Train and write the checkpoint to disk. `scratch`: a folder for TRL; `left_out` counts conversations as
+    `train_on` returns them. Blocks."""
     began, started_at = time.perf_counter(), now_us()
     file = step.folder / "train.parquet"
     tokenizer = AutoTokenizer.from_pretrained(learner.model.base)
@@ -127,6 +127,23 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep, left_out: Counte
         rows = Dataset.from_list(tokens)
     model, state = learner.engine.model, learner.state
     model.load_adapter(state.master or state.weights)
+    result = _run_trl(model, tokenizer, rows, step, scratch)
+    metrics = {
+        "dataset_loss": float(result.training_loss),
+        "dataset_rows": float(len(rows)),
+        "updates": float(result.global_step),
+        "learning_rate": step.learning_rate,
+        "step_s": time.perf_counter() - began,
+    }
+    after = learner.engine.state_with(state.step + 1, model.weights())
+    after = dataclasses.replace(after, optimizer=state.optimizer, history=state.history | after.history)
+    source = f"{step.kind}:sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
+    logger.info("trained on a data set", source=source, **metrics)
+    return learner.write_step(after, source=source, metrics=metrics, started_at=started_at)
+
+
+def _run_trl(model: PolicyModel, tokenizer: Any, rows: Dataset, step: DatasetStep, scratch: Path) -> Any:
+    """Let TRL's trainer of the step's format train the live adapter. Returns transformers' `TrainOutput`."""
     config_of, trainer_of = _TRAINERS[step.kind]
     on_cpu = model.device.type == "cpu"
     settings = config_of(
@@ -146,19 +163,7 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep, left_out: Counte
     with plain_logprobs(model.device.type):
         trainer = trainer_of(model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
-        result = trainer.train()
-    metrics = {
-        "dataset_loss": float(result.training_loss),
-        "dataset_rows": float(len(rows)),
-        "updates": float(result.global_step),
-        "learning_rate": step.learning_rate,
-        "step_s": time.perf_counter() - began,
-    }
-    after = learner.engine.state_with(state.step + 1, model.weights())
-    after = dataclasses.replace(after, optimizer=state.optimizer, history=state.history | after.history)
-    source = f"{step.kind}:sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
-    logger.info("trained on a data set", source=source, **metrics)
-    return learner.write_step(after, source=source, metrics=metrics, started_at=started_at)
+        return trainer.train()
 
 
 def _table(file: Path, kind: Kind) -> pa.Table:

@@ -1,4 +1,5 @@
-"""One GPU that the inference server and the trainer use by turns (`vllm.sleep`).
+"""One GPU that the inference server and the trainer use by turns (`vllm.sleep`). `trainer.service` computes each step,
+and loads the models, within `GpuTurns.turn`.
 
 While the trainer computes, vLLM sleeps at level 1 (docs.vllm.ai, "Sleep Mode"): its weights move to the machine's
 memory, its cache is dropped, calls that run end first, and new calls wait. While vLLM serves, the trainer's base model
@@ -25,10 +26,8 @@ logger = get_logger("trainer")
 
 _MOVE_S = 300.0
 """Longest time for moving a server's weights; calls that run may take `gateway.replicas.timeout_s` more."""
-
-
-_LOOK_S = 0.2
-"""Time between two looks at whether another trainer's turn is over."""
+_POLL_S = 0.2
+"""Seconds between two attempts to lock the file while another trainer has its turn."""
 
 
 class GpuTurns:
@@ -55,7 +54,7 @@ class GpuTurns:
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         with self._lock.open("w") as lock:
             while not try_lock(lock):  # noqa: ASYNC110 - the kernel can only be asked
-                await anyio.sleep(_LOOK_S)
+                await anyio.sleep(_POLL_S)
             try:
                 # A server that is told to sleep does so once its calls have ended, and must not after it was woken.
                 with anyio.CancelScope(shield=True):
@@ -70,7 +69,8 @@ class GpuTurns:
                     await self._post("wake_up")
 
     def add(self, models: Iterable[PolicyModel]) -> None:
-        """Models that were loaded in the first turn, and leave the GPU at the end of each."""
+        """Let models, which were loaded in the first turn, leave the GPU at the end of each turn. Learners that share
+        an engine name a model several times."""
         self._models = list({id(model): model for model in models}.values())
 
     async def aclose(self) -> None:
@@ -81,6 +81,7 @@ class GpuTurns:
             model.move_base(model.device if to_gpu else torch.device("cpu"))
 
     async def _post(self, action: str) -> None:
+        """Tell every server to do something: `sleep?…` or `wake_up`. Raises as `turn` does."""
         for url in self._urls:
             try:
                 response = await self._client.post(f"{url}/{action}")

@@ -2,7 +2,11 @@
 
 The intake takes `group.scored` events from the durable consumer `trainer`. It queues them by model in stream order,
 publishes a discard for those that can't train, and moves those that no trainer with these settings can train to the
-dead letters.
+dead letters. The service (`trainer.service`) runs it beside the steps, and calls `discard` and `dead_letter` for groups
+that turn out to be untrainable later.
+
+A group's place is its stream sequence and stream time. The sequence alone does not identify it: after a power cut the
+server gives it to another event.
 """
 
 from __future__ import annotations
@@ -96,6 +100,8 @@ class Intake:
                 await self._redelivered.wait()
 
     async def _admit(self, event: GroupScored, place: Place, delivery: Delivery | None) -> None:
+        """Queue, discard or acknowledge a group that was delivered, or that was read at the start (`delivery` is
+        `None`; it is delivered later)."""
         if 0 < place.seq <= self.consumed.floor:
             raise LogShrankError(
                 f"the log lost its end: it delivers group {event.group} again, which was acknowledged. Start the "
@@ -118,19 +124,20 @@ class Intake:
                 f"no model of this trainer is {event.model} of project {event.project}: after a start with that model, "
                 "`journeywork dead retry` trains it",
             )
-        elif (held := queue.find(event)) is not None:
-            held.place, held.delivery = place, delivery
-            held.earlier = await self._earlier_runs(queue, held.event, place.seq)
+        elif (waiting := queue.find(event)) is not None:
+            waiting.place, waiting.delivery = place, delivery
+            waiting.earlier = await self._earlier_runs(queue, waiting.event, place.seq)
         else:
             await self._queue_or_discard(queue, AdmittedGroup(event, place, delivery))
 
     def _is_of_branch(self, event: GroupScored) -> bool:
-        """Whether a group is of the trained branch. Groups of other branches wait for a trainer of their own. Runs of a
-        branch's versions, which evaluations play, are trained by none."""
-        played = any(event.model.startswith(branch_model(name, "")) for name in self.queues)
-        return event.branch == self._config.trainer.branch and not played
+        """Whether a group is of the trained branch. Groups of other branches wait for a trainer of their own. Runs of
+        versions `<model>+<branch>@<step>`, which evaluations play, are trained by none."""
+        of_branch_version = any(event.model.startswith(branch_model(name, "")) for name in self.queues)
+        return event.branch == self._config.trainer.branch and not of_branch_version
 
     async def _queue_or_discard(self, queue: ModelQueue, group: AdmittedGroup) -> None:
+        """Queue a group that is new here, unless its event alone shows that it can't be trained."""
         event, seq = group.event, group.place.seq
         group.earlier = await self._earlier_runs(queue, event, seq)
         refusal = await self.consumed.refuse_repeated(event, self._broker)
@@ -141,7 +148,8 @@ class Intake:
         if refusal is not None:
             await self.discard(queue, group, refusal)
         else:
-            await queue.requested.begin(event)  # last: it ends if all that it holds is discarded meanwhile
+            # After everything else that waits for the log: without a group, a batch can be ended meanwhile.
+            await queue.requested.begin(event)
             queue.add(group)
             self.changed.set()
 
@@ -150,13 +158,13 @@ class Intake:
 
         The queue's earlier runs are read from the log when the first group asks for those of its discount. Every group
         is added to them, because later ones may be compared with it; one that is delivered again changes nothing."""
-        kept = queue.earlier_runs
+        by_discount = queue.earlier_runs
         loss = queue.settings_of(event.batch).loss
-        asked, discount = loss.baseline == "task", loss.turn_discount
-        if asked and discount not in kept:
-            if len(kept) == _DISCOUNTS_KEPT:
-                del kept[next(iter(kept))]
-            kept[discount] = EarlierRuns(discount)
+        compared, discount = loss.baseline == "task", loss.turn_discount
+        if compared and discount not in by_discount:
+            if len(by_discount) == _DISCOUNTS_KEPT:
+                del by_discount[next(iter(by_discount))]
+            by_discount[discount] = EarlierRuns(discount)
             for recorded in await self._broker.read(
                 GroupScored,
                 project=event.project,
@@ -165,10 +173,10 @@ class Intake:
                 # A group that is not acknowledged may come again: begin a window before the oldest of them.
                 start_seq=max(min(await self._ack_floor() + 1, seq) - WINDOW, 1),
             ):
-                kept[discount].add(recorded.event, trainable_members(recorded.event), recorded.seq)
-        for earlier_runs in kept.values():
+                by_discount[discount].add(recorded.event, trainable_members(recorded.event), recorded.seq)
+        for earlier_runs in by_discount.values():
             earlier_runs.add(event, trainable_members(event), seq)
-        return kept[discount].before(event, seq) if asked else EarlierReturns()
+        return by_discount[discount].before(event, seq) if compared else EarlierReturns()
 
     async def _ack_floor(self) -> int:
         """The sequence up to which the server knows every acknowledgement."""
@@ -176,6 +184,7 @@ class Intake:
         return int(info.ack_floor.stream_seq) if info.ack_floor else 0
 
     async def _record_validation(self, queue: ModelQueue, groups: Sequence[GroupScored]) -> None:
+        """Count the rewards of the groups' validation runs. Stores which step is the best one if that changed."""
         validation = queue.learner.validation
         if validation.record(groups) and validation.best is not None:
             await run_sync(queue.learner.checkpoints.set_best, validation.best)  # it waits for the disk
@@ -196,6 +205,7 @@ class Intake:
     async def _publish_discard(
         self, event: GroupScored, refusal: Refusal, version: str = "", duration_s: float = 0.0
     ) -> None:
+        """`version`: the policy's at the discard; `duration_s`: of the group's longest run, 0 if unknown."""
         await self._broker.publish(
             event.discarded(
                 reason=refusal.reason, by="trainer", detail=refusal.detail, version=version, duration_s=duration_s
@@ -245,5 +255,5 @@ class Intake:
         with all of them, the log would deliver no more."""
         requested = {name: queue.requested for name, queue in self.queues.items()}
         for name, batch, why in batches_to_end(requested, self.consumer.max_ack_pending // 2):
-            for group in list(batch.groups):
+            for group in list(batch.groups):  # a copy: `discard` takes the group out of the batch
                 await self.discard(self.queues[name], group, Refusal("incomplete", why))

@@ -70,7 +70,7 @@ class Learner:
         self.settings = config.trainer_of(model)
         self.checkpoints = Checkpoints.of(config, model.name)
         self.state = engine.initial_state()
-        self._fresh = self.state.weights
+        self._first_adapter = self.state.weights
         """The adapter of step 0, with which the model computes the same as the base model."""
         self.sampling_defaults = defaults_of(engine.model.peft.get_base_model(), config.vllm.flags)
         """Sampling parameters that the inference server uses where a request names none."""
@@ -115,13 +115,14 @@ class Learner:
         manifest, files = self.checkpoints.read(step)
         earlier = {}
         for n in self.checkpoints.steps():
-            if self.compares_with(n, step):
+            if self.is_within_staleness(n, step):
                 with passed_over_if_damaged():
                     earlier[n] = weights_of(self.checkpoints.read(n)[1])
         self.resume_from(manifest.event, files, earlier)
 
-    def compares_with(self, earlier: int, step: int) -> bool:
-        """Whether tokens that the version of the step `earlier` sampled may be trained after `step`."""
+    def is_within_staleness(self, earlier: int, step: int) -> bool:
+        """Whether tokens that the version of the step `earlier` sampled may be trained after `step`, so that its
+        adapter is kept to check their logprobs."""
         return step - self.settings.max_staleness - 1 <= earlier < step
 
     def resume_from(
@@ -133,8 +134,8 @@ class Learner:
         require_compatible(event, files, self.engine.model.base_digest, self.engine.model.lora)
         state = self._state_of(event.step, files)
         state.history |= earlier
-        if self.compares_with(0, event.step):
-            state.history[0] = self._fresh
+        if self.is_within_staleness(0, event.step):
+            state.history[0] = self._first_adapter
         # If the adapter does not fit, the error is raised now, not in a step.
         self.engine.model.load_adapter(state.weights)
         self.state = state
@@ -146,6 +147,7 @@ class Learner:
             )
 
     def _state_of(self, step: int, files: Mapping[str, bytes]) -> TrainState:
+        """The training state in a checkpoint's files; without one, its adapter under a fresh optimizer."""
         if STATE_FILE in files:
             return state_of(step, files)
         return self.engine.state_with(step, weights_of(files))
@@ -279,22 +281,22 @@ class Learner:
         self.checkpoints.write(manifest, files)
         return manifest, files
 
-    def faults(
+    def untrainable_alone(
         self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None
     ) -> dict[GroupWithHistory, str]:
-        """Find out which groups of a batch that could not be trained are at fault: a step is computed over each alone
-        and abandoned. Returns them with the reason. Blocks."""
+        """Find out which groups made a batch untrainable: compute a step over each alone and abandon it. Returns those
+        that fail alone, with the reason. Blocks."""
         settings = self.settings_for(request)
-        faults = {}
+        reasons = {}
         for group in batch:
             try:
                 self._compute([group], settings, _MAX_ATTEMPTS_ALONE)
             except LateRunsError:
                 pass  # measured over all late runs of the batch, it may be large enough
             except UntrainableError as error:
-                faults[group] = str(error)
+                reasons[group] = str(error)
             self.checkpoints.clear_attempts(self._batch_id([group], settings))
-        return faults
+        return reasons
 
     def late_groups(self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None) -> list[GroupWithHistory]:
         """Return the groups of a batch with late sequences (`trainer.late`)."""
@@ -314,7 +316,8 @@ class Learner:
         return batch_id(self.version, tuple(g.event.group for g in batch), config_hash(settings))
 
     def _compute(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig, max_attempts: int) -> StepResult:
-        """Compute a step. The state is unchanged. Raises `UntrainableError`."""
+        """Compute a step. The state is unchanged. Raises `UntrainableError`, also after `max_attempts` computations of
+        the batch that had no end because the process died."""
         attempt = self.checkpoints.count_attempt(self._batch_id(batch, settings))
         if attempt > max_attempts:
             raise UntrainableError(f"the trainer died or failed {max_attempts} times while it computed this batch")
@@ -358,32 +361,25 @@ def _too_large(
     )
 
 
-Shape = tuple[object, ...]
-
-
-def _shape(config: Config, model: ModelConfig) -> Shape:
-    """Return the base model and the settings it is loaded with. Models for which they are equal share an engine."""
-    settings = config.trainer_of(model)
-    return (model.base, *load_settings(settings).values())
-
-
-def make_engines(config: Config, process_group: ProcessGroup | None = None) -> dict[Shape, Engine]:
-    """An engine for each distinct base and adapter shape of the models, in the same order in every process."""
-    engines: dict[Shape, Engine] = {}
+def make_engines(config: Config, process_group: ProcessGroup | None = None) -> dict[str, Engine]:
+    """The engine of each model, by the model's name. Models share one if they have the same base and load settings. The
+    engines are made, and numbered, in the same order in every process."""
+    engines: dict[tuple[object, ...], Engine] = {}
+    engine_of = {}
     for model in config.models:
-        shape = _shape(config, model)
-        if shape not in engines:
-            settings = config.trainer_of(model)
-            engines[shape] = Engine(model.base, settings, process_group, len(engines))
-    return engines
+        settings = config.trainer_of(model)
+        loaded_as = (model.base, *load_settings(settings).values())
+        if loaded_as not in engines:
+            engines[loaded_as] = Engine(model.base, settings, process_group, len(engines))
+        engine_of[model.name] = engines[loaded_as]
+    return engine_of
 
 
 def make_learners(config: Config, process_group: ProcessGroup | None = None) -> dict[str, Learner]:
-    """A learner for each configured model, by name; models of the same base and adapter shape share an engine."""
-    engines = make_engines(config, process_group)
+    """A learner for each configured model, by name, with its engine (`make_engines`)."""
+    engine_of = make_engines(config, process_group)
     learners = {}
     for model in config.models:
-        engine = engines[_shape(config, model)]
-        engine.configure(config.trainer_of(model))
-        learners[model.name] = Learner(config, model, engine)
+        engine_of[model.name].configure(config.trainer_of(model))
+        learners[model.name] = Learner(config, model, engine_of[model.name])
     return learners

@@ -1,9 +1,10 @@
-"""One trainer trains a branch at a time; others wait until it ends.
+"""The lease of a branch: one trainer trains a branch at a time, and others wait until it ends. `trainer.service` takes
+it before training and keeps it meanwhile.
 
-The trainer that trains holds a value in the bucket `FLEET` of the log, and renews it. If it dies, the value expires
-after `_TTL_S`, and a trainer that waits takes it. The value names the file that the trainer has locked, in the folder
-of its checkpoints: a trainer that is started again there after a crash takes the value at once, because the lock of a
-file ends with its process, and no two processes have the same lock.
+The trainer that trains holds a value in the key-value bucket `FLEET` of the log, and renews it. If it dies, the value
+expires after `_TTL_S`, and a trainer that waits takes it. The value names the file that the trainer has locked, in the
+folder of its checkpoints: a trainer that is started again there after a crash takes the value at once, because the lock
+of a file ends with its process, and no two processes have the same lock.
 
 A trainer that stood still for longer than `_TTL_S` may go on while another one trains. It can't commit a step twice:
 the log takes one checkpoint of each number (`trainer.checkpoints.commits`).
@@ -32,8 +33,8 @@ logger = get_logger("trainer.lease")
 
 _TTL_S = 10.0
 _RENEW_S = 3.0
-_LOOK_S = 1.0
-"""Seconds between two looks at whether the other trainer has ended."""
+_POLL_S = 1.0
+"""Seconds between two attempts of a waiting trainer to take the lease."""
 _LOCK = "trainer.lock"
 
 
@@ -65,7 +66,7 @@ class Lease:
     async def wait(self) -> None:
         """Wait until this trainer has the lease."""
         while not await self.take():  # noqa: ASYNC110 - the lock of a file can only be tried
-            await anyio.sleep(_LOOK_S)
+            await anyio.sleep(_POLL_S)
 
     async def keep(self) -> None:
         """Renew the lease until cancelled. Raises `TrainerError` if another trainer took it."""
@@ -82,6 +83,6 @@ class Lease:
 
     async def release(self) -> None:
         """Let a waiting trainer go on at once."""
-        with anyio.move_on_after(_LOOK_S, shield=True), suppress(BrokerError):
+        with anyio.move_on_after(_POLL_S, shield=True), suppress(BrokerError):
             if await self.take():  # else it is another one's
                 await key_value.delete(self._broker, streams.FLEET.name, self._key)

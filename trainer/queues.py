@@ -1,7 +1,13 @@
-"""The groups of a model that wait for a step."""
+"""The groups of a model that wait for a step.
+
+The intake (`trainer.intake`) puts groups into `ModelQueue.waiting`, or into a requested batch. For a step, the service
+(`trainer.service`) makes some of them candidates, has their exchanges read, and moves those that can train into the
+batch. The others are discarded.
+"""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +20,7 @@ from trainer.batches.histories import Histories
 from trainer.batches.tasks import EarlierRuns
 from trainer.engine.state import UntrainableError
 from trainer.learner import Learner
-from trainer.requested import RequestedBatches, insert_in_order
+from trainer.requested import RequestedBatches
 
 
 @dataclass(eq=False)
@@ -71,11 +77,6 @@ class ModelQueue:
             return True
         return len(self.batch.groups) + len(self.waiting) >= self.settings.groups_per_step
 
-    @property
-    def first_seq(self) -> int:
-        """Stream sequence of the first group held here; 0 if none is."""
-        return next((group.place.seq for group in self.groups()), 0)
-
     def groups(self) -> Iterator[AdmittedGroup]:
         """Yield all groups that wait or are in the batch."""
         yield from self.waiting
@@ -84,8 +85,8 @@ class ModelQueue:
         yield from self.requested.groups()
 
     def find(self, event: GroupScored) -> AdmittedGroup | None:
-        """Return the group of an event that is held here: it was delivered again, or scored again after the log lost
-        its first event."""
+        """Return the group with the name of an event that is held here: the event was delivered again, or the group was
+        scored again after the log lost its first event. `None` if there is none."""
         for group in self.groups():
             # Names first: thousands of groups may wait, and a subject takes time to build.
             if group.event.group == event.group and group.event.subject() == event.subject():
@@ -95,7 +96,8 @@ class ModelQueue:
     def add(self, group: AdmittedGroup) -> None:
         """Queue a group in stream order. That of a requested batch has begun it (`RequestedBatches.begin`)."""
         if group.event.batch is None:
-            insert_in_order(self.waiting, group)
+            # A redelivered group may come behind newer ones.
+            insort(self.waiting, group, key=lambda other: other.place.seq)
         else:
             self.requested.add(group.event.batch, group)
 

@@ -141,8 +141,8 @@ async def _resume_from(
         logger.warning("no training state in the object store", version=last.version, reason=str(error))
     earlier = {}
     for event in published:
-        if learner.compares_with(event.step, last.step):
-            # Without it, tokens of that version are not compared.
+        if learner.is_within_staleness(event.step, last.step):
+            # Without its adapter, the logprobs of that version's tokens are not checked.
             with contextlib.suppress(HistoryGoneError), passed_over_if_damaged():
                 earlier[event.step] = weights_of(await _fetch_adapter(commits.broker, event))
     await run_sync(learner.resume_from, last, files, earlier)

@@ -1,7 +1,13 @@
-"""Batches that agents request: groups that are to be trained together, in a step of their own."""
+"""Batches that agents request: groups that are to be trained together, in a step of their own.
+
+A group's event names its batch (`TrainingBatch`: owner, id, and the names of all its groups). A batch begins here with
+its first group, and is complete once each of its groups waits here, was discarded or is a dead letter. The intake
+(`trainer.intake`) adds groups and ends batches that stay incomplete; `trainer.queues` takes complete ones for a step.
+"""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -49,7 +55,8 @@ class RequestedBatches:
             yield from batch.groups
 
     async def begin(self, event: GroupScored) -> RequestedBatch | None:
-        """Return the requested batch of a group, which begins with the first group of it here; `None` if it is of none.
+        """Return the requested batch of a group, and begin it with the first of its groups; `None` if the group is of
+        no batch. Call `add` next, without a wait between the two.
 
         Groups of the batch that were discarded before, or are dead letters, count as settled."""
         request = event.batch
@@ -62,9 +69,10 @@ class RequestedBatches:
         batch.settled.update(set(request.groups).difference(names))  # no group can have such a name
         for name in names:
             keys: dict[str, Any] = {"project": event.project, "model": event.model, "group": name}
-            discards = await self._broker.read(GroupDiscarded, **keys)
+            discards = [r.event for r in await self._broker.read(GroupDiscarded, **keys)]
             where = event.branch, event.split
-            if any((e.branch, e.split) == where and e.reason != "too_large" for e in (r.event for r in discards)):
+            # A `too_large` discard is about some runs of a group; the group itself trained.
+            if any((e.branch, e.split) == where and e.reason != "too_large" for e in discards):
                 batch.settled.add(name)
         letters = await self._broker.read(DeadLettered, stream="GROUPS", consumer=self._consumer)
         subjects = [letter.event.original_subject for letter in letters]
@@ -72,13 +80,13 @@ class RequestedBatches:
             prefix = subject_filter(GroupScored, project=event.project, model=event.model, group=name)
             if any(subject.startswith(prefix.removesuffix(">")) for subject in subjects):
                 batch.settled.add(name)
-        # A group of it that was discarded meanwhile ended it, since it holds none yet.
+        # The discard of another of its groups may have removed it during the reads, because it holds no group yet.
         return self._batches.setdefault(_key(request), batch)
 
     def add(self, request: TrainingBatch, group: AdmittedGroup) -> None:
         """Add a group to the batch that `begin` has just begun, in stream order."""
         batch = self._batches[_key(request)]
-        insert_in_order(batch.groups, group)
+        insort(batch.groups, group, key=lambda other: other.place.seq)
         batch.settled.add(group.event.group)
         batch.changed = anyio.current_time()
 
@@ -112,9 +120,9 @@ class RequestedBatches:
 def batches_to_end(
     of_models: Mapping[str, RequestedBatches], most_groups: int
 ) -> list[tuple[str, RequestedBatch, str]]:
-    """Return the incomplete batches that are to be discarded, with their model and the reason: those to which nothing
-    came for their `timeout_s`, and, while more than `most_groups` groups wait for others of their batch, the oldest of
-    the owner with most of them, model by model."""
+    """Return the incomplete batches that are to be discarded, each with its model and the reason. These are the batches
+    to which nothing came for their `timeout_s`. If more than `most_groups` groups wait in the others, they are also the
+    oldest batches of the owner with the most waiting groups, one after the other, until no more than that wait."""
     now = anyio.current_time()
     ended: list[tuple[str, RequestedBatch, str]] = []
     waiting: dict[str, deque[tuple[str, RequestedBatch]]] = {}
@@ -133,14 +141,6 @@ def batches_to_end(
         why = f"{count} groups of key {owner!r} wait for others of their batches, of {most_groups} for all keys"
         ended.append((model, batch, why))
     return ended
-
-
-def insert_in_order(groups: deque[AdmittedGroup] | list[AdmittedGroup], group: AdmittedGroup) -> None:
-    """Insert a group in stream order. A redelivered group may come behind newer ones."""
-    index = len(groups)
-    while index and groups[index - 1].place.seq > group.place.seq:
-        index -= 1
-    groups.insert(index, group)
 
 
 def _key(request: TrainingBatch) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
 A version that is not needed is retired first (`policy.retired`), and gateways no longer offer it. After
 `retention.grace_s`, if it is still not needed, its adapter is removed from the object store. Training states are
-removed earlier: only the newest ones stay. Its checkpoint event
-stays for `retention.policy_days`, since groups that it learned from can be delivered again until then.
+removed earlier: only the newest ones stay. The version's checkpoint event stays for `retention.policy_days`, since
+groups that it learned from can be delivered again until then.
 
 These versions are needed: the newest, the best by validation, that of `models.0.start` and those that an evaluation
 names, which later ones are compared with, those that the model's name or a traffic split points to and those of the
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -52,20 +52,17 @@ _STATES = 2
 """Training states that stay in the object store: the newest, and the one before it for a start at a shorter log."""
 
 
-def versions_to_keep(versions: Sequence[str], newest: int, needed: Iterable[str]) -> set[str]:
-    """The subset of `versions` (oldest first) that is kept: the `newest` newest, and the `needed` ones."""
-    return {*versions[-max(newest, 1) :], *needed} & set(versions)
-
-
 class Version(NamedTuple):
-    """A version of the log whose adapter may still be in the object store."""
+    """A version of the log whose adapter may still be in the object store. The fields are those of its
+    `policy.checkpoint`."""
 
     step: int
     version: str
     adapter: str
+    """Name of the adapter's object."""
     branch: str
     state: str
-    """Object of its training state."""
+    """Name of the training state's object; empty if there is none."""
     at: int
     """Stream time of its event in microseconds."""
 
@@ -80,8 +77,9 @@ class ModelHistory:
         """Stream time of the retirement of a version in microseconds, by branch and version."""
         self.loaded = LoadedVersions()
         self.evaluated: set[str] = set()
+        """Names of the versions that an evaluation compared."""
 
-    def note(self, recorded: LogEntry[_PolicyEvent]) -> None:
+    def apply(self, recorded: LogEntry[_PolicyEvent]) -> None:
         """Take in an event, in the order of the log."""
         match recorded.event:
             case CheckpointPublished() as event:
@@ -153,7 +151,7 @@ class Retention:
         if reconnects != self._reconnects:
             self._reset()
             self._reconnects = reconnects
-        await self._read_news()
+        await self._read_new_events()
         for name, learner in self._learners.items():
             if self._settings.adapters:
                 await self._retire_and_remove(name, learner)
@@ -162,6 +160,8 @@ class Retention:
     # -- one model -----------------------------------------------------------------------------------------------
 
     async def _retire_and_remove(self, name: str, learner: Learner) -> None:
+        """Retire the versions of a model that are not needed, withdraw that for those that are needed again, and remove
+        those whose time of grace is over."""
         history = self._models[name]
         versions = history.of_branch(self._branch)
         needed = await self._needed(name, learner, versions)
@@ -173,7 +173,7 @@ class Retention:
             elif retired is None:
                 if await objects.exists(self._broker, streams.ADAPTERS_BUCKET, version.adapter):
                     await self._publish_retired(name, version)
-                else:
+                else:  # removed before, by this trainer or by that of another branch
                     history.forget(version)
             elif self._grace_over(history, version):
                 await self._remove(history, version)
@@ -188,9 +188,12 @@ class Retention:
             self._removed_states.add(state)
 
     async def _needed(self, name: str, learner: Learner, versions: Sequence[Version]) -> set[str]:
-        """The versions of a model that are needed. `versions` are those of its branch, oldest first."""
+        """The names of the versions of a model that are needed, as the module's docstring says. `versions` are those of
+        its branch, oldest first."""
+        newest = max(self._settings.adapters, learner.settings.max_staleness + 2)
         best = learner.validation.best
-        needed = {v.version for v in versions if best is not None and v.step == best.step}
+        needed = {v.version for v in versions[-newest:]}
+        needed |= {v.version for v in versions if best is not None and v.step == best.step}
         if learner.model.start:
             needed |= {v.version for v in versions[:1]}
         if self._branch == "main":  # other branches are not served
@@ -202,9 +205,8 @@ class Retention:
                 for decision in standing_decisions(made)[-2:]:
                     needed |= {v for v in (decision.version, decision.other) if v.startswith(f"{name}@")}
             needed |= {version for version, _ in self._models[name].loaded.anywhere()} | self._models[name].evaluated
-            needed |= await self._pins(name)
-        newest = max(self._settings.adapters, learner.settings.max_staleness + 2)
-        return versions_to_keep([v.version for v in versions], newest, needed)
+            needed |= await self._pinned_versions(name)
+        return needed
 
     async def _publish_retired(self, model: str, version: Version, *, withdrawn: bool = False) -> None:
         await self._broker.publish(
@@ -220,7 +222,8 @@ class Retention:
         return retired is not None and retired / 1e6 + self._settings.grace_s <= time.time()
 
     async def _remove(self, history: ModelHistory, version: Version) -> None:
-        # Branches that trained an equal adapter share one object. The last of them to retire it removes it.
+        """Remove a version's objects. Branches that trained an equal adapter share one object: the last of them to
+        retire it removes it."""
         others = (
             v for v in history.versions.values() if v.branch != version.branch and not self._grace_over(history, v)
         )
@@ -233,16 +236,16 @@ class Retention:
 
     # -- who needs a version -------------------------------------------------------------------------------------
 
-    async def _read_news(self) -> None:
-        """Read the events of versions and the pinned trajectories that came since the last round."""
-        news: Sequence[LogEntry[_PolicyEvent]] = await self._broker.read_all(
+    async def _read_new_events(self) -> None:
+        """Read the events of versions and the openings of pinned trajectories that came since the last round."""
+        entries: Sequence[LogEntry[_PolicyEvent]] = await self._broker.read_all(
             (CheckpointPublished, PolicyLoaded, PolicyUnloaded, PolicyRetired, PolicyEvaluated),
             start_seq=self._next_policy,
             project=self._project,
         )
-        for recorded in news:
+        for recorded in entries:
             if recorded.event.model in self._models:
-                self._models[recorded.event.model].note(recorded)
+                self._models[recorded.event.model].apply(recorded)
             self._next_policy = recorded.seq + 1
         more = self._branch == "main"
         while more:
@@ -252,8 +255,8 @@ class Retention:
                     self._pinned[opened.event.trajectory] = opened.event
             self._next_rollout, more = page.last + 1, page.more
 
-    async def _pins(self, name: str) -> set[str]:
-        """The versions that open trajectories of a model are pinned to."""
+    async def _pinned_versions(self, name: str) -> set[str]:
+        """The versions that open trajectories of a model are pinned to. Forgets trajectories that have ended."""
         out: set[str] = set()
         for trajectory, opened in list(self._pinned.items()):
             if opened.model != name:
@@ -272,6 +275,7 @@ class Retention:
     # -- tidying -------------------------------------------------------------------------------------------------
 
     async def _sweep(self) -> None:
+        """Remove what interrupted uploads left in the object store, and old events."""
         before = int((time.time() - _ORPHAN_AGE_S) * 1e6)
         swept = await objects.sweep(self._broker, streams.ADAPTERS_BUCKET, before)
         if swept:

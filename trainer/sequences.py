@@ -24,6 +24,7 @@ OTHER_BRANCH = 2**30
 """Step of a token that a version of another branch sampled, which this branch does not have. It is later than every
 step, as that of a replay's later version is."""
 _UNCUT = np.array([0, 1, 0], np.float32)
+"""top_k, top_p and min_p of a token that was sampled from the whole distribution."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class TokenSequence:
 
 
 class _Builder:
-    """A sequence that is being put together."""
+    """A sequence that is being put together of the prompts and replies of successive calls."""
 
     def __init__(self) -> None:
         self.ids = np.zeros(0, np.int32)
@@ -87,6 +88,8 @@ class _Builder:
         sampling: Sampling,
         call: int,
     ) -> None:
+        """Append tokens of the call with the number `call`, -1 for context; `step` is that of the policy that sampled
+        them. `loss_mask` and `logprobs` as in `TokenSequence`."""
         n = len(ids)
         steps, temperatures = np.full(n, step, np.int32), np.full(n, sampling.temperature, np.float32)
         cuts = np.tile(np.array([sampling.top_k, sampling.top_p, sampling.min_p], np.float32), (n, 1))
@@ -167,6 +170,7 @@ def build(
 
 
 def _logprobs(exchange: ExchangeRecorded, length: int) -> npt.NDArray[np.float32]:
+    """The recorded logprobs of a call's `length` sampled tokens; NaN for all of them if there is another number."""
     logprobs = unpack_logprobs(exchange.logprobs)
     # Where the numbers differ, no logprob can be assigned to its token.
     return logprobs if len(logprobs) == length else np.full(length, np.nan, np.float32)

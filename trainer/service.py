@@ -52,12 +52,13 @@ logger = get_logger("trainer")
 _RECONNECT_CHECK_S = 1.0
 _EXCHANGE_MEMORY_BYTES = 32 * 1024 * 1024
 """A trajectory's exchanges are read one after the other, and once: more of them need not be remembered."""
-_LOOK_S = 0.5
-"""Seconds between two looks at whether a trainer that is to end has all groups."""
+_EMPTY_CHECK_S = 0.5
+"""Seconds between two checks of whether a trainer that is to end (`until_empty`) has all groups."""
 
 
 class Trainer:
-    """Trains the models of `learners` from the groups on the log. `broker` must outlive it."""
+    """Trains the models of `learners` from the groups on the log. `broker` must outlive it. `gpu` is asked for the
+    trainer's turn before each computation."""
 
     def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner], gpu: GpuTurns) -> None:
         self.config, self.broker, self._gpu = config, broker, gpu
@@ -83,6 +84,8 @@ class Trainer:
             for event in published:
                 self.intake.consumed.add_checkpoint(event, state.first_seq)
             if self.config.trainer.branch != "main":
+                # A branch shares the versions of `main` up to the one that it was forked from, whose address,
+                # `<lake>#<branch>/<model>@<step>`, is the source of its first checkpoint. Others share the base model.
                 first = min(published, key=lambda event: event.step, default=None)
                 queue.histories.shared_until = first.step if first is not None and "#" in first.source else 0
             logger.info("resumed", model=name, step=queue.step, version=queue.learner.version)
@@ -118,10 +121,10 @@ class Trainer:
         while not all(q.finished for q in self.queues.values()):
             queue = self._next_queue()
             if queue is None:
-                self.intake.changed = anyio.Event()
+                self.intake.changed = anyio.Event()  # before the question to the log: a group may come meanwhile
                 if until_empty and await self._has_all_groups():
                     return
-                with anyio.move_on_after(_LOOK_S if until_empty else None):
+                with anyio.move_on_after(_EMPTY_CHECK_S if until_empty else None):
                     await self.intake.changed.wait()
                 continue
             if await self._fill_batch(queue):
@@ -134,8 +137,9 @@ class Trainer:
         return not info.num_pending and int(info.num_ack_pending or 0) <= waiting
 
     def _next_queue(self) -> ModelQueue | None:
+        """The queue of the model to train next; `None` if no model has groups for a step."""
         ready = [q for q in self.queues.values() if q.full and not q.finished]
-        return min(ready, key=lambda q: (q.step, q.first_seq), default=None)
+        return min(ready, key=lambda q: q.step, default=None)
 
     async def _fill_batch(self, queue: ModelQueue) -> bool:
         """Move groups that can train at the current step into the batch. Returns whether the batch is full. A requested
@@ -187,7 +191,7 @@ class Trainer:
             if isinstance(error, LateRunsError):
                 await self._refuse_late(queue, str(error))
             else:
-                await self._remove_faults(queue, error)
+                await self._remove_faulty(queue, error)
             if queue.batch.request is not None and queue.batch.groups:
                 await self._step(queue)
             return
@@ -197,6 +201,7 @@ class Trainer:
             await self.intake.refuse_stale_batches(queue)
 
     async def _commit(self, queue: ModelQueue, pending: PendingStep) -> None:
+        """Publish a step that is on disk, make it the learner's current one, and acknowledge its groups."""
         learner, event = queue.learner, pending.manifest.event
         # So that the log holds the steps in order.
         await self.commits.require_on_log(learner.model.name, queue.step)
@@ -230,16 +235,16 @@ class Trainer:
         groups = [replace(g, late_refused=why) if g in late else g for g in queue.batch.groups]
         queue.batch.groups = await self._trainable(queue, [(g.admitted, g) for g in groups])
 
-    async def _remove_faults(self, queue: ModelQueue, error: UntrainableError) -> None:
+    async def _remove_faulty(self, queue: ModelQueue, error: UntrainableError) -> None:
         """Move the groups that made their batch fail to the dead letters: those that can't be trained alone, or all if
         each of them can."""
         batch = queue.batch
-        faults = dict.fromkeys(batch.groups, str(error))
+        reasons = dict.fromkeys(batch.groups, str(error))
         if len(batch.groups) > 1:
             async with self._gpu.turn():
-                alone = await run_sync(queue.learner.faults, batch.groups, batch.request)
-            faults = alone or faults
-        for group, detail in faults.items():
+                untrainable_alone = await run_sync(queue.learner.untrainable_alone, batch.groups, batch.request)
+            reasons = untrainable_alone or reasons
+        for group, detail in reasons.items():
             batch.groups.remove(group)
             await self.intake.dead_letter(group.admitted, error.reason, detail)
 
@@ -278,6 +283,7 @@ async def train(
 async def _train(
     trainer: Trainer, learners: Mapping[str, Learner], lease: Lease, ready: Ready, *, until_empty: bool
 ) -> None:
+    """Train as `train` describes, with the lease taken, which `lease.keep` renews meanwhile."""
     config, broker = trainer.config, trainer.broker
     spec = trainer.intake.consumer
     await broker.provision_consumer(spec)

@@ -41,10 +41,10 @@ MODELS = Path("runs") / "models"
 Chat = list[dict[str, Any]]
 
 
-def word_token(word: str, *, single_word: bool = False, strips_spaces: bool = True) -> AddedToken:
-    """A token for `word`. If it strips spaces, spaces around the word in a text belong to the token, and it decodes
-    without them. If it is a single word, it is not found inside other words."""
-    return AddedToken(word, single_word=single_word, lstrip=strips_spaces, rstrip=strips_spaces, normalized=False)
+def word_token(word: str, *, single_word: bool = False) -> AddedToken:
+    """A token for `word`. Spaces around the word in a text belong to the token, and it decodes without them. If it is a
+    single word, it is not found inside other words."""
+    return AddedToken(word, single_word=single_word, lstrip=True, rstrip=True, normalized=False)
 
 
 def make_tokenizer(words: Iterable[str | AddedToken], max_length: int = 1024) -> PreTrainedTokenizerFast:
@@ -58,7 +58,7 @@ def make_tokenizer(words: Iterable[str | AddedToken], max_length: int = 1024) ->
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (PAD, END, *ROLES)])
-    tokenizer.add_tokens([word_token(word, strips_spaces=False) if isinstance(word, str) else word for word in words])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) if isinstance(word, str) else word for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -137,9 +137,7 @@ def reply_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chat
     return torch.nn.functional.cross_entropy(model.lm_head(hidden_BTD[speaks_BT]), ids_BT[:, 1:][speaks_BT])
 
 
-def pretrain(
-    model: Qwen3ForCausalLM, loss_of: Callable[[int], torch.Tensor], steps: int, report_every: int = 100
-) -> None:
+def pretrain(model: Qwen3ForCausalLM, loss_of: Callable[[int], torch.Tensor], steps: int) -> None:
     """Minimise the loss that `loss_of` returns for each step's number, on a batch of its own. With `steps` 0 the
     weights stay random.
 
@@ -170,7 +168,7 @@ def pretrain(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if step % report_every == 0 or step == steps - 1:
+        if step % 100 == 0 or step == steps - 1:
             print(f"step {step}: loss {loss.item():.4f}, {time.monotonic() - started:.0f} s", flush=True)
 
 

@@ -57,9 +57,6 @@ class LossConfig(Section, frozen=True, kw_only=True):
     `..._mask` drops what exceeds it. `none`: no ratio; the recorded logprobs are the old policy of the PPO clip."""
     importance_clip: Scale = 3.0
     """Largest importance ratio."""
-    importance_clip_min: Coefficient | None = None
-    """Smallest importance ratio. `..._truncate` raises smaller ratios to it; `..._mask` drops them. Not set: no
-    lower limit."""
     importance_level: Literal["token", "sequence"] = "token"
     """Whether the ratio in the PPO clip is taken per token, or per sequence (GSPO)."""
     epsilon: Coefficient = 0.2
@@ -115,8 +112,6 @@ class DistillConfig(Section, frozen=True, kw_only=True):
     top_k: SmallCount = 20
     """Number of tokens that `reverse_kl` compares one by one. The size of the vocabulary, or more: all tokens. A
     teacher from outside returns at most its server's `--max-logprobs`, which is 20 by default."""
-    average_rate: Share = 0.05
-    """Weight of the newest adapter when the average is updated, once a step."""
     hint_template: str = "\n\n[user's hint / instruction]\n{hint}"
     """Text that is appended to the call's last user message for a hint of kind `text`."""
     correction_template: str = "\n\nCorrect solution:\n\n{hint}\n\nCorrectly solve the original question."

@@ -10,7 +10,7 @@ knows which message it was (`pipeline.log.deaths`). An exception of a handler (`
 whenever it comes. A message that has ended its process `ConsumerSpec.max_deaths` times becomes a dead letter.
 
 The trainer holds hundreds of groups until their steps are committed, so nobody knows by the log which of them ended it.
-It finds that out itself (`trainer.learner.Learner.faults`); its consumer counts no deaths.
+It finds that out itself (`trainer.learner.Learner.untrainable_alone`); its consumer counts no deaths.
 """
 
 from __future__ import annotations

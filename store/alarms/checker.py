@@ -1,4 +1,4 @@
-"""Checks the alarms, as a task of the store service. Every `alarms.every_s` it runs their queries, publishes
+"""Checks the alarms, as a task of the store service. Every `alarms.every_s` it runs their queries, and publishes
 `policy.alarm` for each alarm that is raised or cleared.
 
 The queries run in a separate thread, with a DuckDB of one thread, so the writers continue. The raised alarms are read
@@ -43,7 +43,7 @@ _PAUSE_FACTOR = 20
 _MEMORY = "256MB"
 
 
-def measured_tables(
+def create_measured_tables(
     connection: duckdb.DuckDBPyConnection,
     config: Config,
     fills: Sequence[Fill],
@@ -77,7 +77,7 @@ def evaluate(
     connection: duckdb.DuckDBPyConnection, config: Config, alarm: Alarm, now: datetime | None = None
 ) -> list[AlarmChanged]:
     """Run the query of `alarm`, and return an event for each row: its condition is met, for this model, server,
-    consumer or stream. `connection` has the store's views and the tables of `measured_tables`; `now` is a time
+    consumer or stream. `connection` has the store's views and the tables of `create_measured_tables`; `now` is a time
     in UTC, the present if it is `None`. A row without a detail is logged and left out, because such an event can't be
     decoded. Raises `duckdb.Error`."""
     compared = threshold(config, alarm)
@@ -115,6 +115,7 @@ def evaluate(
 
 
 Key = tuple[str, str, str, str]
+"""Alarm, project, model, and what it is about: what tells raised alarms apart."""
 
 
 class Checker:
@@ -196,11 +197,12 @@ class Checker:
     def _query(
         self, connection: duckdb.DuckDBPyConnection, measured: list[Fill], unwritten: list[Unwritten]
     ) -> tuple[list[AlarmChanged], set[str]]:
+        """Run the alarms' queries, in a thread. Returns as `_check` does, for queries that failed."""
         try:
             damaged: set[str] = set()
             sql.define_views(connection, self._lake, self._shown, damaged)
             damaged |= set(self._unmerged.values())
-            measured_tables(connection, self._config, measured, unwritten, sorted(damaged))
+            create_measured_tables(connection, self._config, measured, unwritten, sorted(damaged))
         except (StoreError, duckdb.Error, OSError) as error:
             logger.warning("the alarms were not checked", why=str(error))
             return [], {alarm.name for alarm in ALARMS}

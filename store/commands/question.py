@@ -36,10 +36,11 @@ class Plan:
     @property
     def overrides(self) -> list[str]:
         """Its settings as they are written on a command line."""
-        return _written(self.settings)
+        return _as_overrides(self.settings)
 
 
-def _written(settings: Mapping[str, Any]) -> list[str]:
+def _as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by dotted names as texts `section.key=value`."""
     return [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in settings.items()]
 
 
@@ -74,15 +75,14 @@ def read_question(args: argparse.Namespace, config: Config) -> Question:
     if model not in names:
         raise ConfigError(f"--model {model}: the run has {', '.join(names)}")
     conditions = ["split = 'train'", f"model = {quoted(model)}", f"project = {quoted(config.project)}"]
-    for flag, operator in (("since", ">="), ("until", "<")):
-        if at := getattr(args, flag):
-            conditions.append(f"decided_at {operator} TIMESTAMP {quoted(at.isoformat(sep=' '))}")
+    if args.since:
+        conditions.append(f"decided_at >= TIMESTAMP {quoted(args.since.isoformat(sep=' '))}")
     selection = " AND ".join([*conditions, f"({args.where})"])
     start = f"{config.run_dir}#{args.start}" if args.start and "#" not in args.start else args.start
     settings = read_variants(args.rubric, args.settings, args.overrides)
     judged = {}
     for name, given in settings.items():
-        variant = load(Path(config.run_dir) / SETTINGS, _written(given))  # a wrong setting says so now
+        variant = load(Path(config.run_dir) / SETTINGS, _as_overrides(given))  # a wrong setting says so now
         if [(m.name, m.base) for m in variant.models] != [(m.name, m.base) for m in config.models]:
             raise ConfigError(
                 f"models: the variant {name} has another model or base. A branch is served beside main, by the same "
@@ -118,7 +118,7 @@ def read_variants(rubrics: Sequence[str], files: Sequence[str], overrides: Seque
         variants.append((Path(rubric).stem, {"judge.rubric": str(Path(rubric).resolve())}))
     for text in files:
         try:
-            variants.append((Path(text).stem, dict(_flat(tomllib.loads(Path(text).read_text("utf-8"))))))
+            variants.append((Path(text).stem, dict(_flatten(tomllib.loads(Path(text).read_text("utf-8"))))))
         except ValueError as error:
             raise ConfigError(f"--with {text} is not TOML: {error}") from error
     if not variants and common:
@@ -130,12 +130,12 @@ def read_variants(rubrics: Sequence[str], files: Sequence[str], overrides: Seque
     return {name: common | given for name, given in variants}
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the settings of a table by dotted names, as `--set` takes them; a list is one value."""
     for key, value in tree.items():
         name = f'{above}"{key}"' if "." in key else f"{above}{key}"
         if isinstance(value, dict):
-            yield from _flat(value, f"{name}.")
+            yield from _flatten(value, f"{name}.")
         else:
             yield name, value
 

@@ -105,6 +105,7 @@ async def republish_events(
 
 
 def _by_subject(events: Iterable[Event]) -> Iterable[list[Event]]:
+    """The events in lists of one subject each: the log is asked once for each subject."""
     out: dict[str, list[Event]] = {}
     for event in events:
         out.setdefault(event.subject(), []).append(event)

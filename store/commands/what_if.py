@@ -71,7 +71,7 @@ def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
             gateway = connect(argparse.Namespace(run_dir=str(config.run_dir), url=None, key=None))
             # What the last step needs is checked before the first one.
             commands.call("eval", question.model, "--dry-run", *_evaluation_flags(args), key=gateway.key)
-            anyio.run(_replayed, config, connection, groups, question)
+            anyio.run(_replay_groups, config, connection, groups, question)
             for plan in question.plans:
                 _train(commands, question, plan)
             return _compare(args, config, question, len(groups), commands, gateway)
@@ -103,15 +103,18 @@ def serving(config: Config, run_dir: Path, commands: Commands) -> Iterator[None]
         up.wait()
 
 
-async def _replayed(
+async def _replay_groups(
     config: Config, connection: duckdb.DuckDBPyConnection, groups: Sequence[StoredGroup], question: Question
 ) -> None:
+    """Publish the groups on the branch of each variant; for those that are judged again, once on a branch of the groups
+    as they were."""
     for branch in dict.fromkeys(question.runs_branch if p.judged else p.branch for p in question.plans):
         counts = await replay(log_of(config), connection, groups, branch)
         _say(f"{counts['groups']} groups replayed onto {branch}, which had {counts['already']} already")
 
 
 def _train(commands: Commands, question: Question, plan: Plan) -> None:
+    """Train a variant on its branch, whose groups are judged again first if its settings are about judging."""
     settings = as_flags(plan.overrides)
     if plan.judged:
         commands.call("rejudge", "--from-branch", question.runs_branch, "--branch", plan.branch, *settings)
@@ -129,7 +132,7 @@ def _compare(
     variants = tuple(_variant(question, plan, published) for plan in question.plans)
     baseline = version_name(question.model, max((c.step for c in published if c.branch == "main"), default=0))
     for variant in variants:
-        _until_known(gateway, variant.version)
+        _wait_until_known(gateway, variant.version)
     flags = _evaluation_flags(args)
     played = json.loads(
         commands.call("eval", baseline, *(v.version for v in variants), "--json", *flags, key=gateway.key)
@@ -154,6 +157,7 @@ def _compare(
 
 
 def _evaluation_flags(args: argparse.Namespace) -> list[str]:
+    """The flags of `journeywork eval` that the arguments give."""
     given = {name: getattr(args, name) for name in _EVALUATION}
     return [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
 
@@ -185,7 +189,7 @@ def _variant(question: Question, plan: Plan, published: Sequence[CheckpointPubli
     )
 
 
-def _until_known(gateway: GatewayApi, version: str) -> None:
+def _wait_until_known(gateway: GatewayApi, version: str) -> None:
     """Wait until the gateway has read of a version. Raises `GatewayError` if it does not."""
     deadline = time.monotonic() + _KNOWN_WITHIN_S
     while True:
@@ -267,7 +271,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--with", action="append", default=[], dest="settings", metavar="FILE", help="settings that differ, TOML")
     add_overrides(parser, "a setting of all variants that do not set it; without --rubric and --with: the only one")
     add("--since", type=_utc, help="only groups scored then or later, ISO 8601")
-    add("--until", type=_utc, help="only groups scored before that")
     add("--where", default="true", help="SQL over the view `groups`")
     add("--from", default="", dest="start", metavar="VERSION", help="begin with it, as models.start; default: none")
     add("--rollout", required=True, metavar="MODULE:FUNCTION", help="plays one held-out task, as by eval")

@@ -75,6 +75,7 @@ def remove(out: Path) -> None:
 
 
 def _card(rows: Sequence[Row], source: Source, test_share: float, files: Mapping[str, bytes]) -> str:
+    """The data set's `README.md`, with the head that the Hugging Face hub reads."""
     calls = [c for run in source.runs for c in run.calls]
     versions = Counter(v for run in source.runs for v in run.versions)
     events = hashlib.sha256()

@@ -35,7 +35,7 @@ _NOT_SAMPLED = ("role", "annotations")
 
 
 class RowlessError(ValueError):
-    """Why a run gives no row."""
+    """A conversation that no row can hold; the message says why, as the card lists it."""
 
 
 def rows_of(
@@ -138,6 +138,7 @@ FORMATS: Mapping[str, Callable[[Sequence[Run], Counter[str]], Iterator[Row]]] = 
 
 
 def _with_reward(runs: Sequence[Run], left_out: Counter[str]) -> list[Run]:
+    """The runs that have a reward; the others are counted in `left_out`."""
     scored = [run for run in runs if run.reward is not None]
     if lacking := len(runs) - len(scored):
         left_out["a run without a reward"] += lacking
@@ -145,6 +146,7 @@ def _with_reward(runs: Sequence[Run], left_out: Counter[str]) -> list[Run]:
 
 
 def _groups(runs: Sequence[Run]) -> dict[tuple[str, str, str], list[Run]]:
+    """The runs with a reward, by the group that they are compared in."""
     groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
         if run.reward is not None:
@@ -153,6 +155,7 @@ def _groups(runs: Sequence[Run]) -> dict[tuple[str, str, str], list[Run]]:
 
 
 def _pairs(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, Run]]:
+    """Yield pairs of a group's runs, as the module's docstring says, the better run first."""
     runs = _with_reward(runs, left_out)
     # A pair is made of their first conversations.
     usable = {run.trajectory for run, c in _conversations(runs, left_out) if c is run.conversations[0]}
@@ -177,6 +180,7 @@ def _conversations(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tupl
 
 
 def _messages(conversation: Conversation) -> list[Message]:
+    """The messages of a conversation as rows have them. Raises `RowlessError`."""
     return [_message(m, sampled=n in conversation.sampled) for n, m in enumerate(conversation.messages)]
 
 
@@ -205,6 +209,7 @@ def _message(message: Message, *, sampled: bool) -> Message:
 
 
 def _call(call: Any) -> dict[str, Any]:
+    """A tool call as rows have it. Raises `RowlessError`."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise RowlessError("a tool call that calls no function")

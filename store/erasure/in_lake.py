@@ -1,4 +1,5 @@
-"""Replaces the files of the lake that hold rows of erased runs.
+"""Replaces the files of the lake that hold rows of erased runs. `store.erasure.command` counts these rows for its
+summary, and then erases them.
 
 Rows of the runs' own events are left out. A scored group keeps its row, because the other runs' rewards and the steps'
 figures rest on it, without its texts: explanations and hints, and its task if all of its runs are erased. A file that
@@ -28,7 +29,7 @@ from store.lake.table import EventTable
 
 _COMMITTED_S = 15.0
 """Age in seconds from which on a file that is not part of its table never will be."""
-_LOOK_AGAIN_S = 1.0
+_RETRY_S = 1.0
 _SCORED, _DEAD = wire_name(GroupScored), wire_name(DeadLettered)
 
 
@@ -39,13 +40,13 @@ class Rewriter:
         self._lake, self._project = lake, project
         self._runs = set(plan.runs)
         self._groups = {(g.model, g.group) for g in plan.groups}
-        self._names_plan = SubjectsOfPlan(project, plan)
+        self._is_of_plan = SubjectsOfPlan(project, plan)
 
     def count(self) -> dict[str, int]:
         """Return by table the number of rows that `erase` would change."""
         counts: dict[str, int] = {}
         for table in self._lake.tables():
-            if rows := table.of_newest_files(partial(self._count, table)):
+            if rows := table.read_newest_files(partial(self._count, table)):
                 counts[table.tag] = rows
         return counts
 
@@ -57,15 +58,16 @@ class Rewriter:
         for table in self._lake.tables():
             # A table object of its own: its commits are checked against the snapshot that this one read.
             own, replaced = EventTable(self._lake.storage, table.tag), set[str]()
-            replace = partial(own.of_newest_files, partial(self._replace, own, replaced))
+            replace = partial(own.read_newest_files, partial(self._replace, own, replaced))
             replace()
-            while self._delete_left(own, replaced):
-                time.sleep(_LOOK_AGAIN_S)
+            while self._delete_orphans(own, replaced):
+                time.sleep(_RETRY_S)
                 replace()
 
-    def _delete_left(self, table: EventTable, replaced: set[str]) -> bool:
+    def _delete_orphans(self, table: EventTable, replaced: set[str]) -> bool:
         """Delete the files in a table's folder that are not part of the table and hold rows of the plan. A young one
-        that was never part of it may be one that the store is about to commit. Returns whether there is such a file."""
+        that was never part of it (it is not in `replaced`) may be one that the store is about to commit: it stays for
+        now. Returns whether there is such a file."""
         folder = fs.FileSelector(f"{table.storage.root}/{table.tag}", allow_not_found=True)
         # Before the snapshot: what another process commits between the two is then part of the table.
         there = table.storage.files.get_file_info(folder)
@@ -104,7 +106,7 @@ class Rewriter:
         tag = table.tag
         if tag == _DEAD:
             subjects = table.storage.read(tag, name, ["original_subject"])["original_subject"].to_pylist()
-            return [i for i, subject in enumerate(subjects) if self._names_plan(subject)]
+            return [i for i, subject in enumerate(subjects) if self._is_of_plan(subject)]
         if tag == _SCORED:
             rows = table.storage.read(tag, name).to_pylist() if self._groups else []
             return [i for i, row in enumerate(rows) if self._without_texts(row) != row]
@@ -114,6 +116,7 @@ class Rewriter:
         return [i for i, row in enumerate(rows) if row["project"] == self._project and row["trajectory"] in self._runs]
 
     def _without(self, tag: str, rows: pa.Table, affected: list[int]) -> pa.Table:
+        """What stays of a file's rows: those that are not `affected`; of scored groups all, without texts."""
         if tag == _SCORED:
             return pa.Table.from_pylist([self._without_texts(row) for row in rows.to_pylist()], rows.schema)
         return rows.take(np.delete(np.arange(rows.num_rows), affected))

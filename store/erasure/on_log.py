@@ -25,25 +25,25 @@ from store.erasure.plan import Plan
 async def messages_of(broker: Broker, project: str, plan: Plan) -> AsyncGenerator[tuple[str, StoredMessage], None]:
     """Yield stream and message of all that the log holds of the plan's runs: their own events, the scored groups that
     they are in, and dead letters of either."""
-    for event, names in _names(plan):
+    for event, names in _events_of(plan):
         subject = subject_filter(event, project=project, **names)
         # The subject of a dead letter that was delivered again has one more token.
         for each in (subject, f"{subject}.*") if subject[-1] != ">" else (subject,):
             async with aclosing(broker.messages(stream_of(event), subject=each)) as found:
                 async for message in found:
                     yield stream_of(event), message
-    names_plan = SubjectsOfPlan(project, plan)
+    is_of_plan = SubjectsOfPlan(project, plan)
     async with aclosing(broker.messages(stream_of(DeadLettered))) as found:
         async for message in found:
             try:
                 letter = await broker.event_of(decode(message.payload))
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # what it held is gone, as after an erasure that was killed between object and message
-            if isinstance(letter, DeadLettered) and names_plan(letter.original_subject):
+            if isinstance(letter, DeadLettered) and is_of_plan(letter.original_subject):
                 yield stream_of(DeadLettered), message
 
 
-def _names(plan: Plan) -> Iterator[tuple[type[Event], dict[str, str]]]:
+def _events_of(plan: Plan) -> Iterator[tuple[type[Event], dict[str, str]]]:
     """Yield the classes of events about the plan's runs and groups, with the fields that name each of these."""
     for run in plan.runs:
         yield from ((event, {"trajectory": run}) for event in EVENTS if "trajectory" in event.subject_fields)
@@ -52,7 +52,8 @@ def _names(plan: Plan) -> Iterator[tuple[type[Event], dict[str, str]]]:
 
 
 class SubjectsOfPlan:
-    """Whether a subject is one of a plan's messages."""
+    """Says of a subject whether it is that of a message of a plan: an event about one of its runs
+    (`rollout.<kind>.<project>.….<run>`), or one of its scored groups (`group.scored.<project>.<model>.<group>`)."""
 
     def __init__(self, project: str, plan: Plan) -> None:
         self._project = subject_token(project)
@@ -60,10 +61,11 @@ class SubjectsOfPlan:
         self._groups = {(subject_token(g.model), subject_token(g.group)) for g in plan.groups}
 
     def __call__(self, subject: str) -> bool:
-        kind, _, project, *names = [*subject.split("."), "", ""][: max(3, subject.count(".") + 1)]
+        family, *tokens = subject.split(".")
+        project, *names = tokens[1:] or [""]
         if project != self._project:
             return False
-        return not self._runs.isdisjoint(names) if kind == "rollout" else (*names[:2],) in self._groups
+        return not self._runs.isdisjoint(names) if family == "rollout" else (*names[:2],) in self._groups
 
 
 async def count(broker: Broker, project: str, plan: Plan) -> None:
@@ -93,6 +95,8 @@ async def erase(broker: Broker, project: str, plan: Plan) -> None:
 
 
 def _claim_of(message: StoredMessage) -> ClaimCheck | None:
+    """The claim check in a message whose event is in the object store, because it is too large for the log; `None` for
+    any other message."""
     try:
         form = decode(message.payload)
     except msgspec.DecodeError:

@@ -141,7 +141,7 @@ def make_plan(
         else Plan(erasure=new_id("erasure"), digest=digest)
     )
     values: dict[str, Any] = {"project": config.project}
-    runs = {*plan.runs, *_column(connection, _OF_PERSON, values | {"subject": subject})}
+    runs = {*plan.runs, *_first_column(connection, _OF_PERSON, values | {"subject": subject})}
     copied = connection.execute(_COPIED, values).fetchall()
     while copies := {run for run, source in copied if source in runs} - runs:
         runs |= copies
@@ -152,8 +152,8 @@ def make_plan(
     plan.runs = sorted(runs)
     values["runs"] = plan.runs
     holding = [
-        ("runs that are open", _column(connection, _OPEN, values), "complete them first"),
-        ("runs that wait for a judge", _column(connection, _UNJUDGED, values), "erase them when they are scored"),
+        ("runs that are open", _first_column(connection, _OPEN, values), "complete them first"),
+        ("runs that wait for a judge", _first_column(connection, _UNJUDGED, values), "erase them when they are scored"),
     ]
     plan.untrained = [(m, g, t) for m, g, t in connection.execute(_UNTRAINED, values).fetchall()]
     if not untrained:
@@ -173,7 +173,7 @@ def _unfinished(connection: duckdb.DuckDBPyConnection, config: Config, runs: set
     """Return those of the runs that are open or wait for a judge, or for the trainer unless `untrained`, and the runs
     that they have calls or corrections of: these tell that they are the person's."""
     values: dict[str, Any] = {"project": config.project, "runs": sorted(runs)}
-    unfinished = {*_column(connection, _OPEN, values), *_column(connection, _UNJUDGED, values)}
+    unfinished = {*_first_column(connection, _OPEN, values), *_first_column(connection, _UNJUDGED, values)}
     if not untrained:
         unfinished.update(*(members for _, _, members in connection.execute(_UNTRAINED, values).fetchall()))
     copied = connection.execute(_COPIED, {"project": config.project}).fetchall()
@@ -189,15 +189,15 @@ def _add_versions(connection: duckdb.DuckDBPyConnection, config: Config, plan: P
     names, main = dict[str, None](), list[tuple[str, str]]()
     learned, parents = set(plan.learned), list[tuple[str, str]]()
     for branch, model, version, parent, source, trained in rows:
-        name, data_set = _name(branch, version), _DATA_SET.fullmatch(source)
-        origin = _in_lake(source, config)
+        name, data_set = _version_name(branch, version), _DATA_SET.fullmatch(source)
+        origin = _version_in_own_lake(source, config)
         names[name] = None
         if branch == "main":
             main.append((model, version))
         if any((model, group) in groups for group in trained) or (data_set and known.get(data_set["sha256"])):
             learned.add(name)
         if origin or not source or data_set:  # a step on a data set continues its parent
-            parents.append((name, origin or _name(branch, parent)))
+            parents.append((name, origin or _version_name(branch, parent)))
         if source and not origin and not (data_set and data_set["sha256"] in known):
             plan.outside[name] = source
     while more := {name for name, parent in parents if parent in learned} - learned:
@@ -208,11 +208,12 @@ def _add_versions(connection: duckdb.DuckDBPyConnection, config: Config, plan: P
     plan.clean = {model: clean.get(model, f"{model}@0") for model in affected}
 
 
-def _name(branch: str, version: str) -> str:
+def _version_name(branch: str, version: str) -> str:
+    """A version as `Plan.learned` has it."""
     return version if branch == "main" else f"{branch}/{version}"
 
 
-def _in_lake(source: str, config: Config) -> str:
+def _version_in_own_lake(source: str, config: Config) -> str:
     """Return the version of this history that a checkpoint's `source` names; empty if it names something else."""
     match = _ADDRESS.fullmatch(source)
     if match is None or (match["project"] and unquote(match["project"]) != config.project):
@@ -222,7 +223,7 @@ def _in_lake(source: str, config: Config) -> str:
         same = lake.rstrip("/") == own.rstrip("/")
     else:
         same = Path(lake).resolve() in (Path(config.run_dir).resolve(), config.path(own).resolve())
-    return _name(unquote(match["branch"] or "main"), unquote(match["version"])) if same else ""
+    return _version_name(unquote(match["branch"] or "main"), unquote(match["version"])) if same else ""
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ def _data_sets(folder: Path, runs: set[str]) -> Iterator[_DataSet]:
         files = [file for split in SPLITS if (file := card.parent / f"{split}.parquet").is_file()]
         if not files or "journeywork dataset" not in card.read_text(errors="replace"):
             continue
-        affected = {file.stem: bool(_names(file) & runs) for file in files}
+        affected = {file.stem: bool(_runs_in(file) & runs) for file in files}
         yield _DataSet(
             card.parent,
             any(affected.values()),
@@ -253,7 +254,7 @@ def _data_sets(folder: Path, runs: set[str]) -> Iterator[_DataSet]:
         )
 
 
-def _names(file: Path) -> set[str]:
+def _runs_in(file: Path) -> set[str]:
     """Return the names of the runs in a data set. Raises `ConfigError` if it can't be read: it may hold any."""
     names: set[str] = set()
     try:
@@ -267,10 +268,12 @@ def _names(file: Path) -> set[str]:
     return names
 
 
-def _column(connection: duckdb.DuckDBPyConnection, query: str, values: dict[str, Any]) -> list[str]:
+def _first_column(connection: duckdb.DuckDBPyConnection, query: str, values: dict[str, Any]) -> list[str]:
+    """The values of a query's first column, as text."""
     return [str(row[0]) for row in connection.execute(query, values).fetchall()]
 
 
 def _reason(what: str, names: list[str], way_out: str) -> str:
+    """A sentence of `Plan.held_up`, with at most ten of the names."""
     shown = ", ".join(sorted(names)[:10]) + (", …" if len(names) > 10 else "")
     return f"{what} ({len(names)}: {shown}): {way_out}"

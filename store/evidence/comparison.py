@@ -203,39 +203,12 @@ class Evidence(Struct, frozen=True, kw_only=True):
 def read_evidence(connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence, until: int) -> Evidence:
     """Return what the history says at `until` of the comparison that began with `begun`, by its plan. Raises
     `ConfigError` for a metric that DuckDB can't compute."""
-    plan, outside = begun.plan, is_outside(begun.control)
+    plan = begun.plan
     metrics = (plan.metric, *plan.guards)
-    columns = [f"nullif(CAST(({metric.sql}) AS DOUBLE), 'nan'::DOUBLE)" for metric in metrics]
-    expressions = ", ".join(columns)
-    named = ", ".join(metric.sql for metric in metrics)
-    _check(connection, expressions, len(metrics), named)
-    query = _RUNS.format(
-        columns=", ".join(f"{column} AS n{i}" for i, column in enumerate(columns)),
-        firsts=", ".join(f"arg_min(n{i}, moment) FILTER (n{i} IS NOT NULL) AS n{i}" for i in range(len(columns))),
-    )
-    values = {
-        "project": project,
-        "model": begun.model,
-        "outside": outside,
-        "since": begun.shares[0].since,
-        "until": until,
-        "expressions": expressions,
-        "deadline": round(plan.deadline_s * 1e6),
-    }
-    try:
-        rows = connection.execute(query, values).fetchall()
-    except duckdb.Error as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"the metrics {named} can't be computed: {reason} {_columns(connection)}") from error
     sides: list[dict[str, list[tuple[Any, ...]]]] = [{begun.candidate: [], begun.control: []} for _ in begun.shares]
-    for trajectory, opened, pinned, late, steps, *numbers in rows:
+    for trajectory, opened, pinned, late, steps, *numbers in _read_runs(connection, project, begun, until, metrics):
         at = sum(opened > share.since for share in begun.shares) - 1
-        if outside:
-            side = pinned or begun.control
-        else:
-            side = begun.candidate if split_point(trajectory) < begun.shares[at].percent else begun.control
-            if steps not in (None, [parse_version(side)[1]] * 2):
-                continue  # its calls named another version, or came before the split
+        side = _side_of(begun, begun.shares[at], trajectory, pinned, steps)
         if side in sides[at]:
             sides[at][side].append((late, *numbers))
     findings = []
@@ -247,6 +220,45 @@ def read_evidence(connection: duckdb.DuckDBPyConnection, project: str, begun: Ev
         findings.append(_compared(metric, parts, plan.alpha))
     evidence = msgspec.structs.replace(begun, until=until, findings=tuple(findings))
     return msgspec.structs.replace(evidence, verdict=verdict(evidence))
+
+
+def _read_runs(
+    connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence, until: int, metrics: Sequence[Metric]
+) -> list[tuple[Any, ...]]:
+    """The rows of `_RUNS` for a comparison, as they were at `until`, with a number of each metric. Raises
+    `ConfigError`."""
+    columns = [f"nullif(CAST(({metric.sql}) AS DOUBLE), 'nan'::DOUBLE)" for metric in metrics]
+    expressions = ", ".join(columns)
+    named = ", ".join(metric.sql for metric in metrics)
+    _check(connection, expressions, len(metrics), named)
+    query = _RUNS.format(
+        columns=", ".join(f"{column} AS n{i}" for i, column in enumerate(columns)),
+        firsts=", ".join(f"arg_min(n{i}, moment) FILTER (n{i} IS NOT NULL) AS n{i}" for i in range(len(columns))),
+    )
+    values = {
+        "project": project,
+        "model": begun.model,
+        "outside": is_outside(begun.control),
+        "since": begun.shares[0].since,
+        "until": until,
+        "expressions": expressions,
+        "deadline": round(begun.plan.deadline_s * 1e6),
+    }
+    try:
+        return connection.execute(query, values).fetchall()
+    except duckdb.Error as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"the metrics {named} can't be computed: {reason} {_columns(connection)}") from error
+
+
+def _side_of(begun: Evidence, share: Share, trajectory: str, pinned: str | None, steps: list[int] | None) -> str:
+    """The version whose result a run is; empty if it is none's, because its calls named another version or came before
+    the split. `pinned`: what a decision about an outside model gave it; `steps`: the first and the last step of the
+    policy that answered it, `None` without a call."""
+    if is_outside(begun.control):
+        return pinned or begun.control
+    side = begun.candidate if split_point(trajectory) < share.percent else begun.control
+    return side if steps in (None, [parse_version(side)[1]] * 2) else ""
 
 
 def _columns(connection: duckdb.DuckDBPyConnection) -> str:
@@ -341,10 +353,12 @@ def _means(bounds: Sequence[Bounds], size: int) -> list[Bounds]:
 
 
 def _middle(bounds: Sequence[Bounds]) -> float | None:
+    """The mean of the middles of some bounds; `None` if there are none."""
     return _mean([(least + greatest) / 2 for least, greatest in bounds]) if bounds else None
 
 
 def _late(runs: Sequence[Run], bounds: Sequence[Bounds]) -> int:
+    """How many of the runs that `bounds` are of had no value at their deadline."""
     return sum(value is None for _, value in runs[: len(bounds)])
 
 

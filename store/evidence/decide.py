@@ -136,6 +136,7 @@ def _parse_guard(text: str) -> Guard:
 
 
 def _begin(args: argparse.Namespace) -> int:
+    """Check the plan, whose metrics are tried over no runs, and divide the model's runs by it."""
     steps = _parse_steps(args.steps) if args.steps else ()
     percent = steps[0] if steps else args.percent
     if not 5 <= percent <= 95:
@@ -150,7 +151,7 @@ def _begin(args: argparse.Namespace) -> int:
         metric=Metric(sql=expression, low=low, high=high, late=late),
         margin=args.margin,
         steps=steps,
-        cascade=_cascade(args, connection),
+        cascade=_find_cascade(args, connection),
         guards=tuple(map(_parse_guard, args.guard)),
         alpha=args.alpha,
         deadline_s=args.deadline,
@@ -162,18 +163,7 @@ def _begin(args: argparse.Namespace) -> int:
         msgspec.json.decode(msgspec.json.encode(begun), type=Evidence)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the comparison can't be used: {error}") from error
-    model, outside = begun.model, is_outside(args.control)
-    own = config.apprentices().get(model, "") if outside else model
-    if parse_version(args.candidate)[0] != own or args.control == args.candidate:
-        raise ConfigError(
-            f"{args.candidate} is no version of the apprentice of {model}: {own or 'it has none (outside.apprentice)'}"
-            if outside
-            else f"{args.candidate} and {args.control} must be two versions of one model"
-        )
-    if not outside and (plan.steps or plan.cascade):
-        raise ConfigError(
-            "--steps and --quality need an outside model as the control, under whose name runs keep sides"
-        )
+    _require_versions_of_one_model(config, begun)
     # An expression that DuckDB refuses begins nothing.
     read_evidence(connection, config.project, begun, 0)
     body = {
@@ -187,14 +177,32 @@ def _begin(args: argparse.Namespace) -> int:
     }
     gateway = connect(args)
     say_what_is_awaited(args.candidate, args.control)
-    gateway.ask("POST", _path(model, "split"), body)
+    gateway.ask("POST", _path(begun.model, "split"), body)
     sys.stdout.write(
-        visible(f"begun: {args.candidate} against {args.control}; now: journeywork decide watch {model}\n")
+        visible(f"begun: {args.candidate} against {args.control}; now: journeywork decide watch {begun.model}\n")
     )
     return 0
 
 
+def _require_versions_of_one_model(config: Config, begun: Evidence) -> None:
+    """Raise `ConfigError` unless the candidate and the control are versions of one model, or an apprentice's version
+    and the outside model that it may take over from."""
+    model, outside, plan = begun.model, is_outside(begun.control), begun.plan
+    own = config.apprentices().get(model, "") if outside else model
+    if parse_version(begun.candidate)[0] != own or begun.control == begun.candidate:
+        raise ConfigError(
+            f"{begun.candidate} is no version of the apprentice of {model}: {own or 'it has none (outside.apprentice)'}"
+            if outside
+            else f"{begun.candidate} and {begun.control} must be two versions of one model"
+        )
+    if not outside and (plan.steps or plan.cascade):
+        raise ConfigError(
+            "--steps and --quality need an outside model as the control, under whose name runs keep sides"
+        )
+
+
 def _parse_steps(text: str) -> tuple[float, ...]:
+    """Read the shares of `--steps` in percent. Raises `ConfigError`."""
     try:
         steps = tuple(map(float, text.split(",")))
     except ValueError:
@@ -204,7 +212,9 @@ def _parse_steps(text: str) -> tuple[float, ...]:
     return steps
 
 
-def _cascade(args: argparse.Namespace, connection: duckdb.DuckDBPyConnection) -> Cascade | None:
+def _find_cascade(args: argparse.Namespace, connection: duckdb.DuckDBPyConnection) -> Cascade | None:
+    """Return which answers of an apprentice `--quality` and `--pairs` allow to show; `None` without them: all. Raises
+    `ConfigError` if no threshold keeps the quality."""
     if args.quality is None and args.pairs is None:
         return None
     if args.pairs is None or args.quality is None or not 0 < args.quality < 1:
@@ -228,11 +238,12 @@ def _cascade(args: argparse.Namespace, connection: duckdb.DuckDBPyConnection) ->
 
 
 def _watch(args: argparse.Namespace) -> int:
+    """Look at the results every `--every` seconds, and act on the verdict until a decision ends the comparison."""
     gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
     begun = _in_force(gateway, args.model)
     while True:
         evidence = _read_until_now(config, begun)
-        _say(evidence)
+        _print_findings(evidence)
         awaited = evidence.verdict == "promote" and evidence.plan.approval
         if awaited:
             sys.stdout.write(f"it waits for `journeywork decide approve {args.model}`\n")
@@ -264,10 +275,11 @@ def _until_answered(request: Callable[[], T], once: bool, every: float) -> T:
 
 
 def _approve(args: argparse.Namespace) -> int:
+    """Promote the candidate in a person's name, if the results show that it may be."""
     gateway, config = connect(args), installation_settings(args.run_dir, sections=("store",))
     begun = _in_force(gateway, args.model)
     evidence = _read_until_now(config, begun)
-    _say(evidence)
+    _print_findings(evidence)
     if evidence.verdict != "promote":
         raise ConfigError(f"{evidence.candidate} is not shown to be better: the verdict is {evidence.verdict}")
     _publish(gateway, begun, evidence, args.by)
@@ -281,7 +293,7 @@ def _check(args: argparse.Namespace) -> int:
     connection = sql.connect(config)
     different = 0
     rows = connection.execute(_RECORDED, [config.project]).fetchall()
-    decisions = [(model, text, evidence) for model, text in rows if (evidence := _evidence(text)) is not None]
+    decisions = [(model, text, evidence) for model, text in rows if (evidence := _read_recorded(text)) is not None]
     for model, text, recorded in decisions:
         again = read_evidence(connection, config.project, recorded, recorded.until)
         different += again != recorded
@@ -298,7 +310,7 @@ def _path(model: str, action: str) -> str:
     return f"/v1/policies/{quote(model, safe='')}/{action}"
 
 
-def _evidence(text: str) -> Evidence | None:
+def _read_recorded(text: str) -> Evidence | None:
     """Read the evidence of a decision; `None` if it has none, or another program wrote it in a form of its own."""
     try:
         return msgspec.json.decode(text, type=Evidence)
@@ -310,7 +322,7 @@ def _in_force(gateway: GatewayApi, model: str) -> _Begun:
     """Return the comparison in force. Raises `ConfigError` if there is none."""
     policies = {p["model"]: p for p in gateway.ask("GET", "/v1/policies")["data"]}
     decision = (policies.get(model) or {}).get("decision") or {}
-    evidence = _evidence(decision.get("evidence") or "")
+    evidence = _read_recorded(decision.get("evidence") or "")
     if decision.get("action") != "split" or evidence is None:
         why = f"the last decision is {decision['action']}" if decision else "there was no decision"
         raise ConfigError(f"no comparison of {model} is in force, {why}: journeywork decide begin")
@@ -323,6 +335,7 @@ def _in_force(gateway: GatewayApi, model: str) -> _Begun:
 
 
 def _read_until_now(config: Config, begun: _Begun) -> Evidence:
+    """Return what the history says of a comparison, up to the time that the store has surely written."""
     until = int((time.time() - _SETTLED_S) * 1e6)
     return read_evidence(sql.connect(config), config.project, begun.evidence, until)
 
@@ -337,7 +350,7 @@ def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "
     body = {
         "version": version,
         "by": by,
-        "reason": _line(evidence.plan.metric.sql, evidence.findings[0]),
+        "reason": _describe(evidence.plan.metric.sql, evidence.findings[0]),
         "evidence": msgspec.json.encode(evidence).decode(),
         "request": f"{begun.request}-{percent:g}" if raised else f"{begun.request}-decided",
         "after": begun.last,
@@ -356,13 +369,13 @@ def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "
     sys.stdout.write(visible(f"{evidence.verdict}: {share} go to {version}\n"))
 
 
-def _say(evidence: Evidence) -> None:
+def _print_findings(evidence: Evidence) -> None:
     for metric, finding in zip((evidence.plan.metric, *evidence.plan.guards), evidence.findings, strict=True):
-        sys.stdout.write(visible(_line(metric.sql, finding)) + "\n")
+        sys.stdout.write(visible(_describe(metric.sql, finding)) + "\n")
     sys.stdout.write(f"verdict: {evidence.verdict}\n")
 
 
-def _line(name: str, finding: Finding) -> str:
+def _describe(name: str, finding: Finding) -> str:
     runs = f"{finding.candidate_runs} and {finding.control_runs} runs, {finding.pairs} pairs"
     if finding.candidate_late or finding.control_late:
         runs += f", {finding.candidate_late} and {finding.control_late} late"

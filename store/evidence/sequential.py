@@ -47,25 +47,25 @@ def interval(values: Sequence[float], low: float, high: float, alpha: float = 0.
         beyond = next(v for v in values if not low <= v <= high)
         raise ValueError(f"the value {beyond:g} is not within the declared range, {low:g} to {high:g}")
     scaled = (given - low) / (high - low)
-    least, most = _least(scaled, alpha / 2), 1 - _least(1 - scaled, alpha / 2)
+    least, most = _lower_end(scaled, alpha / 2), 1 - _lower_end(1 - scaled, alpha / 2)
     width = high - low
     return Interval(low + width * least, low + width * most)
 
 
-def _least(scaled: npt.NDArray[np.float64], alpha: float) -> float:
+def _lower_end(scaled: npt.NDArray[np.float64], alpha: float) -> float:
     """Return the largest m of 0 to 1 that the bets have refused as an upper bound of the mean, and 0 if there is none.
     The capital falls with m, so that m is found by halving."""
     least, most = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
-        if _refused(scaled, middle, alpha):
+        if _is_refused(scaled, middle, alpha):
             least = middle
         else:
             most = middle
     return least
 
 
-def _refused(scaled: npt.NDArray[np.float64], m: float, alpha: float) -> bool:
+def _is_refused(scaled: npt.NDArray[np.float64], m: float, alpha: float) -> bool:
     """Return whether the averaged capital of those who bet that the mean is above `m` ever reached 1/`alpha`."""
     logs = np.log1p(_BETS[:, None] * (scaled / m - 1)).cumsum(axis=1)
     highest = logs.max(axis=0)  # without it, the exponential could overflow

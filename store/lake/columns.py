@@ -93,6 +93,7 @@ def _plain(value: Any) -> Any:
 
 
 def _builder(column: Column) -> Callable[[list[Any]], pa.Array]:
+    """A function from the values of a field in some events to the column of its table."""
     if column.kind in schema.PACKED:
         dtype = schema.PACKED[column.kind]
         return lambda values: packed_list(values, dtype)
@@ -106,6 +107,7 @@ def _builder(column: Column) -> Callable[[list[Any]], pa.Array]:
 
 @functools.cache
 def _builders(tag: str) -> tuple[tuple[str, Callable[[list[Any]], pa.Array]], ...]:
+    """The names and builders of a tag's columns, without those of the envelope, which `table` makes itself."""
     skip = len(schema.ENVELOPE)
     return tuple((c.name, _builder(c)) for c in schema.tables()[tag][skip:])
 

@@ -35,7 +35,9 @@ _TIERS = (64, 8, 1)
 """Files are merged to 1/64, then 1/8, then all of `store.compact_bytes`, so that a row is rewritten three times at
 most."""
 _GROUP_BYTES = 64 * 1024 * 1024
+"""Bytes of a row group of a merged file, about."""
 _CHECKPOINT_EVERY = 100
+"""Commits between two checkpoints."""
 _ORPHAN_HOURS = 24
 """Age after which a file that no commit names is taken for one that a dead process left behind."""
 _DAY_S = 86_400.0
@@ -76,6 +78,7 @@ class Maintenance:
                 logger.warning("table not maintained; trying again in the next round", tag=table.tag, why=str(error))
 
     def _maintain(self, table: EventTable) -> None:
+        """Maintain a table, through a table object that the writer does not share. Raises one of `LAKE_ERRORS`."""
         own = self._own(table.tag)
         delta = own.snapshot()
         if delta is None:
@@ -155,6 +158,7 @@ class Maintenance:
         return True
 
     def _vacuum(self, table: EventTable, delta: DeltaTable) -> None:
+        """Delete files that were replaced `store.compact_grace_s` ago, and once a day files that no commit names."""
         now, tag = time.monotonic(), table.tag
         if now - self._searched.setdefault(tag, now - _DAY_S) >= _DAY_S:
             delta.update_incremental()
@@ -174,6 +178,8 @@ class Maintenance:
         table.sync()
 
     def _checkpoint(self, table: EventTable, delta: DeltaTable) -> None:
+        """Make a Delta checkpoint after every `_CHECKPOINT_EVERY` commits, durably, and delete the journal that it
+        covers."""
         delta.update_incremental()
         if delta.version() - max(0, last_checkpoint(table.storage, table.tag)) < _CHECKPOINT_EVERY:
             return

@@ -38,7 +38,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNREADABLE = (pa.ArrowException, OSError, ValueError)
 """Errors of reading a file. A damaged name of a column is a `ValueError`: it is not UTF-8."""
 
-PASSING = tuple(os.strerror(number) for number in (errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+TRANSIENT = tuple(os.strerror(number) for number in (errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 """Texts in DuckDB's errors that tell of no damage: the file could not be opened for a reason that can pass."""
 
 

@@ -115,7 +115,8 @@ class EventTable:
         """When `_delta` was last updated, in seconds since the epoch."""
         self._durable = -1
         """Newest version that is known to survive a power cut; -1 if none is known."""
-        self._places = functools.lru_cache(maxsize=8)(self._read_places)
+        self._identities = functools.lru_cache(maxsize=8)(self._read_identities)
+        """Sequences and stream times of a file's events, by the file's name."""
 
     def snapshot(self) -> DeltaTable | None:
         """Read and return the table's newest version; `None` if nothing was ever committed. Raises one of
@@ -130,6 +131,7 @@ class EventTable:
         return -1 if self._delta is None else self._delta.version()
 
     def _newest(self) -> DeltaTable | None:
+        """The table at its newest version, read from the last snapshot on if possible; `None` without a commit."""
         if self._delta is not None:
             try:
                 self._delta.update_incremental()
@@ -278,10 +280,10 @@ class EventTable:
         Raises one of `LAKE_ERRORS`, and `DamagedFileError` if a file of the table is missing or damaged."""
         with self._lock:
             seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
-            stored = self.of_newest_files(lambda: self._stored(seqs, ats))
+            stored = self.read_newest_files(lambda: self._stored(seqs, ats))
             return table.filter(pa.array(~stored)) if stored.any() else table
 
-    def of_newest_files(self, read: Callable[[], Result]) -> Result:
+    def read_newest_files(self, read: Callable[[], Result]) -> Result:
         """Return what `read` makes of the table's files. It is called again if a file is gone because another process
         has replaced it. Raises `DamagedFileError` if the newest version has a file that is missing."""
         searched = -1
@@ -306,16 +308,16 @@ class EventTable:
         candidates = (wanted[next_wanted] >= files.first) & (wanted[next_wanted] <= files.last)
         candidates &= (files.newest + _STATISTICS_US >= ats.min()) & (files.oldest - _STATISTICS_US <= ats.max())
         for i in np.flatnonzero(candidates):
-            file_seqs, file_ats = self._places(files.names[i])
+            file_seqs, file_ats = self._identities(files.names[i])
             hits = np.flatnonzero(np.isin(file_seqs, wanted))
-            places = set(zip(file_seqs[hits].tolist(), file_ats[hits].tolist(), strict=True))
+            identities = set(zip(file_seqs[hits].tolist(), file_ats[hits].tolist(), strict=True))
             for row in np.flatnonzero(np.isin(seqs, file_seqs[hits])):
-                stored[row] |= (int(seqs[row]), int(ats[row])) in places
+                stored[row] |= (int(seqs[row]), int(ats[row])) in identities
         return stored
 
-    def _read_places(self, name: str) -> tuple[Ints, Ints]:
-        places = self.storage.read(self.tag, name, ["log_seq", "log_at"])
-        return places["log_seq"].to_numpy(), places["log_at"].cast(pa.int64()).to_numpy()
+    def _read_identities(self, name: str) -> tuple[Ints, Ints]:
+        rows = self.storage.read(self.tag, name, ["log_seq", "log_at"])
+        return rows["log_seq"].to_numpy(), rows["log_at"].cast(pa.int64()).to_numpy()
 
 
 def covers(schema: pa.Schema, required: pa.Schema) -> bool:

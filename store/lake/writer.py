@@ -74,8 +74,10 @@ class Writer:
         self._filling = WriteBatch()
         self._writing: WriteBatch | None = None
         self._slot = anyio.Semaphore(1)
+        """Taken while a batch is written."""
         self._versions = Versions(broker, lake.storage, config.checkpoints)
         self.written = 0
+        """Number of rows that this writer has committed."""
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Write until cancelled. Events received by then are written before it returns."""
@@ -110,6 +112,7 @@ class Writer:
         return [message.reply for batch in batches for message in batch.messages.values()]
 
     def _due(self) -> bool:
+        """Whether the batch that is being filled is to be written: by its events, its bytes or its age."""
         batch, config = self._filling, self._config
         return bool(batch.messages) and (
             len(batch.messages) >= config.flush_rows
@@ -118,6 +121,7 @@ class Writer:
         )
 
     async def _take(self, puller: Puller) -> None:
+        """Wait for deliveries, at most until the batch that is being filled is due, and add them to it."""
         batch = self._filling
         room = max(1, self._config.flush_rows - len(batch.messages))
         wait_s = self._config.flush_s
@@ -160,6 +164,7 @@ class Writer:
         batch.size += message.size
 
     async def _write(self, batch: WriteBatch) -> None:
+        """The task that writes a batch while the next one is filled."""
         await self._finish(batch)
         self._writing = None
         self._slot.release()

@@ -36,6 +36,7 @@ def _value(column: Column, value: Any) -> Any:
 
 
 def _micros(value: datetime) -> int:
+    """A time without a zone, which is in UTC, in microseconds of Unix time. Not by a float, which would round it."""
     whole = int(value.replace(tzinfo=UTC, microsecond=0).timestamp())
     return whole * 1_000_000 + value.microsecond
 

@@ -30,7 +30,7 @@ from pipeline.running.installations import installation_settings
 from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible, visible_json
 from store.lake.lake import Lake, lake_in, open_lake
-from store.lake.storage import PASSING, DamagedFileError, StoreError
+from store.lake.storage import TRANSIENT, DamagedFileError, StoreError
 from store.reading.options import add_installation, exit_status
 from store.reading.views import VIEWS
 
@@ -110,18 +110,18 @@ def define_views(
         lake.storage.attach(connection)
         # DuckDB opens every file that a view reads when the view is made: the documented views are made over no files.
         for tag in schema.tables():
-            _define(connection, lake, tag, [])
+            _define_view_of_tag(connection, lake, tag, [])
         connection.execute("CREATE MACRO IF NOT EXISTS gpu_usd_h() AS 0::DOUBLE")
         for view in VIEWS:
             connection.execute(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}")
     for tag in schema.tables() if tags is None else tags:
         names = lake.names(tag)
         if names != shown.get(tag, []):
-            names = _define(connection, lake, tag, names, damaged)
+            names = _define_view_of_tag(connection, lake, tag, names, damaged)
         shown[tag] = names
 
 
-def _define(
+def _define_view_of_tag(
     connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: list[str], left_out: set[str] | None = None
 ) -> list[str]:
     """Let the view of a tag read the files `names`, or those of the newest version if a merge has replaced them. Return
@@ -132,7 +132,7 @@ def _define(
             connection.execute(f"CREATE OR REPLACE VIEW {table_name(tag)} AS {rows}")
         except (duckdb.IOException, duckdb.InvalidInputException, FileNotFoundError) as error:
             damaged = next((name for name in names if name in str(error)), None)
-            if damaged is None or any(reason in str(error) for reason in PASSING):
+            if damaged is None or any(reason in str(error) for reason in TRANSIENT):
                 raise
             if damaged in (names := lake.names(tag)):
                 path = f"{lake.storage.uri(tag)}/{damaged}"
@@ -267,6 +267,7 @@ def table_text(result: duckdb.DuckDBPyRelation, cell: int | None) -> str:
 
 
 def _one_line(column: int, name: str, cell: int | None) -> str:
+    """SQL that makes one line, of at most `cell` characters, of the values of a column, given by its number from 1."""
     text = f"replace(#{column}::VARCHAR, chr(10), '⏎')"
     if cell is not None:
         text = f"CASE WHEN length({text}) > {cell} THEN left({text}, {cell - 1}) || '…' ELSE {text} END"

@@ -21,7 +21,7 @@ from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.trainer import kit
 from trainer.batches import graders
-from trainer.batches.examples import Example, examples
+from trainer.batches.examples import Example, make_examples
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.timeout(300)]
 
@@ -63,10 +63,10 @@ async def test_a_chat_client_that_reports_nothing_is_trained_by_what_its_users_s
     made: list[Example] = []
 
     def remember(*args: Any) -> list[Example]:
-        made[:] = examples(*args)
+        made[:] = make_examples(*args)
         return made
 
-    monkeypatch.setattr(graders, "examples", remember)
+    monkeypatch.setattr(graders, "make_examples", remember)
     detection = {"detection.enabled": True, "detection.grouped": False, "detection.idle_s": 600.0}
     gateway = start_gateway(**detection)
     config = kit.settings(

@@ -68,7 +68,7 @@ def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> Excha
 def scored(group: str, rewards: Mapping[str, float], member: Mapping[str, Any] = {}, **more: Any) -> GroupScored:
     """A scored group with these rewards by trajectory; `member`: fields of each member."""
     members = tuple(Member(trajectory=name, reward=reward, **member) for name, reward in rewards.items())
-    return GroupScored(project="p", group=group, model="m", judge="j", members=members, **more)
+    return GroupScored(group=group, members=members, **{"project": "p", "model": "m", "judge": "j", **more})
 
 
 def discarded(group: str, reason: Any, *trajectories: str, by: Any = "trainer", **more: Any) -> GroupDiscarded:

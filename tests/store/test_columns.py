@@ -43,8 +43,3 @@ def test_a_packed_array_of_odd_length_is_named() -> None:
 def test_json_that_is_not_utf8_stays_readable() -> None:
     table = columns.table("rollout.exchange", [exchange("t", request=b'"\xff"')], [1], [0], [""])
     assert table["request"].to_pylist() == ['"�"']
-
-
-def test_an_integer_beyond_64_bits_is_unstorable_not_fatal() -> None:
-    with pytest.raises(columns.UnstorableError):
-        columns.table("rollout.exchange", [exchange("t", step=2**63)], [1], [0], [""])

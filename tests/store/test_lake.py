@@ -204,19 +204,6 @@ def test_a_damaged_file_is_named_and_removed_as_the_page_says(lake: Lake, config
     assert sequences(open_lake(config), TAG) == list(range(1, 11))
 
 
-def test_content_that_can_t_be_decompressed_is_damage(lake: Lake) -> None:
-    lake.table(TAG).append(rows(1))
-    name = lake.names(TAG)[0]
-    key = lake.storage.key(TAG, name)
-    with lake.storage.files.open_input_file(key) as whole:
-        content = bytearray(whole.read())
-    content[40:400] = bytes(360)
-    with lake.storage.files.open_output_stream(key) as stream:
-        stream.write(bytes(content))
-    with pytest.raises(DamagedFileError, match=f"^{lake}/{TAG}/{name} is damaged"):
-        lake.storage.read(TAG, name)
-
-
 @pytest.mark.parametrize(
     ("error", "raised"),
     [

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import msgspec
@@ -151,20 +151,29 @@ def exchange(
     return events.exchange(trajectory, seq, prompt, sampled, **(fields | other))
 
 
-def group(name: str, rewards: Sequence[float], *, step: int = 0, exchanges: int = 2, **other: object) -> GroupScored:
+def group(
+    name: str,
+    rewards: Sequence[float],
+    *,
+    step: int = 0,
+    exchanges: int = 2,
+    split: Literal["train", "val"] = "train",
+    **other: object,
+) -> GroupScored:
     members = tuple(
         Member(
             trajectory=f"{name}-{i}",
             reward=r,
             exchanges=exchanges,
+            split=split,
             first_step=step,
             last_step=step,
             metrics={"turns": float(i)},
         )
         for i, r in enumerate(rewards)
     )
-    fields: dict[str, object] = {"project": "p", "group": name, "model": MODEL, "judge": "j", "members": members}
-    return GroupScored(**(fields | other))  # type: ignore[arg-type]
+    fields: dict[str, object] = {"project": "p", "model": MODEL, "judge": "j", "members": members}
+    return GroupScored(group=name, split=split, **(fields | other))  # type: ignore[arg-type]
 
 
 def training_group(

@@ -78,7 +78,7 @@ async def test_steps_on_data_sets_are_one_lineage_with_those_on_groups(nats_conf
         async with kit.running(config):
             await kit.steps_reach(broker, 1)
         for kind in kinds:
-            await train_on(config, DatasetStep(data(tmp_path, kind), kind, learning_rate=1e-2), lambda _: None)
+            await train_on(config, DatasetStep(data(tmp_path, kind), kind, learning_rate=1e-2))
         await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=4)
         async with kit.running(config):
             events = await kit.steps_reach(broker, 5)
@@ -219,15 +219,14 @@ async def test_a_step_that_is_killed_is_on_the_log_once_or_not_at_all(
     with monkeypatch.context() as patched:
         patched.setattr(crash, "point", kill)
         with pytest.raises(BaseException) as died:
-            await train_on(config, step, lambda _: None)
+            await train_on(config, step)
         assert died.group_contains(Killed) if isinstance(died.value, BaseExceptionGroup) else died.type is Killed
-    versions: list[str] = []
-    await train_on(config, step, versions.append)
+    version, _ = await train_on(config, step)
     begun = point != "trainer.before_checkpoint"
     async with Broker.connect(nats_config) as broker:
         events = await published(broker)
     assert [e.step for e in events] == ([1, 2] if begun else [1])
-    assert versions == [events[-1].version]
+    assert version == events[-1].version
 
 
 async def test_the_command_has_the_rights_of_the_trainer_where_services_have_users(
@@ -238,6 +237,5 @@ async def test_the_command_has_the_rights_of_the_trainer_where_services_have_use
     async with Broker.connect(nats, name="supervisor"):  # makes the streams
         pass
     config = settings(tmp_path, msgspec.structs.replace(nats, provision=False, publish_deadline_s=60))
-    versions: list[str] = []
-    await train_on(config, DatasetStep(data(tmp_path, "sft"), "sft"), versions.append)
-    assert versions == [f"{kit.MODEL}@1"]
+    version, _ = await train_on(config, DatasetStep(data(tmp_path, "sft"), "sft"))
+    assert version == f"{kit.MODEL}@1"

@@ -69,31 +69,22 @@ async def test_train_reads_the_runs_settings(tmp_path: Path, capsys: pytest.Capt
     assert said["run_dir"] == str(tmp_path)
 
 
-async def test_train_without_a_log_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
-    with pytest.raises(SystemExit) as error:
-        train.main(["--run-dir", str(tmp_path)])
-    assert error.value.code == 2
-    assert "--nats-url" in capsys.readouterr().err
-
-
-async def test_train_does_not_run_beside_the_trainer_of_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
-    running = {"pid": os.getpid(), "since": process_start(os.getpid()), "state": "ready", "restarts": 0}
-    (tmp_path / "state.json").write_text(json.dumps({"urls": {}, "services": {"trainer": running}}))
-    with pytest.raises(SystemExit) as error:
-        train.main(["--run-dir", str(tmp_path), "--nats-url", "nats://127.0.0.1:1"])
-    assert error.value.code == 2
-    assert f"`journeywork up` trains there already, as process {os.getpid()}" in capsys.readouterr().err
-
-
-def test_train_prints_one_line_when_it_can_not_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_says_in_one_line_why_it_does_not_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a log, at one that does not answer, and beside the trainer of `journeywork up`."""
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
     log = ["--nats-url", f"nats://127.0.0.1:{free_port()}", "--set", "nats.connect_timeout_s=0.2"]
-    with pytest.raises(SystemExit) as error:
-        train.main(["--run-dir", str(tmp_path), *log])
-    assert error.value.code == 1
-    assert "no NATS server answers" in capsys.readouterr().err.splitlines()[-1]
+    running = {"pid": os.getpid(), "since": process_start(os.getpid()), "state": "ready", "restarts": 0}
+    beside = {"urls": {}, "services": {"trainer": running}}
+    for options, state, code, told in (
+        ([], None, 2, "--nats-url"),
+        (log, None, 1, "no NATS server answers"),
+        (log, beside, 2, f"`journeywork up` trains there already, as process {os.getpid()}"),
+    ):
+        if state:
+            (tmp_path / "state.json").write_text(json.dumps(state))
+        with pytest.raises(SystemExit) as error:
+            train.main(["--run-dir", str(tmp_path), *options])
+        assert (error.value.code, told in capsys.readouterr().err.splitlines()[-1]) == (code, True)
 
 
 _TRAIN = """

@@ -34,9 +34,7 @@ async def _step(broker: Broker, n: int) -> None:
     """Let the trainer take a step over one group, with discarded groups and a validation group beside it."""
     for i in range(DISCARDED):
         await broker.publish(kit.group(f"flat-{n}-{i}", [1.0] * 4, step=n))
-    scored = kit.group(f"val-{n}", [0.5] * 4, step=n, split="val")
-    members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
-    await broker.publish(msgspec.structs.replace(scored, members=members))
+    await broker.publish(kit.group(f"val-{n}", [0.5] * 4, step=n, split="val"))
     await kit.publish_group(broker, f"train-{n}", [0.0, 1.0], seed=n, step=n)
     keys = {"project": "p", "model": kit.MODEL, "step": n + 1}
     with anyio.fail_after(60):

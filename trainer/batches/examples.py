@@ -1,6 +1,8 @@
-"""From the groups of a batch to sequences with advantages.
+"""From the groups of a batch to sequences with advantages: `trainer.batches.graders` calls `make_examples` for a step.
 
-Baseline and spread come from the scored members of the training split only (`trainer.batches.groups`).
+An advantage is a return less its baseline, the mean of those that it is compared with (`trainer.loss.baseline`: of the
+group, of the task's earlier runs or of the batch), scaled (`advantage_scaling`) and perhaps normalised. Baseline and
+spread come from the scored members of the training split only (`trainer.batches.groups`).
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from trainer.batches.returns import (
     calls_with_credit,
     group_returns,
     has_call_returns,
-    positions,
     role_baselines,
+    role_positions,
 )
 from trainer.batches.tasks import task_baselines
 from trainer.distillation.teacher import HintedCall, TeacherLogprobs
@@ -68,30 +70,26 @@ class Example:
         return dataclasses.replace(self, advantage=self.advantage * factor, call_advantages=own)
 
 
-def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[Example]:
-    """Every sequence of the batch with its scaled advantage, in the order of the groups.
+def make_examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[Example]:
+    """Every sequence of the batch with its advantage, in the order of the groups.
 
-    The advantage is the reward minus the mean reward of the group, of the task's earlier runs or of the batch
-    (`trainer.loss.baseline`), divided as `trainer.loss.advantage_scaling` says, then normalised by the setting
-    after it. Where rewards belong to calls, it is their returns that are compared (`trainer.batches.returns`).
-    With loss type `sft` it is the reward."""
+    A run has one return, its reward, or where rewards belong to calls a return for each call
+    (`trainer.batches.returns`). With loss type `sft` the advantage is the run's reward."""
     weights = trajectory_weights(groups, config)
     if config.loss.type == "sft":
-        return _supervised(groups, weights)
+        return _supervised_examples(groups, weights)
     loss = config.loss
-    # Whether a run's calls are compared one by one, or the run by its reward.
-    by_call = {g: has_call_returns(g.members, loss.turn_discount) for g in groups}
+    has_returns_of_calls = {g: has_call_returns(g.members, loss.turn_discount) for g in groups}
     if "batch" in (loss.baseline, loss.advantage_scaling):  # so all are compared at the same position
-        by_call = dict.fromkeys(groups, any(by_call.values()))
-    by_role = loss.baseline != "task" and any(g.history.roles and by_call[g] for g in groups)
+        has_returns_of_calls = dict.fromkeys(groups, any(has_returns_of_calls.values()))
+    # The agents of a run's calls, where calls are compared with those of the same agent.
+    roles = {g: g.history.roles if has_returns_of_calls[g] and loss.baseline != "task" else {} for g in groups}
     returns = {
-        g: group_returns(
-            g.members, g.sequences, loss.turn_discount, by_call=by_call[g], roles=g.history.roles if by_role else None
-        )
+        g: group_returns(g.members, g.sequences, loss.turn_discount, by_call=has_returns_of_calls[g], roles=roles[g])
         for g in groups
     }
     batch_std = _std([r for of_group in returns.values() for r in of_group])
-    baselines = _baselines(groups, loss.baseline, returns, by_role=by_role)
+    baselines = _baselines(groups, loss.baseline, returns, roles)
     out = []
     for group in groups:
         match loss.advantage_scaling:
@@ -103,11 +101,7 @@ def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[
                 divisor = 1.0
         advantage_of = {
             member.trajectory: _advantages(
-                member,
-                # The baseline is as long as the longest run that it is of.
-                (of_calls - mean[: len(of_calls)]) / divisor,
-                loss,
-                group.history.roles.get(member.trajectory, NO_ROLES),
+                member, (of_calls - mean) / divisor, loss, group.history.roles.get(member.trajectory, NO_ROLES)
             )
             for member, of_calls, mean in zip(group.members, returns[group], baselines[group], strict=True)
         }
@@ -126,7 +120,8 @@ def examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[
     return out if loss.advantage_normalization == "none" else _normalized(out, config)
 
 
-def _supervised(groups: Sequence[GroupWithHistory], weights: Mapping[str, float]) -> list[Example]:
+def _supervised_examples(groups: Sequence[GroupWithHistory], weights: Mapping[str, float]) -> list[Example]:
+    """Each sequence with its run's reward as the advantage."""
     out = []
     for group in groups:
         # By group: a trajectory may be in several, with the rewards of other verdict sets.
@@ -139,44 +134,40 @@ def _baselines(
     groups: Sequence[GroupWithHistory],
     kind: Literal["group", "task", "batch"],
     returns: Mapping[GroupWithHistory, list[Floats]],
-    *,
-    by_role: bool,
+    roles: Mapping[GroupWithHistory, Mapping[str, Roles]],
 ) -> dict[GroupWithHistory, list[Floats]]:
-    """What is subtracted from the returns of each run's calls, by group and in the order of its members."""
-    batch = [r for of_group in returns.values() for r in of_group]
-    batch_means = baseline(batch, max(map(len, batch), default=0))
+    """What is subtracted from each run's returns, one number for each of them, by group and in the order of its
+    members."""
     if kind == "task":
+        batch = [r for of_group in returns.values() for r in of_group]
+        batch_means = baseline(batch, max(map(len, batch), default=0))
         return {g: task_baselines(returns[g], g.admitted.earlier, batch_means) for g in groups}
-    if not by_role and kind == "batch":
-        return {g: [batch_means] * len(returns[g]) for g in groups}
-    if not by_role:
-        longest = {g: max(map(len, returns[g]), default=0) for g in groups}
-        return {g: [baseline(returns[g], longest[g])] * len(returns[g]) for g in groups}
     runs = {
         g: [
-            (r, positions(len(r), g.history.roles.get(m.trajectory, NO_ROLES)))
+            (r, role_positions(len(r), roles[g].get(m.trajectory, NO_ROLES)))
             for m, r in zip(g.members, returns[g], strict=True)
         ]
         for g in groups
     }
+    of_batch = role_baselines([run for of_group in runs.values() for run in of_group]) if kind == "batch" else None
     out = {}
     for group in groups:
-        compared = [group] if kind == "group" else groups
-        of_roles = role_baselines([run for g in compared for run in runs[g]])
-        out[group] = [np.array([of_roles[role][at] for role, at in own]) for _, own in runs[group]]
+        of_roles = of_batch or role_baselines(runs[group])
+        out[group] = [np.array([of_roles[role][at] for role, at in places]) for _, places in runs[group]]
     return out
 
 
 def _advantages(member: Member, differences: Floats, loss: LossConfig, roles: Roles) -> Floats:
-    """The advantage of each call of a run, from the scaled differences to its baseline. Where only calls were judged, a
-    last number, 0, is that of the calls after them: a teacher may teach calls that no reward reaches."""
+    """The advantage of each call of a run, from the scaled differences to its baseline. Where only calls were judged
+    (`Member.graded`), calls that no reward reaches have 0, and a last number, 0, is that of all later calls: a teacher
+    may teach them."""
     if member.graded == "calls":
         return np.append(differences * calls_with_credit(member, len(differences), loss.turn_discount, roles), 0.0)
     return differences
 
 
 def _normalized(out: list[Example], config: TrainerConfig) -> list[Example]:
-    """The examples with advantages of the mean size 1, weighted as the loss weights them."""
+    """The examples with their advantages divided so that their mean size is 1, weighted as the loss weights them."""
     shares = np.array([e.weight * loss_terms(e.sequence, config) for e in out])
     size = float(np.average([e.size for e in out], weights=shares)) if shares.sum() else 0.0
     return [e.scaled(1 / size) for e in out] if size else out

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from statistics import fmean
 
 from pipeline.config import TrainerConfig
-from trainer.batches.examples import Example, examples, loss_terms, trajectory_weights
+from trainer.batches.examples import Example, loss_terms, make_examples, trajectory_weights
 from trainer.batches.groups import GroupWithHistory
 
 _ABOVE = 1 + 1e-9
@@ -31,37 +31,36 @@ def cap_graders(
     `grader_share`, the largest share that a key would have without the cap, and `graders_limited`, the number of keys
     above it. No metrics where there is no cap, or nobody gave feedback."""
     if max_share >= 1:
-        return examples(groups, config), {}
+        return make_examples(groups, config), {}
     keys_of = {g: frozenset(key for m in g.event.members for key in m.graded_by) for g in groups}
     weights = trajectory_weights(groups, config)
-    parts: dict[frozenset[str], list[Example]] = {}
+    examples_of: dict[frozenset[str], list[Example]] = {}
     for keys in dict.fromkeys(keys_of.values()):  # in one order in each process
-        part = examples([g for g in groups if keys_of[g] == keys], config)
-        parts[keys] = [dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0)) for e in part]
-    size_of = {
-        keys: sum(loss_terms(e.sequence, config) * e.weight * e.size for e in part) for keys, part in parts.items()
-    }
-    total, sizes = sum(size_of.values()), Counter[str]()
-    for keys, size in size_of.items():
-        sizes.update(dict.fromkeys(keys, size / max(len(keys), 1)))
-    cap = _cap(sizes.values(), total, max_share)
-    kept = {key: min(1.0, cap / size) if size else 1.0 for key, size in sizes.items()}
+        made = make_examples([g for g in groups if keys_of[g] == keys], config)
+        examples_of[keys] = [dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0)) for e in made]
+    total, size_of_key = 0.0, Counter[str]()
+    for keys, examples in examples_of.items():
+        size = sum(loss_terms(e.sequence, config) * e.weight * e.size for e in examples)
+        total += size
+        size_of_key.update(dict.fromkeys(keys, size / max(len(keys), 1)))
+    cap = _largest_size(size_of_key.values(), total, max_share)
+    factor_of_key = {key: min(1.0, cap / size) if size else 1.0 for key, size in size_of_key.items()}
     scaled: dict[int, Example] = {}
-    for keys, part in parts.items():
-        factor = fmean(kept[key] for key in keys) if keys else 1.0
-        scaled |= {id(e.sequence): e.scaled(factor) for e in part}
-    made, taught = _cap_hints(groups, [scaled[id(s)] for g in groups for s in g.sequences], max_share)
-    shares = [*taught.values(), *(size / total if total else 0.0 for size in sizes.values())]
+    for keys, examples in examples_of.items():
+        factor = fmean(factor_of_key[key] for key in keys) if keys else 1.0
+        scaled |= {id(e.sequence): e.scaled(factor) for e in examples}
+    in_order, taught = _cap_hints(groups, [scaled[id(s)] for g in groups for s in g.sequences], max_share)
+    shares = [*taught.values(), *(size / total if total else 0.0 for size in size_of_key.values())]
     if not shares:
-        return made, {}
-    above = {key for key, size in sizes.items() if size > cap * _ABOVE}
+        return in_order, {}
+    above = {key for key, size in size_of_key.items() if size > cap * _ABOVE}
     above |= {key for key, share in taught.items() if share > max_share}
-    return made, {"grader_share": max(shares), "graders_limited": float(len(above))}
+    return in_order, {"grader_share": max(shares), "graders_limited": float(len(above))}
 
 
-def _cap(sizes: Collection[float], total: float, max_share: float) -> float:
-    """Return the largest size that is at most `max_share` of a step of size `total` whose parts `sizes` are cut to
-    it."""
+def _largest_size(sizes: Collection[float], total: float, max_share: float) -> float:
+    """Return the largest size that a key's part may have: at most `max_share` of the step after all larger parts were
+    cut to it. `sizes` are the keys' parts, `total` the size of the step, both before."""
     cap, rounding = max_share * total, 1e-9 * total
     for cut, size in enumerate(sorted(sizes, reverse=True), 1):
         if size <= cap * _ABOVE or cut * max_share >= 1:

@@ -22,7 +22,7 @@ from pipeline.events.group import DiscardReason
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
-from trainer.batches.returns import NO_ROLES, Roles, group_returns, has_call_returns, largest_difference, positions
+from trainer.batches.returns import NO_ROLES, Roles, group_returns, has_call_returns, largest_difference, role_positions
 from trainer.batches.tasks import EarlierReturns
 from trainer.distillation.teacher import (
     HintedCall,
@@ -75,7 +75,7 @@ class History:
     teacher_prompts: Mapping[str, Mapping[int, npt.NDArray[np.int32]]] = field(default_factory=dict)
     """Prompts of the teacher, by trajectory and call (`trainer.distillation.prompts`)."""
     hints: int = 0
-    """Number of hints on calls, with the group's best run for each call that it is shown to."""
+    """Number of hints on calls. The group's best run counts once for each call that it is shown to."""
     hints_unused: int = 0
     """Number of hints that no prompt could be made of."""
     answers: Mapping[str, Sequence[TeacherAnswer]] = field(default_factory=dict)
@@ -150,6 +150,7 @@ class GroupWithHistory:
         return group._refused(refusal) if refusal else group
 
     def _refused(self, refusal: Refusal) -> Refusal:
+        """The refusal with the duration of the longest run, which shows whether long tasks starve."""
         return replace(refusal, duration_s=self.history.duration_s)
 
     def _no_tokens(self, step: int, bound: int) -> Refusal:
@@ -168,9 +169,9 @@ class GroupWithHistory:
     def _no_signal(self, config: TrainerConfig) -> Refusal | None:
         """Why the tokens that are left have no advantage and no teacher; `None` if they have."""
         history, members = self.history, self.members
-        if not _compared(config) or not _alike(members, config, history):
+        if not _compares_within_group(config) or not _has_equal_returns(members, config, history):
             return None
-        if not _taught(members, config):
+        if not _has_teacher(members, config):
             return _no_variance(members)  # the calls' agents, known only now, make the returns equal
         if any(history.hinted_calls(s) or history.teacher_logprobs(s) for s in self.sequences):
             return None
@@ -195,15 +196,17 @@ def trainable_members(event: GroupScored) -> list[Member]:
 def _refusal(
     group: AdmittedGroup, step: int, config: TrainerConfig, history: History, late_refused: str = ""
 ) -> Refusal | None:
+    """Why a group can't be trained at `step`: too few members, equal rewards, or all its tokens too old. `history` is
+    empty until its exchanges are read; `late_refused` as `GroupWithHistory.late_refused`."""
     event, members = group.event, group.members
     if event.members and all(m.split == "val" for m in event.members):
         return Refusal("validation", "every member is a validation run")
-    compared = _compared(config) and not _taught(members, config)
+    compared = _compares_within_group(config) and not _has_teacher(members, config)
     if len(members) < 1 + compared:
         return Refusal(
             "too_small", f"{len(members)} scored member(s) in the training split; at least {1 + compared} are needed"
         )
-    if compared and _alike(members, config, history):
+    if compared and _has_equal_returns(members, config, history):
         return _no_variance(members)
     bound = _staleness_bound(event, config, late_refused)
     newest = max((m.last_step for m in members if m.exchanges), default=step)
@@ -222,31 +225,32 @@ def _staleness_bound(event: GroupScored, config: TrainerConfig, late_refused: st
     return config.max_staleness
 
 
-def _compared(config: TrainerConfig) -> bool:
-    """Whether rewards are compared within the group."""
+def _compares_within_group(config: TrainerConfig) -> bool:
+    """Whether the rewards of a group are compared with each other, so that equal ones train nothing."""
     return config.loss.baseline == "group" and config.loss.type != "sft"
 
 
-def _taught(members: Sequence[Member], config: TrainerConfig) -> bool:
+def _has_teacher(members: Sequence[Member], config: TrainerConfig) -> bool:
     """Whether the group's event names something that the step's teacher teaches a run by."""
     distill = config.distill
     return distill.weight > 0 and any(m.teacher if distill.asks_outside else m.hints for m in members)
 
 
-def _alike(members: Sequence[Member], config: TrainerConfig, history: History) -> bool:
+def _has_equal_returns(members: Sequence[Member], config: TrainerConfig, history: History) -> bool:
     """Whether the returns that are compared are equal; those of a single member are."""
     discount = config.loss.turn_discount
     by_call = has_call_returns(members, discount)
     roles = history.roles if by_call else {}
     returns = group_returns(members, history.sequences, discount, by_call=by_call, roles=roles)
     runs = [
-        (of_run, positions(len(of_run), roles.get(member.trajectory, NO_ROLES)))
+        (of_run, role_positions(len(of_run), roles.get(member.trajectory, NO_ROLES)))
         for member, of_run in zip(members, returns, strict=True)
     ]
     return largest_difference(runs) <= REWARD_TOLERANCE
 
 
 def _no_variance(members: Sequence[Member], why: str = "") -> Refusal:
+    """The refusal of a group whose returns are equal; `why` goes on from that in its detail."""
     rewards = [m.reward for m in members]
     alike = max(rewards) - min(rewards) <= REWARD_TOLERANCE
     equal = f"rewards are {rewards[0]:.6g}" if alike else "returns are equal"

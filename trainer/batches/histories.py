@@ -1,9 +1,14 @@
-"""Reads the exchanges of waiting groups from the log and builds their token sequences."""
+"""Reads the exchanges of waiting groups from the log and builds their token sequences.
+
+`trainer.queues` asks for a group's history before its step, as `Histories.read`. It holds the sequences of the runs,
+the prompts of a teacher that is the policy itself with a hint in its prompt (`trainer.distillation.prompts`), and the
+answers of a teacher from outside (`rollout.teacher`).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +21,6 @@ from pipeline.chat.sampling import Defaults
 from pipeline.config import TrainerConfig
 from pipeline.events import ExchangeRecorded, Hint, Member, TeacherAnswered
 from pipeline.log.broker import Broker, HistoryGoneError
-from pipeline.names import is_outside
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History, Refusal
 from trainer.batches.returns import Roles, calls_with_credit
@@ -27,13 +31,9 @@ from trainer.sequences import OTHER_BRANCH, TokenSequence, build
 logger = get_logger("trainer.batches.histories")
 
 Run = tuple[Member, list[ExchangeRecorded]]
+"""A run of a group, with its calls in order."""
 MayTrain = Callable[[str], bool]
-"""Whether a model may learn from what a version answered."""
-
-
-def _answered_by_policy(version: str) -> bool:
-    return not is_outside(version)
-
+"""Whether a model may learn from what a version answered (`Config.may_train`)."""
 
 _CONCURRENT_READS = 16
 """Trajectories whose exchanges are read at the same time."""
@@ -43,16 +43,15 @@ class Histories:
     """Reads exchanges for the groups of one model. `broker` must outlive it.
 
     `settings` are those of the model. `defaults` are the sampling parameters that the inference server uses where a
-    request names none; `prompts` renders the teacher's, `None` if no hint is distilled. `may_train`: whether a
-    model may learn from what a version answered (`Config.may_train`)."""
+    request names none; `prompts` renders the teacher's, `None` if no hint is distilled."""
 
     def __init__(
         self,
         broker: Broker,
         settings: TrainerConfig,
         defaults: Defaults,
-        prompts: HintedPrompts | None = None,
-        may_train: MayTrain = _answered_by_policy,
+        prompts: HintedPrompts | None,
+        may_train: MayTrain,
     ) -> None:
         self._broker, self._settings, self._defaults, self._prompts = broker, settings, defaults, prompts
         self._may_train = may_train
@@ -73,8 +72,10 @@ class Histories:
                 exchanges = await self._exchanges(group.event.project, member)
             except HistoryGoneError as error:
                 return Refusal("history_gone", str(error), duration_s)
-            # Every request repeats its conversation: those of all runs together take much more memory than the tokens.
-            runs.append((member, exchanges if self._prompts is not None else []))
+            if self._prompts is not None:
+                # Only then: every request repeats its conversation, and those of all runs take much more memory than
+                # the tokens.
+                runs.append((member, exchanges))
             duration_s = max(duration_s, _duration_s(exchanges))
             if of_run := {e.seq: e.role for e in exchanges if e.role}:
                 roles[member.trajectory] = of_run
@@ -92,7 +93,7 @@ class Histories:
                     sequence = sequence.masking_out(unjudged)
                 sequences.append(self._with_own_versions(group, sequence))
             if self._settings.distill.asks_outside and member.teacher:
-                answers[member.trajectory] = await self._answers(group.event.project, member, exchanges)
+                answers[member.trajectory] = await self._teacher_answers(group.event.project, member, exchanges)
                 if others := {float(t) for s in built for t in s.temperatures[s.loss_mask]} - {1.0}:
                     logger.warning(
                         "teacher's answer not used for tokens that were not sampled at temperature 1",
@@ -100,9 +101,7 @@ class Histories:
                         teacher=member.teacher,
                         temperatures=sorted(others),
                     )
-        prompts = (
-            _render_hints(group.members, self._prompts, runs, self._may_train) if self._prompts else TeacherPrompts({})
-        )
+        prompts = _render_hints(self._prompts, runs, self._may_train) if self._prompts else TeacherPrompts({})
         history = History(
             tuple(sequences),
             prompts.prompts,
@@ -134,7 +133,7 @@ class Histories:
         credited = calls_with_credit(member, calls, self._settings.loss.turn_discount, roles)
         return sequence.loss_mask & ~credited[sequence.calls]
 
-    async def _answers(
+    async def _teacher_answers(
         self, project: str, member: Member, exchanges: Sequence[ExchangeRecorded]
     ) -> list[TeacherAnswer]:
         """What the teacher from outside said of a run; nothing if the log has deleted it, or if it is about other
@@ -166,6 +165,7 @@ class Histories:
 
 
 def _distinct(exchanges: Sequence[ExchangeRecorded]) -> int:
+    """The number of exchanges; one that was recorded twice counts once."""
     return len({(e.seq, e.choice) for e in exchanges})
 
 
@@ -180,28 +180,19 @@ class TeacherPrompts(NamedTuple):
     """Number of those that no prompt can be made of."""
 
 
-def _render_hints(
-    members: Sequence[Member], rendered: HintedPrompts, runs: Sequence[Run], may_train: MayTrain = _answered_by_policy
-) -> TeacherPrompts:
+def _render_hints(rendered: HintedPrompts, runs: Sequence[Run], may_train: MayTrain) -> TeacherPrompts:
     """Return the prompts that the teacher gets: for each call with hints, its own prompt and the hints; for each call
     of a run that the group's best run is shown to, also the transcript of that run, as a correction: what the call
     should have led to. Where none can be made with the transcript, the call's own hints stand alone."""
-    best = best_run(members, rendered.config.best_run_reward)
+    best = best_run([member for member, _ in runs], rendered.config.best_run_reward)
     prompts: dict[str, dict[int, npt.NDArray[np.int32]]] = {}
-    correction, unused = _correction(members, best, runs, may_train)
+    transcripts, unused = _best_run_as_hint(best, runs, may_train)
     count = unused
     for member, exchanges in runs:
         calls = {e.seq: e for e in exchanges}
-        example = correction if best is not None and is_better(best, member) else []
-        hints: dict[int, list[Hint]] = {}
-        for hint in member.hints if calls else ():
-            if hint.version and not may_train(hint.version):
-                count, unused = count + 1, unused + 1
-                reason = f"{hint.version} wrote it, whose table does not say may_train"
-                logger.warning("hint not used", trajectory=member.trajectory, call=hint.call, reason=reason)
-                continue
-            # A hint for the run as a whole (-1) is given to its first call.
-            hints.setdefault(min(calls) if hint.call < 0 else hint.call, []).append(hint)
+        example = transcripts if best is not None and is_better(best, member) else []
+        hints, forbidden = _hints_by_call(member, calls, may_train)
+        count, unused = count + forbidden, unused + forbidden
         for call in sorted(hints.keys() | (calls.keys() if example else ())):
             given = [*(example if call in calls else []), *hints.get(call, [])]
             count += len(given)
@@ -215,19 +206,34 @@ def _render_hints(
                 except HintUnusableError as error:
                     refused = example if given[:1] == example else given
                     unused += len(refused)
-                    given = given[len(refused) :]
+                    given = given[len(refused) :]  # the call's own hints are tried again without the transcript
                     logger.warning("hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500])
     return TeacherPrompts(prompts, count, unused)
 
 
-def _correction(
-    members: Sequence[Member], best: Member | None, runs: Sequence[Run], may_train: MayTrain
-) -> tuple[list[Hint], int]:
-    """The transcript of the group's best run, for its worse runs; nothing if there are none. Returns also how many
-    could not be made, or that an outside model wrote whose table does not say `may_train`: they count as hints that are
-    not used."""
+def _hints_by_call(
+    member: Member, calls: Mapping[int, ExchangeRecorded], may_train: MayTrain
+) -> tuple[dict[int, list[Hint]], int]:
+    """The hints of a run by the call that gets them, and how many a model wrote that `may_train` forbids. One for the
+    run as a whole (call -1) is given to its first call."""
+    hints: dict[int, list[Hint]] = {}
+    forbidden = 0
+    for hint in member.hints if calls else ():
+        if hint.version and not may_train(hint.version):
+            forbidden += 1
+            reason = f"{hint.version} wrote it, whose table does not say may_train"
+            logger.warning("hint not used", trajectory=member.trajectory, call=hint.call, reason=reason)
+        else:
+            hints.setdefault(min(calls) if hint.call < 0 else hint.call, []).append(hint)
+    return hints, forbidden
+
+
+def _best_run_as_hint(best: Member | None, runs: Sequence[Run], may_train: MayTrain) -> tuple[list[Hint], int]:
+    """The transcript of the group's best run as a hint for its worse runs; none if no run is worse. Returns also how
+    many (0 or 1) can't be made, or may not be used because an outside model wrote it whose table does not say
+    `may_train`: they count as hints that are not used."""
     shown = next((exchanges for member, exchanges in runs if member is best), [])
-    if best is None or not shown or not any(is_better(best, member) for member in members):
+    if best is None or not shown or not any(is_better(best, member) for member, _ in runs):
         return [], 0
     try:
         if forbidden := {e.policy_version for e in shown if not may_train(e.policy_version)}:

@@ -1,7 +1,10 @@
-"""Token sequences to micro-batches within a token budget, padded or with shared prefixes.
+"""Token sequences to micro-batches within a token budget, padded or with shared prefixes. `trainer.engine.passes` makes
+a forward and backward pass over each.
 
 A `Layout` says which tokens go through the model, which others each of them sees, and where the predictions for
-the trained tokens come out. The loss gets logprobs of shape [S, K], whatever the layout.
+the trained tokens come out. The loss gets logprobs of shape [S, K], whatever the layout. In a padded layout each
+sequence is a row. With shared prefixes each group is a row, in which tokens that several of its sequences begin with
+stand once, as in a trie.
 
 Shape letters: S sequences, K most trained tokens in one of them, R rows, L row length, N trained tokens of the
 layout, U distinct predictions of them.
@@ -106,7 +109,8 @@ def _layout(
     positions_RL: Int | None = None,
     ends_RL: Int | None = None,
 ) -> Layout:
-    """A layout of rows. `where[s]` is the row of sequence s and the column of each of its used tokens."""
+    """A layout of rows. `where[s]` is the row of sequence s and the column of each of its used tokens (`used_ids`); the
+    other parameters are the layout's fields."""
     rows, cols, targets, temperatures, owner, slot = [], [], [], [], [], []
     cuts: list[npt.NDArray[np.float32]] = []
     uncut = np.array([[0, 1, 0]], np.float32)
@@ -192,7 +196,7 @@ def segments(ends: Sequence[int]) -> list[tuple[int, int, list[int]]]:
     ]
 
 
-def pairs(ends: Sequence[int]) -> int:
+def attended_pairs(ends: Sequence[int]) -> int:
     """The number of pairs of query and key that attention by segments computes. `ends` is a row of `ends_RL`."""
     row = segments(ends)
     return sum((stop - start) * sum(row[j][1] - row[j][0] for j in seen) for start, stop, seen in row)
@@ -206,7 +210,8 @@ def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 
 def _tree(sequences: Sequence[npt.NDArray[Any]]) -> _Tree:
-    """In sorted order, each sequence shares its longest prefix with the one before it, as in a trie of sorted words."""
+    """Make the prefix tree of some sequences' ids. In sorted order, each sequence shares its longest prefix with the
+    one before it, as in a trie of sorted words."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     columns: list[Int] = [np.zeros(0, np.int64)] * len(sequences)
     positions = []
@@ -299,7 +304,7 @@ def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost
     trees = 0.0
     for inside in by_group(groups):
         tree = _tree([used_ids(sequences[s]) for s in inside])
-        trees += tree.size * cost.per_token + pairs(tree.ends.tolist()) * cost.per_pair
+        trees += tree.size * cost.per_token + attended_pairs(tree.ends.tolist()) * cost.per_pair
     return trees < 0.95 * rows
 
 
@@ -343,8 +348,8 @@ def _within_budget(rows: Iterable[tuple[int, T]], budget: int) -> list[list[T]]:
 def _group_pieces(
     sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int
 ) -> list[tuple[int, list[int]]]:
-    """The groups' sequences, with the size of their prefix tree. A group is cut only where its tree exceeds the
-    budget."""
+    """The rows with shared prefixes: the tokens of each row's prefix tree, and the places of its sequences. A row is a
+    group, or a part of a group whose tree exceeds the budget."""
     pieces: list[tuple[int, list[int]]] = []
     for inside in by_group(groups):
         # In sorted order, the pieces of a group that is cut still share most.
@@ -364,6 +369,7 @@ def _group_pieces(
 
 
 def _prefix_batch(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]]) -> MicroBatch:
+    """The pass of some rows, which are given by the places of their sequences."""
     indices = [s for row in rows for s in row]
     groups = [r for r, row in enumerate(rows) for _ in row]
     return MicroBatch(tuple(indices), prefix_shared([sequences[s] for s in indices], groups))

@@ -44,8 +44,8 @@ def returns_of(member: Member, calls: int, discount: float, roles: Roles = NO_RO
     return returns
 
 
-def positions(calls: int, roles: Roles) -> list[tuple[str, int]]:
-    """The agent of each call, and which of its agent's calls it is, from 0."""
+def role_positions(calls: int, roles: Roles) -> list[tuple[str, int]]:
+    """For each of a run's first `calls` calls its agent, and which of its agent's calls it is, from 0."""
     counts: Counter[str] = Counter()
     out = []
     for call in range(calls):
@@ -62,7 +62,8 @@ def role_baselines(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> 
 
 
 def _by_role(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[str, list[Floats]]:
-    """By agent, the returns of its calls in each run in which it made one."""
+    """By agent, the returns of its calls in each run in which it made one. `runs`: of each run the returns of its
+    calls, and their places (`role_positions`)."""
     by_role: dict[str, list[Floats]] = {}
     for returns, of_run in runs:
         roles = np.array([role for role, _ in of_run])
@@ -83,7 +84,7 @@ def largest_difference(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]])
 
 
 def has_call_returns(members: Iterable[Member], discount: float) -> bool:
-    """Whether calls of one run may have different returns."""
+    """Whether calls of one run may have different returns, so that runs are compared call by call."""
     return discount != 1.0 or any(m.call_rewards for m in members)
 
 
@@ -108,8 +109,8 @@ def group_returns(
     by_call: bool,
     roles: Mapping[str, Roles] | None = None,
 ) -> list[Floats]:
-    """The returns of each member: `by_call` of each of its calls, also of those of which no token is trained, else one
-    number, its reward."""
+    """The returns of each member. `by_call`: one for each of its calls, also for those of which no token is trained;
+    else one number, its reward. `roles`: by trajectory, in a group with runs of several agents."""
     if not by_call:
         return [np.array([m.reward], np.float64) for m in members]
     calls = {m.trajectory: max(m.exchanges, 1) for m in members}

@@ -9,7 +9,7 @@ verdict, and never as its own earlier run.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,9 +24,10 @@ a start reads again, and the age of rewards that an improving policy is compared
 
 
 class EarlierReturns(NamedTuple):
-    """What a group is compared with."""
+    """The returns of some runs, summed up: what a group is compared with."""
 
     runs: int = 0
+    """Number of runs."""
     totals: tuple[float, ...] = (0.0,)
     """Sum of the runs' returns at each position. A run that is over by then counts with its last call, so the last
     number holds for all positions after it."""
@@ -36,13 +37,15 @@ class EarlierReturns(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[EarlierReturns]) -> EarlierReturns:
-        """The runs of all parts together."""
+        """The sums over the runs of all parts."""
         longest = max((len(p.totals) for p in parts), default=1)
         totals = tuple(sum(p.total_at(k) for p in parts) for k in range(longest))
         return cls(sum(p.runs for p in parts), totals)
 
 
 class _Scored(NamedTuple):
+    """One event `group.scored`: its stream sequence, the group's name, and the returns of its runs."""
+
     seq: int
     group: str
     runs: EarlierReturns
@@ -54,45 +57,48 @@ class EarlierRuns:
     def __init__(self, discount: float) -> None:
         self._discount = discount
         self._groups: dict[tuple[str, str], list[_Scored]] = {}
+        """By task or API key, in stream order."""
 
     def add(self, event: GroupScored, members: Sequence[Member], seq: int) -> None:
         """Add `members`, the runs that train of a group that was scored at `seq`. Adding it again changes nothing."""
-        scored = self._groups.setdefault(_task(event), [])
+        scored = self._groups.setdefault(_task_or_key(event), [])
         at = bisect_left(scored, seq, key=lambda entry: entry.seq)
         if at == len(scored) or scored[at].seq != seq:
             # Their events alone say how many calls they have.
             returns = group_returns(members, (), self._discount, by_call=has_call_returns(members, self._discount))
-            insort(scored, _Scored(seq, event.group, _runs(returns)), key=lambda entry: entry.seq)
+            scored.insert(at, _Scored(seq, event.group, _totals(returns)))
 
     def before(self, event: GroupScored, seq: int) -> EarlierReturns:
         """Return the earlier runs of the group that was scored at `seq`."""
-        scored = self._groups.get(_task(event), [])
+        scored = self._groups.get(_task_or_key(event), [])
         first, end = (bisect_left(scored, n, key=lambda entry: entry.seq) for n in (seq - WINDOW, seq))
         newest = {entry.group: entry.runs for entry in scored[first:end] if entry.group != event.group}
         return EarlierReturns.of(list(newest.values()))
 
     def forget(self, floor: int) -> None:
         """Drop what no group after the sequence `floor` is compared with."""
-        recent = {task: [entry for entry in s if entry.seq > floor - WINDOW] for task, s in self._groups.items()}
-        self._groups = {task: scored for task, scored in recent.items() if scored}
+        recent = {key: [entry for entry in s if entry.seq > floor - WINDOW] for key, s in self._groups.items()}
+        self._groups = {key: scored for key, scored in recent.items() if scored}
 
 
 def task_baselines(returns: Sequence[Floats], earlier: EarlierReturns, batch_means: Floats) -> list[Floats]:
-    """The baseline of each run of a group: at each position the mean return of the earlier runs of its task and of the
-    other runs of its group. The mean of the batch where there are none."""
+    """The baseline of each of a run's returns, for each run of a group: the mean return of the earlier runs of its task
+    and of the other runs of its group at the same position. The mean of the batch where there are none."""
     count = earlier.runs + len(returns) - 1
     if not count:
-        return [batch_means for _ in returns]
+        return [batch_means[: len(of_run)] for of_run in returns]
     out = []
-    for own in range(len(returns)):
-        compared = EarlierReturns.of([earlier, _runs([r for i, r in enumerate(returns) if i != own])])
-        out.append(np.array([compared.total_at(k) / count for k in range(len(batch_means))]))
+    for own, of_run in enumerate(returns):
+        compared = EarlierReturns.of([earlier, _totals([r for i, r in enumerate(returns) if i != own])])
+        out.append(np.array([compared.total_at(k) / count for k in range(len(of_run))]))
     return out
 
 
-def _runs(returns: Sequence[Floats]) -> EarlierReturns:
+def _totals(returns: Sequence[Floats]) -> EarlierReturns:
+    """The returns of some runs, summed up at each position."""
     return EarlierReturns.of([EarlierReturns(1, tuple(r.tolist())) for r in returns])
 
 
-def _task(event: GroupScored) -> tuple[str, str]:
+def _task_or_key(event: GroupScored) -> tuple[str, str]:
+    """What a group is compared under: its task, or its API key if it has no task."""
     return ("task", event.task) if event.task else ("key", event.owner)

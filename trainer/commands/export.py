@@ -20,7 +20,7 @@ from pathlib import Path
 import anyio
 
 from pipeline import streams
-from pipeline.config import Config
+from pipeline.config import Config, ConfigError
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.security.signing import Trust
@@ -46,7 +46,7 @@ def find_files(
     """The step that `--step` names, and the files of its adapter.
 
     `fetch` gets an adapter that is not on disk. Raises `CheckpointError` where there is no such checkpoint, and
-    `UsageError`."""
+    `ConfigError` for another `step`."""
     steps = checkpoints.steps()
     if step == "latest":
         if not steps:
@@ -62,7 +62,7 @@ def find_files(
     elif re.fullmatch("[1-9][0-9]{0,17}", step):
         number = int(step)
     else:
-        raise options.UsageError(f"--step {step}: write a number from 1 on, `latest` or `best`")
+        raise ConfigError(f"--step {step}: write a number from 1 on, `latest` or `best`")
     if number in steps:
         return number, checkpoints.read(number)[1]
     if fetch is None:
@@ -140,10 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     with options.running("export"):
         config = options.settings_of(args)
         if args.model is None and len(config.models) > 1:
-            raise options.UsageError(f"--model: name one of {', '.join(m.name for m in config.models)}")
+            raise ConfigError(f"--model: name one of {', '.join(m.name for m in config.models)}")
         model = config.model(args.model) if args.model else config.models[0]
         if args.out.exists():
-            raise options.UsageError(f"{args.out} exists already")
+            raise ConfigError(f"{args.out} exists already")
 
         def fetch(number: int) -> bytes:
             return anyio.run(fetch_adapter, config, model.name, number)

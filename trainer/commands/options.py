@@ -10,14 +10,7 @@ from pipeline.log.broker import BrokerError
 from pipeline.running.installations import installation_settings
 from pipeline.terminal.parsers import add_overrides, exit_on_error
 from trainer.checkpoints.checkpoint import CheckpointError
-
-
-class UsageError(ValueError):
-    """An argument that can't be used."""
-
-
-class FailedError(RuntimeError):
-    """The command failed; the message says why."""
+from trainer.checkpoints.commits import TrainerError
 
 
 def add_installation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,4 +30,4 @@ def settings_of(args: argparse.Namespace) -> Config:
 def running(name: str) -> AbstractContextManager[None]:
     """The context in which the command `name` runs. Where it fails, one line is written to stderr, and the program
     exits: with 2 for a wrong argument or setting, else with 1."""
-    return exit_on_error(name, (ConfigError, UsageError), (CheckpointError, BrokerError, FailedError, OSError))
+    return exit_on_error(name, (ConfigError,), (CheckpointError, TrainerError, BrokerError, OSError))

@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -29,11 +29,9 @@ from pipeline.running.state import read_state
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible
+from trainer.checkpoints.commits import TrainerError
 from trainer.commands import options
 from trainer.first import import_first
-
-if TYPE_CHECKING:
-    from trainer.datasets import DatasetStep
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,9 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     with options.running("train"):
         if (args.on is None) != (args.kind is None):
-            raise options.UsageError("--on and --as belong together: name a data set and its format")
+            raise ConfigError("--on and --as belong together: name a data set and its format")
         if args.on is not None and args.adopt:
-            raise options.UsageError("--on and --adopt are two steps: take one after the other")
+            raise ConfigError("--on and --adopt are two steps: take one after the other")
         config = options.settings_of(args)
         if args.dry_run:
             print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
@@ -79,40 +77,38 @@ def main(argv: list[str] | None = None) -> None:
             )
         os.umask(0o077)  # the files of a run are readable by their owner only
         import_first(config)
-        from trainer.checkpoints.commits import TrainerError
+        try:
+            anyio.run(_work, config, args)
+        except* (TrainerError, BrokerError) as group:
+            raise TrainerError("; ".join(map(str, _leaves(group)))) from group
+
+
+async def _work(config: Config, args: argparse.Namespace) -> None:
+    """Take the step that the arguments ask for and print the new version, or run the trainer."""
+    if not args.adopt and args.on is None:
         from trainer.service import train
 
-        work = partial(until_signalled, partial(train, until_empty=args.until_empty), config, lambda **_: None)
-        if args.adopt:
-            from trainer.datasets import adopt
+        await until_signalled(partial(train, until_empty=args.until_empty), config, lambda **_: None)
+        return
+    from trainer.datasets import DatasetStep, adopt, train_on  # with TRL, which takes a while to import
 
-            work = partial(adopt, config, args.adopt, lambda version: print(f"adopted as {version}"))  # noqa: T201
-        if args.on is not None:
-            from trainer.datasets import DatasetStep
-
-            length = args.max_length or config.vllm.max_model_len or 4096
-            step = DatasetStep(args.on, args.kind, args.epochs, args.learning_rate, args.batch_size, length, args.seed)
-            work = partial(_on_data_set, config, step)
-        try:
-            anyio.run(work)
-        except* (TrainerError, BrokerError) as group:
-            raise options.FailedError("; ".join(str(e) for e in _leaves(group))) from group
+    if args.adopt:
+        sys.stdout.write(visible(f"adopted as {await adopt(config, args.adopt)}\n"))
+    else:
+        length = args.max_length or config.vllm.max_model_len or 4096
+        step = DatasetStep(args.on, args.kind, args.epochs, args.learning_rate, args.batch_size, length, args.seed)
+        version, left_out = await train_on(config, step)
+        reasons = "".join(f"  {count} × {why}\n" for why, count in left_out.items()) or "  nothing\n"
+        sys.stdout.write(visible(f"trained {version}; conversations left out or cut:\n{reasons}"))
 
 
-async def _on_data_set(config: Config, step: DatasetStep) -> None:
-    from trainer.datasets import train_on
-
-    versions: list[str] = []
-    left_out = await train_on(config, step, versions.append)
-    reasons = "".join(f"  {count} × {why}\n" for why, count in left_out.items()) or "  nothing\n"
-    sys.stdout.write(visible(f"trained {versions[0]}; conversations left out or cut:\n{reasons}"))
-
-
-def _leaves(group: BaseExceptionGroup[Exception]) -> list[Exception]:
-    out: list[Exception] = []
+def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
+    """Yield the errors in nested groups."""
     for error in group.exceptions:
-        out += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return out
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def best_run(members: Sequence[Member], least: float | None) -> Member | None:
 
 
 def is_better(run: Member, other: Member) -> bool:
+    """Whether a run has a higher reward, by more than the tolerance by which rewards count as equal."""
     return run.reward > other.reward + REWARD_TOLERANCE
 
 
@@ -168,11 +169,13 @@ def as_template_reads(message: Message) -> Message:
             raise HintUnusableError("the call has content other than text")
         out["content"] = "\n".join(part["text"] for part in content)
     if calls := message.get("tool_calls"):
-        out["tool_calls"] = [_with_object(call) for call in calls]
+        out["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
     return out
 
 
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments, JSON text in requests, are the object that templates read. Raises
+    `HintUnusableError`."""
     function = dict(call.get("function") or {})
     if isinstance(arguments := function.get("arguments"), str):
         try:

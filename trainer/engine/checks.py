@@ -34,7 +34,7 @@ Metrics = dict[str, float]
 
 
 class Candidate(NamedTuple):
-    """A sequence that may be in a check's sample. Only the tokens that the check looks at are in its mask."""
+    """A sequence that may be in a check's sample. Only the tokens that the check compares are in its loss mask."""
 
     sequence: TokenSequence
     example: int
@@ -62,7 +62,8 @@ class Step:
 def sample(
     candidates: Sequence[Candidate], limit: float, packing: Packing, rng: np.random.Generator
 ) -> list[Candidate]:
-    """Draw candidates, members of a group together, whose passes have at most `limit` tokens."""
+    """Draw candidates whose passes have at most `limit` tokens. Those of one prefix tree are drawn one after the other,
+    so that they share their prefixes."""
     trees = list(dict.fromkeys(c.tree for c in candidates))
     rank = dict(zip(trees, rng.permutation(len(trees)).tolist(), strict=True))
     order = sorted(rng.permutation(len(candidates)).tolist(), key=lambda i: rank[candidates[i].tree])
@@ -136,6 +137,7 @@ def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metric
 
 
 def _comparable(sequence: TokenSequence, version: int) -> TokenSequence:
+    """The sequence with all tokens as context but those that `version` sampled with a recorded logprob."""
     return sequence.masking_out((sequence.steps != version) | np.isnan(sequence.logprobs))
 
 

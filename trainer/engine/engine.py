@@ -38,6 +38,8 @@ from trainer.sequences import TokenSequence
 
 logger = get_logger("trainer.engine.engine")
 T = TypeVar("T")
+_AVERAGE_RATE = 0.05
+"""Weight of the newest adapter in the average that teaches (`trainer.distill.teacher`), updated once a step."""
 
 
 def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
@@ -55,7 +57,7 @@ def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Itera
             yield [index for index, group in enumerate(groups) if group in members]
 
 
-def penalized(examples: Sequence[Example], policy: Scores, base: Scores, coefficient: float) -> list[Example]:
+def with_kl_penalty(examples: Sequence[Example], policy: Scores, base: Scores, coefficient: float) -> list[Example]:
     """Return the examples with the KL penalty of `trainer.loss.kl_penalty`, from the logprobs of their trained tokens
     by the policy before the step and by the base model."""
     ratios = [policy[i] - base[i] for i in range(len(examples))]
@@ -67,15 +69,17 @@ def penalized(examples: Sequence[Example], policy: Scores, base: Scores, coeffic
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Update:
+class Updates:
     """The optimizer updates of a step."""
 
     examples: Sequence[Example]
-    """The examples that fit into memory."""
+    """The examples that were trained: they fit into memory."""
     groups: Sequence[int]
+    """`groups[i]` is the group of `examples[i]`."""
     dropped: tuple[TokenSequence, ...]
-    """The sequences that do not."""
+    """The sequences that do not fit."""
     results: list[PassResult]
+    """Of each process in each update."""
     norms: list[float]
     """The gradient's norm before clipping, for each update."""
 
@@ -107,7 +111,7 @@ class Engine:
 
     def state_with(self, step: int, weights: Weights) -> TrainState:
         """The state of `step` with an adapter from elsewhere, before the optimizer has seen it."""
-        published = self.model.published(weights)
+        published = self.model.as_published(weights)
         return TrainState(step, published, history={step: published}, master=None if published is weights else weights)
 
     def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
@@ -121,9 +125,9 @@ class Engine:
         began = time.perf_counter()
         # First: it loads the adapter of `state`, under which everything below is computed.
         optimizer = PolicyOptimizer(self.model, state)
-        examples, late = self.with_late(state.step, examples, groups)
-        update = self._update(state, optimizer, examples, groups)
-        metrics = self._measure(state, update) | late
+        examples, metrics_of_late = self._mark_late(state.step, examples, groups)
+        updates = self._update(state, optimizer, *self._prepare(state, examples, groups))
+        metrics = self._measure(state, updates) | metrics_of_late
         metrics["learning_rate"] = float(optimizer.adamw.param_groups[0]["lr"])
         step, weights = state.step + 1, optimizer.weights
         history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
@@ -134,39 +138,41 @@ class Engine:
             optimizer.adamw.state_dict(),
             history,
             None if weights is optimizer.master else optimizer.master,
-            self._average(state, weights),
+            self._average_adapter(state, weights),
         )
         metrics |= self._speed(metrics, time.perf_counter() - began)
-        return StepResult(after, metrics, update.dropped)
+        return StepResult(after, metrics, updates.dropped)
 
-    def _fitted(
+    def _run_fitting(
         self,
         work: Callable[[Sequence[Example], Sequence[int]], T],
         examples: Sequence[Example],
         groups: Sequence[int],
         step: int,
     ) -> Fitted[T]:
-        """Do some work of the step after `step` over the examples that fit into memory."""
+        """Do some work of the step after `step` over the examples that fit into memory. Raises `NothingFitsError`."""
         return run_within_memory(work, examples, groups, self.passes.budget, self.passes.free, step + 1)
 
-    def with_late(
+    def _mark_late(
         self, step: int, examples: Sequence[Example], groups: Sequence[int]
     ) -> tuple[list[Example], dict[str, float]]:
-        """Mark the examples that are late at `step`, and measure them under the live adapter. Returns all examples and
-        the metrics. Raises `LateRunsError`."""
+        """Mark the examples that are late at `step` (`trainer.engine.late`), and measure them under the live adapter.
+        Returns all examples and the metrics. Raises `LateRunsError`."""
         marked = [dataclasses.replace(e, late=is_late(e.sequence, step, self.config)) for e in examples]
         longest = self.model.longest or sys.maxsize
         late = [i for i, e in enumerate(marked) if e.late and len(e.sequence.ids) <= longest]
         if not late:
             return marked, {}
-        fitted = self._fitted(self.passes.scores, [marked[i] for i in late], [groups[i] for i in late], step)
+        fitted = self._run_fitting(self.passes.scores, [marked[i] for i in late], [groups[i] for i in late], step)
         logprobs = [fitted.result[n] for n in range(len(fitted.examples))]
         return marked, late_metrics([e.sequence for e in fitted.examples], logprobs, self.config)
 
-    def _update(
-        self, state: TrainState, optimizer: PolicyOptimizer, examples: Sequence[Example], groups: Sequence[int]
-    ) -> Update:
-        """Take the optimizer updates of a step over what of the batch fits into memory."""
+    def _prepare(
+        self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]
+    ) -> tuple[list[Example], Sequence[int], list[TokenSequence]]:
+        """Compute what the updates of a step need of the policy before them, the base model and the teacher. Returns
+        the examples with it, their groups, and the sequences that are too long for the model or do not fit into
+        memory."""
         passes = self.passes
         dropped = self._too_long(examples)
         whole = [i for i, e in enumerate(examples) if e.sequence not in dropped]
@@ -178,26 +184,36 @@ class Engine:
         several_updates = reinforced and len(list(updates_of(groups, self.config, state.step))) > 1
         kl_penalty = self.config.loss.kl_penalty if reinforced else 0.0
         if several_updates or kl_penalty:
-            scored = self._fitted(passes.scores, examples, groups, state.step)
+            scored = self._run_fitting(passes.scores, examples, groups, state.step)
             examples, groups = list(scored.examples), scored.groups
-            dropped = [*dropped, *scored.dropped]
+            dropped += scored.dropped
             if kl_penalty:
                 base = passes.scores(examples, groups, base=True)
-                examples = penalized(examples, scored.result, base, kl_penalty)
+                examples = with_kl_penalty(examples, scored.result, base, kl_penalty)
             if several_updates:
                 examples = [dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(examples)]
-        examples = self._taught(state, examples, groups)
-        parts = list(updates_of(groups, self.config, state.step))
+        return self._with_teacher(state, examples, groups), groups, dropped
+
+    def _update(
+        self,
+        state: TrainState,
+        optimizer: PolicyOptimizer,
+        examples: Sequence[Example],
+        groups: Sequence[int],
+        dropped: list[TokenSequence],
+    ) -> Updates:
+        """Take the optimizer updates of a step over what of the batch fits into memory. Adds what does not to
+        `dropped`."""
         results: list[PassResult] = []
         norms: list[float] = []
-        for part in parts:
+        for part in updates_of(groups, self.config, state.step):
             fitting = [i for i in part if examples[i].sequence not in dropped]
             if not fitting:
                 continue
             self.model.peft.zero_grad(set_to_none=True)
             try:
-                fitted = self._fitted(
-                    passes.gradients, [examples[i] for i in fitting], [groups[i] for i in fitting], state.step
+                fitted = self._run_fitting(
+                    self.passes.gradients, [examples[i] for i in fitting], [groups[i] for i in fitting], state.step
                 )
             except NothingFitsError as error:
                 dropped += error.sequences
@@ -208,9 +224,9 @@ class Engine:
         if not results:
             raise NothingFitsError(dropped, state.step + 1)
         trained = [i for i, e in enumerate(examples) if e.sequence not in dropped]
-        return Update([examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped), results, norms)
+        return Updates([examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped), results, norms)
 
-    def _taught(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
+    def _with_teacher(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
         """Return the examples with the teacher's logprobs of their hinted calls. Calls that do not fit into memory are
         left out."""
         asked = [(i, call) for i, e in enumerate(examples) for call in e.hinted_calls]
@@ -220,7 +236,8 @@ class Engine:
         with nullcontext() if average is None else self.model.with_adapter(average):
             try:
                 calls = [Example(call.sequence, 0.0) for _, call in asked]
-                fitted = self._fitted(self.passes.teacher_logprobs, calls, [groups[i] for i, _ in asked], state.step)
+                of_calls = [groups[i] for i, _ in asked]
+                fitted = self._run_fitting(self.passes.teacher_logprobs, calls, of_calls, state.step)
             except NothingFitsError:
                 return list(examples)  # the error is logged for each of them
         said = {id(e.sequence): fitted.result[n] for n, e in enumerate(fitted.examples)}
@@ -233,13 +250,14 @@ class Engine:
             for i, e in enumerate(examples)
         ]
 
-    def _average(self, state: TrainState, weights: Weights) -> Weights | None:
-        """The average of the adapters after a step that ended in `weights`; `None` where no teacher needs it."""
+    def _average_adapter(self, state: TrainState, weights: Weights) -> Weights | None:
+        """The running average of the adapters after a step that ended in `weights`; `None` where no teacher needs
+        it."""
         distill = self.config.distill
         if not distill.weight or distill.teacher != "average":
             return None
         before = state.average or state.weights
-        return {name: torch.lerp(before[name].float(), w.float(), distill.average_rate) for name, w in weights.items()}
+        return {name: torch.lerp(before[name].float(), w.float(), _AVERAGE_RATE) for name, w in weights.items()}
 
     def _too_long(self, examples: Sequence[Example]) -> list[TokenSequence]:
         """Return the sequences that the model would cut off."""
@@ -254,19 +272,19 @@ class Engine:
             )
         return too_long
 
-    def _measure(self, state: TrainState, update: Update) -> dict[str, float]:
+    def _measure(self, state: TrainState, updates: Updates) -> dict[str, float]:
         """Return the metrics of a step and its checks.
 
         Raises `SamplerMismatchError` where the sampler's logprobs are not the trainer's."""
         passes = self.passes
-        metrics = passes.summary(update.results, update.examples, state.step, len(update.norms))
+        metrics = passes.summary(updates.results, updates.examples, state.step, len(updates.norms))
         self._require_sampler_logprobs(metrics, state.step)
         step = checks.Step(
             state,
-            update.examples,
-            update.groups,
-            first_logprobs(update.results, update.examples),
-            passes.packing_of(update.examples, update.groups),
+            updates.examples,
+            updates.groups,
+            first_logprobs(updates.results, updates.examples),
+            passes.packing_of(updates.examples, updates.groups),
             metrics["tokens_forward"],
         )
         share = self.config.check_share / 2
@@ -277,10 +295,10 @@ class Engine:
             metrics |= result
         self._require_sampler_logprobs(metrics, state.step)
         return metrics | {
-            "grad_norm": float(np.mean(update.norms)),
-            "updates": float(len(update.norms)),
-            "sequences_dropped": float(len(update.dropped)),
-            "tokens_dropped": float(sum(s.trained_tokens for s in update.dropped)),
+            "grad_norm": float(np.mean(updates.norms)),
+            "updates": float(len(updates.norms)),
+            "sequences_dropped": float(len(updates.dropped)),
+            "tokens_dropped": float(sum(s.trained_tokens for s in updates.dropped)),
         }
 
     def _speed(self, metrics: Mapping[str, float], compute_s: float) -> dict[str, float]:

@@ -30,7 +30,7 @@ from trainer.engine.images import ImageInputs, ImageUnusableError
 from trainer.engine.loss import reverse_kl
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.sharding import ShardedModel
-from trainer.engine.tree_attention import planned, use_tree_attention
+from trainer.engine.tree_attention import mask_with_plan, use_tree_attention
 
 _FULL = ("full_attention", "attention", "global_attention")
 
@@ -167,6 +167,7 @@ class Forward:
         return hidden_RLD
 
     def _image_inputs(self, layout: Layout) -> dict[str, torch.Tensor]:
+        """The trunk's further inputs for the images of a layout; none without images."""
         if not layout.images:
             return {}
         if self.images is None:
@@ -174,6 +175,7 @@ class Forward:
         return self.images.inputs(layout.ids_RL, layout.images)
 
     def _masks(self, layout: Layout) -> Any:
+        """The attention masks of a layout with branches, in the format that the trunk takes."""
         spans = attention_spans(self.text)
         if self.mask_format is None or spans is None:
             raise ValueError(f"{type(self.model).__name__} can't share prefixes: use a padded layout")
@@ -184,8 +186,10 @@ class Forward:
         return {layer_type: masks[span] for layer_type, span in spans.items()}
 
     def _mask(self, layout: Layout, span: AttentionSpan) -> Any:
+        """The mask of the layers with this span: boolean for attention by scaled dot products, added for eager
+        attention."""
         if self.attention != "eager":
-            return planned(layout, span)
+            return mask_with_plan(layout, span)
         mask: Any = layout.dense_mask(span)
         # Eager attention adds the mask to the attention scores, so true becomes 0 and false the lowest number.
         dtype = self.trunk.dtype
@@ -289,6 +293,7 @@ class Forward:
 
     @contextmanager
     def _stubbed_trunk(self, output: Any) -> Iterator[None]:
+        """Let the model's own `forward` read `output` in place of what its trunk computes."""
         self._stub.output = output
         self._parent._modules[self._leaf] = self._stub
         try:

@@ -1,8 +1,9 @@
 """The inputs of a vision-language model for the images of a layout, as its own image processor computes them.
+`trainer.engine.forward` gives them to the trunk, and the learner checks each run's images with them.
 
-The recorded prompt holds the places of each image: as many copies of the model's image token as the image has features.
-Models whose processor returns the grid of each image (Qwen-VL) and models with a fixed number of features for every
-image (Gemma 3, LLaVA) are supported.
+The recorded prompt holds a placeholder for each feature of each image: copies of the model's image token, which its
+trunk replaces by the features. Models whose processor returns the grid of each image (Qwen-VL) and models with a fixed
+number of features for every image (Gemma 3, LLaVA) are supported.
 
 Shape letters as in `trainer.batches.packing`.
 """
@@ -38,44 +39,48 @@ class ImageUnusableError(ValueError):
 
 
 class ImageInputs:
-    """Processes images as the base model's folder says. `token`: id of the token that stands for a feature."""
+    """Processes images as the base model's folder says."""
 
     def __init__(self, processor: Any, token: int, merge: int, fixed: int) -> None:
+        """`token`: id of the placeholder; `merge`: side of the squares of patches that a processor with grids merges
+        into one feature; `fixed`: number of features of an image where the processor has no grids."""
         self._processor, self.token, self._merge, self._fixed = processor, token, merge, fixed
         self._processed: OrderedDict[bytes, dict[str, torch.Tensor]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()  # groups are checked while a step is computed
 
     def check(self, ids: npt.NDArray[np.int32], images: Sequence[bytes]) -> None:
-        """Raise `ImageUnusableError` unless the ids hold the places of exactly these images."""
-        places, features, decoded = int((ids == self.token).sum()), 0, 0
-        while features <= places and decoded < len(images):
-            # An image that the inference server did not read may be large, and a request may hold hundreds.
-            features += self.features(images[decoded]) if features < places else 1
+        """Raise `ImageUnusableError` unless the ids hold the placeholders of exactly these images."""
+        placeholders, features, decoded = int((ids == self.token).sum()), 0, 0
+        while features <= placeholders and decoded < len(images):
+            # An image too many has 1 feature or more. It is not decoded: one that the inference server did not read may
+            # be large, and a request may hold hundreds.
+            features += self.features(images[decoded]) if features < placeholders else 1
             decoded += 1
-        if places != features:
+        if placeholders != features:
             raise ImageUnusableError(
-                f"the prompt has {places} places for images, and {decoded} of its {len(images)} images have {features} "
-                "features or more: "
-                "the inference server processes images otherwise (`--mm-processor-kwargs` of vllm.args; put the "
-                "values into preprocessor_config.json of the base model), or the request named images otherwise"
+                f"the prompt has {placeholders} places for images, and {decoded} of its {len(images)} images have "
+                f"{features} features or more: the inference server processes images otherwise "
+                "(`--mm-processor-kwargs` of vllm.args; put the values into preprocessor_config.json of the base "
+                "model), or the request named images otherwise"
             )
 
     def features(self, image: bytes) -> int:
-        """Return the number of places of an image in a prompt. Raises `ImageUnusableError` if it can't be decoded."""
+        """Return the number of placeholders of an image in a prompt. Raises `ImageUnusableError` if it can't be
+        decoded."""
         grid = self._inputs(image).get("image_grid_thw")
         return self._fixed if grid is None else int(grid.prod()) // self._merge**2
 
     def inputs(self, ids_RL: torch.Tensor, images: Sequence[Sequence[bytes]]) -> dict[str, torch.Tensor]:
         """Return the model's further inputs for rows of ids, `images[r]` being the images of row r. Images whose
-        places the row does not hold, because nothing that is trained follows them, are left out."""
+        placeholders the row does not hold, because nothing that is trained follows them, are left out."""
         used: list[dict[str, torch.Tensor]] = []
         for row_L, of_row in zip(ids_RL, images, strict=True):
-            places = int((row_L == self.token).sum())
+            placeholders = int((row_L == self.token).sum())
             for image in of_row:
-                if places <= 0:
+                if placeholders <= 0:
                     break
-                places -= self.features(image)
+                placeholders -= self.features(image)
                 used.append(self._inputs(image))
         if not used:
             return {}
@@ -85,6 +90,7 @@ class ImageInputs:
         return joined | {"mm_token_type_ids" if "image_grid_thw" in joined else "token_type_ids": types_RL}
 
     def _inputs(self, image: bytes) -> dict[str, torch.Tensor]:
+        """What the processor makes of an image, remembered up to `_REMEMBERED` bytes in all."""
         key = hashlib.sha256(image).digest()
         with self._lock:
             if key not in self._processed:
@@ -129,6 +135,6 @@ def image_inputs_of(base: str, config: Any) -> ImageInputs | None:
         logger.warning("runs with images are not trained: no image processor", model=base, error=str(error)[:300])
         return None
     if not merge and not fixed:
-        logger.warning("runs with images are not trained: the places of an image are not known", model=base)
+        logger.warning("runs with images are not trained: the features of an image are not known", model=base)
         return None
     return ImageInputs(processor, int(token), int(merge or 1), int(fixed))

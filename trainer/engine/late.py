@@ -39,8 +39,7 @@ def late_metrics(
         np.nan_to_num(np.subtract(mine, s.logprobs[s.loss_mask], dtype=np.float64), nan=0.0).sum()
         for s, mine in zip(sequences, logprobs, strict=True)
     ]
-    bounds = (config.loss.importance_clip_min or 0.0, config.loss.importance_clip)
-    weights = np.clip(np.exp(np.minimum(ratios, 700.0)), *bounds)
+    weights = np.minimum(np.exp(np.minimum(ratios, 700.0)), config.loss.importance_clip)
     squares = float((weights**2).sum())
     size = float(weights.sum()) ** 2 / squares if squares else 0.0
     if size < config.late_min_ess * len(sequences):

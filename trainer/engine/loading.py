@@ -41,6 +41,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 _VALUES_PER_TENSOR = 64
+"""Values of a tensor in a base model's digest, at equal distances."""
 _NOT_THE_MODELS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Keys of a config.json that differ between copies of one model."""
 
@@ -104,6 +105,7 @@ def auto_class(base: str) -> Any:
 
 
 def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
+    """Load with transformers, and move nothing: `PolicyModel` places the weights, unless they are quantised."""
     options: dict[str, Any] = {"dtype": dtype_for(config, device), "output_loading_info": True}
     if quantization := _quantization(config, options["dtype"]):
         options |= {"quantization_config": quantization, "device_map": {"": device}}
@@ -240,6 +242,7 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
 
 
 _READ_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))")
+"""Code that reads the weight of a submodule, and not only its type or device."""
 
 
 def _read_by_others(model: Any) -> set[str]:
@@ -269,6 +272,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _leaf(name: str) -> str:
+    """The last part of a module's dotted name."""
     return name.rpartition(".")[2]
 
 

@@ -1,4 +1,4 @@
-"""From the examples of a pass to the inputs of its loss.
+"""From the examples of a pass to the inputs of its loss (`trainer.engine.loss`); `trainer.engine.passes` computes it.
 
 Shape letters as in `trainer.engine.loss`.
 """
@@ -25,6 +25,8 @@ def inputs_of(
     reference_SK: torch.Tensor | None = None,
 ) -> LossInputs:
     """Return the inputs of the loss. They hold only the trained tokens; the context is in the logprobs already.
+    `logprobs_SK`: those of the live adapter; `sequences`, `tokens`: of the whole update; `reference_SK`: logprobs of
+    the base model, with a KL term.
 
     With `importance_sampling = "none"` PPO's clipped ratio compares with the recorded logprobs. Otherwise it compares
     with the policy before the step's first update (`Example.old_logprobs`), and the importance weight is that policy's
@@ -49,10 +51,10 @@ def inputs_of(
         # A token without a recorded logprob is compared with the old policy.
         old_SK = torch.where(sampled.isnan(), old_SK, sampled)
     else:
-        bounds = config.loss.importance_clip, config.loss.importance_clip_min
-        weights = importance_weights(old_SK, sampled, mask, correction, *bounds)
+        clip = config.loss.importance_clip
+        weights = importance_weights(old_SK, sampled, mask, correction, clip)
         if any(e.late for e in examples):
-            of_sequences_S1 = importance_weights(old_SK, sampled, mask, "sequence_truncate", *bounds)
+            of_sequences_S1 = importance_weights(old_SK, sampled, mask, "sequence_truncate", clip)
             late_S1 = torch.tensor([[e.late] for e in examples], device=device)
             weights = torch.where(late_S1, of_sequences_S1, weights)
     return LossInputs(mask, advantages, old_SK, weights, reference_SK, sequences, tokens)
@@ -79,6 +81,7 @@ def _advantages(examples: Sequence[Example], old_SK: torch.Tensor, config: Train
             advantages_SK[row, : len(penalty)] += penalty
         if teaches and example.teacher is not None:
             teacher = torch.from_numpy(example.teacher.logprobs_k).to(advantages_SK)
+            # NaN: the teacher was not asked about the token.
             gap = teacher - old_SK[row, : len(teacher)]
             gap = torch.where(gap.isfinite(), gap, 0.0)
             advantages_SK[row, : len(teacher)] += config.distill.weight * example.weight * gap

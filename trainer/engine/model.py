@@ -83,10 +83,10 @@ class PolicyModel:
                 self.forward.shard(self.device, process_group)
             elif config.engine == "transformers":
                 self.peft.to(self.device)
-        # Views of the adapter's parameters under the names of its files; a step changes them in place.
-        state = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
-        self._live = state
+        self._live: Weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
+        """Views of the adapter's parameters under the names of its files; a step changes them in place."""
         self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
+        """Those of the adapter, which the optimizer updates."""
         self.dtype: torch.dtype = self.forward.trunk.dtype
         self.adapter_dtype = _adapter_dtype(config, self.dtype)
         """Type of the adapter's published weights. `None` publishes them in the training type."""
@@ -102,8 +102,7 @@ class PolicyModel:
     def set_threads(self) -> None:
         """Apply `trainer.threads` to the calling thread: PyTorch keeps it per thread, and the service's worker
         threads come and go."""
-        if torch.get_num_threads() != self.config.threads:
-            torch.set_num_threads(self.config.threads)
+        torch.set_num_threads(self.config.threads)
 
     def save_memory(self) -> bool:
         """Switch gradient checkpointing on, if `trainer.memory.gradient_checkpointing` leaves that to the trainer.
@@ -137,7 +136,7 @@ class PolicyModel:
             for (name, tensor), part in zip(self._live.items(), parts, strict=True)
         }
 
-    def published(self, weights: Weights) -> Weights:
+    def as_published(self, weights: Weights) -> Weights:
         """`weights` rounded to the type in which adapters are published; `weights` itself if no rounding is needed."""
         if self.adapter_dtype is None:
             return weights
@@ -192,7 +191,7 @@ class PolicyModel:
         `teacher_logprobs` is what it said of each sequence of the layout; empty: there is no teacher."""
         layout = layout.to(self.device)
         hidden_RLD = self.forward.hidden(layout)
-        tops = self._tops(layout, teacher_logprobs)
+        tops = self._teacher_tops(layout, teacher_logprobs)
         # A teacher may say different things of the same prediction, as its prompts differ.
         each = layout.distinct_U if tops is None else None
         at = slice(None) if each is None else each
@@ -208,13 +207,14 @@ class PolicyModel:
         )
         if each is not None:
             scored = tuple(values_U[layout.same_N] for values_U in scored)
-        logprobs_SK, entropies_SK, divergences_SK = (_place(values_N, layout, shape) for values_N in scored)
+        logprobs_SK, entropies_SK, divergences_SK = (_by_sequence(values_N, layout, shape) for values_N in scored)
         return logprobs_SK, entropies_SK, divergences_SK
 
-    def _tops(
+    def _teacher_tops(
         self, layout: Layout, teacher_logprobs: Sequence[TeacherLogprobs | None]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids and logprobs of the teacher's most probable tokens at the trained tokens of a layout, in its order."""
+        """Ids and logprobs of the teacher's most probable tokens at the trained tokens of a layout, in its order.
+        `None` where no teacher was asked, or only about sampled tokens."""
         like = next((t.top_logprobs_kK for t in teacher_logprobs if t is not None), None)
         if like is None or not like.shape[1]:
             return None
@@ -248,9 +248,9 @@ class PolicyModel:
                 hidden_ND, layout.targets_N, layout.temperatures_N, layout.cuts_N3, chunk, "none"
             )[0]
             said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
-            return (_place(part, layout, shape) for part in said)
+            return (_by_sequence(part, layout, shape) for part in said)
 
-        return {i: TeacherLogprobs(*said) for i, said in self._of_each(batches, sequences, ask)}
+        return {i: TeacherLogprobs(*said) for i, said in self._compute_each(batches, sequences, ask)}
 
     def logprobs_of(self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]) -> dict[int, Logprobs]:
         """The logprobs of the sequences in `batches` by their indices in `sequences`; without gradients.
@@ -260,9 +260,9 @@ class PolicyModel:
         def score(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
             return self.logprobs(layout, shape, entropy=False)[:1]
 
-        return {i: logprobs for i, (logprobs,) in self._of_each(batches, sequences, score)}
+        return {i: logprobs for i, (logprobs,) in self._compute_each(batches, sequences, score)}
 
-    def _of_each(
+    def _compute_each(
         self,
         batches: Sequence[MicroBatch],
         sequences: Sequence[TokenSequence],
@@ -298,12 +298,14 @@ def _misfits(live: Weights, weights: Weights) -> str:
 
 
 def _adapter_dtype(config: TrainerConfig, base: torch.dtype) -> torch.dtype | None:
+    """The type of published adapters (`trainer.lora.dtype`), for a base model of the type `base`; `None`: as
+    trained."""
     if config.lora.dtype == "bfloat16" or (config.lora.dtype == "auto" and base == torch.bfloat16):
         return torch.bfloat16
     return None
 
 
-def _place(values_N: torch.Tensor, layout: Layout, shape: tuple[int, int]) -> torch.Tensor:
+def _by_sequence(values_N: torch.Tensor, layout: Layout, shape: tuple[int, int]) -> torch.Tensor:
     """Values of the layout's trained tokens, [N, …], in `shape` [S, K, …]: zero where a sequence has fewer."""
     placed = values_N.new_zeros((*shape, *values_N.shape[1:]))
     return placed.index_put((layout.sequence_N, layout.slot_N), values_N)

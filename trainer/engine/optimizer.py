@@ -1,4 +1,9 @@
-"""AdamW and its learning rate schedule, built for each step from the current settings and the `TrainState`."""
+"""AdamW and its learning rate schedule, built for each step from the current settings and the `TrainState`.
+
+`trainer.engine.engine` makes a `PolicyOptimizer` for a step and calls `update` after each backward pass. Where adapters
+are published in a smaller type (`PolicyModel.adapter_dtype`), the optimizer updates the master weights, which are not
+rounded, with gradients that were taken at the published ones.
+"""
 
 from __future__ import annotations
 
@@ -64,15 +69,18 @@ def make_optimizer(
 
 
 class PolicyOptimizer:
-    """The optimizer updates of one step. Loads the adapter of `state`, which is not changed."""
+    """The optimizer updates of one step."""
 
     def __init__(self, model: PolicyModel, state: TrainState) -> None:
+        """Load the adapter of `state` into the model. `state`, the policy before the step, is not changed."""
         self._model, self._step = model, state.step
-        self._rates_last_first = list(reversed(model.config.optimizer.update_rates))
-        """Learning rates still to come; `update` takes the last one."""
+        self._rates = model.config.optimizer.update_rates
+        """Learning rates of the updates to come, if the settings name any; the last one holds for all after it."""
         self.adamw = make_optimizer(model.config, model.parameters, state, model.multiplied_parameters)
-        self.weights, self.master = state.weights, state.master or state.weights
-        """The live adapter as it is published, and the weights that are updated: the same ones, if none is rounded."""
+        self.weights = state.weights
+        """The live adapter, as it is published."""
+        self.master = state.master or state.weights
+        """The weights that are updated. The same object as `weights` if none is rounded."""
         model.load_adapter(state.weights)
 
     def update(self) -> float:
@@ -83,16 +91,15 @@ class PolicyOptimizer:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters, model.config.optimizer.max_grad_norm)
         if not torch.isfinite(norm):
             raise UntrainableError(f"gradient norm {norm} at step {self._step}: the step is not taken")
-        if self._rates_last_first:
+        if self._rates:
             for group in self.adamw.param_groups:
-                group["lr"] = self._rates_last_first[-1]
-            if len(self._rates_last_first) > 1:
-                self._rates_last_first.pop()
+                group["lr"] = self._rates[0]
+            self._rates = self._rates[1:] or self._rates
         if self.weights is not self.master:
             model.load_adapter(self.master)  # the gradients were taken at its rounded weights
         self.adamw.step()
         self.master = model.weights()
-        self.weights = model.published(self.master)
+        self.weights = model.as_published(self.master)
         if self.weights is not self.master:
             model.load_adapter(self.weights)
         return float(norm)

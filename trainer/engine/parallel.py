@@ -64,7 +64,7 @@ class Job:
     """Work that rank 0 distributes to all processes."""
 
     engine: int
-    """The engine to compute with: `Engine.number`."""
+    """The engine to compute with, by its number (`trainer.learner.make_engines`)."""
     config: TrainerConfig
     weights: Weights
     """The adapter to compute with."""
@@ -82,10 +82,12 @@ class ProcessGroup:
     """The connections of one of the trainer's processes to the others."""
 
     def __init__(self, rank: int, size: int, local_rank: int = 0) -> None:
+        """`rank`: this process's number among all `size` processes; `local_rank`: among those of its machine."""
         self.rank, self.size, self._local_rank = rank, size, local_rank
         local_ranks: list[int] = [0] * size
         dist.all_gather_object(local_ranks, local_rank)
         self._turns = max(local_ranks) + 1
+        """Number of processes on the machine that has most."""
 
     @classmethod
     def join(cls) -> ProcessGroup:
@@ -145,9 +147,9 @@ class ProcessGroup:
         load = [0.0] * self.size
         parts: list[list[MicroBatch]] = [[] for _ in load]
         for batch in sorted(batches, key=_size, reverse=True):
-            place = load.index(min(load))
-            load[place] += _size(batch)
-            parts[place].append(batch)
+            rank = load.index(min(load))
+            load[rank] += _size(batch)
+            parts[rank].append(batch)
         mine = parts[self.rank]
         if even:
             filler = replace(min(batches, key=_size), counts=False)
@@ -196,6 +198,7 @@ class ProcessGroup:
 
 
 def _size(batch: MicroBatch) -> float:
+    """The tokens of a pass, padding included, by which passes are distributed."""
     return float(batch.layout.ids_RL.numel())
 
 

@@ -1,5 +1,8 @@
 """The gradient of a batch's loss: forward and backward passes over its micro-batches, in one process or in several.
 
+`trainer.engine.engine` asks for the work of a step. Rank 0 sends it as a `Job` to the other processes, if there are
+any; each makes its own part of the passes, and their results are exchanged (`trainer.engine.parallel`).
+
 Shape letters as in `trainer.batches.packing`.
 """
 
@@ -122,6 +125,7 @@ class Passes:
     def _in_every_process(
         self, examples: Sequence[Example], groups: Sequence[int], work: Work, packing: Packing | None = None
     ) -> list[Any]:
+        """Have all processes do some work over a batch. Returns the result of each (`_own_part`)."""
         weights = {} if self._process_group is None else self.model.weights()
         packing = packing or self.packing_of(examples, groups)
         budget, checkpointing = self.budget.tokens, self.model.checkpointing
@@ -162,13 +166,13 @@ class Passes:
         """The layout in which a batch is trained."""
         packing = self.config.memory.packing if self.verified.layout == "prefix" else "padded"
         if any(e.sequence.images for e in examples):
-            return "padded"  # the places of an image have positions of their own in each row
+            return "padded"  # the model itself gives positions to the tokens of an image, row by row
         if packing != "auto":
             return packing
         return "prefix" if sharing_pays([e.sequence for e in examples], groups, self.cost) else "padded"
 
     def _own_batches(self, job: Job) -> list[MicroBatch]:
-        """This process's passes of a job."""
+        """This process's passes of a job. All processes compute the same division."""
         sequences = [e.sequence for e in job.examples]
         together = _CPU_TOKENS if self.model.device.type == "cpu" else job.budget
         batches = micro_batches(sequences, job.groups, job.budget, job.packing, together)
@@ -217,7 +221,7 @@ class Passes:
         if self.config.loss.beta != 0.0 and self.config.loss.type != "sft":
             with torch.no_grad(), self.model.peft.disable_adapter():
                 reference_SK, _ = self.model.logprobs(batch.layout, shape, entropy=False)
-        if not batch.counts:
+        if not batch.counts:  # the other processes wait for this one in the backward pass too
             (0.0 * logprobs_SK.nan_to_num()).sum().backward()
             return
         given = inputs_of(
@@ -239,7 +243,8 @@ class Passes:
     def summary(
         self, results: Sequence[PassResult], examples: Sequence[Example], step: int, updates: int
     ) -> dict[str, float]:
-        """Metrics of so many updates over `examples`, from the results of all their passes."""
+        """Metrics of a step of so many `updates` over `examples`, from the results of all their passes. `step`: that of
+        the policy before it."""
         sequences = [e.sequence for e in examples]
         laid_out = sum(r.tokens_forward for r in results)
         before = first_logprobs(results, examples)

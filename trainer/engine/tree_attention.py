@@ -21,11 +21,12 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.batches.packing import FULL, AttentionSpan, Layout, pairs, segments
+from trainer.batches.packing import FULL, AttentionSpan, Layout, attended_pairs, segments
 
 _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _PAIRS_A_CALL = 2**15
-"""Pairs of query and key that one more call has to save, since a call has costs of its own."""
+"""Pairs of query and key that one more call of the attention function has to save, since a call has costs of its
+own."""
 
 
 _SHORT = 256
@@ -35,29 +36,33 @@ forward and backward over 8 rows of 122 tokens with 9 heads, that for float32 20
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A segment as `packing.segments` finds it."""
+    """What a segment of a row (`packing.segments`: adjacent columns that see the same columns before them) attends
+    to."""
 
     seen: Sequence[tuple[int, int]]
     """The earlier segments that it sees, each with the number of its first columns that are seen, then its own."""
     mask: torch.Tensor | None
-    """[1, 1, queries, columns of `seen`], or that of `lower_right`. `None`: it sees no earlier segment, and itself
+    """[1, 1, queries, columns of `seen`], or that of `lower_right_mask`. `None`: it sees no earlier segment, and itself
     causally."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
+    """The plan of a row."""
+
     lengths: list[int]
     """Of the row's segments, which are all of its columns."""
     segments: list[Segment]
 
 
-def planned(layout: Layout, span: AttentionSpan) -> torch.Tensor:
+def mask_with_plan(layout: Layout, span: AttentionSpan) -> torch.Tensor:
     """Return the mask of a layout that has `ends_RL`. Where segments save time, its attribute `plan` holds those of its
-    rows, and its values mean nothing: no mask of L x L is made."""
+    rows for `tree_attention`, and its values mean nothing: no mask of L x L is made."""
     assert layout.ends_RL is not None
     ends_RL = layout.ends_RL.tolist()
     calls = sum(len(segments(ends)) for ends in ends_RL)
-    if layout.ends_RL.numel() * layout.ends_RL.shape[1] - sum(map(pairs, ends_RL)) <= calls * _PAIRS_A_CALL:
+    dense_pairs = layout.ends_RL.numel() * layout.ends_RL.shape[1]
+    if dense_pairs - sum(map(attended_pairs, ends_RL)) <= calls * _PAIRS_A_CALL:
         mask: Any = layout.dense_mask(span)
     else:
         rows, length = layout.ends_RL.shape
@@ -84,12 +89,12 @@ def _plan_row(layout: Layout, row: int, ends: Sequence[int], span: AttentionSpan
             columns = torch.cat([torch.arange(pieces[j][0], pieces[j][0] + count, device=device) for j, count in seen])
             mask = layout.seen(row, torch.arange(start, stop, device=device), columns, span)[None, None]
         elif len(seen) > 1:
-            mask = lower_right(stop - start, sum(count for _, count in seen), device)
+            mask = lower_right_mask(stop - start, sum(count for _, count in seen), device)
         found.append(Segment(seen, mask))
     return Row([stop - start for start, stop, _ in pieces], found)
 
 
-def lower_right(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def lower_right_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     """Return the causal mask of the last `queries` of `keys` columns: on a GPU as PyTorch's bias, by which it takes its
     fused kernels, which know no other masks."""
     if device.type == "cpu":
@@ -106,7 +111,8 @@ def tree_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return what transformers' attention by scaled dot products returns, [R, L, H, D], and `None`."""
+    """Return what transformers' attention by scaled dot products returns, [R, L, H, D], and `None` in place of the
+    attention weights. It takes the place of that function, for calls with any mask."""
     plan: list[Row] | None = getattr(attention_mask, "plan", None)
     if plan is None:
         return _attended(module, query_RHLD, key_RHLD, value_RHLD, attention_mask, **options), None

@@ -1,4 +1,5 @@
-"""Checks, before the first step, that a training pass computes the model's own logprobs.
+"""Checks, before the first step, that a training pass computes the model's own logprobs. `Passes` calls `verify` when a
+model is loaded.
 
 The reference is `model(...).logits` of one sequence at a time with eager attention, because faster kernels may leave
 something out: SDPA ignores Gemma2's cap on attention scores, for example. The logprobs that a step would compute, in
@@ -228,17 +229,24 @@ def _in_float32(model: PolicyModel) -> Iterator[None]:
         restore()
 
 
-def _verify(model: PolicyModel) -> Verified:
-    config, forward = model.config, model.forward
-    spans = attention_spans(forward.text) or {}
+def _samples_for(model: PolicyModel) -> list[TokenSequence]:
+    """Return test sequences beyond the model's windows. They have at most the tokens of one pass, so that the check
+    fits into memory if training does."""
+    config, text = model.config, model.forward.text
+    spans = attention_spans(text) or {}
     span = max((r.window or r.chunk for r in spans.values()), default=0)
-    positions = getattr(forward.text, "max_position_embeddings", None) or 1 << 20
-    # At most the tokens of one pass, so that the check fits into memory if training does.
+    positions = getattr(text, "max_position_embeddings", None) or 1 << 20
     at_most = (_LONGEST.get(model.device.type, 1024), config.memory.tokens_per_batch, model.longest or positions)
-    longest = max(32, min(*at_most, positions))
-    samples = sequences(model.vocabulary, longest, span)
+    return sequences(model.vocabulary, max(32, min(*at_most, positions)), span)
+
+
+def _verify(model: PolicyModel) -> Verified:
+    """Verify padded rows, first with the model's fast attention, then prefix trees, then images. `verify` has set the
+    adapter and the type of the weights."""
+    config, forward = model.config, model.forward
+    samples = _samples_for(model)
     name = type(forward.model).__name__
-    patched = config.engine == "unsloth"
+    patched = config.engine == "unsloth"  # its attention can't be changed
     reference = _reference_logprobs(model, samples, eager=not patched)
     rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, forward.trunk.dtype) and not patched:

@@ -144,7 +144,8 @@ STEPS = View(
 )
 
 
-def _block(name: str, condition: str) -> str:
+def _statistics_of(name: str, condition: str) -> str:
+    """SQL of the columns `<name>_groups`, `<name>_mean` and so on, over the rows that meet a condition."""
     aggregates = {"mean": "avg", "variance": "var_samp", "least": "min", "greatest": "max"}
     return f"count(*) FILTER ({condition}) AS {name}_groups, " + ", ".join(
         f"{function}(reward) FILTER ({condition}) AS {name}_{column}" for column, function in aggregates.items()
@@ -168,8 +169,8 @@ PROGRESS = View(
           FROM played GROUP BY ALL
         )
         SELECT project, model, branch, first_step, last_step,
-          {_block("first", "step < first_step + width")},
-          {_block("last", "step > last_step - width")}
+          {_statistics_of("first", "step < first_step + width")},
+          {_statistics_of("last", "step > last_step - width")}
         FROM played JOIN spans USING (project, model, branch) GROUP BY ALL
         """,
 )

@@ -1,4 +1,5 @@
-"""Requests and replies of calls, as they are recorded, for the pages."""
+"""Requests and replies of calls, as they are recorded, for the pages of groups, trajectories and shadow calls. Agents
+and providers wrote them, so any part may be missing or have another form."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from store.showing.pages.history import Row
 from store.showing.pages.texts import pretty
 
 
-def parsed(text: str | None) -> Any:
+def parse_json(text: str | None) -> Any:
     """Recorded JSON; `None` where it is none."""
     try:
         return msgspec.json.decode(text or "null")
@@ -20,7 +21,7 @@ def parsed(text: str | None) -> Any:
         return None
 
 
-def part(value: Any, *path: str | int) -> Any:
+def value_at(value: Any, *path: str | int) -> Any:
     """The part of parsed JSON at `path`; `None` where there is none."""
     for step in path:
         try:
@@ -30,19 +31,19 @@ def part(value: Any, *path: str | int) -> Any:
     return value
 
 
-def sent(request: str | None) -> list[Any]:
+def request_messages(request: str | None) -> list[Any]:
     """The messages of a recorded request."""
-    messages = part(parsed(request), "messages")
+    messages = value_at(parse_json(request), "messages")
     return messages if isinstance(messages, list) else []
 
 
-def after(before: list[Any], later: list[Any]) -> list[Any]:
+def new_messages(before: list[Any], later: list[Any]) -> list[Any]:
     """The messages of `later` that follow those which it has in common with `before` from the beginning on."""
     pairs = zip(before, later, strict=False)
     return later[sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
 
 
-def message(sent: Any) -> Row:
+def shown_message(sent: Any) -> Row:
     """A message of a request for the page: its role, its text, with the names of its images, its reasoning and refusal
     (empty where there is none), and its tool calls."""
     if not isinstance(sent, dict):
@@ -57,17 +58,17 @@ def message(sent: Any) -> Row:
     }
 
 
-def repeats(message: Row, reply: Row) -> bool:
+def is_same_reply(message: Row, reply: Row) -> bool:
     """Whether a message of a request is the reply of the call before. Agents may leave its reasoning out."""
     return {**reply, "reasoning": message["reasoning"] and reply["reasoning"]} == message
 
 
-def task(request: str | None) -> str:
+def task_text(request: str | None) -> str:
     """The first message of a user in a recorded request, else its first message."""
-    messages = [message(one) for one in sent(request)]
+    messages = [shown_message(message) for message in request_messages(request)]
     return next((m["content"] for m in messages if m["role"] == "user"), messages[0]["content"] if messages else "")
 
 
-def reply(response: str | None, choice: int) -> Row:
+def shown_reply(response: str | None, choice: int) -> Row:
     """The message of a choice of a recorded response."""
-    return message(part(parsed(response), "choices", choice, "message") or {})
+    return shown_message(value_at(parse_json(response), "choices", choice, "message") or {})

@@ -8,7 +8,7 @@ from store.showing.pages.errors import PageError
 from store.showing.pages.groups import add_tasks
 from store.showing.pages.history import History
 from store.showing.pages.intervals import SAMPLE, with_intervals
-from store.showing.pages.lists import Query, as_step, branch_of, listed
+from store.showing.pages.lists import Query, as_step, branch_of, list_page
 from store.showing.pages.overview import models
 
 _COLUMNS = {
@@ -59,7 +59,7 @@ _VERSIONS = """
 
 def checkpoints(history: History, query: Query) -> dict[str, Any]:
     """Checkpoints, by model and branch."""
-    return listed(history, query, _CHECKPOINTS, _COLUMNS, model="model = $model", branch="branch = $branch")
+    return list_page(history, query, _CHECKPOINTS, _COLUMNS, model="model = $model", branch="branch = $branch")
 
 
 def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
@@ -102,11 +102,12 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
 
 
 def decisions(history: History, query: Query) -> dict[str, Any]:
-    """Every decision about which version a model's name stands for."""
+    """Every decision about which version a model's name stands for, and the models and versions that a new one can be
+    about."""
     source = "(SELECT *, log_seq AS stream_seq FROM policy_promoted)"
     columns = {"when": '"at"', "model": "model", "decision": "action", "version": "version", "by": '"by"'}
     return {
-        **listed(history, query, source, columns, model="model = $model"),
+        **list_page(history, query, source, columns, model="model = $model"),
         "models": models(history),
         "versions": history.rows(_VERSIONS),
     }

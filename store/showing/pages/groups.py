@@ -8,7 +8,7 @@ from pipeline.events import GroupDiscarded
 from store.showing.pages import chat
 from store.showing.pages.errors import PageError
 from store.showing.pages.history import History, Row
-from store.showing.pages.lists import TASK_OR_GROUP, Query, branch_of, listed, numbered, one_of
+from store.showing.pages.lists import TASK_OR_GROUP, Query, branch_of, is_one_of, list_page, numbered_parameters
 from store.showing.pages.overview import branches
 from store.showing.pages.trajectories import add_decisions
 
@@ -36,7 +36,7 @@ _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE la
 def groups(history: History, query: Query) -> dict[str, Any]:
     """Groups, those of training first. `query` may filter them by model, branch, split, status, reason, task, policy
     step, and whether their rewards differ."""
-    rows = listed(
+    rows = list_page(
         history,
         query,
         "groups",
@@ -65,11 +65,11 @@ def add_tasks(history: History, rows: list[Row]) -> None:
         WHERE seq = 0 AND """
     calls = history.rows(
         f"""SELECT group_id, arg_min(request, trajectory) AS request FROM (
-              {first} {one_of('"group"', without)} UNION ALL {first} {one_of("trajectory", without)}
+              {first} {is_one_of('"group"', without)} UNION ALL {first} {is_one_of("trajectory", without)}
             ) GROUP BY 1""",  # noqa: S608
-        numbered(without),
+        numbered_parameters(without),
     )
-    tasks = {row["group_id"]: chat.task(row["request"]) for row in calls}
+    tasks = {row["group_id"]: chat.task_text(row["request"]) for row in calls}
     for row in rows:
         row["task"] = row["task"] or tasks.get(row["group_id"], "")
 
@@ -93,28 +93,11 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
     scored = [row for row in scored if of.items() <= row.items()]
     waiting = [] if scored else list(runs.values())
     add_decisions(history, waiting)
-    members = history.rows(
-        f"SELECT * FROM rewards WHERE {_OF} ORDER BY reward DESC NULLS LAST, trajectory",  # noqa: S608
-        selection,
-    )
-    known = {row["trajectory"] for row in members}
-    members += [
-        {"trajectory": run_id, "reward": run["reward"], "outcome": run["outcome"], "components": run["rewards"] or {}}
-        for run_id, run in runs.items()
-        if run_id not in known
-    ]
-    verdicts = history.rows(
-        f'SELECT * FROM verdicts WHERE {_OF} ORDER BY verdict, trajectory, "call"',  # noqa: S608
-        selection,
-    )
-    signals = history.rows("SELECT * FROM signals WHERE group_id = $group ORDER BY given_at", selection)
+    members = _members(history, selection, runs)
     calls = _calls(history, [row["trajectory"] for row in members])
     for member in members:
-        run_id = member["trajectory"]
-        member["run"] = runs.get(run_id)
-        member["reply"] = chat.reply(calls[run_id]["response"], 0) if run_id in calls else None
-        member["verdicts"] = [v for v in verdicts if v["trajectory"] == run_id]
-        member["signals"] = [signal for signal in signals if signal["trajectory"] == run_id]
+        call = calls.get(member["trajectory"])
+        member["reply"] = chat.shown_reply(call["response"], 0) if call else None
     best, worst = _ends(members)
     tasks = (row["task"] for row in (*scored, *runs.values()))
     named_task: Row = {"group_id": name, "task": next(filter(None, tasks), "")}
@@ -135,6 +118,31 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
     }
 
 
+def _members(history: History, selection: Row, runs: dict[str, Row]) -> list[Row]:
+    """The scored members of a group, from the highest reward down, then its other runs (`runs`, by id); each with its
+    run, its verdicts and its signals."""
+    members = history.rows(
+        f"SELECT * FROM rewards WHERE {_OF} ORDER BY reward DESC NULLS LAST, trajectory",  # noqa: S608
+        selection,
+    )
+    known = {row["trajectory"] for row in members}
+    members += [
+        {"trajectory": run_id, "reward": run["reward"], "outcome": run["outcome"], "components": run["rewards"] or {}}
+        for run_id, run in runs.items()
+        if run_id not in known
+    ]
+    verdicts = history.rows(
+        f'SELECT * FROM verdicts WHERE {_OF} ORDER BY verdict, trajectory, "call"',  # noqa: S608
+        selection,
+    )
+    signals = history.rows("SELECT * FROM signals WHERE group_id = $group ORDER BY given_at", selection)
+    for member in members:
+        member["run"] = runs.get(member["trajectory"])
+        for name, rows in (("verdicts", verdicts), ("signals", signals)):
+            member[name] = [row for row in rows if row["trajectory"] == member["trajectory"]]
+    return members
+
+
 def _calls(history: History, members: list[str]) -> dict[str, Row]:
     """The first and the last request of each member, and its last response."""
     if not members:
@@ -142,8 +150,8 @@ def _calls(history: History, members: list[str]) -> dict[str, Row]:
     rows = history.rows(
         f"""SELECT trajectory, arg_min(request, (seq, choice)) AS first, arg_max(request, (seq, -choice)) AS last,
               arg_max(response, (seq, -choice)) AS response
-            FROM exchanges WHERE {one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
-        numbered(members),
+            FROM exchanges WHERE {is_one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
+        numbered_parameters(members),
     )
     return {row["trajectory"]: row for row in rows}
 
@@ -161,14 +169,14 @@ def _ends(members: list[Row]) -> tuple[str, str]:
 def _conversations(calls: dict[str, Row], best: str, worst: str) -> Row:
     """`prompt`: the messages with which the group began; `best` and `worst`: what was said after them, or `None`."""
     compared = [run_id for run_id in (best, worst) if run_id in calls]
-    opening = chat.sent(calls[compared[0]]["first"]) if compared else []
+    opening = chat.request_messages(calls[compared[0]]["first"]) if compared else []
 
     def conversation(run_id: str) -> Row | None:
         if run_id not in compared:
             return None
-        later = chat.after(opening, chat.sent(calls[run_id]["last"]))
-        messages = [*map(chat.message, later), chat.reply(calls[run_id]["response"], 0)]
+        later = chat.new_messages(opening, chat.request_messages(calls[run_id]["last"]))
+        messages = [*map(chat.shown_message, later), chat.shown_reply(calls[run_id]["response"], 0)]
         return {"trajectory": run_id, "messages": messages}
 
-    prompt = [chat.message(sent) for sent in opening]
+    prompt = [chat.shown_message(sent) for sent in opening]
     return {"prompt": prompt, "best": conversation(best), "worst": conversation(worst)}

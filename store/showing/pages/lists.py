@@ -17,12 +17,12 @@ Query = Mapping[str, str]
 PAGE = 50
 """Rows of one page of a list."""
 TASK_OR_GROUP = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
-"""A condition for `listed`: the text `task` is in the task or in the group's id."""
+"""A condition for `list_page`: the text `task` is in the task or in the group's id."""
 _LAST_PAGE = 199
 """A list goes so far: the database keeps all rows up to those that are shown."""
 
 
-def listed(
+def list_page(
     history: History,
     query: Query,
     source: str,
@@ -44,15 +44,7 @@ def listed(
     column, down = sort.removeprefix("-"), sort.startswith("-")
     if column not in columns:
         raise PageError(400, f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{column[:40]} and so on.")
-    used = {name: value for name in conditions if (value := query.get(name, "").strip())}
-    for name, allowed in (choices or {}).items():
-        if name in used and used[name] not in allowed:
-            raise PageError(400, f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
-    for name in _FORMS.keys() & used.keys():
-        parse, what = _FORMS[name]
-        if (value := parse(used[name])) is None:
-            raise PageError(400, f"{name}={used[name][:40]!r}: write {what}.")
-        used[name] = str(value)  # the database reads fewer forms
+    used = _filters(query, conditions, choices or {})
     where = " AND ".join(conditions[name] for name in used) or "true"
     page = _page(query)
     direction = "DESC" if down else "ASC"
@@ -65,7 +57,8 @@ def listed(
     )
     if key and rows:
         order = {row[key]: i for i, row in enumerate(rows)}
-        whole = history.rows(f"SELECT * FROM {source} WHERE {one_of(key, order)}", numbered(order))  # noqa: S608
+        found = f"SELECT * FROM {source} WHERE {is_one_of(key, order)}"  # noqa: S608
+        whole = history.rows(found, numbered_parameters(order))
         rows = sorted(whole, key=lambda row: order[row[key]])
     return {
         "rows": rows[:PAGE],
@@ -76,14 +69,28 @@ def listed(
     }
 
 
-def one_of(column: str, values: Collection[str]) -> str:
-    """The condition that `column` is one of `values`, for the parameters `numbered(values)`. Written out like this, it
-    reaches the files, and only the parts of them that may hold the values are read."""
-    return f"{column} IN ({', '.join(f'${name}' for name in numbered(values))})"
+def _filters(query: Query, names: Iterable[str], choices: Mapping[str, Collection[str]]) -> dict[str, str]:
+    """The filters that the address sets, by name, with their values as the database reads them. Raises `PageError`."""
+    used = {name: value for name in names if (value := query.get(name, "").strip())}
+    for name, allowed in choices.items():
+        if name in used and used[name] not in allowed:
+            raise PageError(400, f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
+    for name in _FORMS.keys() & used.keys():
+        parse, what = _FORMS[name]
+        if (value := parse(used[name])) is None:
+            raise PageError(400, f"{name}={used[name][:40]!r}: write {what}.")
+        used[name] = str(value)  # the database reads fewer forms
+    return used
 
 
-def numbered(values: Iterable[str]) -> dict[str, str]:
-    """The parameters of `one_of`."""
+def is_one_of(column: str, values: Collection[str]) -> str:
+    """The condition that `column` is one of `values`, for the parameters `numbered_parameters(values)`. Written out
+    like this, it reaches the files, and only the parts of them that may hold the values are read."""
+    return f"{column} IN ({', '.join(f'${name}' for name in numbered_parameters(values))})"
+
+
+def numbered_parameters(values: Iterable[str]) -> dict[str, str]:
+    """The parameters of `is_one_of`."""
     return {f"value{i}": value for i, value in enumerate(values)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from store.showing.pages import chat
 from store.showing.pages.history import History
 from store.showing.pages.intervals import SAMPLE, with_intervals
-from store.showing.pages.lists import Query, listed
+from store.showing.pages.lists import Query, list_page
 
 _AGREEMENT = f"""
     WITH by_run AS (
@@ -24,10 +24,10 @@ _COLUMNS = {"when": "answered_at", "task": "task", "logprob": "mean_logprob"}
 
 def shadows(history: History, query: Query) -> dict[str, Any]:
     """Agreement by task and version, with intervals over runs, and the calls where the apprentice was worse."""
-    worse = listed(
+    worse = list_page(
         history, query, "(FROM shadows WHERE NOT as_good)", _COLUMNS, model="model = $model", task="task = $task"
     )
     for row in worse["rows"]:
-        row["task"] = row["task"] or chat.task(row["request"])
-        row["answers"] = [chat.reply(row[name], 0) for name in ("outside_response", "response")]
+        row["task"] = row["task"] or chat.task_text(row["request"])
+        row["answers"] = [chat.shown_reply(row[name], 0) for name in ("outside_response", "response")]
     return {**worse, "agreement": with_intervals(history.shared_rows(_AGREEMENT))}

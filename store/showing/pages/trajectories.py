@@ -15,7 +15,7 @@ from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, 
 from store.showing.pages import chat
 from store.showing.pages.errors import PageError
 from store.showing.pages.history import History, Row
-from store.showing.pages.lists import TASK_OR_GROUP, Query, as_step, listed, numbered, one_of
+from store.showing.pages.lists import TASK_OR_GROUP, Query, as_step, is_one_of, list_page, numbered_parameters
 
 _COLUMNS = {
     "began": "opened_at",
@@ -63,7 +63,7 @@ def trajectories(history: History, query: Query) -> dict[str, Any]:
     waits for feedback; `None` where no such time is known."""
     by_reward = (query.get("sort") or "").endswith("reward") or query.get("least") or query.get("most")
     outcomes = {"waits": _UNDECIDED, "scored": f"outcome = 'scored' AND NOT ({_UNDECIDED})"}
-    page = listed(
+    page = list_page(
         history,
         query,
         _REWARDED if by_reward else "trajectories",
@@ -94,11 +94,11 @@ def add_decisions(history: History, runs: list[Row]) -> None:
     rows = (
         history.rows(
             f"""SELECT project, model, group_id, trajectory, reward FROM rewards
-            WHERE branch = 'main' AND {one_of("group_id", groups)}
+            WHERE branch = 'main' AND {is_one_of("group_id", groups)}
             UNION ALL
             SELECT project, model, "group", '', NULL FROM group_discarded
-            WHERE branch = 'main' AND {one_of('"group"', groups)}""",  # noqa: S608
-            numbered(groups),
+            WHERE branch = 'main' AND {is_one_of('"group"', groups)}""",  # noqa: S608
+            numbered_parameters(groups),
         )
         if groups
         else []
@@ -144,7 +144,7 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     return {
         "trajectory": name,
         "run": run,
-        "metadata": chat.parsed(run["metadata"]),
+        "metadata": chat.parse_json(run["metadata"]),
         "previous": siblings[place - 1] if place else None,
         "next": siblings[place + 1] if place + 1 < len(siblings) else None,
         "calls": calls,
@@ -176,15 +176,15 @@ def _show_calls(history: History, run: Row, calls: list[Row], decode: Decode) ->
     before: list[Any] = []
     replied: Row | None = None
     for call in calls:
-        sent = chat.sent(call["request"])
-        call["messages"] = [chat.message(message) for message in chat.after(before, sent)]
-        if call["messages"] and replied and chat.repeats(call["messages"][0], replied):
+        sent = chat.request_messages(call["request"])
+        call["messages"] = [chat.shown_message(message) for message in chat.new_messages(before, sent)]
+        if call["messages"] and replied and chat.is_same_reply(call["messages"][0], replied):
             del call["messages"][0]  # it stands as the reply of the call before
         call["earlier"] = len(sent) - len(call["messages"])
-        call["tools"] = chat.part(chat.parsed(call["request"]), "tools") or []
+        call["tools"] = chat.value_at(chat.parse_json(call["request"]), "tools") or []
         began, opened = call["started_at"], run["opened_at"]
         call["after_s"] = (began - opened).total_seconds() if began and opened else None
-        call["reply"] = chat.reply(call["response"], call["choice"])
+        call["reply"] = chat.shown_reply(call["response"], call["choice"])
         call["untrained"] = _untrained(history, call)
         call["tokens"] = _tokens(call, decode)
         before, replied = sent, call["reply"]
@@ -241,6 +241,7 @@ def _decoder(history: History, model: str) -> Decode:
 
 @functools.lru_cache(maxsize=4)
 def _load_decoder(path: Path, changed: float) -> Decode:
+    """The decoder of a tokenizer's file, kept until the file changes (`changed`: its time of modification)."""
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:

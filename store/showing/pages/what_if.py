@@ -8,22 +8,23 @@ import msgspec
 
 from pipeline.names import version_address
 from store.showing.pages.history import History, Row
-from store.showing.pages.lists import Query, listed, numbered, one_of
+from store.showing.pages.lists import Query, is_one_of, list_page, numbered_parameters
 
 _ANSWERS = "(SELECT *, log_seq AS stream_seq FROM policy_what_if)"
 _ADOPTED = "SELECT version, source FROM checkpoints WHERE branch = 'main' AND source <> ''"
 
 
 def what_if(history: History, query: Query) -> dict[str, Any]:
-    """Every answer, each with the measures of the version of `main` and of each variant, by version."""
-    shown = listed(history, query, _ANSWERS, {"when": '"at"', "model": "model"}, model="model = $model")
+    """Every answer, with the measures of the version of `main`, and of each variant with its measures and the version
+    of `main` that adopted it, if one did."""
+    shown = list_page(history, query, _ANSWERS, {"when": '"at"', "model": "model"}, model="model = $model")
     evaluations = dict.fromkeys(row["evaluation"] for row in shown["rows"])
     measured: dict[tuple[str, str], list[Row]] = {}
     if evaluations:
-        condition = one_of("evaluation", evaluations)
+        condition = is_one_of("evaluation", evaluations)
         text = f"SELECT * FROM evaluations WHERE {condition}"  # noqa: S608
         text += " ORDER BY position, measure <> 'reward', measure"
-        rows = history.rows(text, numbered(evaluations))
+        rows = history.rows(text, numbered_parameters(evaluations))
         for row in rows:
             measured.setdefault((row["evaluation"], row["entrant"]), []).append(row)
     adopted = {row["source"].rpartition("#")[2]: row["version"] for row in history.rows(_ADOPTED)}

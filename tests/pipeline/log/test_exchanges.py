@@ -10,7 +10,7 @@ import pytest
 
 from judge.ruler.transcripts import load_transcript
 from pipeline.chat.sampling import Defaults
-from pipeline.config import NatsConfig, TrainerConfig
+from pipeline.config import Config, NatsConfig, TrainerConfig
 from pipeline.events import (
     ClaimCheck,
     Continuation,
@@ -141,7 +141,7 @@ async def test_a_lost_predecessor_makes_the_trajectory_unusable(nats_config: Nat
             await load_transcript(broker, "p", "t", 5)
         member = Member(trajectory="t", reward=1.0, exchanges=5, completed_seq=9)
         group = AdmittedGroup(GroupScored(project="p", model="m", group="g", judge="j", members=(member,)), Place(1, 0))
-        refusal = await Histories(broker, TrainerConfig(), Defaults()).read(group)
+        refusal = await Histories(broker, TrainerConfig(), Defaults(), None, Config().may_train).read(group)
         assert isinstance(refusal, Refusal)
         assert refusal.reason == "history_gone"
         assert "2 of 5 exchanges can be read" in refusal.detail

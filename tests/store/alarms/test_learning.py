@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config import AlarmsConfig, Config, OutsideConfig
 from pipeline.events import AlarmChanged, Event, GroupDiscarded, GroupScored, Member
-from store.alarms.checker import evaluate, measured_tables
+from store.alarms.checker import create_measured_tables, evaluate
 from store.reading import sql
 from tests.store import kit
 from tests.store.alarms.kit import BY_NAME, GROUPS, SETTINGS, STEPS, discarded, groups, steps, unrewarded
@@ -23,7 +23,7 @@ def found(folder: Path, events: list[Event], alarms: AlarmsConfig | None = None)
     config = Config(run_dir=str(folder), alarms=alarms or AlarmsConfig(**SETTINGS))
     fill(folder, events)
     with sql.connect(config) as connection:
-        measured_tables(connection, config, ())
+        create_measured_tables(connection, config, ())
         return evaluate(connection, config, BY_NAME["not_learning"])
 
 

@@ -12,7 +12,7 @@ from pipeline.config import AlarmsConfig, BudgetConfig, Config, VllmConfig
 from pipeline.events import AlarmChanged, Event
 from pipeline.log.health import Fill
 from pipeline.log.unwritten import Unwritten
-from store.alarms.checker import evaluate, measured_tables
+from store.alarms.checker import create_measured_tables, evaluate
 from store.alarms.table import ALARMS, threshold
 from store.docs import runnable
 from store.reading import sql
@@ -54,7 +54,7 @@ def found(
     fill(folder, events)
     (folder / "store").mkdir(parents=True, exist_ok=True)
     with sql.connect(config) as connection:
-        measured_tables(connection, config, fills, unwritten, damaged)
+        create_measured_tables(connection, config, fills, unwritten, damaged)
         return evaluate(connection, config, BY_NAME[name])
 
 
@@ -77,7 +77,7 @@ def test_no_alarm_holds_in_a_run_that_has_just_begun(tmp_path: Path) -> None:
     config = Config(budget=BUDGET, run_dir=str(tmp_path))
     (tmp_path / "store").mkdir()
     with sql.connect(config) as connection:
-        measured_tables(connection, config, ())
+        create_measured_tables(connection, config, ())
         assert [alarm.name for alarm in ALARMS if evaluate(connection, config, alarm)] == []
 
 

@@ -14,7 +14,7 @@ import pytest
 from pipeline.config import Config, ConfigError, ModelConfig
 from pipeline.events import Event, SignalGiven, TrajectoryOpened
 from store.erasure.command import _summary
-from store.erasure.plan import Plan, _in_lake, digest_of, journal_of, make_plan
+from store.erasure.plan import Plan, _version_in_own_lake, digest_of, journal_of, make_plan
 from store.reading import sql
 from tests.store.kit import checkpoint, exchange, fill, scored
 
@@ -42,11 +42,6 @@ def test_a_damaged_journal_of_an_erasure_is_named(tmp_path: Path) -> None:
         make_plan(connection, config, "alice", untrained=True)
 
 
-def test_descendants_of_a_version_that_learned_are_listed(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, [trained(1, "other"), trained(2), trained(3, "other")])
-    assert (plan.learned, plan.clean, plan.outside) == (["m@2", "m@3"], {"m": "m@1"}, {})
-
-
 def test_a_branch_s_version_that_main_adopted_and_what_came_after(tmp_path: Path) -> None:
     own = str(tmp_path)
     plan = plan_of(
@@ -68,7 +63,7 @@ def test_a_branch_s_version_that_main_adopted_and_what_came_after(tmp_path: Path
 def test_a_source_with_a_slash_in_its_names_is_found_in_the_lake(tmp_path: Path) -> None:
     config = Config(project="a/b", run_dir=str(tmp_path))
     for source, version in (("main/org%2Fm@3", "org/m@3"), ("a%2Fb/c%2Fd/m@2", "c/d/m@2"), ("a/main/m@2", "")):
-        assert _in_lake(f"{tmp_path}#{source}", config) == version
+        assert _version_in_own_lake(f"{tmp_path}#{source}", config) == version
 
 
 def test_weights_from_outside_are_named(tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ def test_steps_and_pairs_that_make_no_sense_are_refused(
             decide._parse_steps(wrong)
 
     def cascade(quality: float | None, pairs: str | None) -> Cascade | None:
-        return decide._cascade(argparse.Namespace(quality=quality, pairs=pairs, alpha=0.05), connection)
+        return decide._find_cascade(argparse.Namespace(quality=quality, pairs=pairs, alpha=0.05), connection)
 
     assert cascade(None, None) is None
     same = "SELECT -0.5, true FROM range(200)"

@@ -17,7 +17,7 @@ from pipeline.events import GroupScored, Hint, Member
 from pipeline.log.broker import Broker
 from tests.trainer import kit
 from tests.trainer.kit import exchange, running, steps_reach, training_group
-from trainer.batches.examples import Example, examples, loss_terms
+from trainer.batches.examples import Example, loss_terms, make_examples
 from trainer.batches.graders import cap_graders
 from trainer.batches.groups import GroupWithHistory
 from trainer.sequences import build
@@ -99,7 +99,7 @@ def test_whatever_keys_say_each_has_its_share_at_most_and_other_groups_train_as_
         part = size([e for e in after if e.sequence.trajectory in own], config)
         assert part <= max_share * size(after, config) * (1 + 1e-6) + 1e-9
     silent = [g for g in groups if not graders_of[g]]
-    for example in examples(silent, config):
+    for example in make_examples(silent, config):
         (now,) = [e for e in after if e.sequence is example.sequence]
         assert now.advantage == example.advantage
         assert np.array_equal(now.call_advantages, example.call_advantages)  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -
         prompts = {f"r{i}": {max(call, 0): np.array([9, 9], np.int32) for call in calls}}
         groups.append(made(f"g{i}", member, teacher_prompts=prompts))
     tokens = sum(s.trained_tokens for g in groups for s in g.sequences)
-    before = {e.sequence.trajectory: sum(len(x.slots) for x in e.hinted_calls) for e in examples(groups, CONFIG)}
+    before = {e.sequence.trajectory: sum(len(x.slots) for x in e.hinted_calls) for e in make_examples(groups, CONFIG)}
     for max_share in (0.0, 0.1, 0.3, 1.0):
         after, metrics = cap_graders(groups, CONFIG, max_share)
         found = {e.sequence.trajectory: sum(len(x.slots) for x in e.hinted_calls) for e in after}

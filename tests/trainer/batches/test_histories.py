@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.chat.sampling import Defaults
-from pipeline.config import DistillConfig, TrainerConfig
+from pipeline.config import Config, DistillConfig, TrainerConfig
 from pipeline.events import ExchangeRecorded, GroupScored, Hint, Member
 from pipeline.log.messages import Place
 from tests.trainer.kit import exchange
@@ -22,6 +22,7 @@ from trainer.distillation.prompts import HintedPrompts
 from trainer.tiny import make_tokenizer
 
 pytestmark = pytest.mark.anyio
+POLICY_ONLY = Config().may_train
 
 
 def asked(trajectory: str, call: int, **more: Any) -> ExchangeRecorded:
@@ -31,15 +32,15 @@ def asked(trajectory: str, call: int, **more: Any) -> ExchangeRecorded:
 
 
 def with_hints(
-    tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None, **permitted: MayTrain
+    tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None, may_train: MayTrain = POLICY_ONLY
 ) -> TeacherPrompts:
     """A group of two runs, whose worse one has so many hints on its call 0, as its teacher is asked."""
     make_tokenizer([]).save_pretrained(tmp_path)
     config = DistillConfig(best_run_reward=0.5, hint_template=" {hint}", correction_template=" best: {hint}")
     prompts = HintedPrompts(str(tmp_path), config, longest)
     worse = Member(trajectory="worse", reward=0.0, exchanges=1, hints=(Hint(call=0, text="b2"),) * hints)
-    members = (Member(trajectory="best", reward=1.0, exchanges=1), worse)
-    return _render_hints(members, prompts, [(members[0], best), (worse, [asked("worse", 0)])], **permitted)
+    better = Member(trajectory="best", reward=1.0, exchanges=1)
+    return _render_hints(prompts, [(better, best), (worse, [asked("worse", 0)])], may_train)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ async def test_the_requests_of_a_groups_runs_are_not_in_memory_together() -> Non
     broker: Any = SimpleNamespace(read=read)
     tracemalloc.start()
     try:
-        read = await Histories(broker, TrainerConfig(), Defaults()).read(group)
+        read = await Histories(broker, TrainerConfig(), Defaults(), None, POLICY_ONLY).read(group)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

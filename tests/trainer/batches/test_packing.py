@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,9 @@ import torch
 
 from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig
 from tests.trainer.kit import backward, exactly, sequence, stir, tree_of_conversations
+from trainer.batches.examples import Example
 from trainer.batches.packing import AttentionSpan, Cost, Layout, micro_batches, padded, prefix_shared, sharing_pays
+from trainer.engine import tree_attention
 from trainer.engine.engine import Engine
 from trainer.sequences import TokenSequence
 
@@ -130,9 +131,11 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(packing: str, 
         assert all(b.layout.ids_RL.numel() <= 40 for b in batches)
 
 
-def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -> None:
-    from trainer.batches.examples import Example
-
+@pytest.mark.parametrize("attention", ["dense", "by segments"])
+def test_gradients_do_not_depend_on_the_layout(tiny_base: str, monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
+    """Also where every prefix tree, however small, is computed by segments."""
+    if attention == "by segments":
+        monkeypatch.setattr(tree_attention, "_PAIRS_A_CALL", -(2**30))
     sequences, groups = tree_of_conversations(3)
     advantages = np.random.default_rng(1).normal(size=len(sequences))
     batch = [Example(s, float(a)) for s, a in zip(sequences, advantages, strict=True)]
@@ -153,7 +156,7 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, tmp_path: Path) -
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("span", [AttentionSpan(), AttentionSpan(window=4), AttentionSpan(chunk=3)], ids=str)
+@pytest.mark.parametrize("span", [AttentionSpan(window=4), AttentionSpan(chunk=3)], ids=str)
 def test_a_sliding_window_is_measured_along_the_sequence(span: AttentionSpan) -> None:
     sequences, groups = tree_of_conversations(4)
     layout = prefix_shared(sequences, groups)
@@ -163,6 +166,6 @@ def test_a_sliding_window_is_measured_along_the_sequence(span: AttentionSpan) ->
     for n, (row, column) in enumerate(zip(layout.rows_N.tolist(), layout.cols_N.tolist(), strict=True)):
         one = sequences[int(layout.sequence_N[n])]
         at = int(layout.positions_RL[row, column])
-        first = max(0, at + 1 - span.window) if span.window else at // span.chunk * span.chunk if span.chunk else 0
+        first = max(0, at + 1 - span.window) if span.window else at // span.chunk * span.chunk
         seen = torch.nonzero(dense[row, 0, column]).flatten()
         assert layout.ids_RL[row, seen].tolist() == one.ids[first : at + 1].tolist()

@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.chat.sampling import Defaults
-from pipeline.config import LossConfig, TrainerConfig
+from pipeline.config import Config, LossConfig, TrainerConfig
 from pipeline.events import GroupScored, Hint, Member
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
 from tests.trainer.kit import exchange, training_group
-from trainer.batches.examples import examples
+from trainer.batches.examples import make_examples
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory, Refusal
 from trainer.batches.histories import Histories
 from trainer.batches.returns import calls_with_credit, returns_of
@@ -58,7 +58,7 @@ def literal(runs: Runs, gamma: float) -> dict[str, list[float]]:
 
 def of_tokens(group: list[GroupWithHistory], **loss: Any) -> dict[str, list[float]]:
     """The advantage of each trained token, by run."""
-    made = examples(group, TrainerConfig(loss=LossConfig(**loss)))
+    made = make_examples(group, TrainerConfig(loss=LossConfig(**loss)))
     return {
         e.sequence.trajectory: [e.advantage] * e.sequence.trained_tokens
         if e.call_advantages is None
@@ -153,7 +153,7 @@ def test_one_reward_a_run_gives_the_advantages_of_runs_bit_for_bit() -> None:
     runs: Runs = {f"r{i}": (reward, {}, 3) for i, reward in enumerate(rewards)}
     of_runs = np.array(rewards)
     expected = (of_runs - of_runs.mean()) / (of_runs.std(ddof=1) + 1e-4)
-    made_of = examples([made("g", runs)], TrainerConfig())
+    made_of = make_examples([made("g", runs)], TrainerConfig())
     assert [e.advantage for e in made_of] == expected.tolist()
     assert all(e.call_advantages is None for e in made_of)
 
@@ -191,10 +191,10 @@ def test_rewards_of_calls_that_were_not_captured_count_for_the_calls_before_them
 
 def test_a_discount_counts_the_calls_of_the_run_and_not_those_that_are_left_to_train() -> None:
     batch = made("g", {"a": (1.0, {}, 3), "b": (0.0, {}, 3)})
-    (whole,) = (e for e in examples([batch], CONFIG_OF_CALLS) if e.sequence.trajectory == "a")
+    (whole,) = (e for e in make_examples([batch], CONFIG_OF_CALLS) if e.sequence.trajectory == "a")
     fresh = [s for n in "ab" for s in build(n, [exchange(n, 0, [5], [7, 8])])]  # the later calls are stale
     few = training_group(batch.event, fresh)
-    (left,) = (e for e in examples([few], CONFIG_OF_CALLS) if e.sequence.trajectory == "a")
+    (left,) = (e for e in make_examples([few], CONFIG_OF_CALLS) if e.sequence.trajectory == "a")
     assert whole.call_advantages is not None
     assert (left.advantage, whole.call_advantages[0]) == (0.125, 0.125)
 
@@ -224,7 +224,8 @@ async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_call
             prompt = [*prompt, 5]
             await broker.publish(exchange(member.trajectory, call, prompt, [7, 8], group="g"))
             prompt = [*prompt, 7, 8]
-    group = await Histories(broker, TrainerConfig(), Defaults()).read(AdmittedGroup(scored, Place(1, 0)))
+    histories = Histories(broker, TrainerConfig(), Defaults(), None, Config().may_train)
+    group = await histories.read(AdmittedGroup(scored, Place(1, 0)))
     assert isinstance(group, GroupWithHistory)
     assert [s.trained_tokens for s in group.sequences] == [4, 4]
     assert group.history.unjudged_tokens == 4 + 2
@@ -261,6 +262,15 @@ def test_a_call_that_no_reward_reaches_has_no_advantage_though_a_teacher_teaches
     assert calls_with_credit(members[1], 3, 0.0).tolist() == [False, True, False]
     assert calls_with_credit(members[0], 3, 0.5, {0: "x"}).tolist() == [True, True, False]
     assert calls_with_credit(members[1], 3, 0.5, {0: "x"}).tolist() == [False, True, False]
+
+
+def test_groups_are_compared_by_their_own_agents_or_not_at_all() -> None:
+    """Regression: beside a group with rewards of calls, runs without any were compared with those whose first call had
+    the same agent."""
+    plain = made("g", {"a": (1.0, {}, 2), "b": (0.0, {}, 2)}, roles={"a": {0: "x"}, "b": {0: "y"}})
+    alone = of_tokens([plain], advantage_scaling="none")
+    beside = of_tokens([plain, made("h", OTHERS)], advantage_scaling="none")
+    assert {name: beside[name] for name in "ab"} == alone == {"a": [0.5] * 4, "b": [-0.5] * 4}
 
 
 ROLES = {"a": {0: "x", 2: "x", 3: "y"}, "b": {0: "x", 1: "x"}, "c": {}, "d": {0: "y", 1: "x"}}

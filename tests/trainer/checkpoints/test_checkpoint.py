@@ -106,42 +106,30 @@ def test_an_adapters_tar_is_the_same_for_the_same_files() -> None:
 
 
 def test_a_tar_with_anything_else_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="no plain file"):
-        unpack(pack({"../evil": b""}))
+    """A compressed one too: it may be small and need more memory than there is."""
     linked = io.BytesIO()
     with tarfile.open(fileobj=linked, mode="w") as tar:
         link = tarfile.TarInfo("adapter_model.safetensors")
         link.type, link.linkname = tarfile.SYMTYPE, "/elsewhere"
         tar.addfile(link)
-    with pytest.raises(CheckpointError, match="no plain file"):
-        unpack(linked.getvalue())
-    with pytest.raises(CheckpointError, match="can't be read"):
-        unpack(pack({"a": b"1" * 2000})[:600])
-
-
-@pytest.mark.parametrize("kept", [1.0, 0.5])
-def test_a_compressed_archive_is_refused(kept: float) -> None:
-    """It may be small and need more memory than there is."""
-    packed = gzip.compress(pack(FILES))
-    with pytest.raises(CheckpointError, match="can't be read"):
-        unpack(packed[: int(len(packed) * kept)])
+    for archive in (pack({"../evil": b""}), linked.getvalue()):
+        with pytest.raises(CheckpointError, match="no plain file"):
+            unpack(archive)
+    compressed = gzip.compress(pack(FILES))
+    for archive in (pack({"a": b"1" * 2000})[:600], compressed, compressed[: len(compressed) // 2]):
+        with pytest.raises(CheckpointError, match="can't be read"):
+            unpack(archive)
 
 
 def test_the_batch_id_depends_on_parent_groups_and_config() -> None:
-    one = batch_id("m@1", ("g1", "g2"), "c")
-    assert one == batch_id("m@1", ("g1", "g2"), "c")
-    assert (
-        len(
-            {
-                one,
-                batch_id("m@2", ("g1", "g2"), "c"),
-                batch_id("m@1", ("g2", "g1"), "c"),
-                batch_id("m@1", ("g1", "g2"), "d"),
-                batch_id("m@1", ("g1",), "c"),
-            }
-        )
-        == 5
-    )
+    inputs = [
+        ("m@1", ("g1", "g2"), "c"),
+        ("m@2", ("g1", "g2"), "c"),
+        ("m@1", ("g2", "g1"), "c"),
+        ("m@1", ("g1", "g2"), "d"),
+        ("m@1", ("g1",), "c"),
+    ]
+    assert len({batch_id(*given) for given in inputs * 2}) == len(inputs)
 
 
 def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:

@@ -11,8 +11,8 @@ import torch
 from journeywork.art.dev import loss_settings
 from pipeline.config import TrainerConfig, with_batch_settings
 from tests.trainer import kit
-from trainer.batches.examples import Example, examples
-from trainer.engine.engine import penalized
+from trainer.batches.examples import Example, make_examples
+from trainer.engine.engine import with_kl_penalty
 from trainer.engine.loss import policy_loss
 from trainer.engine.loss_inputs import inputs_of
 from trainer.sequences import build
@@ -61,10 +61,10 @@ def test_a_step_is_trained_with_the_loss_that_was_asked_for(kl_penalty: float) -
             new.append(old[-1] + rng.normal(0, 0.4, n))
             base.append(old[-1] + rng.normal(0, 0.4, n))
         groups.append(kit.training_group(kit.group(f"g{g}", rewards), sequences, g + 1))
-    batch: list[Example] = [dataclasses.replace(e) for e in examples(groups, config)]
+    batch: list[Example] = [dataclasses.replace(e) for e in make_examples(groups, config)]
     if config.loss.kl_penalty:
         scores = dict(enumerate(new))
-        batch = penalized(batch, scores, dict(enumerate(base)), config.loss.kl_penalty)
+        batch = with_kl_penalty(batch, scores, dict(enumerate(base)), config.loss.kl_penalty)
     width = max(map(len, new))
     mine = torch.zeros(len(new), width, dtype=torch.float64)
     for row, values in enumerate(new):

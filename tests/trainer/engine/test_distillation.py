@@ -102,7 +102,7 @@ def assert_gradient(engine: Engine, batch: list[Example], terms: Callable[[], li
         if literal:
             torch.stack(terms()).mean().backward()  # type: ignore[no-untyped-call]
         else:
-            engine.passes.gradients(engine._taught(engine.initial_state(), batch, [0, 0]), [0, 0])
+            engine.passes.gradients(engine._with_teacher(engine.initial_state(), batch, [0, 0]), [0, 0])
         found.append([p.grad.clone() for p in engine.model.parameters if p.grad is not None])
     assert found[0]
     for mine, its in zip(*found, strict=True):

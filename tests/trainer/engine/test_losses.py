@@ -32,7 +32,7 @@ from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.engine import Engine
 from trainer.engine.loss import LossInputs, importance_weights, policy_loss
 from trainer.engine.loss_inputs import inputs_of
-from trainer.sequences import TokenSequence, build
+from trainer.sequences import build
 from trainer.trl_trainers import trl_imports
 
 with trl_imports():
@@ -174,15 +174,12 @@ def reference(engine: Engine, args: GRPOConfig, beta: float, examples: list[Exam
     else:
         # As TRL does after generation with vLLM.
         mode = args.vllm_importance_sampling_mode
-        low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+        high = args.vllm_importance_sampling_clip_max
         difference = (before - sampled) * mask
         if "sequence" in mode:
             difference = difference.sum(-1, keepdim=True)
         ratio = difference.exp()
-        if "truncate" in mode:
-            ratio = ratio.clamp(min=low, max=high)
-        else:
-            ratio = torch.where((ratio > high) | (ratio < (low or 0.0)), 0.0, ratio)
+        ratio = ratio.clamp(max=high) if "truncate" in mode else torch.where(ratio > high, 0.0, ratio)
         inputs["importance_sampling_ratio"] = ratio
         inputs["old_per_token_logps"] = before
     loss = trainer.compute_loss(engine.model.peft, inputs)
@@ -228,15 +225,6 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         for loss_type in ("dapo", "grpo", "bnpo", "cispo", "dr_grpo")
     ),
     ({"loss.importance_clip": 1.2}, ON | {"vllm_importance_sampling_clip_max": 1.2}),
-    ({"loss.importance_clip_min": 0.5}, ON | {"vllm_importance_sampling_clip_min": 0.5}),
-    (
-        {"loss.importance_clip_min": 0.5, "loss.importance_sampling": "token_mask"},
-        ON | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "token_mask"},
-    ),
-    (
-        {"loss.importance_clip_min": 0.5, "loss.importance_sampling": "sequence_mask"},
-        ON | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "sequence_mask"},
-    ),
     ({"loss.epsilon": 0.9, "loss.importance_sampling": "none"}, OFF | {"epsilon": 0.9}),
     ({"loss.epsilon_high": 5.0, "loss.importance_sampling": "none"}, OFF | {"epsilon_high": 5.0}),
     (
@@ -316,52 +304,6 @@ def test_unknown_logprobs_do_not_poison_the_gradient(engine: Engine, configured:
     metrics = backward(engine, [Example(sequence, 1.0)], [0], 0)
     assert np.isfinite(metrics["loss"])
     assert all(torch.isfinite(p.grad).all() for p in engine.model.parameters)
-
-
-def _direction(engine: Engine, sequence: TokenSequence, advantage: float) -> np.ndarray:
-    """Change of the trained tokens' logprobs after one small step."""
-    state = engine.initial_state()
-    before = _logprobs(engine, sequence)
-    after = engine.step(state, [Example(sequence, advantage)], [0]).state
-    engine.model.load_adapter(after.weights)
-    changed = _logprobs(engine, sequence) - before
-    engine.model.load_adapter(state.weights)
-    return changed
-
-
-def _logprobs(engine: Engine, sequence: TokenSequence) -> np.ndarray:
-    from trainer.batches.packing import padded
-
-    with torch.no_grad():
-        out, _ = engine.model.logprobs(padded([sequence]), (1, sequence.trained_tokens))
-    return out.numpy()[0]
-
-
-def test_a_positive_advantage_makes_its_tokens_likelier(engine: Engine, configured: Configure) -> None:
-    configured({"logprob_bound": 1e9, "optimizer.learning_rate": 1e-4})
-    (sequence,) = build("t", [exchange("t", 0, [5, 6], [7, 8, 9])])
-    assert _direction(engine, sequence, 1.0).sum() > 0
-    assert _direction(engine, sequence, -1.0).sum() < 0
-
-
-def test_forced_tokens_do_not_pull_on_gradient_or_ratio(engine: Engine, configured: Configure) -> None:
-    """Under a grammar the sampler reports logprob 0.0 for a token that the unconstrained model finds unlikely."""
-    configured({"loss.importance_sampling": "sequence_truncate"})
-
-    def gradient(forced_logprob: float) -> tuple[dict[str, float], list[torch.Tensor]]:
-        (sequence,) = build(
-            "t", [exchange("t", 0, [5, 6], [7, 8, 9], logprobs=[-2.0, forced_logprob, -2.0], forced=[0, 1, 0])]
-        )
-        engine.model.peft.zero_grad()
-        metrics = backward(engine, [Example(sequence, 1.0)], [0], 0)
-        return metrics, [p.grad.clone() for p in engine.model.parameters]
-
-    one, first = gradient(0.0)
-    other, second = gradient(-20.0)
-    assert one["tokens"] == 2
-    assert one["ratio_max"] == other["ratio_max"]
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def given(advantages: list[float], width: int, **more: torch.Tensor) -> LossInputs:

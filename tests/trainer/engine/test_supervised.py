@@ -10,7 +10,7 @@ import torch
 from pipeline.config import LoraConfig, TrainerConfig
 from tests.kits.settings import with_values
 from tests.trainer import kit
-from trainer.batches.examples import examples
+from trainer.batches.examples import make_examples
 from trainer.engine.engine import Engine
 from trainer.sequences import build
 
@@ -38,7 +38,7 @@ def test_the_gradient_is_that_of_the_weighted_mean_negative_logprob(tiny_base: s
     (literal / total).backward()
     expected = [p.grad.clone() for p in engine.model.parameters]
     engine.model.peft.zero_grad()
-    batch = examples(groups, config)
+    batch = make_examples(groups, config)
     metrics = kit.backward(engine, batch, [0, 1, 1, 1], 0)
     assert np.isclose(metrics["loss"], float(literal.detach()) / total, rtol=1e-10, atol=0)
     for parameter, gradient in zip(engine.model.parameters, expected, strict=True):

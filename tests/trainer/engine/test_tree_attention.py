@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +11,9 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from tests.trainer.kit import backward, exactly, settings, stir, tree_of_conversations
-from trainer.batches.examples import Example
 from trainer.batches.packing import FULL, AttentionSpan, Layout, prefix_shared, segments
 from trainer.engine import tree_attention
-from trainer.engine.engine import Engine
-from trainer.engine.tree_attention import planned
+from trainer.engine.tree_attention import mask_with_plan
 from trainer.sequences import TokenSequence
 
 GQA = SimpleNamespace(num_key_value_groups=2, is_causal=True)
@@ -51,14 +47,16 @@ def attended(layout: Layout, mask: torch.Tensor, weights: torch.Tensor) -> list[
     return [output.detach(), *(part.grad for part in parts)]
 
 
-@pytest.mark.parametrize("lower_right", ["mask", "bias"])
+@pytest.mark.parametrize("lower_right_mask", ["mask", "bias"])
 @pytest.mark.parametrize("span", [FULL, AttentionSpan(window=5), AttentionSpan(chunk=7)], ids=str)
 def test_segments_give_what_the_dense_mask_gives(
-    span: AttentionSpan, lower_right: str, monkeypatch: pytest.MonkeyPatch
+    span: AttentionSpan, lower_right_mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with the bias that a GPU gets."""
-    if lower_right == "bias":
-        monkeypatch.setattr(tree_attention, "lower_right", lambda queries, keys, _: causal_lower_right(queries, keys))
+    if lower_right_mask == "bias":
+        monkeypatch.setattr(
+            tree_attention, "lower_right_mask", lambda queries, keys, _: causal_lower_right(queries, keys)
+        )
     layout = layout_of((12, 4, 6), (1, 3, 3), (20, 1, 4), (9, 6, 1))
     dense = layout.dense_mask(span)
     assert dense is not None
@@ -66,33 +64,16 @@ def test_segments_give_what_the_dense_mask_gives(
     weights = torch.randn(*layout.ids_RL.shape, 4, 8, dtype=torch.float64)
     expected = attended(layout, dense, weights)
     monkeypatch.setattr(tree_attention, "_PAIRS_A_CALL", -(2**30))
-    mask = planned(layout, span)
+    mask = mask_with_plan(layout, span)
     assert hasattr(mask, "plan")
     for mine, theirs in zip(attended(layout, mask, weights), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_a_model_are_those_of_padded_rows(
-    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tree_attention, "_PAIRS_A_CALL", -(2**30))
-    sequences, groups = tree_of_conversations(5)
-    batch = [Example(s, 1.0 - i % 3) for i, s in enumerate(sequences)]
-    gradients = []
-    for packing in ("padded", "prefix"):
-        options = {"dtype": "float64", "memory.packing": packing, "lora.rank": 4}
-        engine = exactly(Engine(tiny_base, settings(tiny_base, tmp_path, **options).trainer))
-        stir(engine)
-        backward(engine, batch, groups, 0)
-        gradients.append([p.grad.clone() for p in engine.model.parameters])
-    for mine, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
-
-
 def test_a_plan_is_made_where_it_saves_pairs() -> None:
     for size, saves in (((2000, 8, 200), True), ((60, 8, 20), False)):
         layout = layout_of(size)
-        plan = getattr(planned(layout, FULL), "plan", None)
+        plan = getattr(mask_with_plan(layout, FULL), "plan", None)
         assert (plan is not None) == saves
         if plan is not None:
             (row,) = plan

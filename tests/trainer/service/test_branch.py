@@ -71,13 +71,12 @@ async def test_main_goes_on_from_the_version_that_it_adopts(
     last = (await of_branch(broker, BRANCH))[-1]
     await Versions(broker, lake.storage, "all").copy(last)
 
-    versions: list[str] = []
     source = f"{tmp_path}#{BRANCH}/{last.version}"
-    await adopt(config, source, versions.append)
+    adopted = await adopt(config, source)
     await kit.publish_group(broker, "m1", [0.0, 1.0], seed=2, step=2)
     await train(config, lambda **_: None, until_empty=True)
 
-    assert versions == [f"{kit.MODEL}@2"]
+    assert adopted == f"{kit.MODEL}@2"
     main = await of_branch(broker, "main")
     assert [(e.step, e.parent, e.source) for e in main] == [
         (1, f"{kit.MODEL}@0", ""),

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.config import ModelConfig, NatsConfig
+from pipeline.config import ModelConfig, NatsConfig, OutsideConfig
 from pipeline.events import DeadLettered, GroupDiscarded, TrainingBatch
 from pipeline.log.broker import Broker
 from tests.trainer import kit
@@ -84,9 +84,7 @@ async def test_validation_groups_are_scored_and_never_trained(
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
         await steps_reach(broker, 1)
         for step, reward in ((0, 0.1), (1, 0.8)):
-            scored = kit.group(f"val{step}", [reward] * 2, step=step)
-            members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
-            await broker.publish(msgspec.structs.replace(scored, members=members, split="val"))
+            await broker.publish(kit.group(f"val{step}", [reward] * 2, step=step, split="val"))
         await kit.publish_group(broker, "flat", [1.0, 1.0], seed=3, step=1)
         await kit.publish_group(broker, "g1", [0.0, 1.0], seed=2, step=1)
         events = await steps_reach(broker, 2)
@@ -178,6 +176,21 @@ async def test_a_model_may_have_settings_of_its_own(nats_config: NatsConfig, tin
         manifest, _ = checkpoint.Checkpoints.of(config, "tiny").read(1)
         assert manifest.event.groups == ("g0",)
         assert manifest.config["loss"]["type"] == "grpo"
+
+
+async def test_groups_of_outside_models_are_discarded_by_name(
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+) -> None:
+    """No trainer waits for them, and none is a dead letter."""
+    config = kit.settings(tiny_base, tmp_path, nats_config)
+    config = msgspec.structs.replace(config, outside=(OutsideConfig(name="master", url="http://x/v1"),))
+    async with Broker.connect(nats_config) as broker, running(config):
+        await broker.publish(kit.group("g", [0.0, 1.0], model="master"))
+        await all_acked(broker)
+        (discard,) = await discards(broker)
+        assert (discard.model, discard.reason, discard.trajectories) == ("master", "outside_model", ("g-0", "g-1"))
+        assert "no token of these runs is a policy's" in discard.detail
+        assert [letter async for letter in dead_letters(broker)] == []
 
 
 @pytest.mark.usefixtures("quick_redelivery")

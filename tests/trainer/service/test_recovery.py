@@ -200,9 +200,7 @@ async def test_a_restart_keeps_the_best_checkpoints_statistics(
     folder = checkpoint.Checkpoints.of(config, kit.MODEL)
 
     async def validate(name: str, rewards: list[float], step: int) -> checkpoint.Best | None:
-        scored = kit.group(name, rewards, step=step, split="val")
-        members = tuple(msgspec.structs.replace(m, split="val") for m in scored.members)
-        await broker.publish(msgspec.structs.replace(scored, members=members))
+        await broker.publish(kit.group(name, rewards, step=step, split="val"))
 
         async def discarded() -> bool:
             return name in {d.group for d in await discards(broker)}
@@ -269,9 +267,7 @@ async def test_a_group_of_whose_name_another_was_discarded_trains_after_a_death(
     config = kit.settings(tiny_base, tmp_path, nats_config)
     discarded, waiting = kit.group("one", [0.5, 0.5]), {"judge": "labels", "offline": True, "origin": "main/1"}
     if other == "split":
-        held_out, waiting = kit.group("one", [0.0, 1.0], split="val"), {}
-        members = tuple(msgspec.structs.replace(m, split="val") for m in held_out.members)
-        discarded = msgspec.structs.replace(held_out, members=members)
+        discarded, waiting = kit.group("one", [0.0, 1.0], split="val"), {}
     async with kit.running(config):
         await kit.publish_group(broker, "one", [0.0, 1.0], **waiting)
         await broker.publish(discarded)

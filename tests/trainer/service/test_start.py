@@ -192,16 +192,12 @@ async def test_an_adapter_that_the_trainer_does_not_train_is_refused(
         ("{lake}#other/main/tiny@1", "holds no checkpoints/other/main/tiny"),
         ("{lake}#org%2Fm@3", "holds no checkpoints/p/main/org%2Fm/step-00000003"),
         ("{lake}#org/m@3", "holds no checkpoints/p/org/m/step-00000003: .* a slash within a name is written as %2F"),
-        ("{dora}", "use_dora"),
     ],
 )
 async def test_an_unusable_start_is_refused(start: str, error: str, tmp_path: Path) -> None:
     (tmp_path / "lake").mkdir()
-    (tmp_path / "dora").mkdir()
-    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps({"r": 4, "use_dora": True}))
-    (tmp_path / "dora" / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=error):
-        read_start(start.format(lake=tmp_path / "lake", dora=tmp_path / "dora"), Config(project="p"))
+        read_start(start.format(lake=tmp_path / "lake"), Config(project="p"))
 
 
 async def test_a_damaged_version_and_another_base_are_refused(

@@ -11,10 +11,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipeline.running.installations import SETTINGS, installation_settings
-from store.showing.dashboard.server import make_app
+from store.showing.dashboard.server import _LISTS, make_app
 from tests.kits.settings import with_values
 
 URL = "http://127.0.0.1:8701"
+LISTS = tuple(sorted({*_LISTS, "compare"} - {"numbers"}))
+"""The pages that every page links."""
 Open = Callable[..., TestClient]
 
 

@@ -14,22 +14,13 @@ import anyio
 import httpx
 
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, StoreConfig, UiConfig, VllmConfig
-from pipeline.events import (
-    GroupScored,
-    Measure,
-    Member,
-    PolicyEvaluated,
-    Score,
-    TaskResult,
-    Variant,
-    Verdict,
-    WhatIfAnswered,
-)
+from pipeline.events import GroupScored, Measure, PolicyEvaluated, Score, TaskResult, Variant, Verdict, WhatIfAnswered
 from pipeline.log.broker import Broker
 from tests.conftest import InferenceDouble, NatsServer, free_port
 from tests.kits.sampler import SamplerThread
 from tests.kits.services import service
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, publish_adapter
+from tests.store.kit import scored
 
 MODEL = "tictactoe"
 GROUPS = ("board/1", "board 2")
@@ -162,23 +153,12 @@ def _trajectory(gateway: GatewayProcess, group: str, number: int) -> str:
 
 
 def _scored(group: str, members: list[str]) -> GroupScored:
-    rewards = [i / (len(members) - 1) for i in range(len(members))]
+    rewards = {name: i / (len(members) - 1) for i, name in enumerate(members)}
     scores = tuple(
         Score(trajectory=name, score=reward, explanation=f"It {'wins' if reward > 0.5 else 'loses'}.")
-        for name, reward in zip(members, rewards, strict=True)
+        for name, reward in rewards.items()
     )
     verdict = Verdict(
         judge_model="judge/1", rubric="general", rubric_hash="h", order=tuple(members), scores=scores, cost_usd=0.01
     )
-    return GroupScored(
-        project=PROJECT,
-        group=group,
-        model=MODEL,
-        task="win",
-        judge="j",
-        verdicts=(verdict,),
-        members=tuple(
-            Member(trajectory=name, reward=reward, exchanges=2, components={"win": reward})
-            for name, reward in zip(members, rewards, strict=True)
-        ),
-    )
+    return scored(group, rewards, {"exchanges": 2}, project=PROJECT, model=MODEL, task="win", verdicts=(verdict,))

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.store.showing.dashboard import browser as browsers
+from tests.store.showing.dashboard.conftest import LISTS
 from tests.store.showing.dashboard.living import GROUPS, MEMBERS, MODEL, Living, living
 
 if TYPE_CHECKING:
@@ -25,15 +26,7 @@ pytestmark = [
 AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text("utf-8")
 TRAJECTORY = f"{GROUPS[0].replace('/', '-')} run 2"
 PAGES = (
-    "overview",
-    "groups",
-    "trajectories",
-    "checkpoints",
-    "judge",
-    "compare",
-    "shadows",
-    "whatif",
-    "decisions",
+    *LISTS,
     f"group/{quote(GROUPS[0], safe='')}",
     f"trajectory/{quote(TRAJECTORY)}",
     f"checkpoint/{MODEL}@1",

@@ -131,6 +131,6 @@ def test_reasoning_and_refusals_are_shown_as_text(open_dashboard: Open, run_dir:
 
 @pytest.mark.parametrize(("reasoning", "same"), [("", True), ("sampled", True), ("another", False)])
 def test_a_reply_that_is_sent_again_is_known_with_and_without_its_reasoning(reasoning: str, same: bool) -> None:
-    reply = chat.message({"role": "assistant", "content": "x", "reasoning": "sampled"})
-    sent = chat.message({"role": "assistant", "content": "x", "reasoning_content": reasoning})
-    assert chat.repeats(sent, reply) == same
+    reply = chat.shown_message({"role": "assistant", "content": "x", "reasoning": "sampled"})
+    sent = chat.shown_message({"role": "assistant", "content": "x", "reasoning_content": reasoning})
+    assert chat.is_same_reply(sent, reply) == same

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from store.showing.dashboard.labels import bodies, correction
@@ -14,22 +16,6 @@ def test_scores_with_comments() -> None:
     assert made == {"a": {**common, "value": 1.0, "text": "right"}, "b:c": {**common, "value": 0.25, "text": ""}}
 
 
-@pytest.mark.parametrize(
-    ("form", "said"),
-    [
-        ({}, "Give at least one"),
-        ({"score:a": "1.5"}, "from 0 to 1"),
-        ({"score:a": "nan"}, "from 0 to 1"),
-        ({"score:a": "x"}, "from 0 to 1"),
-        ({"score:a": "1", "comment:b": "why"}, "needs a score"),
-    ],
-)
-def test_what_is_no_label_is_refused(form: dict[str, str], said: str) -> None:
-    with pytest.raises(PageError, match=said) as caught:
-        bodies(form)
-    assert caught.value.status == 400
-
-
 def test_a_correction_is_the_same_signal_when_its_form_is_sent_again() -> None:
     made = correction({"call": "3", "correction": " Dear Bob,\r\nno. "})
     key = made.pop("key")
@@ -40,14 +26,21 @@ def test_a_correction_is_the_same_signal_when_its_form_is_sent_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "said"),
+    ("read", "form", "said"),
     [
-        ({"correction": "b2"}, "number of a call"),
-        ({"call": "-1", "correction": "b2"}, "number of a call"),
-        ({"call": "0", "correction": " \n"}, "Write the answer"),
+        (bodies, {}, "Give at least one"),
+        (bodies, {"score:a": "1.5"}, "from 0 to 1"),
+        (bodies, {"score:a": "nan"}, "from 0 to 1"),
+        (bodies, {"score:a": "x"}, "from 0 to 1"),
+        (bodies, {"score:a": "1", "comment:b": "why"}, "needs a score"),
+        (correction, {"correction": "b2"}, "number of a call"),
+        (correction, {"call": "-1", "correction": "b2"}, "number of a call"),
+        (correction, {"call": "0", "correction": " \n"}, "Write the answer"),
     ],
 )
-def test_what_is_no_correction_is_refused(form: dict[str, str], said: str) -> None:
+def test_what_is_no_label_or_correction_is_refused(
+    read: Callable[[dict[str, str]], object], form: dict[str, str], said: str
+) -> None:
     with pytest.raises(PageError, match=said) as caught:
-        correction(form)
+        read(form)
     assert caught.value.status == 400
