@@ -1,7 +1,9 @@
-"""What the gateway has of a loop: which attempts at which scenarios are complete.
+"""What the gateway has of a loop (`journeywork.looping`): which attempts at which scenarios are complete.
 
-An attempt's id follows from the loop's name and its place. Each scenario has a group of attempts, and one more for
-those attempts that ended without a result, up to a number of tries.
+A loop that is started again asks here what is left to play; nothing of it is kept on this machine. A *scenario* is a
+task of the loop, and an *attempt* one run of it. Each scenario has a *group* of attempts, whose rewards are compared,
+and a further group for the attempts that ended without a result; each group is a *try*, and their number is limited. An
+attempt's id follows from the loop's name and its place: `<loop>-<scenario>[.<try>]-<attempt>`.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 _READS = 16
 """Trajectories that are read at the same time."""
-_STRETCH = 128
-"""So many scenarios in a row that were never started mean that no later one was."""
+_SCENARIOS_AT_ONCE = 128
+"""Scenarios that are read together. If none of so many in a row was started, no later one was."""
 
 
-async def together(work: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
+async def run_all(work: Callable[[Item], Awaitable[Result]], items: Iterable[Item]) -> list[Result]:
     """Return `await work(item)` of each item, all at once, in the order of `items`. Raises as a task group does."""
     results: dict[int, Result] = {}
 
@@ -43,7 +45,9 @@ class Progress:
     """The attempts at one scenario, or one held-out task, as the log has them."""
 
     number: int
+    """The scenario's place in the loop."""
     missing: int
+    """Attempts that have no result yet."""
     tries: int = 0
     """Groups of attempts that were started."""
     rewards: list[float] = field(default_factory=list)
@@ -52,8 +56,8 @@ class Progress:
 
 
 class Attempts:
-    """The attempts of the loop `name` with `model`. A scenario has `size` of them; `concurrency` are under way at
-    most."""
+    """Reads the attempts of the loop `name` with `model`. A scenario has `size` attempts in at most `tries` groups;
+    `concurrency` of the loop's attempts are under way at most."""
 
     def __init__(
         self, client: AsyncJourneywork, model: str, *, name: str, size: int, tries: int, concurrency: int
@@ -61,13 +65,14 @@ class Attempts:
         self._client, self._model = client, model
         self._name, self._size, self._tries = name, size, tries
         self._reads = anyio.Semaphore(_READS)
-        self._stretch = max(_STRETCH, concurrency)
+        self._scenarios_at_once = max(_SCENARIOS_AT_ONCE, concurrency)
 
     def group(self, label: str, tried: int) -> str:
         """Return the name of a group: the first of a scenario (`label` is its number), or one for a further try."""
         return f"{self._name}-{label}" + (f".{tried}" if tried else "")
 
     async def _recorded(self, trajectory: str) -> dict[str, Any] | None:
+        """Return an attempt as the gateway describes it; `None` if it was never opened."""
         try:
             async with self._reads:
                 return await self._client.get(trajectory)
@@ -83,7 +88,7 @@ class Attempts:
             try:
                 await self._client.complete(trajectory, outcome="no_result")
             except JourneyworkError as error:
-                if error.status != CONFLICT:
+                if error.status != CONFLICT:  # it was completed meanwhile
                     raise
             return await self._recorded(trajectory)
         return state
@@ -95,7 +100,7 @@ class Attempts:
         progress = Progress(number, size)
         while progress.missing and progress.tries < self._tries:
             group = self.group(label, progress.tries)
-            states = await together(self._settled, [f"{group}-{at}" for at in range(progress.missing)])
+            states = await run_all(self._settled, [f"{group}-{at}" for at in range(progress.missing)])
             opened = [state for state in states if state is not None]
             if not opened:
                 break
@@ -117,16 +122,19 @@ class Attempts:
                 )
 
     async def resume(self, scenarios: int | None) -> list[Progress]:
-        """Return the progress of every scenario that was started. Scenarios are started in their order, so reading ends
-        after a stretch, longer than what is ever under way, in which none was."""
+        """Return the progress of every scenario that was started. `scenarios`: their number; `None`: no end.
+
+        Scenarios are started in their order and at most `concurrency` of them overlap, so reading ends where none of
+        `_scenarios_at_once` in a row was started."""
         known: list[Progress] = []
         start = 0
         while scenarios is None or start < scenarios:
-            end = start + self._stretch if scenarios is None else min(start + self._stretch, scenarios)
-            stretch = await together(lambda number: self.progress(str(number), number, self._size), range(start, end))
-            if not any(progress.tries for progress in stretch):
+            end = start + self._scenarios_at_once
+            end = end if scenarios is None else min(end, scenarios)
+            read = await run_all(lambda number: self.progress(str(number), number, self._size), range(start, end))
+            if not any(progress.tries for progress in read):
                 break
-            known += stretch
+            known += read
             start = end
         while known and not known[-1].tries:
             known.pop()

@@ -47,16 +47,20 @@ def _new_id() -> str:
 
 
 def _opening(model: str, options: OpenOptions) -> dict[str, Any]:
+    """Return the body of the request that opens a trajectory: a new id unless `options` have one, and `pinned` with the
+    base model under its one name."""
     opening: dict[str, Any] = {"model": model, "id": _new_id(), **options}
     if pinned := options.get("pinned"):
         opening["pinned"] = parse_policy(pinned)[1] or pinned
     return opening
 
 
-def _opened(body: Mapping[str, Any], give: Callable[..., Any]) -> Trajectory:
+def _opened(body: Mapping[str, Any], send_feedback: Callable[..., Any]) -> Trajectory:
+    """Return the trajectory in the gateway's answer to its opening. Raises `JourneyworkError` for the answer of another
+    server. `send_feedback` is what the trajectory's own `feedback` calls."""
     try:
         known = {name: body[name] for name in ("id", "model", "group", "base_url", "api_key")}
-        return Trajectory(**known, _give=give)
+        return Trajectory(**known, _send_feedback=send_feedback)
     except KeyError as missing:
         raise transport.JourneyworkError(
             f"the answer to opening a trajectory lacks {missing}: is this the gateway's URL?"
@@ -64,9 +68,10 @@ def _opened(body: Mapping[str, Any], give: Callable[..., Any]) -> Trajectory:
 
 
 def _leaves_open(failure: Exception) -> bool:
-    """Whether a failed completion left the trajectory open, so that it has to be completed as `no_result`.
+    """Return whether a failed completion left the trajectory open, so that it has to be completed as `no_result`.
 
-    It did not if another result was accepted before (409). While the gateway is unreachable, this is not known."""
+    It did not if another result was accepted before (409). While the gateway is unreachable, this is not known, and the
+    result may still be sent later: false."""
     if isinstance(failure, transport.JourneyworkError):
         return failure.status != transport.CONFLICT and not isinstance(failure, transport.GatewayUnavailableError)
     return True
@@ -80,6 +85,7 @@ def _path(trajectory: str, action: str = "") -> str:
 
 
 def _group_path(group: str, model: str) -> str:
+    """Return the path of a group. An empty `model` is left out: the gateway finds the group if it has one model."""
     return f"/v1/groups/{quote(group, safe='')}" + (f"?model={quote(model, safe='')}" if model else "")
 
 
@@ -104,7 +110,8 @@ class AsyncJourneywork:
 
     async def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
         """Open a trajectory of `model`. Raises `JourneyworkError` when the gateway refuses it."""
-        return _opened(await self._request("POST", "/v1/trajectories", _opening(model, options)), self._give)
+        body = await self._request("POST", "/v1/trajectories", _opening(model, options))
+        return _opened(body, self._feedback_of_runs)
 
     async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
         """Complete a trajectory. A second call with the same result has no effect; another result raises
@@ -178,6 +185,7 @@ class AsyncJourneywork:
             raise
 
     async def _give_up(self, run: Trajectory, failure: BaseException) -> None:
+        """Complete a trajectory as `no_result` after `failure`, which gets a note if that is refused, too."""
         run.outcome = "no_result"
         with self._shield():
             try:
@@ -202,7 +210,7 @@ class AsyncJourneywork:
                 last_problem = backoff.report_unreachable(self.url, transport.transport_problem(error))
             else:
                 if reply.status_code not in transport.RETRIED_STATUSES:
-                    return transport.read(reply)
+                    return transport.json_of(reply)
                 backoff.wait_for_training(reply)
                 last_problem, pause_s = transport.status_problem(reply), transport.retry_after_s(reply)
             await self._pause(backoff.next_pause(last_problem, pause_s))
@@ -210,11 +218,12 @@ class AsyncJourneywork:
     # -- what the blocking client does otherwise -----------------------------------------------------------------
 
     @property
-    def _give(self) -> Callable[..., Any]:
-        """What a trajectory's `feedback` calls."""
+    def _feedback_of_runs(self) -> Callable[..., Any]:
+        """What `Trajectory.feedback` calls: a coroutine function here, and a blocking function in `_BlockingCore`."""
         return self.feedback
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> httpx.Response:
+        """Send a request once. Raises `httpx.TransportError` if no answer comes."""
         return await self._http.request(method, path, json=body, timeout=timeout_s)
 
     async def _pause(self, seconds: float) -> None:
@@ -230,7 +239,8 @@ class AsyncJourneywork:
 
 
 class _BlockingCore(AsyncJourneywork):
-    """The same client with blocking requests and pauses, so that its coroutines never wait for an event loop."""
+    """The same client with blocking requests and pauses: what its coroutines await has always ended already, so each
+    of them runs from start to end in one step (`_finish`), without an event loop."""
 
     def __init__(self, url: str | None, *, api_key: str, wait_s: float) -> None:
         self.url, self._wait_s = transport.gateway_url(url), wait_s
@@ -239,7 +249,7 @@ class _BlockingCore(AsyncJourneywork):
         )
 
     @property
-    def _give(self) -> Callable[..., Any]:
+    def _feedback_of_runs(self) -> Callable[..., Any]:
         return lambda *args, **options: _finish(self.feedback(*args, **options))
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> httpx.Response:
@@ -256,7 +266,8 @@ class _BlockingCore(AsyncJourneywork):
 
 
 def _finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of a coroutine of `_BlockingCore`."""
+    """Run a coroutine of `_BlockingCore` in one step, and return its result, which Python hands over in
+    `StopIteration`."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -268,23 +279,23 @@ def _finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
 def _blocking(
     method: Callable[Concatenate[AsyncJourneywork, P], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Journeywork, P], Result]:
-    """Return a method of `Journeywork` that does what `method` does."""
+    """Return a method of `Journeywork` that does what `method` does, and returns when it has ended."""
 
     @functools.wraps(method)
-    def call(self: Journeywork, /, *args: P.args, **options: P.kwargs) -> Result:
+    def run_and_wait(self: Journeywork, /, *args: P.args, **options: P.kwargs) -> Result:
         return _finish(method(self._core, *args, **options))
 
-    return call
+    return run_and_wait
 
 
-def _in_loop(
+def _in_own_loop(
     method: Callable[Concatenate[AsyncJourneywork, P], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Journeywork, P], Result]:
-    """Return a method of `Journeywork` that runs `method` in an event loop in another thread: rollouts may be
-    coroutine functions, and the calling thread may have a running event loop, for example in a notebook."""
+    """Return a method of `Journeywork` that runs `method` in an event loop of its own, in another thread: rollouts may
+    be coroutine functions, and the calling thread may have a running event loop, for example in a notebook."""
 
     @functools.wraps(method)
-    def call(self: Journeywork, /, *args: P.args, **options: P.kwargs) -> Result:
+    def run_and_wait(self: Journeywork, /, *args: P.args, **options: P.kwargs) -> Result:
         async def run() -> Result:
             # A client of its own: connections belong to one event loop.
             async with AsyncJourneywork(self.url, api_key=self._api_key, wait_s=self._wait_s) as client:
@@ -293,7 +304,7 @@ def _in_loop(
         with anyio.from_thread.start_blocking_portal() as portal:
             return portal.call(run)
 
-    return call
+    return run_and_wait
 
 
 class Journeywork:
@@ -320,13 +331,13 @@ class Journeywork:
     policies = _blocking(AsyncJourneywork.policies)
     models = _blocking(AsyncJourneywork.models)
     record_evaluation = _blocking(AsyncJourneywork.record_evaluation)
-    gather = _in_loop(AsyncJourneywork.gather)
-    evaluate = _in_loop(AsyncJourneywork.evaluate)
+    gather = _in_own_loop(AsyncJourneywork.gather)
+    evaluate = _in_own_loop(AsyncJourneywork.evaluate)
 
     @contextmanager
     def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> Iterator[Trajectory]:
         """As `AsyncJourneywork.trajectory`."""
-        # `_core` never waits for an event loop, so its context is entered and left here, in this thread.
+        # The context manager is asynchronous, and `_core` needs no event loop: it is entered and left by hand.
         context = self._core.trajectory(model, **options)
         run = _finish(context.__aenter__())
         try:

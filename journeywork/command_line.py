@@ -1,4 +1,6 @@
-"""Command lines: the gateway and how fast it is asked, types of arguments, and how an error ends a command."""
+"""Command lines of the SDK's commands (`journeywork eval`, `prompt` and `init`): the gateway that they play through,
+types of arguments, and how an error ends a command. `pipeline.terminal.parsers` is the same for the services' commands,
+which this package does not import."""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def gateway_of(args: argparse.Namespace) -> str:
             )
         state = next((path for path in reversed(states) if _is_running(path)), states[-1])
     try:
-        content = _read(state)
+        content = _read_state(state)
         url = str(content["urls"]["gateway"])
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{state} names no gateway: {error}") from error
@@ -88,14 +90,15 @@ def client_of(url: str, args: argparse.Namespace) -> AsyncJourneywork:
     return AsyncJourneywork(url, api_key=os.environ.get(args.api_key_env, ""))
 
 
-def _read(state: Path) -> dict[str, Any]:
+def _read_state(state: Path) -> dict[str, Any]:
+    """Return what a supervisor wrote about its run (`pipeline.running.state`)."""
     return dict(json.loads(state.read_text("utf-8")))
 
 
 def _is_running(state: Path) -> bool:
     """Whether the supervisor that wrote `state` runs on this machine (`process_start` of `pipeline.running.state`)."""
     try:
-        content = _read(state)
+        content = _read_state(state)
         status = Path(f"/proc/{int(content['pid'])}/stat").read_text("utf-8", "replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     except (OSError, ValueError, KeyError):
@@ -124,8 +127,8 @@ def output_of_one_object(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def exit_status(unusable: tuple[type[Exception], ...], failed: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn errors into an exit with one line on standard error: status 2 for `unusable` arguments, 1 for `failed`, and
-    130 after Ctrl-C."""
+    """Run a command's work in the block. Turn errors into an exit with one line on standard error: status 2 for
+    `unusable` arguments, 1 for `failed`, and 130 after Ctrl-C."""
     try:
         yield
     except (*unusable, *failed) as error:

@@ -5,6 +5,8 @@ reward. It may instead set `trajectory.reward`, or do neither and leave the rewa
 its trajectory is completed with the outcome `no_result` and gets no reward; the exception is kept in the `TaskGroup`.
 So is a `GatewayUnavailableError` of a completion, but that trajectory keeps its result: `complete(run.id,
 **run.result())` completes it later.
+
+`gather` is `client.gather` of the SDK; evaluations and loops (`journeywork.looping`) play by `call_rollout`, too.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def cancellation_as_failure(what: str) -> Iterator[None]:
 async def call_rollout(
     rollout: Rollout[Task], run: Trajectory, task: Task, limiter: anyio.CapacityLimiter
 ) -> float | None:
-    """Await a rollout that is a coroutine function; run a plain function in a thread of `limiter`.
+    """Await a rollout that is a coroutine function; run a plain function in a thread of `limiter`. Returns the reward.
 
     Raises what the rollout raises, and `RuntimeError` if it calls `sys.exit`, or awaits something that was cancelled
     while the attempt itself was not."""
@@ -115,16 +117,19 @@ async def call_rollout(
             if inspect.iscoroutinefunction(rollout):
                 reward: float | None = await rollout(run, task)
                 return reward
-            give = run._give
-            if give is not None:
-                run._give = lambda *args, **options: anyio.from_thread.run(partial(give, *args, **options))
+            # In the thread, `run.feedback` blocks until the event loop, which has the connections, has sent it.
+            send_feedback = run._send_feedback
+            if send_feedback is not None:
+                run._send_feedback = lambda *args, **options: anyio.from_thread.run(
+                    partial(send_feedback, *args, **options)
+                )
             try:
                 result = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
             except (Exception, SystemExit):
                 # Not for a cancellation: the thread goes on, and may still call it.
-                run._give = give
+                run._send_feedback = send_feedback
                 raise
-            run._give = give
+            run._send_feedback = send_feedback
             return await result if inspect.isawaitable(result) else result
     except SystemExit as error:  # one attempt's end, not the end of the program that plays them all
         raise RuntimeError(f"the rollout called sys.exit({error.code!r})") from error
@@ -240,7 +245,7 @@ class _Gathering(Generic[Task]):
         """Play the attempt `number` of the group at index `at`, and free the slot that `run` took for it.
 
         An exception is put into the group, and the outcome becomes `no_result`, unless only the completion found no
-        gateway. If it is one too many, all attempts are cancelled."""
+        gateway. If it is one too many, all attempts are cancelled. The other arguments are those of `run`."""
         group, began = self._groups[at], time.monotonic()
         try:
             opening: OpenOptions = {**options, "group": group.name, "attempt": number, "task": describe(group.task)}

@@ -8,6 +8,10 @@ Every attempt has an id that follows from the loop's name and its place: `<name>
 started again under its name asks the gateway which attempts were completed and plays the rest. Nothing is kept on this
 machine. An attempt whose process died is completed as `no_result` and played again in a group of its own; so is an
 attempt whose rollout raised.
+
+A group is *decided* when the trainer has trained or discarded it. So that no group gets older than `max_staleness`
+steps, only so many may be undecided at a time as the trainer trains in that many steps; others wait
+(`_Loop.may_start`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import anyio
 
-from journeywork.attempts import Attempts, Progress, together
+from journeywork.attempts import Attempts, Progress, run_all
 from journeywork.gathering import Rollout, Task, TooManyExceptionsError, call_rollout
 from journeywork.statistics import Estimate, mean_of
 from journeywork.trajectory import Trajectory
@@ -114,7 +118,7 @@ class LoopResult:
 
 
 class _Loop(Generic[Task]):
-    """One running loop."""
+    """One running loop. `loop` starts `watch`, `evaluations` and a `play` for each group as tasks of one task group."""
 
     def __init__(
         self, client: AsyncJourneywork, model: str, rollout: Rollout[Task], options: LoopOptions[Task]
@@ -124,7 +128,7 @@ class _Loop(Generic[Task]):
         self.attempts = Attempts(
             client, model, name=options.name, size=options.group_size, tries=options.tries, concurrency=concurrency
         )
-        self._ahead = (options.max_staleness + 1) * options.groups_per_step
+        self._most_undecided = (options.max_staleness + 1) * options.groups_per_step
         """Groups that may be under way or waiting to be trained, so that none becomes older than `max_staleness`."""
         self._slots = anyio.Semaphore(concurrency)
         self._limiter = anyio.CapacityLimiter(concurrency)
@@ -135,7 +139,10 @@ class _Loop(Generic[Task]):
         """Groups that the trainer has neither trained nor discarded, with the step at their start; `None` where an
         earlier process started them."""
         self._changed = anyio.Event()
+        """Set, and replaced by a new one, when the step or the undecided groups were read, and at the end (`_notify`).
+        """
         self._over = False
+        """Whether no group will start any more."""
         self.result = LoopResult()
 
     # -- playing ---------------------------------------------------------------------------------------------------
@@ -176,14 +183,15 @@ class _Loop(Generic[Task]):
             self._slots.release()
 
     async def play(self, label: str, task: Task, progress: Progress, pinned: str = "") -> None:
-        """Play the missing attempts, and those without a result again until `tries` groups were started."""
+        """Play the missing attempts, and those without a result again until `tries` groups were started. `label` names
+        the scenario in the groups' names; `pinned`: a version that is evaluated."""
         while progress.missing and progress.tries < self._options.tries:
             group, size = self.attempts.group(label, progress.tries), progress.missing
             progress.tries += 1
             async with anyio.create_task_group() as playing, self._turn:
                 for at in range(size):
                     await self._slots.acquire()
-                    if not at and not pinned:
+                    if not at and not pinned:  # `begin` has counted it, with the step before it waited for its slot
                         self._undecided[group] = self.result.step
                     playing.start_soon(self._attempt, task, progress, group, at, size, pinned)
 
@@ -196,12 +204,13 @@ class _Loop(Generic[Task]):
             await self.play(label, tasks[number], progress, pinned=f"{self._model}@{step}")
             return progress.rewards
 
-        rewards = await together(play_task, range(len(tasks)))
+        rewards = await run_all(play_task, range(len(tasks)))
         self.result.evaluations[step] = mean_of([reward for of_task in rewards for reward in of_task])
 
     # -- keeping pace ----------------------------------------------------------------------------------------------
 
     async def served_step(self) -> int:
+        """Return the step of the version that the model's name stands for. Raises `ValueError` for an unknown model."""
         for entry in await self._client.policies():
             if entry["model"] == self._model:
                 return int(entry["step"])
@@ -222,11 +231,11 @@ class _Loop(Generic[Task]):
                 return {"status": "discarded" if opened else "waiting"}
 
         groups = list(self._undecided)
-        states = zip(groups, await together(read, groups), strict=True)
+        states = zip(groups, await run_all(read, groups), strict=True)
         return {group: state for group, state in states if state["status"] != "waiting"}
 
-    async def take_over(self, known: Sequence[Progress]) -> None:
-        """Count the groups of an earlier process that still wait for the trainer: they are ahead of new ones."""
+    async def count_earlier_groups(self, known: Sequence[Progress]) -> None:
+        """Count the groups of an earlier process that still wait for the trainer: it trains them before new ones."""
         for progress in known:
             self._undecided |= dict.fromkeys(
                 self.attempts.group(str(progress.number), tried) for tried in range(progress.tries)
@@ -238,9 +247,10 @@ class _Loop(Generic[Task]):
         """Read the served step and the fate of groups, every `poll_s` seconds."""
         while True:
             step = await self.served_step()
-            if step != self.result.step or len(self._undecided) >= self._ahead:
+            if step != self.result.step or len(self._undecided) >= self._most_undecided:
                 decided = await self._decided()
-                # A group that begins from now on begins with this step or a newer one.
+                # Read once more, after the decisions and before their groups make room for others: a group that begins
+                # from now on begins with this step or a newer one.
                 step = await self.served_step()
                 for group, state in decided.items():
                     started = self._undecided.pop(group)
@@ -261,12 +271,13 @@ class _Loop(Generic[Task]):
         self._notify()
 
     def _notify(self) -> None:
+        """Wake `may_start` and `evaluations`, which wait for a change."""
         self._changed.set()
         self._changed = anyio.Event()
 
     async def may_start(self) -> bool:
         """Wait until another group keeps within `max_staleness`. Returns whether there are steps left."""
-        while self.result.step < self._options.steps and len(self._undecided) >= self._ahead:
+        while self.result.step < self._options.steps and len(self._undecided) >= self._most_undecided:
             await self._changed.wait()
         return self.result.step < self._options.steps
 
@@ -301,6 +312,7 @@ class _Scenarios(Generic[Task]):
         """Number of groups to play; `None` if there is no end to them."""
 
     def task_of(self, progress: Progress) -> Task:
+        """Return the scenario: the loop begins again with the first one after the last."""
         return self._scenarios[progress.number % len(self._scenarios)]
 
     def check(self, known: Sequence[Progress]) -> None:
@@ -316,7 +328,7 @@ class _Scenarios(Generic[Task]):
                 )
 
     def rest(self, known: Sequence[Progress]) -> Iterator[Progress]:
-        """Yield what is left to play."""
+        """Yield what is left to play: first what was started before, then the scenarios after it."""
         for progress in known:
             if progress.missing and progress.tries < self._options.tries:
                 yield progress
@@ -344,7 +356,7 @@ async def loop(
     result.resumed = sum(options.group_size - progress.missing for progress in known)
     result.step = await running.served_step()
     chosen.check(known)
-    await running.take_over(known)
+    await running.count_earlier_groups(known)
     result.incomplete += [p.number for p in known if p.missing and p.tries >= options.tries]
 
     async def play(progress: Progress, task: Task) -> None:

@@ -1,7 +1,7 @@
 """Means with 95 % intervals, for evaluations. Standard library only.
 
 An interval is Student's, over the values and one more value at each end of their range, and half a step of such a mean
-wider (`interval`). The two values are those of A. Agresti and B. Caffo (2000), "Simple and effective confidence
+wider (`_estimate`). The two values are those of A. Agresti and B. Caffo (2000), "Simple and effective confidence
 intervals for proportions and differences of proportions result from adding two successes and two failures"; without
 them an interval collapses where all values are equal, and leaves rare values out. The half step is the correction for
 continuity of F. Yates (1934). Such an interval covers the true mean with a probability of at least 0.95 from two values
@@ -45,6 +45,7 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estima
     """Return the mean of `after - before` over the same tasks in the same order. Unequal lengths raise `ValueError`."""
     differences = [b - a for a, b in zip(before, after, strict=True)]
     bounds = range_of([*before, *after])
+    # Values from 0 to 1 differ by -1 to 1.
     return _estimate(differences, bounds and (bounds[0] - bounds[1], bounds[1] - bounds[0]))
 
 
@@ -56,32 +57,25 @@ def range_of(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _estimate(values: Sequence[float], bounds: tuple[float, float] | None) -> Estimate:
+    """Return the mean of `values` with its interval. `bounds`: the range of the values, `None` if it is unknown."""
     count = len(values)
     if not count:
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean = math.fsum(values) / count
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    return Estimate(mean, *interval(count, mean, squares, bounds, (min(values), max(values))), count)
-
-
-def interval(
-    count: int, mean: float, squares: float, bounds: tuple[float, float] | None, seen: tuple[float, float]
-) -> tuple[float, float]:
-    """Return the ends of the 95 % interval of the mean of `count` values.
-
-    `squares`: sum of the squared deviations from `mean`; `bounds`: the range of the values, `None` if it is unknown;
-    `seen`: the least and the greatest value."""
-    least, greatest = bounds or seen
+    least, greatest = bounds or (min(values), max(values))
     if count < 2 or least == greatest:
-        return -math.inf, math.inf
-    centre = (count * mean + least + greatest) / (count + 2)
-    squares_with_ends = squares + count * (mean - centre) ** 2 + (least - centre) ** 2 + (greatest - centre) ** 2
-    half = t95(count + 1) * math.sqrt(squares_with_ends / (count + 1) / (count + 2))
-    half += (greatest - least) / 2 / (count + 2)
+        return Estimate(mean, -math.inf, math.inf, count)
+    # Student's interval over the values and one more value at each end of the range.
+    with_ends = [*values, least, greatest]
+    centre = math.fsum(with_ends) / (count + 2)
+    half = t95(count + 1) * math.sqrt(math.fsum((v - centre) ** 2 for v in with_ends) / (count + 1) / (count + 2))
+    half += (greatest - least) / 2 / (count + 2)  # half a step of a mean of so many values
     if bounds:
-        return min(max(centre - half, least), mean), max(min(centre + half, greatest), mean)
-    student = t95(count - 1) * math.sqrt(squares / (count - 1) / count)
-    return min(centre - half, mean - student), max(centre + half, mean + student)
+        low, high = max(centre - half, least), min(centre + half, greatest)
+    else:
+        student = t95(count - 1) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (count - 1) / count)
+        low, high = min(centre - half, mean - student), max(centre + half, mean + student)
+    return Estimate(mean, min(low, mean), max(high, mean), count)
 
 
 def t95(freedom: int) -> float:

@@ -1,4 +1,8 @@
-"""A trajectory (one agent run) as the client sees it, and the options for opening and completing it."""
+"""A trajectory (one agent run) as the client sees it, and the options for opening and completing it.
+
+`journeywork.client` opens trajectories and gives them to agent code, which calls the model at `base_url` and sets the
+result. The checks of results and feedback are here, so that an error names the field before anything is sent. A
+*policy* is a model that is trained; its *version* after a step is `<model>@<step>`."""
 
 from __future__ import annotations
 
@@ -122,17 +126,17 @@ class Trajectory:
     duration_s: float | None = None
     """Seconds from opening to completing, in a trajectory that `gather` played."""
 
-    _give: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
-    """`feedback` of the client that opened the trajectory."""
+    _send_feedback: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    """`feedback` of the client that opened the trajectory; `None` in one that no client opened."""
 
     def feedback(self, answer: Any = None, **options: Unpack[FeedbackOptions]) -> Any:
         """Give feedback on the run, or on the call of an answer: the answer, its id, or the call's number from 0.
 
         In a coroutine, await it. Raises `JourneyworkError` if the gateway refuses it, `RuntimeError` in a trajectory
         that no client opened."""
-        if self._give is None:
+        if self._send_feedback is None:
             raise RuntimeError("no client opened this trajectory: use `feedback` of a client of the gateway")
-        return self._give(answer, trajectory=self.id, **options)
+        return self._send_feedback(answer, trajectory=self.id, **options)
 
     def reward_call(self, answer: Any, reward: float, name: str = "reward") -> Any:
         """Reward one call of the run: feedback with a `value` on it. Under the name `reward` it counts without any
@@ -201,6 +205,8 @@ def answer_id(answer: Any) -> Any:
 
 
 def _numbers(field: str, values: object, hint: str = "") -> dict[str, float]:
+    """Return named numbers as floats. Raises `TypeError` or `ValueError`, which names `field`; `hint` ends the message
+    about what is no dict."""
     if not isinstance(values, Mapping):
         raise TypeError(f"{field} must be a dict of numbers by name, not {values!r}{hint}")
     for name in values:
@@ -210,7 +216,7 @@ def _numbers(field: str, values: object, hint: str = "") -> dict[str, float]:
 
 
 def parse_policy(text: str) -> tuple[str, str]:
-    """Return the model that `<model>` or `<model>@<step>` names, and the policy version or an empty string.
+    """Return the model that `<model>` or `<model>@<step>` names, and the policy version, empty where no step is named.
 
     `<model>@base` is the base model, as `<model>@0` is. Raises `ValueError` for any other step."""
     model, at, step = text.rpartition("@")

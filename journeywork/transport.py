@@ -1,4 +1,7 @@
-"""What every request to a gateway needs: errors, backoff, and reading the response."""
+"""What every request to a gateway needs: errors, backoff, and reading the response.
+
+`journeywork.client` sends the requests. After one that failed it asks here whether another attempt may help
+(`transport_problem`, `RETRIED_STATUSES`), and how long to pause before it (`Backoff`)."""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ class Backoff:
     """Exponential backoff, for at most `wait_s` seconds."""
 
     _warned: ClassVar[dict[str, float]] = {}
-    """When a gateway was last said to be unreachable, by its URL: many requests wait for it at the same time."""
+    """When a warning was last logged, by the gateway's URL or `groups_ahead`. All requests of the process share it, as
+    many of them wait for one gateway at the same time."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s, self._pause_s = wait_s, _FIRST_PAUSE_S
@@ -94,6 +98,7 @@ def retry_after_s(reply: httpx.Response) -> float:
 
 
 def status_problem(reply: httpx.Response) -> str:
+    """Return what an error says of a response that was no success: its status and the beginning of its body."""
     return f"status {reply.status_code}: {reply.text[:_PROBLEM_CHARACTERS]}"
 
 
@@ -166,7 +171,7 @@ def authorization(api_key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def read(reply: httpx.Response) -> dict[str, Any]:
+def json_of(reply: httpx.Response) -> dict[str, Any]:
     """Return the JSON object of a response. Raises `JourneyworkError` for an error or another server's answer."""
     try:
         body = reply.json()

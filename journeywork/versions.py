@@ -1,4 +1,7 @@
-"""Which policy version a name stands for."""
+"""Which policy version a name stands for, so that an evaluation plays with one version from its beginning to its end.
+
+`support` is a model, `support@12` its version after step 12, `support@0` or `support@base` the base model. The
+gateway's `policies` says which version each model's name stands for, its `models` which names a call may use."""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
             if model not in served and not version and model in known and not _versions(model, known):
                 served[model] = ""  # an outside model
             if model not in served:
-                # A branch, of which nothing is decided: its name stands for its newest version.
+                # A branch of the history (`support+stricter`), about which there are no decisions: its name stands for
+                # its newest version.
                 if not (of_branch := _versions(model, known)):
                     raise ValueError(f"the gateway has no model {model!r}; it has: {', '.join(served) or 'none'}")
                 served[model] = of_branch[-1]

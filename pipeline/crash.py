@@ -59,9 +59,11 @@ POINTS: dict[str, str] = {
 
 
 _name, _left = "", 0
+"""The armed point, and how often the process may still reach it; the last time ends it."""
 
 
 def _die_at(name: str) -> None:
+    """Kill the process if `name` is the armed point and its count is reached."""
     global _left
     if name != _name:
         return

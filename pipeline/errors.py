@@ -1,5 +1,5 @@
 """Errors that a command prints as one line: `ConfigError` for settings, `BrokerError` and subclasses for the log. What
-others say in errors goes into logs by `without_sent`."""
+other programs say in errors goes into logs by `without_sent`."""
 
 from __future__ import annotations
 
@@ -57,11 +57,18 @@ class OtherEventError(HistoryGoneError):
         super().__init__(f"the {expected} at message {seq} of {stream}")
 
 
+def leaves(error: BaseException) -> list[BaseException]:
+    """Return the errors in an exception group, at any depth; a single error as a list of one."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+    return [error]
+
+
 def without_sent(said: str, sent: str) -> str:
-    """Return what another program says in an error, for a log or an event: a remark in its place if it repeats 12
-    letters and digits of the text that it was sent. Texts of runs stand in no log."""
-    heard, given = _letters(said), _letters(sent)
-    repeats = any(heard[i : i + _REPEATED] in given for i in range(len(heard) - _REPEATED + 1))
+    """Return the message `said` of another program's error, for a log or an event; a remark in its place if it repeats
+    12 letters and digits of `sent`, the text that the program was sent. Texts of runs stand in no log."""
+    message, text = _letters(said), _letters(sent)
+    repeats = any(message[i : i + _REPEATED] in text for i in range(len(message) - _REPEATED + 1))
     return "its message repeats the text that it was sent" if repeats else said
 
 

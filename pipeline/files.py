@@ -1,4 +1,7 @@
-"""Files that appear whole or not at all, and stay after a power cut."""
+"""Files that appear whole or not at all, and stay after a power cut.
+
+A file is written under a temporary name, synced, and then renamed or linked to its own name. A name is on the disk only
+after its folder has been synced, too."""
 
 from __future__ import annotations
 
@@ -89,6 +92,7 @@ def _make_folder(folder: Path, durable: bool, mode: int = 0o777) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
+    """Make a file, which has its mode before it has any content."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

@@ -19,6 +19,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 """A step as `version_name` writes it. 18 digits fit into 64 bits."""
 _OUTSIDE = "outside:"
 _DATE = "%Y%m%dT%H%M%SZ"
+"""How an id carries its time."""
 _DATED = re.compile(r"[a-z]{1,8}-([0-9]{8}T[0-9]{6}Z)-[0-9a-f]{20}")
 _IN_ADDRESS = ":+=,~"
 """Characters that are not escaped in the address of a version, beside letters, digits and `_.-`."""
@@ -34,7 +35,7 @@ class InvalidNameError(ValueError):
 
 
 def is_name(name: str) -> bool:
-    """Whether `check_name` accepts a name."""
+    """Return whether `check_name` accepts a name."""
     try:
         check_name(name)
     except InvalidNameError:
@@ -124,8 +125,8 @@ def outside_model(version: str) -> str:
 
 
 def split_point(trajectory: str) -> float:
-    """Return the place of a trajectory in a split, from 0 to 100. Below the split's `percent` it gets the first
-    version, else the other one."""
+    """Return the place of a trajectory in a split of traffic between two versions, from 0 to 100, by a hash of its id.
+    Below the split's `percent` it gets the first version, else the other one."""
     return int.from_bytes(hashlib.sha256(trajectory.encode()).digest()[:8], "big") / 2**64 * 100
 
 

@@ -1,4 +1,8 @@
-"""The table of streams, consumers and buckets. Provisioning, `journeywork status` and `journeywork docs` use it."""
+"""The table of streams, consumers and buckets. Provisioning, `journeywork status` and `journeywork docs` use it.
+
+A *stream* of NATS JetStream holds messages in order; a message's *subject* says what it is about, such as
+`rollout.completed.<project>.<model>.<group>.<trajectory>`. A *consumer* remembers what a service has acknowledged. A
+*bucket* is a stream of NATS' own, for objects (adapters, events beyond the payload limit) or for values by key."""
 
 from __future__ import annotations
 
@@ -54,7 +58,9 @@ class ConsumerSpec:
     """How often a message may end the process that handles it before it becomes a dead letter. 0: deaths are not
     counted, and no message is handled alone, because the service finds out itself which one is at fault."""
     max_ack_pending: int = 10_000
+    """Deliveries that may wait for their acknowledgement; beyond it the server delivers no more."""
     start: Literal["all", "new"] = "all"
+    """Whether it begins with the stream's oldest message or with the newest one, when it is created."""
 
 
 STREAMS: tuple[StreamSpec, ...] = (
@@ -131,8 +137,8 @@ CONSUMERS: tuple[ConsumerSpec, ...] = (
 )
 
 RETRY_HEADER = "Journeywork-Retry"
-"""Header of a dead letter that is delivered again: the one consumer that may use it. The others acknowledge it
-unused."""
+"""Header of a dead letter that `journeywork dead retry` publishes again: the one consumer that may use it. The others
+acknowledge it unused."""
 
 ADAPTERS_BUCKET = "ADAPTERS"
 """Object store bucket of trained adapters."""
@@ -175,10 +181,9 @@ FLEET = KeyValueSpec(
     "expires `sampler.ttl_s` after its last renewal. The trainer of each branch. For a day, how often a message ended "
     "the process that handled it",
 )
-KEY_VALUES: tuple[KeyValueSpec, ...] = (FLEET,)
 
 ALIVE = "alive."
-"""Prefix of the subjects of probes."""
+"""Prefix of the subjects of probes, which find out whether a stream takes writes (`pipeline.log.health`)."""
 
 
 def byte_limit(share: float, total: int, *, now: int | None = None, size: int = 0) -> int:

@@ -1,4 +1,8 @@
-"""A running installation as ART's backend, by the URL of its gateway."""
+"""A running installation as ART's backend, by the URL of its gateway.
+
+`Model` and `TrainableModel` (`journeywork.art.model`) call it. The model's calls are recorded in a trajectory of their
+own (`_open_calls`), which is never trained: `train` has the gateway make the trajectories of a step of the calls that
+their choices name (`journeywork.art.training`)."""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ class RemoteBackend:
         return self._url
 
     async def _gateway(self, model: Model[Any]) -> Gateway:
+        """Return a client of the gateway that serves a model. The caller closes it."""
         return Gateway(await self.url_of(model), api_key=self._api_key)
 
     async def __aenter__(self) -> Self:

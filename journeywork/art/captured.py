@@ -1,4 +1,7 @@
-"""From an ART trajectory to the recorded calls that it is made of."""
+"""From an ART trajectory to the recorded calls that it is made of.
+
+The gateway records each call and adds to each choice of its answer a field that names the call, the *reference*. A
+choice keeps it on its way through the program, so a trajectory of choices says which recorded tokens it stands for."""
 
 from __future__ import annotations
 
@@ -65,6 +68,7 @@ def _choices(trajectory: Trajectory) -> Iterator[tuple[str, Any]]:
 
 
 def _reference(item: Any) -> Reference | None:
+    """Return which recorded call a choice (or its dictionary) is of; `None` if it names none."""
     fields = item if isinstance(item, dict) else {"index": item.index, **(item.model_extra or {})}
     named = fields.get(REFERENCE)
     if not isinstance(named, dict) or not {"trajectory", "reply"} <= named.keys():

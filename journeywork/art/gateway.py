@@ -1,4 +1,8 @@
-"""The gateway's API for runs that are made of recorded calls."""
+"""The gateway's API for runs that are made of recorded calls.
+
+In ART a program collects trajectories first, and says then what belongs together and with which reward. The gateway has
+recorded the calls as they were made. So a finished group names its calls (`Reference`), and the gateway makes runs of
+them."""
 
 from __future__ import annotations
 

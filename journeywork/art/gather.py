@@ -1,4 +1,8 @@
-"""Play many trajectories or groups concurrently."""
+"""Play many trajectories or groups concurrently.
+
+A group that is awaited plays its own trajectories (`journeywork.art.trajectories.PendingGroup`). Exceptions are counted
+in the call's `GatherContext` (`journeywork.art.progress`): one more than allowed is raised, and ends what still
+plays."""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ __all__ = [
     "wrap_group_awaitable",
 ]
 AfterEach = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | list[TrajectoryGroup] | None]]
+"""What is done with each group that was played; it returns the group, several in its place, or `None` to drop it."""
 
 
 async def gather_trajectory_groups(

@@ -1,4 +1,8 @@
-"""Make a model say what a teacher said: parameters of a call that allow one reply only."""
+"""Make a model say what a teacher said: parameters of a call that allow one reply only.
+
+vLLM can restrict what a model samples (guided decoding): to one of several texts, or to arguments of a tool that fit a
+schema. With a single text, or constants for arguments, the model's reply is the teacher's, with the model's own
+probabilities."""
 
 from __future__ import annotations
 

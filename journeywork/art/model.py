@@ -1,4 +1,7 @@
-"""Models: prompted ones, and those that are trained."""
+"""Models: prompted ones, and those that are trained, as programs of ART make and call them.
+
+A *backend* (`journeywork.art.backend`) serves and trains a `TrainableModel`: `register` connects them. A model also has
+a folder with its state and logs (`journeywork.art.records`)."""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
         try:
             loop: Any = asyncio.get_running_loop()  # connections belong to an event loop
         except RuntimeError:
-            loop = Model
+            loop = Model  # a key for the client outside of any loop
         client = self._clients.get(loop)
         if client is None or (str(client.base_url).rstrip("/"), client.api_key) != self._address():
             if client is not None:  # with the same connections
@@ -116,6 +119,7 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
             await client.close()
 
     def _address(self) -> tuple[str, str | None]:
+        """Return URL and key that a client of the model must have: a step may change both."""
         return (self.inference_base_url or "").rstrip("/"), self.inference_api_key
 
     def get_inference_name(self, step: int | None = None) -> str:
@@ -178,12 +182,14 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
         return self._measured.setdefault(context, records.StepMetrics())
 
     def _get_wandb_run(self) -> Any:
+        """Return the model's run at Weights & Biases, begun at first use; `None` without a key. Programs call it."""
         if self._wandb_run is None:
             self._wandb_run = records.open_wandb_run(self.project, self.name)
         return self._wandb_run
 
     def _send_to_wandb(self, row: dict[str, float]) -> None:
-        """An error of Weights & Biases is a warning: a step that was trained is not lost to it."""
+        """Send a row of metrics. An error of Weights & Biases is a warning: a step that was trained is not lost to
+        it."""
         try:
             if (run := self._get_wandb_run()) is not None:
                 run.log(row)

@@ -1,4 +1,8 @@
-"""Counts what is played at a time, and shows its progress."""
+"""Counts what one call of `gather_trajectories` or `gather_trajectory_groups` plays, and shows its progress.
+
+The call makes a `GatherContext` the current one of its tasks (a context variable). What they play (`gather`,
+`trajectories`) is counted there, and each exception asks it whether so many are allowed. Programs use the class and its
+functions by ART's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a model logs: the JSON files of its folder, and its run at Weights & Biases."""
+"""What a model logs: the JSON files of its folder, and its run at Weights & Biases.
+
+`Model.log` (`journeywork.art.model`) writes a row of metrics for each call. A metric's name is `<split>/<name>` with
+the split `train`, `val` or `test`, or `<section>/<name>` where ART has a section for it, such as `loss/grad_norm`."""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from journeywork.art.training import trains
+from journeywork.art.training import can_train
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup, as_groups
 
 SECTIONS = ("reward", "loss", "offpolicy", "pipeline", "throughput", "costs", "time", "data", "trainer")
@@ -41,9 +44,10 @@ class RunFolder:
         temporary.replace(self.path / "state.json")
 
     def append_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Append a row to `history.jsonl`, without numbers that are none."""
+        """Append a row to `history.jsonl`. NaN, which JSON does not know and which alone is unequal to itself, is left
+        out."""
         row = {n: v for n, v in metrics.items() if v == v} | {"step": step, "recorded_at": time.time()}
-        self._append(self.path / "history.jsonl", [row])
+        _append(self.path / "history.jsonl", [row])
 
     def write_trajectories(self, groups: Sequence[TrajectoryGroup], split: str, step: int) -> None:
         """Append groups to the file of their split and step."""
@@ -54,16 +58,18 @@ class RunFolder:
             }
             for group in groups
         ]
-        self._append(self.path / "trajectories" / split / f"{step:04}.jsonl", rows)
+        _append(self.path / "trajectories" / split / f"{step:04}.jsonl", rows)
 
-    def _append(self, file: Path, rows: Sequence[dict[str, Any]]) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as out:
-            out.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+
+def _append(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Add rows to a JSONL file, which is made if it does not exist."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.writelines(json.dumps(row, default=str) + "\n" for row in rows)
 
 
 class StepMetrics:
-    """What a program measures between two rows of a split."""
+    """What a program measures between two rows of a split: the sums of seconds and tokens, by the metric's name."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = defaultdict(float)
@@ -126,7 +132,7 @@ def counts(groups: Sequence[TrajectoryGroup], split: str) -> dict[str, float]:
         "scenarios": len(groups),
         "trajectories": sum(len(g.trajectories) + len(g.exceptions) for g in groups),
         "groups_submitted": len(groups),
-        **({"groups_trainable": sum(map(trains, groups))} if split == "train" else {}),
+        **({"groups_trainable": sum(map(can_train, groups))} if split == "train" else {}),
     }
     return {f"data/step_num_{name}": float(number) for name, number in numbers.items()}
 

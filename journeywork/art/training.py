@@ -1,5 +1,10 @@
 """One training step of a backend, of groups or of conversations: what goes to the gateway, and the wait until the step
-is served."""
+is served.
+
+`journeywork.art.backend` calls `train_groups` and `train_chats`. An ART trajectory holds choices of recorded calls; the
+gateway makes a trajectory of its own of these calls (`Member`). Groups that shall be trained together, in one step, are
+a *batch*: each of their members names it, with the settings of the step. The trainer takes the step when it has them
+all, and `await_step` asks the gateway what became of them."""
 
 from __future__ import annotations
 
@@ -36,8 +41,8 @@ class TrainingError(Exception):
     """The groups were not trained, or the new version can't be served."""
 
 
-def trains(group: TrajectoryGroup) -> bool:
-    """Whether a group has something to compare: two trajectories or more, with different rewards."""
+def can_train(group: TrajectoryGroup) -> bool:
+    """Return whether a group has something to compare: two trajectories or more, with different rewards."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
     return len(rewards) > 1 and max(rewards) - min(rewards) > _EQUAL
 
@@ -60,10 +65,11 @@ def _member(trajectory: Trajectory, name: str, where: str) -> Member:
     )
 
 
-async def send(
+async def complete_groups(
     gateway: Gateway, model: str, groups: dict[str, list[Member]], tasks: dict[str, str], split: str
 ) -> None:
-    """Complete groups of trajectories by name. Raises `TrainingError` if the gateway refuses one."""
+    """Have the gateway make and complete the trajectories of each group. `groups` and `tasks`: the members and the
+    task's description, by the group's name. Raises `TrainingError` if the gateway refuses a group."""
     limiter = anyio.CapacityLimiter(_CONCURRENT)
 
     async def complete(name: str, members: list[Member]) -> None:
@@ -113,9 +119,9 @@ async def train_groups(
             _member(trajectory, f"{name}-{at}", f"trajectory {at} of group {number}")
             for at, trajectory in enumerate(group.trajectories)
         ]
-        if trains(group) and any(member["exchanges"] for member in members[name]):
+        if can_train(group) and any(member["exchanges"] for member in members[name]):
             batch["groups"].append(name)
-        else:
+        else:  # it is only recorded, which takes calls; in a group that trains, a reward without calls counts too
             members[name] = [member for member in members[name] if member["exchanges"]]
     if members and not any(members.values()):
         raise NotCapturedError(
@@ -125,15 +131,15 @@ async def train_groups(
     for name in batch["groups"]:
         for member in members[name]:
             member["batch"] = batch
-    await send(gateway, model, {name: runs for name, runs in members.items() if runs}, tasks, "train")
+    await complete_groups(gateway, model, {name: runs for name, runs in members.items() if runs}, tasks, "train")
     policy = await gateway.policy(model)
     if not batch["groups"]:
-        log.warning("no step was trained: %s", _why_nothing_trains(groups))
+        log.warning("no step was trained: %s", _why_no_group_trains(groups))
         return TrainResult(int(policy["step"]))
     return await await_step(gateway, model, batch["groups"])
 
 
-def _why_nothing_trains(groups: Sequence[TrajectoryGroup]) -> str:
+def _why_no_group_trains(groups: Sequence[TrajectoryGroup]) -> str:
     if not groups:
         return "there are no groups"
     if not any(group.trajectories for group in groups):
@@ -152,11 +158,11 @@ async def record_groups(gateway: Gateway, model: str, groups: Iterable[Trajector
             members[name] = [
                 _member(t, f"{name}-{at}", f"trajectory {at} of group {number}") for at, t in enumerate(captured)
             ]
-    await send(gateway, model, members, dict.fromkeys(members, ""), "val")
+    await complete_groups(gateway, model, members, dict.fromkeys(members, ""), "val")
 
 
 def batches_of(chats: Sequence[Mapping[str, Any]], size: int | Literal["auto"]) -> list[list[Mapping[str, Any]]]:
-    """Return the conversations of each update."""
+    """Return the conversations of each optimizer update: `size` of them, in their order."""
     count = _AUTO_BATCH if size == "auto" else size
     return [list(chats[i : i + count]) for i in range(0, len(chats), count)]
 
@@ -190,7 +196,7 @@ async def train_chats(
         name: [member(f"{name}-{at}", chat) for at, chat in enumerate(chats)]
         for name, chats in zip(names, batches, strict=True)
     }
-    await send(gateway, model, members, dict.fromkeys(names, ""), "train")
+    await complete_groups(gateway, model, members, dict.fromkeys(names, ""), "train")
     return await await_step(gateway, model, names)
 
 
@@ -200,7 +206,9 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Tra
     trained: dict[str, Any] = {}
     reasons: list[str] = []
 
-    async def settled() -> TrainResult | None:
+    async def result_if_served() -> TrainResult | None:
+        """Ask about the groups that are not decided yet, then about the version. Return `None` while it has to be
+        waited for."""
         for name in sorted(waiting):
             state = await gateway.group(name, model)
             if state["status"] == "waiting":
@@ -235,7 +243,7 @@ async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> Tra
     with anyio.move_on_after(_STEP_S):
         while True:
             try:
-                if result := await settled():
+                if result := await result_if_served():
                     return result
             except GatewayUnavailableError as error:
                 log.info("still waiting for %s: %s", gateway.url, error)

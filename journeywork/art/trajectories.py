@@ -1,4 +1,8 @@
-"""Trajectories and groups of them, as the agent builds them."""
+"""Trajectories and groups of them, as programs of ART build them.
+
+A trajectory holds messages (dictionaries) and choices (replies of the model, as OpenAI's client returned them). Only
+choices are trained. A group is made of trajectories, or of coroutines that will return them: then it is a
+`PendingGroup`, which plays them when it is awaited."""
 
 from __future__ import annotations
 
@@ -86,6 +90,7 @@ def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:
 
 
 def _message(item: Any) -> ChatCompletionMessageParam:
+    """Return a message as a request takes it: that of a choice, or the dictionary itself."""
     if not isinstance(item, Choice):
         return cast(ChatCompletionMessageParam, item)
     message = item.message

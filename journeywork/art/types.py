@@ -1,4 +1,6 @@
-"""Types of messages, of training configurations and of training results."""
+"""Types of messages, of training configurations and of training results.
+
+Names and fields are those of ART, so that its programs find them here."""
 
 from __future__ import annotations
 

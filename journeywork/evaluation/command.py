@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         entrants = parse_entrants(args.entrants, args.key_env)
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
-        asks = args.url or not args.no_record or any(entrant.kind == "policy" for entrant in entrants)
-        url = command_line.gateway_of(args) if asks else ""
+        uses_gateway = args.url or not args.no_record or any(entrant.kind == "policy" for entrant in entrants)
+        url = command_line.gateway_of(args) if uses_gateway else ""
         report = anyio.run(_run, args, entrants, rollout, tasks, url)
     if isinstance(report, list):
         plan = {"tasks": len(tasks), "versions": dict(zip(args.entrants, report, strict=True))}

@@ -1,4 +1,7 @@
-"""Rollouts and scenarios by name."""
+"""Rollouts and scenarios by name, for the commands `journeywork eval` and `prompt`.
+
+A *rollout* is the user's function `rollout(run, task)` that plays one task; *scenarios* are the tasks. Both are given
+as `module:name` from the current folder or the Python path, scenarios also as a JSONL file."""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def load_scenarios(text: str, limit: int | None = None) -> list[Any]:
 
     Raises `ValueError`, also if there are none."""
     if text.endswith((".jsonl", ".json")):
-        tasks: Iterable[Any] = _read(Path(text))
+        tasks: Iterable[Any] = _read_jsonl(Path(text))
     else:
         scenarios = load_object(text)
         tasks = scenarios() if callable(scenarios) else scenarios
@@ -69,7 +72,8 @@ def load_scenarios(text: str, limit: int | None = None) -> list[Any]:
     return chosen
 
 
-def _read(path: Path) -> list[Any]:
+def _read_jsonl(path: Path) -> list[Any]:
+    """Return the documents of a JSONL file. Raises `ValueError`, which names the file and the line."""
     try:
         lines = path.read_text("utf-8").split("\n")  # `splitlines` also splits at U+2028, which JSON may hold
     except OSError as error:

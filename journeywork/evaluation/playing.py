@@ -1,8 +1,11 @@
-"""Every entrant plays the same tasks, one entrant after the other."""
+"""Every entrant plays the same tasks, one entrant after the other.
+
+`play` is `client.evaluate` of the SDK, and the commands `journeywork eval` and `prompt` call it. An *entrant*
+(`journeywork.evaluation.entrants`) is who plays: a policy version through the gateway, or another model by the URL of
+its server. Its attempts are played by `journeywork.gathering.gather`, a group for each task."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import secrets
 import time
@@ -10,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypedDict
 
+import anyio
 from typing_extensions import Unpack
 
 from journeywork import gathering
@@ -31,9 +35,8 @@ class EvaluationClient(gathering.Client, Versions, Protocol):
 
 
 class PlayOptions(TypedDict, total=False):
-    """Options of `play`."""
+    """Further options of `play`, which are those of `gather`."""
 
-    concurrency: int
     max_exceptions: float
     progress: bool
 
@@ -45,6 +48,7 @@ async def play(
     rollout: Rollout[Task],
     *,
     attempts: int = 1,
+    concurrency: int = 64,
     name: Callable[[Any], str] | None = None,
     scenarios: str = "",
     rollout_name: str = "",
@@ -77,15 +81,16 @@ async def play(
         if client is not None and entrant.kind == "policy":
             server: gathering.Client = client
         else:
-            server = _ServerOfOthers(entrant)
+            server = _ExternalServer(entrant)
         groups_of = [f"{evaluation}-{position}-{number}-{name}"[:_MAX_GROUP] for number, name in enumerate(names)]
         began = time.monotonic()
         groups = await gathering.gather(
             server,
             entrant.model,
             range(len(task_list)),
-            _by_number(rollout, task_list, entrant.prompt),
+            _by_number(rollout, task_list, entrant.prompt, concurrency),
             group_size=attempts,
+            concurrency=concurrency,
             split="val",
             pinned=version,
             name=groups_of.__getitem__,
@@ -100,25 +105,20 @@ async def play(
     return report
 
 
-def _by_number(rollout: Rollout[Task], tasks: Sequence[Task], prompt: str) -> Rollout[int]:
-    """Return a rollout that takes the number of a task, and plays that task with `rollout` and a system prompt. So
-    equal tasks may occur twice.
+def _by_number(rollout: Rollout[Task], tasks: Sequence[Task], prompt: str, concurrency: int) -> Rollout[int]:
+    """Return a rollout that takes the number of a task, and plays that task with `rollout` and a system prompt.
 
-    It is a coroutine function exactly if `rollout` is one, because `gather` runs a plain function in a thread."""
+    `gather` plays numbers in place of tasks, so that two equal tasks are two groups."""
+    threads = anyio.CapacityLimiter(max(concurrency, 1))
 
-    async def play(run: Trajectory, number: int) -> float | None:
+    async def play_number(run: Trajectory, number: int) -> float | None:
         run.prompt = prompt
-        reward: float | None = await rollout(run, tasks[number])  # type: ignore[misc]  # one that returns no awaitable
-        return reward
+        return await gathering.call_rollout(rollout, run, tasks[number], threads)
 
-    def play_in_thread(run: Trajectory, number: int) -> Any:
-        run.prompt = prompt
-        return rollout(run, tasks[number])
-
-    return play if inspect.iscoroutinefunction(rollout) else play_in_thread
+    return play_number
 
 
-class _ServerOfOthers:
+class _ExternalServer:
     """Takes the place of the gateway in `gather`: agents call the server of an external entrant themselves, and nothing
     is recorded of it. Its model is `run.model`."""
 
@@ -142,7 +142,7 @@ class _ServerOfOthers:
 
 
 async def versions_of(client: Versions | None, entrants: Sequence[Entrant]) -> list[str]:
-    """Return the version that each entrant plays with; empty for one that is no policy.
+    """Return the version that each entrant plays with, in their order; empty for one that is no policy.
 
     Raises `ValueError` if there is no entrant, two have one name, a policy has no gateway, or the gateway does not have
     a model or a version."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import inspect
 import json
 import os
 import sys
@@ -41,26 +40,26 @@ from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenari
 from journeywork.evaluation.playing import play
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import REWARD, EvaluationReport, TaskResult
-from journeywork.gathering import Rollout, TooManyExceptionsError
-from journeywork.trajectory import Trajectory
+from journeywork.gathering import TooManyExceptionsError
 from journeywork.transport import JourneyworkError
 
 _PROMPT = "prompt"
 """The one text that GEPA changes."""
 
 
-class _Tasks:
-    """GEPA's adapter: plays the tasks with a prompt, and returns what the model that writes prompts reads about it."""
+class _GepaAdapter:
+    """What GEPA calls to play tasks with a prompt, and to learn what the model that writes prompts shall read about the
+    attempts. Names and arguments of its methods are those of `gepa.core.adapter.GEPAAdapter`."""
 
     propose_new_texts = None
+    """GEPA's own way to ask for a new prompt is used."""
 
     def __init__(self, client: AsyncJourneywork, entrant: Entrant, rollout: Any, options: dict[str, Any]) -> None:
-        self._client, self._entrant, self._options = client, entrant, options
-        self._outputs: dict[str, dict[str, Any]] = {}
-        self._rollout = _keeping_metadata(rollout, self._outputs)
+        """`options` are those of `play`."""
+        self._client, self._entrant, self._rollout, self._options = client, entrant, rollout, options
 
     def evaluate(self, batch: list[Any], candidate: Mapping[str, str], capture_traces: bool = False) -> Any:
-        """Play tasks with a prompt. Called in a thread of the event loop's."""
+        """Play the tasks `batch` with a prompt. GEPA runs in a thread that the event loop started, so this blocks."""
         from gepa.core.adapter import EvaluationBatch
 
         entrant = replace(self._entrant, prompt=candidate[_PROMPT])
@@ -75,43 +74,15 @@ class _Tasks:
         """Return each task with the metadata of its run, and its reward and metrics."""
 
         def row(task: Any, result: TaskResult) -> dict[str, Any]:
-            outputs = [self._outputs[run] for run in result.trajectories if self._outputs.get(run)]
-            said = {"Generated Outputs": outputs} if outputs else {}
-            return {"Inputs": _as_text(task), **said, "Feedback": _feedback(result)}
+            said = {"Generated Outputs": list(result.metadata)} if result.metadata else {}
+            inputs = task if isinstance(task, str) else json.dumps(task, default=str)
+            return {"Inputs": inputs, **said, "Feedback": _feedback(result)}
 
-        rows = [row(task, result) for task, result in eval_batch.trajectories]
-        self._outputs.clear()
-        return {_PROMPT: rows}
-
-
-def _keeping_metadata(rollout: Rollout[Any], outputs: dict[str, dict[str, Any]]) -> Rollout[Any]:
-    """Return the rollout, which puts the metadata of each run into `outputs`. It is a coroutine function exactly if
-    `rollout` is one, because `gather` runs a plain function in a thread."""
-    if inspect.iscoroutinefunction(rollout):
-
-        async def play(run: Trajectory, task: Any) -> float | None:
-            try:
-                reward: float | None = await rollout(run, task)
-            finally:
-                outputs[run.id] = run.metadata
-            return reward
-
-        return play
-
-    def play_in_thread(run: Trajectory, task: Any) -> Any:
-        try:
-            return rollout(run, task)
-        finally:
-            outputs[run.id] = run.metadata
-
-    return play_in_thread
-
-
-def _as_text(task: Any) -> str:
-    return task if isinstance(task, str) else json.dumps(task, default=str)
+        return {_PROMPT: [row(task, result) for task, result in eval_batch.trajectories]}
 
 
 def _feedback(result: TaskResult) -> str:
+    """Return how the attempts at a task went, as the model that writes prompts reads it."""
     if result.failed:
         return "The attempt ended with an error."
     return "; ".join(f"{name}: {value:.3g}" for name, value in result.values.items()) or "It has no reward."
@@ -145,16 +116,17 @@ async def improve(
             gepa.optimize,
             seed_candidate={_PROMPT: first},
             trainset=tasks,
-            adapter=_Tasks(client, entrant, rollout, options),
+            adapter=_GepaAdapter(client, entrant, rollout, options),
             reflection_lm=_prompt_writer(writer),
             max_metric_calls=args.runs,
             seed=args.seed,
         )
         best = (await anyio.to_thread.run_sync(optimize)).best_candidate[_PROMPT]
-        entrants = [replace(entrant, name=f"{entrant.name} prompt {_id(text)}", prompt=text) for text in (first, best)]
+        prompts = dict.fromkeys((first, best))  # one, if no other was better
+        named = [(f"{entrant.name} prompt {_prompt_id(prompt)}", prompt) for prompt in prompts]
         return await play(
             client,
-            list(dict.fromkeys(entrants)),
+            [replace(entrant, name=name, prompt=prompt) for name, prompt in named],
             load_scenarios(args.held_out),
             rollout,
             scenarios=args.held_out,
@@ -163,7 +135,8 @@ async def improve(
         )
 
 
-def _id(text: str) -> str:
+def _prompt_id(text: str) -> str:
+    """Return how a prompt is named: the beginning of its SHA-256, as `policy.promoted` has it."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

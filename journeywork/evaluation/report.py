@@ -1,4 +1,7 @@
-"""The report of an evaluation for a terminal. The dashboard draws the same figures, and SQL has each task."""
+"""The report of an evaluation for a terminal. The dashboard draws the same figures, and SQL has each task.
+
+It is two tables: the means of each measure (the reward, a metric) by entrant, with the paired differences to the first
+entrant, and what the runs took. A sentence between them names each entrant that lacks rewards or whose runs failed."""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ _ERRORS = 5
 """Errors that the report tells of each entrant: the most frequent ones."""
 
 Table = tuple[tuple[str, ...], Sequence[tuple[str, ...]]]
+"""The names of the columns, and the cells of each row."""
 
 
 def text_report(report: EvaluationReport) -> str:
@@ -34,6 +38,7 @@ def text_report(report: EvaluationReport) -> str:
 
 
 def _text_table(table: Table) -> str:
+    """Return a table whose columns are as wide as their longest cell."""
     head, rows = table
     widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
@@ -51,20 +56,23 @@ def unrewarded(report: EvaluationReport) -> list[str]:
 
 
 def _means(report: EvaluationReport) -> Table:
+    """Return a row for each measure and entrant: the mean, and the difference to the first entrant."""
     rows = []
     for measure in report.measures:
         for position, result in enumerate(report.entrants):
             change = _signed(report.difference(position, measure)) if position else "baseline"
-            rows.append((measure, _shown(result), _interval(result.estimate(measure)), change))
+            rows.append((measure, _name_and_version(result), _interval(result.estimate(measure)), change))
     return ("measure", "entrant", "mean [95 % interval] over tasks", "difference"), rows
 
 
-def _shown(result: EntrantResult) -> str:
+def _name_and_version(result: EntrantResult) -> str:
+    """Return `support (support@12)`: an entrant's name, and what it stood for where that is another name."""
     name = result.entrant.name
     return f"{name} ({result.version})" if result.version and result.version != name else name
 
 
 def _costs(report: EvaluationReport) -> Table:
+    """Return a row for each entrant: its runs, their calls and tokens, and the time that they took."""
     rows = [
         {
             "entrant": result.entrant.name,
@@ -84,12 +92,14 @@ def _costs(report: EvaluationReport) -> Table:
 
 
 def _interval(estimate: Estimate) -> str:
+    """Return `0.500 [0.400, 0.600] over 20`."""
     if not estimate.count:
         return "no value"
     return f"{estimate.mean:.3f} [{_end(estimate.low)}, {_end(estimate.high)}] over {estimate.count:,}"
 
 
 def _signed(estimate: Estimate) -> str:
+    """Return a difference with its signs; a star follows if its interval does not contain 0."""
     if not estimate.count:
         return "no pairs"
     sure = "" if estimate.low <= 0 <= estimate.high else " *"
@@ -97,8 +107,10 @@ def _signed(estimate: Estimate) -> str:
 
 
 def _end(value: float, sign: str = "") -> str:
+    """Return an end of an interval, `?` where it is infinite. `sign` is that of a format: `+` shows it always."""
     return f"{value:{sign}.3f}" if math.isfinite(value) else "?"
 
 
 def _number(value: float | None) -> str:
+    """Return a number of four digits; nothing for `None`."""
     return "" if value is None else f"{value:.4g}"

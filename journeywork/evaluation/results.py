@@ -1,4 +1,8 @@
-"""Results of an evaluation: means with intervals, paired differences, cost and latency."""
+"""Results of an evaluation: means with intervals, paired differences, cost and latency.
+
+`playing` makes an `EntrantResult` of what one entrant (`entrants`) played, and an `EvaluationReport` of all of them.
+A *measure* is the reward or a metric by its name. `report` prints the figures, and `request_body` is what the gateway
+records of them. The first entrant is the baseline: the others' values are compared with its values, task by task."""
 
 from __future__ import annotations
 
@@ -25,6 +29,9 @@ class TaskResult:
     attempts: int
     failed: int
     trajectories: tuple[str, ...] = ()
+    """Ids of a policy's runs, which are on the log."""
+    metadata: tuple[dict[str, Any], ...] = ()
+    """What the rollout left in `run.metadata`, by attempt; attempts that left nothing are not in it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class EntrantResult:
 
     @property
     def call_s(self) -> float | None:
+        """Mean seconds of a model call; `None` without calls."""
         return self.usage.calls_s / self.usage.calls if self.usage.calls else None
 
     def quantile_s(self, share: float) -> float | None:
@@ -85,19 +93,12 @@ class EvaluationReport:
         names = {name for e in self.entrants for t in e.tasks for name in t.values}
         return [name for name in (REWARD, *sorted(names - {REWARD})) if name in names]
 
-    def pairs(self, position: int, measure: str) -> list[tuple[str, float, float]]:
-        """Return task, the baseline's value and the entrant's value, for the tasks for which both have one."""
-        both = zip(self.entrants[0].tasks, self.entrants[position].tasks, strict=True)
-        return [
-            (a.task, a.values[measure], b.values[measure])
-            for a, b in both
-            if measure in a.values and measure in b.values
-        ]
-
     def difference(self, position: int, measure: str) -> Estimate:
-        """Return the mean over tasks of the entrant's value minus the baseline's, with the interval of pairs."""
-        pairs = self.pairs(position, measure)
-        return paired_difference([a for _, a, _ in pairs], [b for _, _, b in pairs])
+        """Return the mean of the entrant's value minus the baseline's over the tasks for which both have one, with the
+        interval of pairs. `position`: the entrant's place in `entrants`."""
+        both = zip(self.entrants[0].tasks, self.entrants[position].tasks, strict=True)
+        pairs = [(a.values[measure], b.values[measure]) for a, b in both if measure in a.values and measure in b.values]
+        return paired_difference([before for before, _ in pairs], [after for _, after in pairs])
 
     def request_body(self, position: int) -> dict[str, Any]:
         """Return the results of an entrant as `POST /v1/evaluations` takes them."""
@@ -136,6 +137,7 @@ class EvaluationReport:
         }
 
     def _measure(self, position: int, name: str) -> dict[str, Any]:
+        """Return a measure of an entrant as the event `policy.evaluated` has it (`pipeline.events.evaluation`)."""
         estimate = self.entrants[position].estimate(name)
         measure = {
             "name": name,
@@ -191,10 +193,12 @@ def _task_result(entrant: Entrant, group: TaskGroup[int], name: str, attempts: i
         attempts,
         len(group.exceptions),
         tuple(run.id for run in group.trajectories) if entrant.kind == "policy" else (),
+        tuple(run.metadata for run in group.trajectories if run.metadata),
     )
 
 
 def _values(run: Trajectory) -> dict[str, float]:
+    """Return a run's metrics by name, and its reward, if it has one, as the measure `reward`."""
     result = run.result()
     reward = result.get("reward")
     return {**result.get("metrics", {}), **({} if reward is None else {REWARD: reward})}

@@ -24,7 +24,7 @@ from judge.ruler.layout import PromptLayout, build_layout
 from judge.ruler.replies import SCORES, Scale
 from judge.ruler.rubrics import Rubric
 from judge.ruler.transcripts import Transcript, shorten, utf8_size
-from pipeline.chat.conversations import runs_of
+from pipeline.chat.conversations import consecutive
 
 BYTES_PER_TOKEN = 3
 """A cautious estimate that needs no tokenizer: English has about 4 bytes of UTF-8 per token, Chinese about 3."""
@@ -101,7 +101,7 @@ def _invisible() -> re.Pattern[str]:
         for code in range(sys.maxunicode + 1)
         if (unicodedata.category(chr(code)) in hidden or code in shown_as_nothing) and chr(code) not in "\n\t"
     ]
-    return re.compile("[" + "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in runs_of(codes)) + "]")
+    return re.compile("[" + "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in consecutive(codes)) + "]")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ call continues the longest conversation with which its request begins, message b
 one.
 
 An agent may send a reply back without its reasoning, or with other empty fields. Such a reply still counts as the
-same message, and the conversation keeps it as it was sampled.
+same message, and the conversation keeps it as it was sampled: messages are compared by a *key* (`_content_key`).
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Keyed:
+    """A message and its key."""
+
     message: Message
     key: int
     """Equal for messages that say the same."""
@@ -73,8 +75,12 @@ class _Keyed:
 
 @dataclass
 class _OpenConversation:
+    """A conversation that later calls may continue."""
+
     number: int
+    """Its index among the trajectory's conversations."""
     choice: int
+    """Index of the choice with which its first call goes on, where that call has several."""
     messages: list[Message] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
     tools: tuple[dict[str, Any], ...] = ()
@@ -92,6 +98,7 @@ class _OpenConversation:
         self.keys += [m.key for m in messages]
 
     def drop_partial(self) -> None:
+        """Remove the messages of a reply that broke off: the agent continued without them."""
         firm = self.firm()
         del self.messages[firm:], self.keys[firm:]
         self.partial = 0
@@ -102,6 +109,7 @@ class _OpenConversation:
             self.replies[-1] = self.replies[-1]._replace(stop=len(self.messages))
 
     def close(self, calls_with_choices: set[int]) -> Conversation:
+        """Return what it became. `calls_with_choices`: `seq` of the calls with several replies."""
         calls = f"call{'s' if len(self.calls) > 1 else ''} {_ranges(sorted(self.calls))}"
         if self.calls[0] in calls_with_choices:
             calls += f", choice {self.choice + 1} of call {self.calls[0] + 1}"
@@ -182,6 +190,7 @@ class _ConversationBuilder:
         return [keyed for m in messages if (keyed := self._keyed(bytes(m))) is not None], offered
 
     def _keyed(self, raw: bytes) -> _Keyed | None:
+        """Return a message of a request with its key; `None` for what is no message, or nested too deeply."""
         if raw not in self._decoded:
             message = _decode(raw)
             if not isinstance(message, dict):
@@ -206,8 +215,8 @@ class _ConversationBuilder:
         return known
 
 
-def runs_of(numbers: Iterable[int]) -> list[list[int]]:
-    """Return the runs of consecutive numbers as [first, last]. `numbers` are ascending; repetitions are ignored."""
+def consecutive(numbers: Iterable[int]) -> list[list[int]]:
+    """Return the ranges of consecutive numbers as [first, last]. `numbers` are ascending; repetitions are ignored."""
     out: list[list[int]] = []
     for number in numbers:
         if out and number <= out[-1][1] + 1:
@@ -219,7 +228,7 @@ def runs_of(numbers: Iterable[int]) -> list[list[int]]:
 
 def _ranges(numbers: Iterable[int]) -> str:
     """Return indices from 0 as calls counted from 1: `1 to 3, 5`."""
-    return ", ".join(str(a + 1) if a == b else f"{a + 1} to {b + 1}" for a, b in runs_of(numbers))
+    return ", ".join(str(a + 1) if a == b else f"{a + 1} to {b + 1}" for a, b in consecutive(numbers))
 
 
 def _decode(document: bytes | msgspec.Raw | None) -> Any:
@@ -241,6 +250,7 @@ def _prompt_text(request: dict[str, msgspec.Raw], choice: int) -> str:
 
 
 def _reply_messages(exchange: ExchangeRecorded) -> list[Message]:
+    """Return the reply of an exchange as a list of one message, that of a plain completion too; empty without one."""
     response = _decode(exchange.response)
     choices = response.get("choices") if isinstance(response, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
@@ -286,6 +296,7 @@ def text_of(content: Any) -> str:
 
 
 def _part_text(part: dict[str, Any]) -> str:
+    """Return a part of a message's content as text: `(image 5f1c…)` or `(input_audio)` for other media."""
     if part.get("text") is not None:
         return str(part["text"])
     image = image_of(part)

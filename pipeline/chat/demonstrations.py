@@ -1,4 +1,4 @@
-"""Conversations that the model did not have: which of their tokens are trained.
+"""Conversations that the model did not have, such as those of a data set: which of their tokens are trained.
 
 Each reply of the assistant is a call: its prompt is what the chat template renders of the messages before it, and its
 tokens are those that the template adds for the reply. Messages of users, of the system and of tools are context.
@@ -35,7 +35,7 @@ class DemonstratedReply(NamedTuple):
         return {**self.request, "messages": messages, "add_generation_prompt": False}
 
     def reply_ids(self, prompt_ids: list[int], whole_ids: list[int]) -> list[int]:
-        """The reply's tokens, given those of the two renderings. Raises `UntrainableReplyError`."""
+        """Return the reply's tokens, given those of `prompt` and of `whole`. Raises `UntrainableReplyError`."""
         begin = len(prompt_ids)
         if whole_ids[:begin] != prompt_ids or len(whole_ids) == begin:
             raise UntrainableReplyError(
@@ -48,7 +48,8 @@ class DemonstratedReply(NamedTuple):
 def demonstrated_replies(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
 ) -> Iterator[DemonstratedReply]:
-    """The replies, in their order. A first message of the assistant is none: it has no prompt."""
+    """Yield the replies of a conversation, in their order. A first message of the assistant is none: it has no
+    prompt."""
     for place, message in enumerate(messages):
         if place and message.get("role") == "assistant":
             request = {"messages": list(messages[:place]), **({"tools": list(tools)} if tools else {})}

@@ -66,6 +66,7 @@ def image_name(image: bytes) -> str:
 
 
 def _parts(body: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of all messages of a request whose content is a list."""
     messages = body.get("messages") if isinstance(body, dict) else None
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None

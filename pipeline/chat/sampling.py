@@ -71,6 +71,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
     @property
     def greedy(self) -> bool:
+        """Whether the most probable token was taken each time."""
         return self.temperature < GREEDY
 
 

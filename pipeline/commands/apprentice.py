@@ -42,9 +42,11 @@ WITH answered AS (
 SELECT trajectory FROM graded WHERE reward >= {least}
 ORDER BY row_number() OVER (PARTITION BY task ORDER BY reward DESC, trajectory), reward DESC, trajectory LIMIT {runs}
 """
+"""Query over the views of the store (`store.reading.views`) for the runs that `version` answered, the best one of each
+task first. A run's reward is that of its newest verdict, else the agent's own, else the mean of its feedback."""
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     made = command_parser("apprentice", __doc__)
     made.add_argument("query", nargs="?", help="returns runs in a column `trajectory`; default: the best runs")
     made.add_argument("--master", help="outside model whose runs are taken; default: the only one of the settings")
@@ -87,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits with the status of the part that failed."""
     given = list(sys.argv[1:] if argv is None else argv)
     own, training = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    args = parser().parse_args(own)
+    args = _parser().parse_args(own)
     with exit_on_error("apprentice", (ConfigError,)):
         config = installation_settings(args.run_dir, args.config)
         query = args.query or best_runs(config, args.master, args.runs, args.least)

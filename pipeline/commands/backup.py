@@ -43,7 +43,7 @@ class File(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct):
-    """Content of `backup.json`. `made_at`: Unix time in microseconds."""
+    """Content of `backup.json`. `made_at`: Unix time in microseconds. `files`: by their paths in the run directory."""
 
     journeywork: str
     made_at: int
@@ -121,10 +121,12 @@ def copy(source: Path, target: Path) -> File:
 
 
 def _open_private(path: str, flags: int) -> int:
+    """Open a file that only the owner may read, for `open(opener=…)`."""
     return os.open(path, flags, 0o600)
 
 
 def _digest(path: Path) -> File:
+    """Return size and digest of a file."""
     with path.open("rb") as file:
         return File(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 

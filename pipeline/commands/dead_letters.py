@@ -34,6 +34,7 @@ from pipeline.terminal.parsers import command_parser, exit_on_error
 from pipeline.terminal.printing import visible
 
 _PREVIEW = 2_000
+"""Bytes of an undecodable payload that are shown."""
 
 
 class DeadLetterError(BrokerError):
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def nats_of(args: argparse.Namespace) -> NatsConfig:
+def _nats_of(args: argparse.Namespace) -> NatsConfig:
     """Return the settings of the server that the options name. Raises `ConfigError` if they name none."""
     if args.nats_url and not (args.run_dir or args.config):
         return NatsConfig(url=args.nats_url)
@@ -120,8 +121,9 @@ def nats_of(args: argparse.Namespace) -> NatsConfig:
 
 
 async def _run(args: argparse.Namespace) -> None:
+    """Do what the arguments say over a connection to the log, and print it."""
     out = Console(highlight=False)
-    async with Broker.connect(nats_of(args), name="dead", provision=False) as broker:
+    async with Broker.connect(_nats_of(args), name="dead", provision=False) as broker:
         if args.command == "list":
             rows = [describe(r) for r in await broker.read(DeadLettered)]
             if args.json:

@@ -34,6 +34,7 @@ from pipeline.commands import status
 from pipeline.commands.modules import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save
 from pipeline.config.checks import check
+from pipeline.errors import leaves
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, folder_lock
@@ -188,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(args: argparse.Namespace) -> None:
+    """Check the settings, plan the processes, and run them until Ctrl-C. With `--dry-run`, print the plan only."""
     config = load(args.config, args.overrides)
     nats, vllm = config.nats, config.vllm
     config = config.replace(
@@ -204,30 +206,32 @@ def _up(args: argparse.Namespace) -> None:
         console.print_json(msgspec.json.encode(planned).decode())
         for spec in specs:
             console.print(f"[bold]{spec.name}[/] {escape(' '.join(spec.argv))}", soft_wrap=True)
-        _check(config, planned, specs)
+        _check_by_services(config, planned, specs)
         return
-    environment.require(config, services, os.environ)
+    environment.require_variables(config, services, os.environ)
     require_base_files(config, services)
     os.umask(0o077)  # only the owner may read a run's files
     folder_lock.make_private(Path(config.run_dir))
     path = config.path("logs", "supervisor.log")
     with folder_lock.hold(Path(config.run_dir)) as lock:
         require_same_bases(config)
-        _check(config, planned, specs)
+        _check_by_services(config, planned, specs)
         check_ports(planned, [spec.name for spec in specs])
         planned = planned.replace(signing=signing.trusting_own_key(planned.signing))
         path.parent.mkdir(parents=True, exist_ok=True)
         sink = path.open("a", encoding="utf-8")
         try:
-            supervisor = Supervisor(planned, specs, on_change=_report, inherit=(lock,))
-            _hold_up(planned, services, supervisor, sink)
+            supervisor = Supervisor(planned, specs, on_change=_print_state, inherit=(lock,))
+            _run_supervisor(planned, services, supervisor, sink)
         finally:
             with suppress(OSError):  # the disk may be full: the last lines are lost, the order of the stop is not
                 sink.close()
 
 
-def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> None:
-    """Let every service check its settings. Raises `ConfigError` with what they say."""
+def _check_by_services(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> None:
+    """Let every service check its settings, by `python -m <service> --check`: this module imports none of them.
+    `config`: the settings as given, `planned`: as the services will get them. Raises `ConfigError` with what they
+    say."""
     # What a start makes does not exist yet: the key of the inference server, and the public key of the trainer.
     check = planned.signing.check
     before = planned.replace(
@@ -252,24 +256,20 @@ def _check(config: Config, planned: Config, specs: Sequence[ProcessSpec]) -> Non
         raise ConfigError("\n".join(refused))
 
 
-def _hold_up(config: Config, services: Sequence[str], supervisor: Supervisor, sink: TextIO) -> None:
+def _run_supervisor(config: Config, services: Sequence[str], supervisor: Supervisor, sink: TextIO) -> None:
+    """Run the supervisor until it is stopped; its log goes to `sink`. Raises `SupervisorError` with the messages of all
+    errors that ended it."""
     logs.configure("supervisor", config.log_level, sink)
     try:
         anyio.run(_supervise, config, services, supervisor)
     except* (ConfigError, SupervisorError, BrokerError) as group:
-        raise SupervisorError("\n".join(_messages(group))) from None
+        raise SupervisorError("\n".join(map(str, leaves(group)))) from None
     finally:
         logs.configure("supervisor", config.log_level)
 
 
-def _messages(error: BaseException) -> list[str]:
-    """Return the messages of all errors in nested exception groups."""
-    if isinstance(error, BaseExceptionGroup):
-        return [message for inner in error.exceptions for message in _messages(inner)]
-    return [str(error)]
-
-
 def _exec(args: argparse.Namespace) -> None:
+    """Become the NATS or vLLM server that `up` would start with these settings, on an address of the arguments."""
     make = nats_command if args.server == "nats" else vllm_command
     config = load(args.config)
     if args.server == "vllm":
@@ -280,12 +280,11 @@ def _exec(args: argparse.Namespace) -> None:
     folder_lock.for_server(Path(config.run_dir), args.server)
     if spec.prepare is not None:
         spec.prepare()
-    secret = {name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()}
-    env = {**environment.environment_of(config, spec.name, os.environ), **spec.env, **secret}
-    os.execve(spec.argv[0], list(spec.argv), env)  # noqa: S606 - no shell on purpose
+    os.execve(spec.argv[0], list(spec.argv), spec.environment(config))  # noqa: S606 - no shell on purpose
 
 
 def _provision(args: argparse.Namespace) -> None:
+    """Create streams, consumers and buckets on the NATS server of the settings."""
     config = load(args.config, args.overrides)
     if not config.nats.url:
         raise ConfigError("nats.url is not set: name the server. `journeywork up` provisions the server that it starts")
@@ -345,7 +344,10 @@ def _ready(config: Config, services: Sequence[str]) -> str:
     return f"{', '.join(services) or 'nats'}, on the log at [bold]{address}[/]; no gateway was started"
 
 
-def _report(watched: Watched) -> None:
+def _print_state(watched: Watched) -> None:
+    """Print the state of a process, and the errors in its log that come with it. The supervisor calls it at each
+    change.
+    """
     console.print(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
     for error in watched.errors:
         console.print(f"[bold red]{watched.spec.name}[/] {escape(visible(error))}")

@@ -1,13 +1,18 @@
-"""`journeywork status`: processes, lag, policy versions and alarms of a run, once."""
+"""`journeywork status`: processes, lag, policy versions and alarms of an installation, once.
+
+`show` collects a dict, which `--json` prints as it is: `state.json` (`pipeline.running.state`), what the log tells
+(`read_log`), and what the store says of apprentices. *Lag* is what a consumer has not acknowledged: `behind` what it
+was not given yet, `held` what it is handling."""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +40,7 @@ from pipeline.names import branch_model, is_outside, version_name
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.running.state import read_state
 from pipeline.security.signing import Trust
-from pipeline.statistics.progress import ends_of, reward_text
+from pipeline.statistics.progress import first_and_last, reward_text
 from pipeline.statistics.utilization import bound_by, busy_share
 from pipeline.telemetry import logs
 from pipeline.terminal.printing import with_code
@@ -95,12 +100,6 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
     stand, alarms. Raises `BrokerError`."""
     nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
-        infos = [(c.name, await broker.consumer_info(c)) for c in streams.CONSUMERS]
-        # A service acknowledges what it holds after it was scored, trained or written.
-        lag = [
-            {"consumer": name, "behind": info.num_pending or 0, "held": info.num_ack_pending or 0}
-            for name, info in infos
-        ]
         policies, trained = {}, defaultdict[str, list[tuple[int, int]]](list)
         for recorded in await broker.read(CheckpointPublished, project=project):
             if not trust.objection(version := recorded.event):
@@ -108,37 +107,53 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
                 model = version.model if on_main else branch_model(version.model, version.branch)
                 policies[model] = version_name(model, version.step)
                 trained[model].append((version.started_at, version.at))
-        decisions: dict[str, list[PolicyPromoted]] = {}
-        for decision in (r.event for r in await broker.read(PolicyPromoted, project=project)):
-            decisions.setdefault(decision.model, []).append(decision)
-        decided = {model: standing[-1] for model, made in decisions.items() if (standing := standing_decisions(made))}
-        raised: dict[tuple[str, ...], AlarmChanged] = {}
-        for change in await broker.read(AlarmChanged):
-            event = change.event
-            key = event.project, event.alarm, event.model, event.about
-            raised.pop(key, None)
-            if event.state == "raised":
-                raised[key] = event
         waiting = {
             what: len(await broker.subjects("TIMERS", f"{streams.TIMER_SET}.{timer.subject_prefix()}.>"))
             for what, timer in (("members", GroupTimedOut), ("feedback", FeedbackTimedOut))
         }
         return {
-            "lag": lag,
+            "lag": [await _lag(broker, consumer) for consumer in streams.CONSUMERS],
             "policies": policies,
-            # What decides instead of "the newest version".
-            "decided": {
-                model: {name: getattr(decision, name) for name in ("action", "version", "other", "percent")}
-                for model, decision in decided.items()
-                if decision.version
-            },
+            "decided": await _decided(broker, project),
             # Groups that the judge keeps open, by what they wait for.
             "waiting": waiting,
             "groups": await _newest_groups(broker, project),
             "utilization": await _utilization(broker, project, trained),
-            # The store service's (store/alarms). The supervisor's are in its state.
-            "raised": [msgspec.to_builtins(alarm) for alarm in raised.values()],
+            "raised": await _raised(broker),
         }
+
+
+async def _lag(broker: Broker, consumer: streams.ConsumerSpec) -> dict[str, Any]:
+    """Return how many messages a consumer has not taken yet, and how many it holds: a service acknowledges a message
+    after it was scored, trained or written."""
+    info = await broker.consumer_info(consumer)
+    return {"consumer": consumer.name, "behind": info.num_pending or 0, "held": info.num_ack_pending or 0}
+
+
+async def _decided(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
+    """Return by model the decision that says what is served in place of its newest version."""
+    decisions = defaultdict[str, list[PolicyPromoted]](list)
+    for recorded in await broker.read(PolicyPromoted, project=project):
+        decisions[recorded.event.model].append(recorded.event)
+    newest = {model: standing[-1] for model, made in decisions.items() if (standing := standing_decisions(made))}
+    return {
+        model: {name: getattr(decision, name) for name in ("action", "version", "other", "percent")}
+        for model, decision in newest.items()
+        if decision.version
+    }
+
+
+async def _raised(broker: Broker) -> list[dict[str, Any]]:
+    """Return the alarms of the store service (`store.alarms`) that are raised, the newest last. Those of the supervisor
+    are in its state."""
+    raised: dict[tuple[str, ...], AlarmChanged] = {}
+    for recorded in await broker.read(AlarmChanged):
+        event = recorded.event
+        key = event.project, event.alarm, event.model, event.about
+        raised.pop(key, None)
+        if event.state == "raised":
+            raised[key] = event
+    return [msgspec.to_builtins(alarm) for alarm in raised.values()]
 
 
 async def _utilization(
@@ -197,23 +212,23 @@ def _reward(groups: Sequence[GroupScored]) -> str:
         if members and (group.branch, group.split, group.offline) == ("main", "train", False):
             step = max(m.last_step for m in members)
             rewards.setdefault(step, []).append(statistics.fmean(m.reward for m in members))
-    return reward_text(*ends_of(rewards)) if rewards else "No training reward yet."
+    return reward_text(*first_and_last(rewards)) if rewards else "No training reward yet."
 
 
 def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
+    """Print what `show` has collected: the processes and alarms, and what the log tells if it answered."""
+    say = functools.partial(console.print, soft_wrap=True, markup=False)
     for text in state.get("takeovers", ()):
-        console.print(text, soft_wrap=True, markup=False)
+        say(text)
     if not state["running"] and all(s["state"] in ("stopped", "gone") for s in state["services"].values()):
-        console.print(
+        say(
             f"run directory {run_dir}: stopped. `journeywork up` with the same settings goes on with it; "
-            "`journeywork ui` and `journeywork sql` show its history",
-            soft_wrap=True,
-            markup=False,
+            "`journeywork ui` and `journeywork sql` show its history"
         )
     else:
-        console.print(f"run directory {run_dir}, gateway {state['urls']['gateway']}", soft_wrap=True, markup=False)
+        say(f"run directory {run_dir}, gateway {state['urls']['gateway']}")
         if ui := state["urls"].get("ui"):
-            console.print(f"dashboard {ui}", markup=False)
+            say(f"dashboard {ui}")
     table = Table("service", "state", "pid", "restarts", box=None)
     for name, service in state["services"].items():
         table.add_row(name, service["state"], str(service["pid"]), str(service["restarts"]))
@@ -225,36 +240,41 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
         text = with_code(f"{alarm['alarm']}{model}: {alarm['detail']}. {alarm['action']}".strip())
         console.print(Text("alarm ", "bold red"), text, sep="", soft_wrap=True)
     if "lag" not in state:
-        console.print(f"log: {state['log']}", soft_wrap=True, markup=False)
+        say(f"log: {state['log']}")
         return
     table = Table("consumer", "behind", "being handled", box=None)
     for row in state["lag"]:
         off = " (off)" if row["off"] else ""
         table.add_row(row["consumer"], f"{row['behind']:,}{off}", f"{row['held']:,}")
     console.print(table)
+    for line in _training_lines(state):
+        say(line)
+
+
+def _training_lines(state: dict[str, Any]) -> Iterator[str]:
+    """Yield what the log tells of groups, of the speed of training, and of versions, in sentences."""
     waiting = state["waiting"]
     if any(waiting.values()):
-        console.print(
+        yield (
             f"groups that wait: {waiting['members']:,} for members (judge.timeout_s), {waiting['feedback']:,} for "
-            "feedback (feedback.wait_s). They are not lost",
-            soft_wrap=True,
+            "feedback (feedback.wait_s). They are not lost"
         )
     for model, groups in state.get("groups", {}).items():
-        console.print(f"{model}: {groups['reward']}", soft_wrap=True, markup=False)
+        yield f"{model}: {groups['reward']}"
         if why := ", ".join(f"{count:,} as {reason}" for reason, count in groups["discarded"].items()):
             why = why.replace("no_variance", "no_variance (equal rewards)")
-            line = f"groups of {model}: of the newest {groups['newest']:,} were discarded, whole or in part, {why}; "
-            line += "docs/troubleshooting.md#nothing-trains says what to do"
-            console.print(line, soft_wrap=True, markup=False)
+            yield (
+                f"groups of {model}: of the newest {groups['newest']:,} were discarded, whole or in part, {why}; "
+                "docs/troubleshooting.md#nothing-trains says what to do"
+            )
     for model, busy in state.get("utilization", {}).items():
-        line = f"{model}: bound by {busy['bound_by']}; in {busy['seconds']:,.0f} s the sampler answered calls for "
-        line += f"{busy['sampling']:.0%} of the time, the trainer trained for {busy['training']:.0%}"
-        console.print(line, soft_wrap=True, markup=False)
+        yield (
+            f"{model}: bound by {busy['bound_by']}; in {busy['seconds']:,.0f} s the sampler answered calls for "
+            f"{busy['sampling']:.0%} of the time, the trainer trained for {busy['training']:.0%}"
+        )
     for model, version in state["policies"].items():
         line = f"policy {model}: {version}"
         if decision := state.get("decided", {}).get(model):
-            line += f" is the newest, {decision['version']} is served ({decision['action']}"
-            line += (
-                f", {decision['percent']:g} % of runs; {decision['other']} the others)" if decision["other"] else ")"
-            )
-        console.print(line, soft_wrap=True, markup=False)
+            share = f", {decision['percent']:g} % of runs; {decision['other']} the others" if decision["other"] else ""
+            line += f" is the newest, {decision['version']} is served ({decision['action']}{share})"
+        yield line

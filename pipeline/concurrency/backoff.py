@@ -1,4 +1,7 @@
-"""Pauses between the attempts at something that fails for a while."""
+"""Pauses between the attempts at something that fails for a while.
+
+Each pause is about twice as long as the one before, up to a limit. A part of it is random, so that processes that
+failed at the same moment do not all ask again at the same moment."""
 
 from __future__ import annotations
 

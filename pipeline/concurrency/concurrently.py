@@ -1,4 +1,7 @@
-"""Concurrent work over a list."""
+"""Concurrent work over a list.
+
+`concurrently` is a task group whose results come back in the order of the list, and whose first error is raised as it
+is."""
 
 from __future__ import annotations
 

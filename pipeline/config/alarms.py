@@ -1,4 +1,7 @@
-"""`[alarms]`: when alarms are raised."""
+"""`[alarms]`: when alarms are raised.
+
+An *alarm* is a SQL query over the history (`store.alarms`) that returns a row for each thing that is wrong. The
+settings here are the thresholds of these queries; each field names the alarm that uses it."""
 
 from __future__ import annotations
 

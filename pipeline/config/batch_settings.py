@@ -1,4 +1,7 @@
-"""Settings of the trainer that a requested batch chooses for its own step."""
+"""Settings of the trainer that a requested batch chooses for its own step.
+
+A *batch* is a set of groups that a caller asked to be trained together, in one step. It may bring its own learning
+rate, loss and more: those that the operator permits in `trainer.batch_settings`."""
 
 from __future__ import annotations
 

@@ -1,17 +1,22 @@
-"""Checks of settings that their types do not express."""
+"""Checks of settings that their types do not express: names, addresses, and settings that contradict each other.
+
+`check` is called when settings are loaded and when Journeywork has filled in the rest (`pipeline.running.resolved`), so
+that a mistake is told before anything starts. Each error is a `ConfigError` that names the setting and what to do."""
 
 from __future__ import annotations
 
 import math
 import re
 
-from pipeline.config.secrets import written_out
+from pipeline.config.secrets import plain_secrets
 from pipeline.config.trainer import TrainerConfig
 from pipeline.config.tree import PROCESSES, Config
 from pipeline.errors import ConfigError
 from pipeline.names import branch_model, is_outside, outside_version
 from pipeline.streams import STREAMS
 
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for `--max-lora-rank`. An adapter may have any rank up to the server's."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]{0,199}")
 _MODEL_NAME = re.compile(rf"(?=.{{1,200}}$){_NAME.pattern}(/{_NAME.pattern})*")
@@ -48,12 +53,8 @@ def _check_addresses(config: Config) -> None:
                 raise ConfigError(f"{name}: {url!r} is no HTTP address: write http://<host>:<port>")
 
 
-def _check_access(config: Config) -> None:
-    sampler, urls = config.sampler, config.vllm.urls
-    if sampler.advertise and len(sampler.advertise) != len(urls):
-        raise ConfigError(
-            f"sampler.advertise names {len(sampler.advertise)} servers and vllm.urls {len(urls)}: name one URL for each"
-        )
+def _check_log(config: Config) -> None:
+    """Refuse limits with which the log would refuse or lose events, and two ways to log in."""
     nats = config.nats
     least = math.ceil(nats.max_payload / min(spec.share for spec in STREAMS))
     if 0 < nats.max_bytes < least:
@@ -81,6 +82,15 @@ def _check_access(config: Config) -> None:
         )
     if nats.users and nats.nkey_seed:
         raise ConfigError("nats: users and nkey_seed are set; set one of them")
+
+
+def _check_processes(config: Config) -> None:
+    """Refuse settings with which inference server, sampler agent and trainer can't run side by side."""
+    sampler, urls = config.sampler, config.vllm.urls
+    if sampler.advertise and len(sampler.advertise) != len(urls):
+        raise ConfigError(
+            f"sampler.advertise names {len(sampler.advertise)} servers and vllm.urls {len(urls)}: name one URL for each"
+        )
     if "--api-key" in config.vllm.flags:
         raise ConfigError("vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file")
     if config.trainer.processes == 1 and config.trainer.memory.sharded:
@@ -111,17 +121,7 @@ def _check_names(config: Config) -> None:
         raise ConfigError("models: two models have the same name")
     for name in filter(is_outside, names):
         raise ConfigError(f"models: {name!r} would be taken for the version of an outside model: rename it")
-    of_policies = {*names, *(model.base for model in config.models)}
-    for name in (table.name for table in config.outside):
-        if name in of_policies or any(name.startswith(branch_model(model, "")) for model in names):
-            raise ConfigError(f"outside: {name!r} is also a name of a model in `models`: rename one of them")
-    for i, table in enumerate(config.outside):
-        if table.apprentice not in ("", *names):
-            raise ConfigError(f"outside.{i}.apprentice: {table.apprentice!r} is none of `models`: {', '.join(names)}")
-        if table.apprentice != config.apprentices().get(table.name, ""):
-            raise ConfigError(f"outside.{i}.apprentice: all tables of {table.name!r} must name the same model")
-        if table.shadow_percent and not table.apprentice:
-            raise ConfigError(f"outside.shadow_percent: name the apprentice of {table.name!r} in outside.apprentice")
+    _check_outside(config, names)
     for i, name in enumerate(names):
         for other in names:
             if name.startswith(branch_model(other, "")):
@@ -132,6 +132,21 @@ def _check_names(config: Config) -> None:
                 )
     if config.log_level.upper() not in _LEVELS:
         raise ConfigError(f"log_level: {config.log_level!r} is unknown; use {', '.join(_LEVELS)}")
+
+
+def _check_outside(config: Config, models: list[str]) -> None:
+    """Refuse outside models with the name of one in `models`, and apprentices that are none of these."""
+    of_policies = {*models, *(model.base for model in config.models)}
+    for name in (table.name for table in config.outside):
+        if name in of_policies or any(name.startswith(branch_model(model, "")) for model in models):
+            raise ConfigError(f"outside: {name!r} is also a name of a model in `models`: rename one of them")
+    for i, table in enumerate(config.outside):
+        if table.apprentice not in ("", *models):
+            raise ConfigError(f"outside.{i}.apprentice: {table.apprentice!r} is none of `models`: {', '.join(models)}")
+        if table.apprentice != config.apprentices().get(table.name, ""):
+            raise ConfigError(f"outside.{i}.apprentice: all tables of {table.name!r} must name the same model")
+        if table.shadow_percent and not table.apprentice:
+            raise ConfigError(f"outside.shadow_percent: name the apprentice of {table.name!r} in outside.apprentice")
 
 
 def check_trainer(config: TrainerConfig) -> None:
@@ -164,40 +179,31 @@ def check_trainer(config: TrainerConfig) -> None:
         )
 
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for `--max-lora-rank`. An adapter may have any rank up to the server's."""
-
-
-def _check_ranks(config: Config) -> None:
-    slot, rank = (config.vllm.max_lora_rank, max((config.trainer_of(m).lora.rank for m in config.models), default=1))
-    if slot not in LORA_RANKS:
-        raise ConfigError(f"vllm.max_lora_rank is {slot}: vLLM takes {', '.join(map(str, LORA_RANKS))}")
-    if rank > LORA_RANKS[-1] or (rank > slot and not config.vllm.urls):
-        needed = next((r for r in LORA_RANKS if r >= rank), None)
-        raise ConfigError(
-            f"trainer.lora.rank is {rank}: "
-            + (
-                f"an adapter of vllm.max_lora_rank = {slot} at most would load; set that to {needed}"
-                if needed
-                else f"vLLM serves adapters up to rank {LORA_RANKS[-1]}"
-            )
-        )
-
-
 def check(config: Config, *, whole: bool = True) -> None:
     """Raise `ConfigError` for settings that have the right type and can't be used, alone or together. If `config` is
     not `whole`, some of its sections are the defaults, and only addresses are checked."""
     _check_addresses(config)
     if not whole:
         return
-    _check_access(config)
+    _check_log(config)
+    _check_processes(config)
     _check_names(config)
-    if name := next(written_out(config.vllm.env, "vllm.env"), ""):
+    if name := next(plain_secrets(config.vllm.env, "vllm.env"), ""):
         raise ConfigError(
             f"{name}: a secret does not belong in the settings; set the variable where `journeywork up` is started"
         )
-    for name in written_out(config.judge.request.params, "judge.request.params"):
+    for name in plain_secrets(config.judge.request.params, "judge.request.params"):
         raise ConfigError(f'{name}: a secret does not belong in the settings; name its variable instead: "${{NAME}}"')
+    _check_judge(config)
+    for model in config.models:
+        check_trainer(trainer := config.trainer_of(model))
+        if trainer.distill.asks_outside and not config.teacher.url:
+            raise ConfigError('trainer.distill.teacher is "outside": set teacher.url and teacher.model')
+    _check_adapters(config)
+
+
+def _check_judge(config: Config) -> None:
+    """Refuse rewards, a teacher and a healing that lack what they need."""
     if healer := config.judge.healing.outside:
         if not any(table.name == healer and table.dialect == "chat" for table in config.outside):
             raise ConfigError(f"judge.healing.outside: `outside` has no model {healer!r} of the dialect chat")
@@ -226,11 +232,20 @@ def check(config: Config, *, whole: bool = True) -> None:
         raise ConfigError("judge.min_size is larger than judge.group_size")
     if bool(config.teacher.url) != bool(config.teacher.model):
         raise ConfigError("teacher: url and model belong together; set both or none")
-    for model in config.models:
-        check_trainer(trainer := config.trainer_of(model))
-        if trainer.distill.asks_outside and not config.teacher.url:
-            raise ConfigError('trainer.distill.teacher is "outside": set teacher.url and teacher.model')
-    _check_ranks(config)
+
+
+def _check_adapters(config: Config) -> None:
+    """Refuse inference servers that can't hold the adapters of the models: by their rank, or by their number."""
+    slot, rank = (config.vllm.max_lora_rank, max((config.trainer_of(m).lora.rank for m in config.models), default=1))
+    if slot not in _LORA_RANKS:
+        raise ConfigError(f"vllm.max_lora_rank is {slot}: vLLM takes {', '.join(map(str, _LORA_RANKS))}")
+    if rank > _LORA_RANKS[-1]:
+        raise ConfigError(f"trainer.lora.rank is {rank}: vLLM serves adapters up to rank {_LORA_RANKS[-1]}")
+    if rank > slot and not config.vllm.urls:
+        raise ConfigError(
+            f"trainer.lora.rank is {rank}: an adapter of vllm.max_lora_rank = {slot} at most would load; set that to "
+            f"{next(r for r in _LORA_RANKS if r >= rank)}"
+        )
     if config.models and config.max_loras() <= len(config.models):
         raise ConfigError(
             f"vllm.max_loras is {config.vllm.max_loras}: it must be larger than the number of models, "

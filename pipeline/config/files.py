@@ -1,4 +1,8 @@
-"""Settings in files: read them with overrides, save the resolved ones, hash a section."""
+"""Settings in files: read them with overrides, save the resolved ones, hash a section.
+
+A settings file is TOML. An *override* is a text such as `trainer.seed=4` from the command line, which counts more than
+the file. *Resolved* settings have no `auto` left (`pipeline.running.resolved`); a run directory keeps them as
+`config.toml`, so that the run can be repeated."""
 
 from __future__ import annotations
 
@@ -62,5 +66,6 @@ def save(config: Config, path: Path) -> None:
 
 
 def config_hash(section: Section) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of a section's values."""
+    """Return what identifies a section's values in events, as those of a judge or of a step: the first 16 hexadecimal
+    digits of their SHA-256."""
     return hashlib.sha256(msgspec.json.encode(section, order="sorted")).hexdigest()[:16]

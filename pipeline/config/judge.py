@@ -1,4 +1,8 @@
-"""`[judge]` with its sections, `[feedback]` and `[teacher]`: groups and their scores."""
+"""`[judge]` with its sections, `[feedback]` and `[teacher]`: groups and their scores.
+
+The *judge* is the service that gives each trajectory of a group its reward, composed of the parts in `judge.rewards`.
+One kind of part asks a model (`judge.model`) with a *rubric*, a text that says what is good. *Feedback* is what users
+and other people say of a run later. The *teacher* is a model whose probabilities the trainer learns from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`[[outside]]`: models of providers that the gateway answers with."""
+"""`[[outside]]`: models of providers that the gateway answers with.
+
+An *outside model* is not trained and not served here: the gateway passes calls on to its provider. A policy model can
+learn from its answers as its *apprentice*, and take over its calls."""
 
 from __future__ import annotations
 

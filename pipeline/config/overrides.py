@@ -1,4 +1,8 @@
-"""Values of settings: reading them from the command line, and errors that name the setting and what it takes."""
+"""Values of settings: reading them from the command line, and errors that name the setting and what it takes.
+
+*Raw settings* are a tree of dicts, lists and plain values, as TOML gives it. `set_override` puts a value of the command
+line (`--set section.key=value`) into such a tree, `convert` makes the typed settings of it. A setting's *dotted key* is
+its place in the tree: `trainer.optimizer.learning_rate`; a number is a place in a list."""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ T = TypeVar("T")
 _OVERRIDE = re.compile(r'((?>"[^"]*"|[^=])*?)=(.*)', re.DOTALL)
 """The name, in which an `=` in quotes belongs to a key, and the value."""
 _KEY = re.compile(r'(?:^|\.)(?:"([^"]*)"(?=\.|$)|([^.]*))')
-_AT = re.compile(r"(.*) - at `(key` in `)?\$(.*)`", re.DOTALL)
+_LOCATED = re.compile(r"(.*) - at `(key` in `)?\$(.*)`", re.DOTALL)
+"""An error of msgspec, and where: `Expected … - at `$.gateway.port``, or `key in $.vllm.env` for a name in a table."""
 _UNKNOWN = "Object contains unknown field "
 
 
@@ -57,7 +62,7 @@ def convert(tree: Any, root: type[T], where: str = "") -> T:
     except msgspec.ValidationError as error:
         message = str(error)
         if not message.startswith(_UNKNOWN):
-            raise ConfigError(_named(message, root, where)) from error
+            raise ConfigError(_with_dotted_key(message, root, where)) from error
         unknown = [
             f"{name}: there is no such setting{meant}" for name, meant in _unknown(tree, root, where, root, where)
         ]
@@ -69,19 +74,16 @@ def convert(tree: Any, root: type[T], where: str = "") -> T:
 def merged(tree: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return raw settings `tree` with those of `over` in their place, table by table."""
     both = {
-        key: merged(tree[key], value) if _is_table(value) and _is_table(tree.get(key)) else value
+        key: merged(tree[key], value) if isinstance(value, dict) and isinstance(tree.get(key), dict) else value
         for key, value in over.items()
     }
     return tree | both
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def _set(tree: dict[str, Any], root: type, keys: list[str], value: Any) -> None:
-    """Raises `ValueError` for a place that a list does not have, and `AttributeError` or `TypeError` for a key below a
-    value that is neither a table nor a list."""
+    """Put a value at `keys`, below tables and lists that are made where they are missing; `root` says which of the two
+    a key is. Raises `ValueError` for a place that a list does not have, and `AttributeError` or `TypeError` for a key
+    below a value that is neither a table nor a list."""
     node: Any = tree
     for depth, key in enumerate(keys, 1):
         at: Any = key
@@ -147,6 +149,7 @@ def _parse(text: str, kind: Any) -> Any:
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each setting in raw settings that are at `path`."""
     if isinstance(node, dict | list | tuple):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
@@ -154,10 +157,10 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def _named(message: str, root: Any, where: str) -> str:
+def _with_dotted_key(message: str, root: Any, where: str) -> str:
     """Return msgspec's error `message` with the dotted key of the setting in front."""
     keys: list[str] = []
-    if located := _AT.fullmatch(message):
+    if located := _LOCATED.fullmatch(message):
         message = located[1]
         # msgspec does not say which value or name of a table it refuses.
         path = located[3] + (".[...]" if located[2] else "")

@@ -14,31 +14,32 @@ REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}|^os\.environ/([A-Za-z_]\w*)$")
 _NAMES = re.compile(r"(?:^|[_-])(?:key|secret|password|token|authorization|cookie)$|credentials?$", re.I)
 
 
-def written_out(value: Any, where: str) -> Iterator[str]:
-    """Yield the dotted names, beginning with `where`, of strings whose name is that of a secret and which are no
-    references."""
+def plain_secrets(value: Any, where: str) -> Iterator[str]:
+    """Yield the dotted names, beginning with `where`, of the strings in `value` that are secrets written as they are:
+    their name is that of a secret, and they are no references."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from written_out(inner, f"{where}.{key}")
+            yield from plain_secrets(inner, f"{where}.{key}")
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from written_out(inner, where)
+            yield from plain_secrets(inner, where)
     elif isinstance(value, str) and not REFERENCE.search(value) and _is_secret(where.rpartition(".")[2], value):
         yield where
 
 
 def _is_secret(name: str, value: str) -> bool:
+    """Return whether a setting of this name holds a secret. Credentials may be a file's path, or its content (JSON)."""
     if name.lower().endswith(("credential", "credentials")):
         return value.lstrip().startswith("{")  # else the path of a file
     return bool(value) and _NAMES.search(name) is not None
 
 
-def references(value: Any) -> Iterator[str]:
+def referenced_variables(value: Any) -> Iterator[str]:
     """Yield the environment variables that the strings in `value` refer to."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
         for inner in value:
-            yield from references(inner)
+            yield from referenced_variables(inner)
     elif isinstance(value, str):
         yield from (match.group(1) or match.group(2) for match in REFERENCE.finditer(value))

@@ -1,4 +1,8 @@
-"""`[trainer]`: scored groups to checkpoints."""
+"""`[trainer]`: scored groups to checkpoints.
+
+The *trainer* is the service that makes a training step of the groups that the judge has scored: it changes an adapter
+(LoRA) of the base model, and publishes it as a *checkpoint*, the next version of the policy. The sections are about the
+loss, the optimizer, the adapter, memory, and learning from a teacher."""
 
 from __future__ import annotations
 

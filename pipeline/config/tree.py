@@ -1,4 +1,7 @@
-"""The whole tree of settings: `Config`, its sections, and the models that it names."""
+"""The whole tree of settings: `Config`, its sections, and the models that it names.
+
+`Config` is what a settings file holds. Each field is a section (a table of the file), a list of tables such as
+`[[models]]`, or a setting of the whole installation."""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ class Config(Section, frozen=True, kw_only=True):
         return not is_outside(version) or {True} == {table.may_train for table in self.outside if table.name == name}
 
     def apprentices(self) -> dict[str, str]:
-        """Return the policy model that may take it over, of each outside model that has one."""
+        """Return the outside models that have an apprentice, each with that policy model, which may take it over."""
         return {table.name: table.apprentice for table in self.outside if table.apprentice}
 
     def max_loras(self) -> int:

@@ -1,4 +1,4 @@
-"""The types of settings: a section, and numbers within limits.
+"""The types of settings: a section, and numbers within limits, by what they stand for (`Count`: 1 or more).
 
 `msgspec` checks the limits when it converts the settings; `journeywork docs` shows them.
 """

@@ -1,4 +1,8 @@
-"""What every event carries."""
+"""What every event carries.
+
+An *event* is an immutable record on the log: an agent's call, a score, a trained version. Its *tag*, such as
+`rollout.opened`, says which class it is. Its *subject* is the tag and the values of some fields, such as
+`rollout.opened.<project>.<trajectory>`; the log finds events by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Events to MessagePack and back."""
+"""Events to MessagePack and back.
+
+What lies on a stream is an event, a `ClaimCheck` in place of an event that is too large for a message, or a
+`Continuation` in place of an exchange that repeats an earlier one. `pipeline.log` resolves both; nobody else sees
+them."""
 
 from __future__ import annotations
 
@@ -15,8 +19,10 @@ class ClaimCheck(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     """Replaces an event that is larger than the server's payload limit. The event is in the object store."""
 
     object: str
+    """Name of the object."""
     sha256: str
     size: int
+    """Bytes of the stored event."""
     event: str
     """Tag of the stored event. Empty: the bytes are no event."""
     bucket: str = "CLAIMS"
@@ -64,6 +70,7 @@ def wire_name(event: type[Event] | Event) -> str:
 
 
 def encode(event: Event | ClaimCheck | Continuation) -> bytes:
+    """Return a message's payload."""
     return _encoder.encode(event)
 
 
@@ -100,6 +107,7 @@ def decode_error(payload: bytes) -> str:
 
 
 def _check_packed(event: Event, fields: tuple[str, ...], size: int) -> None:
+    """Raise `ValidationError` unless these packed arrays hold whole values of `size` bytes."""
     for name in fields:
         if (length := len(getattr(event, name))) % size:
             raise msgspec.ValidationError(

@@ -165,6 +165,7 @@ def find_base(form: Continuation, forms: Mapping[Key, Form]) -> Base:
 
 
 def _name(exchange: ExchangeRecorded) -> str:
+    """Return how errors name an exchange."""
     return f"exchange {exchange.seq}.{exchange.choice} of trajectory {exchange.trajectory!r}"
 
 

@@ -1,4 +1,7 @@
-"""The event of a message that no consumer could use, in stream DEAD."""
+"""The event of a message that no consumer could use, in stream DEAD.
+
+Such a message must not hold up those behind it. It is copied into a *dead letter* with the reason, and acknowledged.
+`journeywork dead` lists these letters, gives one back to the consumer that gave it up, or drops it."""
 
 from __future__ import annotations
 
@@ -12,13 +15,17 @@ class DeadLettered(Event, frozen=True, kw_only=True, tag="dead.letter"):
     subject_fields = ("stream", "consumer")
 
     stream: str
+    """Stream of the message."""
     stream_seq: int
     original_subject: str
     consumer: str
+    """The consumer that gave it up; `reader`: a read without one."""
     reason: str
+    """`undecodable`, `max_deliver`, `ended_service`, or a service's own."""
     detail: str = ""
     deliveries: int = 1
     payload: bytes = b""
+    """The message, a claim check resolved."""
     headers: dict[str, str] = {}
     stream_at: Micros = 0
     """Stream time of the message: after a power cut, another message may have the number `stream_seq`. 0 in letters

@@ -1,4 +1,8 @@
-"""Events of groups and of their judges, in stream GROUPS."""
+"""Events of groups and of their judges, in stream GROUPS.
+
+A *group* is several runs of one task, whose rewards are compared with each other. The judge publishes it as *scored*
+with a reward for each run; a group that can't train is *discarded*, with the reason. A *verdict* is one answer of a
+judge model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Events of policy versions, in stream POLICY."""
+"""Events of policy versions, in stream POLICY.
+
+A *version*, such as `support@12`, is the adapter after training step 12 of the model `support`; `support@0` is the base
+model. Its files are in an object store, and the event `policy.checkpoint` names them with their hashes. Other events
+say which server has loaded a version, which one is served by decision, and what an evaluation found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Events of agent runs, in stream ROLLOUTS."""
+"""Events of agent runs, in stream ROLLOUTS.
+
+A *trajectory* is one run of an agent on one task, from its opening to its completion. An *exchange* is one call of a
+model in it: request, answer, and the tokens that were sampled. Trajectories of one task are a *group*."""
 
 from __future__ import annotations
 

@@ -84,6 +84,7 @@ def docstrings(cls: type) -> dict[str, str]:
 
 @functools.cache
 def _own_docstrings(cls: type) -> dict[str, str]:
+    """Return the docstrings of the fields that a class itself declares, read from its source; none without a source."""
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except OSError:
@@ -117,6 +118,7 @@ def documented(struct: type[msgspec.Struct]) -> tuple[Column, ...]:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
+    """Return a field's default as the reference shows it; empty if the field is required."""
     if field.default is not msgspec.NODEFAULT:
         return repr(field.default)
     if field.default_factory is not msgspec.NODEFAULT:

@@ -1,4 +1,7 @@
-"""Events about an outside model and the policy that learns from it, in stream ROLLOUTS."""
+"""Events about an outside model and the policy that learns from it, in stream ROLLOUTS.
+
+The outside model answers the agents. Its *apprentice*, a policy, answers some of the same calls unseen (*shadow*
+calls), and the judge compares both answers. So it is known how good the apprentice is before it answers anybody."""
 
 from __future__ import annotations
 

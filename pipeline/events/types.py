@@ -1,4 +1,7 @@
-"""Types of event fields. Those with a `column` say how the field is stored in Parquet."""
+"""Types of event fields. Those with a `column` say how the field is stored in Parquet.
+
+Tokens and their logprobs are packed: the bytes of a field are the numbers one after the other, which is smaller and
+faster to decode than a list."""
 
 from __future__ import annotations
 

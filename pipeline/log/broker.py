@@ -6,6 +6,9 @@ trajectory's last call is the one that its gateway knows; both hold for ever. An
 so a retry within the stream's deduplication window is one event. And a consumer keeps its deliveries alive while it
 lives, so only a death (not a slow group) leads to redelivery.
 
+A message that exceeds the server's payload limit is stored as an object; a *claim check* that names the object takes
+its place on the stream. A message that cannot be used is copied to the stream DEAD, as a *dead letter*.
+
 Errors: `BrokerError` and its subclasses (`pipeline.errors`); each says what to do.
 """
 
@@ -50,6 +53,7 @@ logger = get_logger("pipeline.log.broker")
 
 _WRONG_LAST_SEQUENCE = 10071
 _SKIPPED_REMEMBERED = 10_000
+"""Undecodable messages that are remembered, so that a read that meets one again asks the server nothing."""
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED_LAST_SEQ = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
@@ -57,6 +61,7 @@ _EXPECTED_LAST_SEQ = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
 message id, which the server would keep in memory for the stream's deduplication window."""
 _RETRY = streams.RETRY_HEADER.encode()
 _HEADERS_MARGIN = 4096
+"""Bytes that a message's headers may add to its payload under the server's limit."""
 _OTHER_SERVERS_S = 0.5
 """Seconds to try the other servers of a cluster after one refused the user."""
 
@@ -128,13 +133,20 @@ async def _close(client: FastClient) -> None:
     client.close_socket()
 
 
+def _log_letter(letter: DeadLettered) -> None:
+    """Log that a message has become a dead letter."""
+    logger.error(
+        "dead letter", stream=letter.stream, seq=letter.stream_seq, reason=letter.reason, detail=letter.detail[:300]
+    )
+
+
 class Broker(Reader):
     """One connection; make it with `Broker.connect`."""
 
     def __init__(self, client: FastClient, config: NatsConfig) -> None:
         super().__init__(client, config)
         self._skipped: OrderedDict[tuple[str, Place], None] = OrderedDict()
-        """Undecodable messages that are among the dead letters already."""
+        """Undecodable messages that are among the dead letters already, by stream and place."""
 
     @classmethod
     @asynccontextmanager
@@ -189,9 +201,8 @@ class Broker(Reader):
         sent by default; where one is, a publish that repeats it is a duplicate of its message whatever came since.
 
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
-        subject, payload = event.subject(), encode(form or event)
-        if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
-            payload = await self._check_in(subject, payload, wire_name(event))
+        subject = event.subject()
+        payload = await self._within_limit(subject, encode(form or event), wire_name(event))
         sent = dict(headers or {})
         if event.unique_subject:
             after = 0
@@ -207,8 +218,7 @@ class Broker(Reader):
         """Publish bytes, which need not be an event of this version, to a subject that is empty. If it is not, nothing
         is published. With a `message_id`, an attempt whose acknowledgement was lost counts even if the message has
         been deleted since: needed where readers delete messages."""
-        if len(payload) + _HEADERS_MARGIN > self.client.max_payload:
-            payload = await self._check_in(subject, payload, "")
+        payload = await self._within_limit(subject, payload, "")
         sent = {**headers, _EXPECTED_LAST_SEQ: "0"}
         if message_id:
             sent[_MSG_ID] = message_id
@@ -217,7 +227,9 @@ class Broker(Reader):
     async def _publish_until_acked(
         self, subject: str, payload: bytes, headers: dict[str, str], *, replace_undecodable: bool = True
     ) -> Ack:
-        """With `replace_undecodable`, a message on the subject that is no event does not count as the event."""
+        """Send a message until the server acknowledges it. `headers` may have a condition (`_EXPECTED_LAST_SEQ`); where
+        it does not hold, `_settle_conflict` decides. With `replace_undecodable`, a message on the subject that is no
+        event does not count as the event. Raises as `publish` does, and `BrokerError` if the server refuses it."""
         backoff, deadline = Backoff(), time.monotonic() + self.config.publish_deadline_s
         why = ""
         while (left := deadline - time.monotonic()) > 0:
@@ -228,9 +240,9 @@ class Broker(Reader):
                 return ack
             except nats.errors.Error as error:
                 if getattr(error, "err_code", None) == _WRONG_LAST_SEQUENCE:
-                    existing = await self._existing(subject, payload, headers, replace_undecodable)
-                    if existing is not None:
-                        return existing
+                    settled = await self._settle_conflict(subject, payload, headers, replace_undecodable)
+                    if settled is not None:
+                        return settled
                 elif not retry.is_retryable(error):
                     why = getattr(error, "description", None) or retry.reason(error)
                     raise BrokerError(f"the NATS server refused {subject}: {why}") from error
@@ -241,7 +253,7 @@ class Broker(Reader):
             "up, its cluster in quorum, its stream there and its disk not full?"
         )
 
-    async def _existing(
+    async def _settle_conflict(
         self, subject: str, payload: bytes, headers: dict[str, str], replace_undecodable: bool
     ) -> Ack | None:
         """Return what a publish gets whose condition does not hold: an `Ack` with `duplicate=True` and the sequence of
@@ -268,8 +280,11 @@ class Broker(Reader):
         headers[_EXPECTED_LAST_SEQ] = str(last)
         return None
 
-    async def _check_in(self, subject: str, payload: bytes, event: str) -> bytes:
-        """Store a payload that exceeds the server's limit as an object; return its claim check."""
+    async def _within_limit(self, subject: str, payload: bytes, event: str) -> bytes:
+        """Return a payload that the server takes: a larger one is stored as an object, and its claim check is returned.
+        `event`: the tag of the event in it, empty for bytes that need not be one."""
+        if len(payload) + _HEADERS_MARGIN <= self.client.max_payload:
+            return payload
         digest = hashlib.sha256(payload).hexdigest()
         bucket = streams.claims_bucket(streams.stream_of_subject(subject))
         await self.put_object(bucket, digest, payload)
@@ -303,44 +318,41 @@ class Broker(Reader):
         key = stream, message.place
         if key in self._skipped:
             return
-        letter = DeadLettered(
-            project="",
-            stream=stream,
-            stream_seq=message.seq,
-            stream_at=message.place.at,
-            original_subject=message.subject,
-            consumer=READER,
-            reason="undecodable",
-            detail=reason[:2000],
-            payload=await self.resolve(message.payload),
-            headers=message.headers,
-        )
+        letter = await self._letter(stream, message, READER, "undecodable", reason)
         subject = f"{letter.subject()}.{message.seq}-{message.place.at}"
         await self.publish_raw(subject, encode(letter), {})
         self._skipped[key] = None
         if len(self._skipped) > _SKIPPED_REMEMBERED:
             self._skipped.popitem(last=False)
-        logger.error("dead letter", stream=stream, seq=message.seq, reason="undecodable", detail=reason[:300])
+        _log_letter(letter)
 
     async def dead_letter(self, message: Pulled, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
         """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""
         deliveries, place = parse_ack_subject(message.reply)
-        letter = DeadLettered(
+        stored = StoredMessage(place, message.subject, message.headers, message.data)
+        letter = await self._letter(spec.stream, stored, spec.name, reason, detail, deliveries)
+        await self.publish(letter)
+        await self.client.publish(message.reply)
+        _log_letter(letter)
+
+    async def _letter(
+        self, stream: str, message: StoredMessage, consumer: str, reason: str, detail: str, deliveries: int = 1
+    ) -> DeadLettered:
+        """Return the dead letter of a message. It holds the event itself, not a claim check: the object may be gone
+        before somebody reads the letter."""
+        return DeadLettered(
             project="",
-            stream=spec.stream,
-            stream_seq=place.seq,
-            stream_at=place.at,
+            stream=stream,
+            stream_seq=message.seq,
+            stream_at=message.place.at,
             original_subject=message.subject,
-            consumer=spec.name,
+            consumer=consumer,
             reason=reason,
             detail=detail[:2000],
             deliveries=deliveries,
-            payload=await self.resolve(message.data),
+            payload=await self.resolve(message.payload),
             headers=message.headers,
         )
-        await self.publish(letter)
-        await self.client.publish(message.reply)
-        logger.error("dead letter", stream=spec.stream, seq=place.seq, reason=reason, detail=detail[:300])
 
     # -- consuming -----------------------------------------------------------------------------------------------
 
@@ -354,7 +366,7 @@ class Broker(Reader):
             spec = consumer
             await self.provision_consumer(spec)
         async with pulling(self.client, spec.stream, spec.name) as puller, anyio.create_task_group() as tg:
-            consumption = Consumption(self, spec, puller, self.admit, self.dead_letter)
+            consumption = Consumption(self, spec, puller, self.usable_event, self.dead_letter)
             tg.start_soon(keep_alive, self.client, spec, consumption.replies)
             failure: BaseException | None = None
             try:
@@ -372,9 +384,9 @@ class Broker(Reader):
                         # The server redelivers them after `ack_wait_s`.
                         logger.warning("deliveries not given back", consumer=spec.name, error=retry.reason(error))
 
-    async def admit(self, message: Pulled, spec: streams.ConsumerSpec) -> AnyEvent | None:
-        """Return the event of a delivery. A message for another consumer is acknowledged, one that cannot be used
-        becomes a dead letter; both give None."""
+    async def usable_event(self, message: Pulled, spec: streams.ConsumerSpec) -> AnyEvent | None:
+        """Return the event of a delivery to the consumer `spec`. A message for another consumer (a retried dead letter)
+        is acknowledged, one that cannot be used becomes a dead letter; both give None."""
         if message.header(_RETRY) not in ("", spec.name):
             await self.client.publish(message.reply)
             return None

@@ -29,7 +29,7 @@ from nats.aio.msg import Msg
 from pipeline import crash, streams
 from pipeline.concurrency.backoff import Backoff
 from pipeline.config import ConfigError
-from pipeline.errors import BrokerError
+from pipeline.errors import BrokerError, leaves
 from pipeline.events import AnyEvent
 from pipeline.log import retry
 from pipeline.log.deaths import Deaths
@@ -132,7 +132,7 @@ class Delivery(LogEntry[AnyEvent]):
 
 @dataclass
 class _Trial:
-    """A delivery that is handled alone."""
+    """A delivery that is handled alone, because it may have ended the process that held it before."""
 
     delivery: Delivery
     deaths: int
@@ -169,7 +169,7 @@ class Consumption:
 
         A cluster that elects a new leader for the consumer refuses requests for some seconds: the next calls ask
         again, with growing pauses. Raises `BrokerError` if the consumer was deleted."""
-        if self._trial is not None:
+        if self._trial is not None:  # nothing else is handed out while a message is handled alone
             with anyio.move_on_after(ALONE_S):
                 await self._trial.settled.wait()
             await self._end_trial(self._trial.deaths)
@@ -261,6 +261,7 @@ class Consumption:
                     await self.reader.client.publish(reply, Msg.Ack.Nak)
 
     def _hold(self, event: AnyEvent, message: Pulled, reconnects: int) -> Delivery:
+        """Return a delivery, which is kept alive from now on (`replies`) until it is settled."""
         deliveries, place = parse_ack_subject(message.reply)
         delivery = Delivery(
             event,
@@ -295,7 +296,5 @@ def handling(deliveries: Iterable[Delivery]) -> Iterator[None]:
 
 def is_own_fault(error: BaseException) -> bool:
     """Return whether a service fails by itself: it was not cancelled, and neither the log nor a setting failed."""
-    if isinstance(error, BaseExceptionGroup):
-        return any(is_own_fault(inner) for inner in error.exceptions)
     others = BrokerError | ConfigError | nats.errors.Error
-    return isinstance(error, Exception) and not isinstance(error, others)
+    return any(isinstance(e, Exception) and not isinstance(e, others) for e in leaves(error))

@@ -28,6 +28,7 @@ class EncryptedClient(FastClient):
 
 
 def uses_tls(config: NatsConfig) -> bool:
+    """Return whether the settings ask for TLS, by a file of certificates or by an address."""
     return bool(config.tls_ca) or "tls://" in config.address
 
 

@@ -12,7 +12,7 @@ from pipeline.log.messages import Place
 from pipeline.log.stream_reader import StreamReader
 
 _KEPT_S = 86_400.0
-"""Longer than any message is delivered again and again."""
+"""How long a number is kept: longer than any message is delivered again and again."""
 
 
 class Deaths:
@@ -23,6 +23,8 @@ class Deaths:
         self._prefix = streams.deaths_key(spec.name)
 
     def _key(self, stream: str, place: Place) -> str:
+        """Return the key of a message's number. After a power cut another message may have its sequence, but no other
+        has its time."""
         return f"{self._prefix}.{stream}.{place.seq}-{place.at}"
 
     async def count(self, stream: str, place: Place) -> int:

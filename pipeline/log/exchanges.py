@@ -4,6 +4,10 @@ The writer (a gateway) looks for the earlier exchange of the trajectory that sav
 without one it writes the exchange whole. A reader remembers what it read and continues from there. What it does not
 remember it reads from the log. An exchange whose earlier exchange is gone can't be made whole: its readers get an
 error or do not get it, and never a part of it.
+
+A *form* is an exchange as the log holds it, whole or a `Continuation`; a *base* is the part of an exchange that a later
+one may repeat (`pipeline.events.continuation`). Calls of a trajectory may branch, as those of sub-agents do: the *ends*
+are the newest exchanges of its branches.
 """
 
 from __future__ import annotations
@@ -77,11 +81,12 @@ class RememberedExchanges:
             if form is not None and (by := form.saved) > saved:
                 best, saved = form, by
                 if base.tokens and 4 * form.tokens == len(base.tokens):
-                    break  # an exchange with more of these tokens would be in its place
+                    break  # all its tokens are repeated: an exchange that goes further would have taken its place
         return best or exchange
 
     def add(self, exchange: ExchangeRecorded, form: Form) -> None:
-        """Remember a whole exchange that is on the log as `form`."""
+        """Remember a whole exchange that is on the log as `form`. It takes the place of the end that it continues; so
+        many as `_MOST_ENDS` are kept, and the trajectories unused longest are forgotten beyond `max_bytes`."""
         if not self._max_bytes or _is_small(exchange):
             return
         name = exchange.project, exchange.trajectory
@@ -91,10 +96,10 @@ class RememberedExchanges:
         else:
             self._ends.move_to_end(name)
         base = Base(exchange)
-        repeated, tokens = (base_of(form), 4 * form.tokens) if isinstance(form, Continuation) else (None, 0)
+        continued, repeated_bytes = (base_of(form), 4 * form.tokens) if isinstance(form, Continuation) else (None, 0)
         for known in ends:
-            continued = known.key == repeated and 0 < tokens == len(known.tokens)
-            if continued or known.key == base.key:
+            is_continued = known.key == continued and 0 < repeated_bytes == len(known.tokens)
+            if is_continued or known.key == base.key:
                 ends.remove(known)
                 self.bytes -= known.size
                 break
@@ -129,7 +134,7 @@ async def make_whole(reader: StreamReader, remembered: RememberedExchanges, form
 
 
 async def _forms_of_trajectory(reader: StreamReader, exchange: ExchangeRecorded) -> dict[Key, Form]:
-    """Return the exchanges of a trajectory as the log holds them."""
+    """Return the exchanges of a trajectory as the log holds them; those that can't be decoded are left out."""
     subject = subject_filter(ExchangeRecorded, project=exchange.project, trajectory=exchange.trajectory)
     forms: dict[Key, Form] = {}
     async with aclosing(reader.messages(stream_of(ExchangeRecorded), subject=subject)) as messages:

@@ -34,11 +34,14 @@ from nats.js import api
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 _DEADLINES_EVERY_S = 0.25
+"""Seconds between two checks whether an acknowledgement is overdue."""
 _FLUSH_S = 2
 _ACKS_PER_WRITE = 500
 
 
 class _Error(msgspec.Struct):
+    """Why the server refused a publish."""
+
     code: int | None = None
     err_code: int | None = None
     description: str | None = None
@@ -117,6 +120,7 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
         return not self._pending and not self.buf and self.state == AWAITING_CONTROL_LINE
 
     async def parse(self, data: bytes = b"") -> None:
+        """Take bytes that came: nats-py's reading task calls it with each portion."""
         self.nc.watch_socket()
         if not self._pending and (not self.handlers or not self.is_between_commands()):
             if self.is_between_commands():
@@ -125,7 +129,7 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
             return
         pending, resets, at = self._pending, self._resets, 0
         pending += data
-        while at < len(pending):
+        while at < len(pending):  # pulled messages by `extract`, each other whole command by nats-py
             at = self.extract(pending, at)
             end = _end_of_command(pending, at)
             if end < 0:
@@ -209,7 +213,7 @@ class FastClient(Client):  # type: ignore[misc]
         self._ps: _Parser = _Parser(self)
         self._inbox = b""
         self.ack_prefix = b"MSG without an inbox"
-        """Prefix of an acknowledgement's command; matches nothing before `start_publishing`."""
+        """How the command of an acknowledgement begins; matches nothing before `start_publishing`."""
         self._waiting: dict[bytes, tuple[asyncio.Future[bytes], float]] = {}
         """Last token of the reply subject to the acknowledgement and the time at which to give up on it."""
         self._unsent: list[bytes] = []
@@ -304,6 +308,8 @@ class FastClient(Client):  # type: ignore[misc]
         return ack
 
     def _write(self, command: bytes, loop: asyncio.AbstractEventLoop) -> None:
+        """Write a command to the connection, or keep it until there is one again. Raises nats-py's errors if the client
+        is closed or its buffer full."""
         if self.is_connected:
             # A single message goes out at once. Those that one turn of the event loop adds to others go in one system
             # call.
@@ -321,6 +327,7 @@ class FastClient(Client):  # type: ignore[misc]
         self._pending_data_size += len(command)
 
     def _send(self) -> None:
+        """Write what `_write` has collected in one turn of the event loop."""
         commands, self._unsent = self._unsent, []
         # If the connection broke a moment ago, the callers' retries send it again.
         if commands and self.is_connected:
@@ -345,6 +352,7 @@ class FastClient(Client):  # type: ignore[misc]
             self.resolve_ack(token, message.data)
 
     def _check_deadlines(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give up on acknowledgements that did not come in time. One timer for all costs less than one for each."""
         now, self._timer = loop.time(), None
         for future, deadline in list(self._waiting.values()):
             if deadline < now and not future.done():
@@ -380,6 +388,8 @@ class FastClient(Client):  # type: ignore[misc]
 
 
 def _publish_command(subject: str, reply: bytes, payload: bytes, headers: Mapping[str, str]) -> bytes:
+    """Return the command HPUB of NATS' protocol. A line break in a header's value becomes a space: it would begin
+    another header."""
     # Added, not formatted: some names are members of an enumeration, which format as something else.
     text = "".join([name + ": " + value + "\r\n" for name, value in headers.items()])
     if text.count("\n") != len(headers) or text.count("\r") != len(headers):

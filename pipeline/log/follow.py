@@ -1,5 +1,8 @@
 """Follow a stream from a position on, through restarts of servers: for the events that every gateway replica must
-know."""
+know.
+
+`follow_events` yields decoded events, `follow_messages` the messages of event classes, `follow_subjects` those of any
+subjects. A *position* is the place (sequence and stream time) of the last message that was read."""
 
 from __future__ import annotations
 

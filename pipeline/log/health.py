@@ -52,7 +52,7 @@ async def probe(broker: Broker, stream: str, timeout_s: float) -> Refusal | None
 
 @dataclass(frozen=True)
 class Fill:
-    """How full a stream, a bucket or a disk is."""
+    """How full a stream, a bucket (which is a stream, too) or a disk is."""
 
     name: str
     kind: Literal["stream", "disk"]

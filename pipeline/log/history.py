@@ -2,6 +2,11 @@
 
     await log.read(ExchangeRecorded, project="p", trajectory="t-1")
 
+`Reader` is the part of `Broker` (`pipeline.log.broker`) that reads. It returns a `LogEntry`: the event with its place
+in the stream. On the stream an event may be a *claim check*, which names an object with the event
+(`pipeline.log.objects`), and an exchange may be a *continuation* of an earlier one (`pipeline.log.exchanges`); readers
+get the event itself.
+
 A message that cannot be decoded is skipped and handed to `skip_undecodable`, so that one such message does not end
 its readers. Errors: `BrokerError` and its subclasses.
 """
@@ -79,6 +84,9 @@ class Reader(StreamReader):
     async def _page(
         self, event: type[E], stream: str, subject: str, start_seq: int, at_least: int, most: int = 0
     ) -> Page[E]:
+        """Return the events in the next messages of a subject. A replica answers; where it says that it holds no more,
+        its leader is asked for the next message, unless `at_least` so many events were expected and have come. `most`:
+        bytes of whole exchanges after which the page ends, 0: no limit."""
         messages, more = await self.message_page(stream, subject, start_seq)
         last = messages[-1].seq if messages else start_seq - 1
         if not more and not 0 < at_least <= len(messages):
@@ -89,17 +97,15 @@ class Reader(StreamReader):
         decoded = whole = 0
         for message in messages:
             try:
-                recorded = await self._recorded(stream, message)
+                entry = await self._entry(stream, message)
             except ExchangeNotWholeError as error:
                 logger.error("exchange not read", why=str(error))
                 not_whole.append(error.seq)
-            except (msgspec.DecodeError, HistoryGoneError) as error:
-                await self.skip_undecodable(stream, message, str(error))
-            else:
-                if (found := _of_class(recorded, event)) is not None:
-                    out.append(found)
-                if isinstance(recorded.event, ExchangeRecorded):
-                    whole += len(recorded.event.request) + len(recorded.event.response)
+                entry = None
+            if (found := _of_class(entry, event)) is not None:
+                out.append(found)
+            if entry is not None and isinstance(entry.event, ExchangeRecorded):
+                whole += len(entry.event.request) + len(entry.event.response)
             last = message.seq
             if 0 < most < whole and message is not messages[-1]:
                 return Page(out, last, True, not_whole)
@@ -140,32 +146,31 @@ class Reader(StreamReader):
         message = await self.direct_get(stream, seq)
         if message is None:
             raise HistoryGoneError(f"message {seq} of {stream}")
-        recorded = await self._recorded_or_skipped(stream, message)
-        if recorded is None:
+        entry = await self._entry(stream, message)
+        if entry is None:
             raise UndecodableError(stream, seq)
-        if (found := _of_class(recorded, event)) is not None:
+        if (found := _of_class(entry, event)) is not None:
             return found
         raise OtherEventError(stream, seq, event.__name__)
 
     async def recorded(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
         """Return the event in a message. None if it cannot be decoded or made whole: it is skipped then."""
         try:
-            return await self._recorded_or_skipped(stream, message)
+            return await self._entry(stream, message)
         except ExchangeNotWholeError as error:
             logger.error("exchange not read", why=str(error))
             return None
 
-    async def _recorded_or_skipped(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
+    async def _entry(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
+        """Return the event in a message. None if it cannot be decoded: it is skipped then. Raises
+        `ExchangeNotWholeError`: the message is sound, and what it continues is gone."""
         try:
-            return await self._recorded(stream, message)
+            event = await self.decode(message.payload)
         except ExchangeNotWholeError:
             raise
         except (msgspec.DecodeError, HistoryGoneError) as error:
             await self.skip_undecodable(stream, message, str(error))
             return None
-
-    async def _recorded(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent]:
-        event = await self.decode(message.payload)
         return LogEntry(event, stream, message.place, message.subject, message.headers)
 
     async def skip_undecodable(self, stream: str, message: StoredMessage, reason: str) -> None:
@@ -189,6 +194,7 @@ class Reader(StreamReader):
         return form
 
     async def _claimed(self, claim: ClaimCheck) -> AnyEvent | Continuation:
+        """Return what is in a claim check's object: the event as the log would hold it."""
         event = decode(await self.get_object(claim.bucket, claim.object))
         if isinstance(event, ClaimCheck):
             raise msgspec.DecodeError("the object of a claim check is a claim check itself")

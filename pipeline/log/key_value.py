@@ -1,7 +1,8 @@
-"""Values with a time to live in a key-value bucket (`pipeline.streams.KEY_VALUES`).
+"""Values with a time to live in a key-value bucket (`pipeline.streams.FLEET`).
 
 They are written as NATS clients write them, so `nats kv` reads them. Every value has a TTL, and its writer renews it by
-writing it again.
+writing it again. Sampler agents and gateways register here, the trainer of a branch takes its place, and the deaths of
+messages are counted (`pipeline.log.deaths`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pipeline.log.follow import follow_subjects
 from pipeline.log.stream_reader import StreamReader
 
 _WRONG_LAST_SEQUENCE = 10071
+"""JetStream's error code where another message came to the subject since the one that the header names."""
 
 
 async def put(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float) -> None:
@@ -29,7 +31,7 @@ async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s:
     """Write a value unless the key has another one. Returns whether the key has this one now. Of several writers at
     once, one gets it. Raises as `put` does."""
     stream, subject = streams.key_value_stream(bucket), streams.key_subject(bucket, key)
-    while True:
+    while True:  # again if another writer was faster: its value is read then
         newest = await reader.leader_get(stream, {"last_by_subj": subject})
         if newest is not None and newest.payload not in (b"", value):
             return False
@@ -60,6 +62,7 @@ async def follow(reader: StreamReader, bucket: str, keys: str) -> AsyncGenerator
 
 
 async def _publish(reader: StreamReader, bucket: str, key: str, value: bytes, headers: dict[str, str]) -> None:
+    """Write a message to the subject of a key. Repeated while the log is unavailable."""
     subject, timeout_s = streams.key_subject(bucket, key), reader.config.ack_timeout_s
     await reader.retry(
         lambda: reader.client.publish_acked(subject, value, headers, timeout_s), f"{subject} was not acknowledged"
@@ -67,4 +70,5 @@ async def _publish(reader: StreamReader, bucket: str, key: str, value: bytes, he
 
 
 def _ttl(seconds: float) -> str:
+    """Return the header `Nats-TTL`, which the server takes from a second on."""
     return f"{max(seconds, 1.0):g}s"

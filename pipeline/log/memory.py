@@ -22,7 +22,7 @@ SUBJECT_BYTES = 560
 calls a second."""
 SUBJECTS_OF_RUN = 3
 """Subjects of a run in ROLLOUTS: opened, exchanges, completed."""
-_ROOM = 0.1
+_HEADROOM = 0.1
 """Share of the subjects that a deletion makes room for, so that one is not needed at every check."""
 
 
@@ -53,7 +53,7 @@ async def trim(broker: Broker, max_memory: int) -> dict[str, float]:
         most, subjects = most_subjects(max_memory, name), await broker.count_subjects(name)
         if subjects <= most:
             continue
-        excess = 1 - (1 - _ROOM) * most / subjects
+        excess = 1 - (1 - _HEADROOM) * most / subjects
         wanted = state.first_seq + int(excess * (state.last_seq - state.first_seq + 1))
         first = min([wanted, *[await _first_unread(broker, c, state.last_seq) for c in _readers(name)]])
         if first < wanted:
@@ -79,6 +79,8 @@ async def trim(broker: Broker, max_memory: int) -> dict[str, float]:
 
 
 def _readers(stream: str) -> list[streams.ConsumerSpec]:
+    """Return the consumers that must have read an event before it is deleted. Telemetry's begin at the newest one: they
+    may miss events."""
     return [c for c in streams.CONSUMERS if c.stream == stream and c.start == "all"]
 
 

@@ -1,9 +1,11 @@
 """Objects in JetStream's object store: adapters, and events that exceed the payload limit.
 
-They are written as nats-py writes them, so any NATS client can read them, in chunks that fit the server's payload
-limit. They are read with direct gets instead of a subscription: if a server dies half-way, the reader gets an error
-at a deadline instead of waiting for ever. If a replica answers before it has all chunks, their number shows it, and
-the leader is asked for the rest.
+Adapters are named by the trainer, events of claim checks by their SHA-256 (`pipeline.log.broker`). NATS keeps a bucket
+as a stream, which holds an object's *description* (`$O.<bucket>.M.<name>`) and its content in *chunks*
+(`$O.<bucket>.C.<upload>`). They are written as nats-py writes them, so any NATS client can read them, in chunks that
+fit the server's payload limit. They are read with direct gets instead of a subscription: if a server dies half-way, the
+reader gets an error at a deadline instead of waiting for ever. If a replica answers before it has all chunks, their
+number shows it, and the leader is asked for the rest.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class _Info(msgspec.Struct):
     """The bucket's description of an object, as far as reading needs it."""
 
     nuid: str = ""
+    """Id of the upload, by which its chunks are found."""
     chunks: int = 0
     digest: str = ""
     deleted: bool = False
@@ -102,7 +105,7 @@ async def erase(reader: StreamReader, bucket: str, name: str) -> None:
     stream = streams.bucket_stream(bucket)
     info = await _info(reader, bucket, name)
     subjects = [f"$O.{bucket}.C.{info.nuid}"] if info is not None else []
-    for subject in (*subjects, f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"):
+    for subject in (*subjects, _description_subject(bucket, name)):
         async with aclosing(reader.messages(stream, subject=subject, batch=_BATCH)) as messages:
             async for message in messages:
                 await reader.delete(stream, message.seq)
@@ -133,16 +136,21 @@ async def sweep(reader: StreamReader, bucket: str, before_us: int) -> int:
     return swept
 
 
+def _description_subject(bucket: str, name: str) -> str:
+    """Return the subject of an object's description."""
+    return f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
+
+
 async def _info(reader: StreamReader, bucket: str, name: str) -> _Info | None:
     """Return the description of an object, by the leader; None if there is no such object."""
-    encoded = base64.urlsafe_b64encode(name.encode()).decode()
-    subject = f"$O.{bucket}.M.{encoded}"
+    subject = _description_subject(bucket, name)
     described = await reader.leader_get(streams.bucket_stream(bucket), {"last_by_subj": subject})
     info = _decode_info(described.payload) if described is not None and described.payload else None
     return None if info is None or info.deleted else info
 
 
 async def _chunks(reader: StreamReader, bucket: str, info: _Info) -> bytes:
+    """Return the content of an object; less if chunks are missing, which its digest shows."""
     out: list[bytes] = []
     if info.chunks:
         subject = f"$O.{bucket}.C.{info.nuid}"

@@ -40,8 +40,7 @@ async def provision(reader: StreamReader) -> None:
             await _consumer(reader, consumer)
         for bucket in streams.buckets(specs):
             await _bucket(reader, bucket)
-        for values in streams.KEY_VALUES:
-            await _key_value(reader, values)
+        await _key_value(reader, streams.FLEET)
 
     await _explained(reader, once)
 
@@ -52,6 +51,7 @@ async def provision_consumer(reader: StreamReader, spec: streams.ConsumerSpec) -
 
 
 async def _explained(reader: StreamReader, call: Callable[[], Awaitable[None]]) -> None:
+    """Await `call`, again while the log is away. Raises errors that name the setting with which it may succeed."""
     config = reader.config
     what = (  # the server does not answer a request that its user may not make
         f"the NATS server at {config.address} answered no request for the log's streams (a user that may not create "
@@ -105,6 +105,7 @@ async def _ensure_stream(
 
 
 async def _consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
+    """Create or update a durable consumer. `add_consumer` replaces the settings of one that exists."""
     policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
     wanted = api.ConsumerConfig(
         durable_name=spec.name,
@@ -114,7 +115,8 @@ async def _consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
         deliver_policy=policy,
         filter_subjects=list(spec.subjects),
         max_ack_pending=spec.max_ack_pending,
-        # Our own limit puts a message among the dead letters (`Broker._admit`): the server would only stop delivering.
+        # Our own limit puts a message among the dead letters (`Broker.usable_event`): the server would only stop
+        # delivering.
         max_deliver=-1,
     )
     try:
@@ -128,6 +130,7 @@ async def _consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
 
 
 async def _bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
+    """Create an object store bucket, or update age, size and replicas of the stream in which NATS keeps it."""
     replicas = reader.config.replicas
     try:
         info = await reader.js.stream_info(streams.bucket_stream(spec.name))
@@ -150,6 +153,7 @@ async def _bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
 
 
 async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
+    """Create a key-value bucket as the stream that NATS keeps it in: nats-py can't set the marker of expired values."""
     wanted = api.StreamConfig(
         name=streams.key_value_stream(spec.name),
         description=spec.purpose,
@@ -169,6 +173,7 @@ async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
 
 
 def _byte_limit(reader: StreamReader, share: float, info: api.StreamInfo) -> int:
+    """Return the limit of a stream that exists and has a `share` of `nats.max_bytes`, not below its size."""
     return streams.byte_limit(share, reader.config.max_bytes, now=info.config.max_bytes, size=info.state.bytes)
 
 

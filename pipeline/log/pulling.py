@@ -28,9 +28,10 @@ class ConsumerGoneError(Exception):
 
 
 class Puller:
-    """Made by `pulling`."""
+    """Pulls one consumer; made by `pulling`."""
 
     def __init__(self, client: FastClient, stream: str, consumer: str, inbox: str, ahead: int) -> None:
+        """`inbox`: what the reply subjects of requests begin with. `ahead`: as in `pulling`."""
         self._client, self._inbox, self._ahead = client, inbox, ahead
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._news = anyio.Event()
@@ -46,8 +47,8 @@ class Puller:
         self.arrived: deque[Pulled] = deque()
         """Messages that nobody took yet."""
         self.reconnects = 0
-        """Number of the client's reconnections when a message last arrived while none waited. The messages of the last
-        `take` arrived after that."""
+        """How often the client had reconnected when a message last arrived while none waited; the messages of the last
+        `take` arrived after that. If it has reconnected since, the server may be one that lost the end of its log."""
         self.subscription: Subscription | None = None
 
     async def close(self) -> None:
@@ -57,6 +58,7 @@ class Puller:
             await subscription.unsubscribe()
 
     def on_delivery(self, message: Pulled) -> None:
+        """Take a message: the client calls it as the socket delivers the bytes."""
         if not self.arrived:
             self.reconnects = self._client.stats["reconnects"]
         self.arrived.append(message)

@@ -40,9 +40,8 @@ _TOO_MANY = "413"
 """Status of a direct get whose subjects are too many for the server."""
 _CATCH_UP_S = 2.0
 """Time that a server which has just become a stream's leader gets to apply what the cluster has committed."""
-_NO_MESSAGE = 10037
-_NO_SEQUENCE = 10043
-_NO_STREAM = 10059
+_NO_MESSAGE, _NO_SEQUENCE, _NO_STREAM = 10037, 10043, 10059
+"""JetStream's error codes for what does not exist."""
 
 
 class _Stored(msgspec.Struct):
@@ -60,6 +59,8 @@ class _TooManySubjectsError(BrokerError):
 
 
 class _Answer(msgspec.Struct):
+    """An answer of JetStream's API: a message, or why there is none."""
+
     message: _Stored | None = None
     error: dict[str, Any] | None = None
 
@@ -208,6 +209,8 @@ class StreamReader:
         return await self.retry(lambda: self._direct_get_once(stream, request), f"a read of {stream} was not answered")
 
     async def _direct_get_once(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
+        """Send the request once. The answers of a batch come as messages of their own, each with the sequence of the
+        one before, and end with status 204."""
         inbox = self.client.new_inbox()
         sub = await self.client.subscribe(inbox)
         batched = "batch" in request
@@ -261,6 +264,8 @@ class StreamReader:
         return int((await self.subjects_info(stream, {}))["state"].get("num_subjects", 0))
 
     async def subjects_info(self, stream: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Return JetStream's description of a stream with the subjects that `request` selects, as the server writes it:
+        `{"state": {"num_subjects": …, "subjects": {subject: messages}}, "total": …}`."""
         data = await self._request(f"STREAM.INFO.{stream}", request, f"the list of subjects of {stream}")
         info: dict[str, Any] = msgspec.json.decode(data)
         return info
@@ -287,6 +292,7 @@ class StreamReader:
         return await self._info(lambda: self.js.consumer_info(spec.stream, spec.name), f"consumer {spec.name}")
 
     async def _info(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+        """Return nats-py's answer to `call`, which asks for the description of `what`."""
         try:
             return await self.retry(call, f"the description of {what} was not answered")
         except nats.js.errors.NotFoundError as error:

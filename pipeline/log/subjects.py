@@ -1,4 +1,7 @@
-"""Event classes to stream and subject: what a typed read asks the server for."""
+"""Event classes to stream and subject: what a typed read asks the server for.
+
+A *subject* is a message's address, with dots between its tokens: `rollout.exchange.<project>.<trajectory>`. In a filter
+`*` stands for any one token, and `>` at the end for any number of them."""
 
 from __future__ import annotations
 

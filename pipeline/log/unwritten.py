@@ -1,7 +1,7 @@
 """Events that the store has not written yet, and how soon the log deletes them.
 
-A stream with a limit of age deletes its oldest events whether consumers have read them or not. Each store looks at
-every check of the alarms, so that an operator hears of a store that is behind long before, and of every loss.
+A stream with a limit of age deletes its oldest events whether consumers have read them or not. Each store service asks
+here at every check of its alarms, so that an operator hears of a store that is behind long before, and of every loss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnwrittenEvents:
     def __init__(self, share: float) -> None:
         self._share = share
         self._oldest: dict[str, Place] = {}
-        """The oldest event that was not written at the last look, by consumer."""
+        """The oldest event that was not written at the last check, by consumer."""
         self._lost: dict[str, int] = {}
         """Sequence of the first event that was deleted before it was written, by consumer."""
 
@@ -47,6 +47,8 @@ class UnwrittenEvents:
         return out
 
     async def _of_consumer(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
+        """Return what is wrong with a consumer. The event that was its oldest at the last check (`before`) has been
+        written since, or the log has deleted it: then the consumer passed it without an acknowledgement."""
         oldest, before = await oldest_unread(broker, spec), self._oldest.pop(spec.name, None)
         passed = before is not None and (oldest is None or oldest.seq > before.seq)
         if before is not None and passed and not await broker.holds(spec.stream, before):

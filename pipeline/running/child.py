@@ -14,7 +14,8 @@ from typing import IO
 import anyio
 import anyio.abc
 
-_LAST_WORDS_S = 1.0
+_ABORT_S = 1.0
+"""How long a process may take to write its stacks and end."""
 
 # PR_SET_PDEATHSIG, then become the command: a killed parent leaves no orphan. uvloop has no option for the umask.
 _LAUNCH = (
@@ -64,5 +65,5 @@ async def is_ready(fd: int) -> bool:
 async def abort(process: anyio.abc.Process) -> None:
     """Have a Python process that hangs write the stacks of its threads to its log, and end."""
     process.send_signal(signal.SIGABRT)
-    with anyio.move_on_after(_LAST_WORDS_S):
+    with anyio.move_on_after(_ABORT_S):
         await process.wait()

@@ -1,7 +1,8 @@
 """The environment variables that each process of an installation gets: those that it needs, and those that its
-settings name.
+settings name. A process that does not see a secret can't lose it, so none gets the whole environment.
 
-A name that ends in `*` is a prefix. docs/operations.md shows the table.
+The supervisor (`environment_of`) and `journeywork up` (`require_variables`) use it. A name that ends in `*` is a
+prefix. docs/operations.md shows the table.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pipeline.config import Config, ConfigError
-from pipeline.config.secrets import references
+from pipeline.config.secrets import referenced_variables
 
 _USER = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP")
 _INTERPRETER = ("LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHON*", "JOURNEYWORK_CRASH")
@@ -54,9 +55,9 @@ _PROVIDERS = {
 """Prefixes of providers whose variables do not begin with the provider's name."""
 
 
-def names(config: Config, process: str) -> tuple[str, ...]:
+def variable_names(config: Config, process: str) -> tuple[str, ...]:
     """Return the names (and beginnings with `*`) of the variables that `process` gets."""
-    own = [name for _, name in _named(config, process)]
+    own = [name for _, name in _variables_in_settings(config, process)]
     if process == "judge":
         own += _key_variables(config.judge.model)
         if config.teacher.url:
@@ -66,29 +67,29 @@ def names(config: Config, process: str) -> tuple[str, ...]:
     return (*EVERY, *NEEDS.get(process, ()), *own, *config.environment.get(process, ()))
 
 
-def _named(config: Config, process: str) -> list[tuple[str, str]]:
-    """Return the settings of `process` that name a variable, and the variable."""
+def _variables_in_settings(config: Config, process: str) -> list[tuple[str, str]]:
+    """Return the settings of `process` that name an environment variable, each with the variable's name."""
     judge = config.judge
-    named: dict[str, dict[str, Iterable[str]]] = {
-        "judge": {
-            "judge.api_key_env": [judge.api_key_env],
-            "judge.healing.api_key_env": [judge.healing.api_key_env],
-            "teacher.api_key_env": [config.teacher.api_key_env],
-            "judge.request.params": references(judge.request.params),
-        },
-        "gateway": {
-            "gateway.key_secret_env": [config.gateway.key_secret_env],
-            "outside.api_key_env": [table.api_key_env for table in config.outside],
-        },
+    named = {
+        "judge": [
+            ("judge.api_key_env", judge.api_key_env),
+            ("judge.healing.api_key_env", judge.healing.api_key_env),
+            ("teacher.api_key_env", config.teacher.api_key_env),
+            *(("judge.request.params", name) for name in referenced_variables(judge.request.params)),
+        ],
+        "gateway": [
+            ("gateway.key_secret_env", config.gateway.key_secret_env),
+            *(("outside.api_key_env", table.api_key_env) for table in config.outside),
+        ],
     }
-    return [(setting, name) for setting, of in named.get(process, {}).items() for name in of if name]
+    return [(setting, name) for setting, name in named.get(process, ()) if name]
 
 
-def require(config: Config, processes: Iterable[str], environ: Mapping[str, str]) -> None:
+def require_variables(config: Config, processes: Iterable[str], environ: Mapping[str, str]) -> None:
     """Raise `ConfigError` if a setting of one of `processes` names a variable that `environ` lacks: the process would
     say so only after others have started."""
     for process in processes:
-        for setting, name in _named(config, process):
+        for setting, name in _variables_in_settings(config, process):
             if not environ.get(name):
                 raise ConfigError(f"{setting}: the environment has no {name}; set it where `journeywork up` starts")
 
@@ -106,7 +107,7 @@ def _key_variables(model: str) -> tuple[str, ...]:
 
 def environment_of(config: Config, process: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `environ` that `process` gets."""
-    wanted = names(config, process)
+    wanted = variable_names(config, process)
     exact = {n for n in wanted if not n.endswith("*")}
     beginnings = tuple(n[:-1] for n in wanted if n.endswith("*"))
     return {k: v for k, v in environ.items() if k in exact or k.startswith(beginnings)}

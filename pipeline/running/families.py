@@ -1,4 +1,7 @@
-"""vLLM's tool parsers by model family."""
+"""vLLM's tool parsers by model family.
+
+Each family of models writes tool calls in its own form. vLLM has a parser for each form, and has to be told which one
+to use. Here it follows from the model's configuration, unless the settings name one."""
 
 from __future__ import annotations
 
@@ -52,6 +55,7 @@ _TOKEN = {
 }
 """The token without which vLLM does not start with a parser. Families have models without it: SmolLM2 is a `llama`."""
 _WITHOUT_TOKENS = "hermes"
+"""The parser of models without their family's token: it reads calls that are plain text between tags."""
 
 
 class _Configuration(msgspec.Struct):
@@ -80,6 +84,7 @@ def tool_parser(base: str) -> str:
 
 
 def _configuration(base: str) -> Path | None:
+    """Return the `config.json` of a model, from its folder or from the hub's cache; `None` if there is none."""
     here = Path(base) / "config.json"
     if here.exists():
         return here

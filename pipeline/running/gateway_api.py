@@ -1,4 +1,6 @@
-"""The gateway's HTTP API, for commands: which gateway is meant, with which key, and one request."""
+"""The gateway's HTTP API, for commands: which gateway is meant, with which key, and one request.
+
+`journeywork policy`, `decide`, `what-if` and others add the arguments, `connect`, and `ask`."""
 
 from __future__ import annotations
 

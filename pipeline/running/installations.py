@@ -17,16 +17,16 @@ SETTINGS = "config.toml"
 _SIGNS = (SETTINGS, STATE, "store", "store/*")
 
 
-def find_installation(run_dir: str | Path | None = None, root: Path = Path("runs")) -> Path:
-    """Return `run_dir`. If it is empty, return the installation under `root` whose supervisor is running, else the
+def find_installation(run_dir: str | Path | None = None) -> Path:
+    """Return `run_dir`. If it is empty, return the installation under `runs/` whose supervisor is running, else the
     newest.
 
     Raises `ConfigError` if there is none."""
     if run_dir:
         return Path(run_dir)
-    installations = installations_under(root)
+    installations = installations_under(Path("runs"))
     if not installations:
-        raise ConfigError(f"no installation under {root}/: name one with --run-dir, or start one with `journeywork up`")
+        raise ConfigError("no installation under runs/: name one with --run-dir, or start one with `journeywork up`")
     states = ((folder, read_state(folder)) for folder in installations)
     running = [folder for folder, state in states if state is not None and state.running]
     return (running or installations)[-1]

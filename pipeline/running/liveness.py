@@ -34,9 +34,9 @@ MIN_FREE_BYTES = 4 * 1024 * 1024
 """Free bytes on the disk before a frozen log is restarted. With less, the next write would freeze it again."""
 
 
-async def silent(fd: int, deadline_s: float) -> str:
-    """Return the reason when no heartbeat has come through `fd` for `deadline_s` seconds. Never returns after the
-    pipe is closed: the process ended, which the supervisor sees by its exit."""
+async def until_silent(fd: int, deadline_s: float) -> str:
+    """Return, with the reason, when no heartbeat has come through `fd` for `deadline_s` seconds. Never returns after
+    the pipe is closed: the process ended, which the supervisor sees by its exit."""
     while True:
         with anyio.move_on_after(deadline_s):
             await anyio.wait_readable(fd)
@@ -48,8 +48,8 @@ async def silent(fd: int, deadline_s: float) -> str:
         await anyio.sleep(min(BEAT_S, deadline_s))
 
 
-async def unhealthy(url: str, settings: SupervisorConfig) -> str:
-    """Return the reason when `url` has failed for `settings.deadline_s` seconds."""
+async def until_unhealthy(url: str, settings: SupervisorConfig) -> str:
+    """Return, with the reason, when `url` has failed for `settings.deadline_s` seconds."""
     since = None
     async with httpx.AsyncClient(timeout=settings.deadline_s, trust_env=False) as client:
         while True:
@@ -101,7 +101,9 @@ class LogProbe:
                 await anyio.sleep(self._settings.probe_every_s)
 
     async def _watch(self, broker: Broker, lost: Callable[[str], Awaitable[None]]) -> None:
-        since: float | None = None
+        """Check the log over one connection, until that breaks. While the disk is full a restart would not help, so
+        `lost` is called when there is room again."""
+        since: float | None = None  # when writes began to fail
         was_full = False
         while True:
             began = anyio.current_time()

@@ -1,7 +1,8 @@
 """The plan of an installation: its processes, how each is started, and how its readiness is checked.
 
-The supervisor runs the plan. This module starts nothing.
-Services are started with `python -m`; this module never imports them.
+`journeywork up` makes it of the settings and the names of services (`make_plan`), and the supervisor runs it;
+`journeywork exec` takes the commands of single servers. This module starts nothing. Services are started with `python
+-m`; this module never imports them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pipeline.config import Config, ConfigError
 from pipeline.files import write_once, write_whole
 from pipeline.names import version_name
 from pipeline.running import families
+from pipeline.running.environment import environment_of
 from pipeline.running.ports import LOOPBACK
 from pipeline.running.resolved import resolve, starts_vllm, vllm_device
 from pipeline.security import users
@@ -61,8 +63,14 @@ class ProcessSpec:
     """A process that is not ready after this time is killed and started again. The default is generous
     because replaying a long event log at startup can take minutes."""
 
+    def environment(self, config: Config) -> dict[str, str]:
+        """Return all variables of the process. Raises `OSError` if a file with a secret can't be read."""
+        secrets = {name: path.read_text("utf-8").strip() for name, path in self.secret_env.items()}
+        return {**environment_of(config, self.name, os.environ), **self.env, **secrets}
+
 
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
+"""What vLLM's CPU build needs (`--block-size`), and what saves it minutes of compilation."""
 ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 """vLLM's CPU build would start a process for the model beside that of the engine. After each message one of them
 busy-waits for the other for up to a second (docs/decisions/gateway.md)."""
@@ -188,6 +196,7 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
 
 
 def telemetry_wanted(config: Config) -> bool:
+    """Return whether traces are exported: by the settings, else if the environment names where to."""
     if config.telemetry.enabled != "auto":
         return config.telemetry.enabled == "on"
     return any(os.environ.get(name) for name in TELEMETRY_VARIABLES)

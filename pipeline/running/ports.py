@@ -26,17 +26,19 @@ def http_url(host: str, port: int) -> str:
 
 _random = random.SystemRandom()  # not the one that a program may seed
 _returned: set[int] = set()
+"""Ports that `free_port` has returned in this process; their servers may not listen yet."""
 
 
 def free_port(host: str = LOOPBACK, preferred: int = 0) -> int:
     """Return a port that no process listens on now, `preferred` if it is free, and that no call in this process has
     returned. The caller keeps using the same port when a process restarts."""
+    # 0 lets the system choose; an error then is one of the host's name, and no other port would do.
     for port in (*([preferred] if preferred else []), *_random.sample(_RANGE, 100), 0):
         with suppress(OSError) if port else nullcontext(), _listener(host, port) as probe:
             if (found := int(probe.getsockname()[1])) not in _returned:
                 _returned.add(found)
                 return found
-    return free_port(host)
+    return free_port(host)  # the system chose one that was returned before
 
 
 def check_ports(config: Config, processes: Iterable[str]) -> None:
@@ -63,4 +65,5 @@ def check_ports(config: Config, processes: Iterable[str]) -> None:
 
 
 def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address. Raises `OSError` if that can't be."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

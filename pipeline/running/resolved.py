@@ -88,7 +88,7 @@ def _signing(config: Config, services: Sequence[str]) -> SigningConfig:
 
 
 def vllm_device(config: Config) -> str:
-    """Return which build of vLLM is installed, `cpu` or `cuda`."""
+    """Return which build of vLLM is used, `cpu` or `cuda`: that of `vllm.device`, else the one that is installed."""
     if config.vllm.device != "auto":
         return config.vllm.device
     try:

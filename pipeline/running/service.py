@@ -20,6 +20,7 @@ import anyio
 import msgspec
 
 from pipeline.config import Config, ConfigError, load
+from pipeline.errors import leaves
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import add_overrides
 
@@ -85,20 +86,12 @@ async def until_signalled(serve: Serve, config: Config, ready: Ready) -> None:
 
 
 async def _run(serve: Serve, config: Config, args: argparse.Namespace) -> None:
+    """Run `serve` with the heartbeats beside it, in one task group: the end of `serve` ends both."""
     report = _Report(args.ready_fd)
     async with anyio.create_task_group() as tg:
         tg.start_soon(report.beat)
         await until_signalled(serve, config, report)
         tg.cancel_scope.cancel()
-
-
-def _unusable_settings(error: BaseException) -> list[str]:
-    """Return the messages of the settings errors in `error`, which may be nested exception groups; empty if there is
-    any other error in it."""
-    if isinstance(error, BaseExceptionGroup):
-        inner = [_unusable_settings(e) for e in error.exceptions]
-        return [message for messages in inner for message in messages] if all(inner) else []
-    return [str(error)] if isinstance(error, ConfigError) else []
 
 
 def main(name: str, serve: Serve, check: Callable[[Config], None] = lambda config: None) -> None:
@@ -123,8 +116,9 @@ def main(name: str, serve: Serve, check: Callable[[Config], None] = lambda confi
     try:
         anyio.run(_run, serve, config, args, backend_options={"use_uvloop": True})
     except Exception as error:
-        if settings := _unusable_settings(error):
-            sys.stderr.write("\n".join(settings) + "\n")
+        errors = leaves(error)
+        if all(isinstance(e, ConfigError) for e in errors):
+            sys.stderr.write("\n".join(map(str, errors)) + "\n")
             raise SystemExit(2) from error
         logs.get_logger(name).error("crashed", exc=error)
         raise SystemExit(1) from error

@@ -29,7 +29,7 @@ class RunState(msgspec.Struct, kw_only=True):
     pid: int = 0
     """The supervisor's."""
     since: str = ""
-    """As that of a process."""
+    """When the supervisor began, as a process's `since`."""
     ready: bool = False
     """Whether all processes are ready."""
     project: str = ""

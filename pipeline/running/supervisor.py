@@ -25,7 +25,7 @@ from pipeline.concurrency.backoff import Backoff
 from pipeline.config import Config, save
 from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError, BrokerUnavailableError
-from pipeline.running import child, environment, liveness
+from pipeline.running import child, liveness
 from pipeline.running.folder_lock import make_private
 from pipeline.running.plan import ProcessSpec
 from pipeline.running.ports import http_url
@@ -51,7 +51,8 @@ class SupervisorError(Exception):
 
 @dataclass
 class Watched:
-    """A process and its state."""
+    """A process and its state: `waiting` for those that it needs, `starting`, `ready`, `failed` (it hangs and is
+    killed), `backoff` (the pause before the next start), `stopping`, `stopped`."""
 
     spec: ProcessSpec
     ready: anyio.Event
@@ -105,8 +106,8 @@ class Supervisor:
         self._stop_requested.set()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Start all processes, report `started` when all are ready and the log was
-        checked (`alarms`), and restart them until `stop`.
+        """Start all processes, report `started` when all are ready and the log was checked (`alarms`), and restart them
+        until `stop`.
 
         Cancellation kills them at once. Raises `SupervisorError` (in a group) if a process never becomes ready."""
         make_private(self._run_dir)
@@ -125,7 +126,7 @@ class Supervisor:
                 task_status.started()
 
             tg.start_soon(announce)
-            tg.start_soon(self._repeat_state)
+            tg.start_soon(self._retry_state)
             if self.config.nats.url:
                 tg.start_soon(self._watch_log)
             await self._stop_requested.wait()
@@ -154,7 +155,7 @@ class Supervisor:
             logger.warning("process died", process=watched.spec.name, code=code, restarts=watched.restarts)
             failures = 0 if watched.ever_ready else failures + 1
             if failures >= GIVE_UP_AFTER or (code == 2 and not watched.ever_ready):
-                raise SupervisorError(self._obituary(watched, code))
+                raise SupervisorError(self._why_it_does_not_start(watched, code))
             if time.monotonic() - began > BACKOFF_RESETS_AFTER_S:
                 backoff.reset()
             self._change(watched, "backoff")
@@ -162,17 +163,12 @@ class Supervisor:
             watched.restarts += 1
 
     async def _run_once(self, watched: Watched) -> int:
+        """Start a process, watch it, and return its exit status when it ended. Nothing that it started is left then."""
         spec = watched.spec
         if spec.prepare is not None:
             spec.prepare()
-        env = {
-            **environment.environment_of(self.config, spec.name, os.environ),
-            **spec.env,
-            **{name: path.read_text("utf-8").strip() for name, path in spec.secret_env.items()},
-            "PYTHONUNBUFFERED": "1",
-            # Enables the fault handler before the imports, which may hang too (`_await_start`).
-            "PYTHONFAULTHANDLER": "1",
-        }
+        # The fault handler is there before the imports, which may hang too (`_await_start`).
+        env = spec.environment(self.config) | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         with (self._logs / f"{spec.name}.log").open("ab") as sink:
             watched.log_begin = sink.tell()
             process, read_end = await child.launch(
@@ -205,9 +201,9 @@ class Supervisor:
         if probe.startswith("tcp://"):
             return  # the log: `_watch_log` writes to it
         if probe:
-            await self._end(watched, await liveness.unhealthy(probe, self.config.supervisor))
+            await self._kill_hanging(watched, await liveness.until_unhealthy(probe, self.config.supervisor))
         else:
-            await self._end(watched, await liveness.silent(fd, self.config.supervisor.deadline_s))
+            await self._kill_hanging(watched, await liveness.until_silent(fd, self.config.supervisor.deadline_s))
 
     async def _watch_log(self) -> None:
         """Restart the log's server when it accepts no writes, if the supervisor started it."""
@@ -217,7 +213,7 @@ class Supervisor:
 
         async def lost(reason: str) -> None:
             if watched is not None and watched.state == "ready":
-                await self._end(watched, reason)
+                await self._kill_hanging(watched, reason)
 
         async with anyio.create_task_group() as tg:
             self._probing = tg.cancel_scope
@@ -237,7 +233,7 @@ class Supervisor:
                 logger.warning("the log's memory was not checked; trying again", exc=error)
             await anyio.sleep(TRIM_EVERY_S)
 
-    async def _end(self, watched: Watched, reason: str) -> None:
+    async def _kill_hanging(self, watched: Watched, reason: str) -> None:
         """Kill a process that hangs; `_keep_running` starts it again."""
         process = watched.process
         if process is None or watched.stopping.is_set():
@@ -249,24 +245,20 @@ class Supervisor:
         _kill_group(process.pid)
 
     async def _await_start(self, watched: Watched, fd: int) -> None:
-        """Wait until the process is ready. Kill it after `start_timeout_s`."""
-        limit_s = watched.spec.start_timeout_s
-        with anyio.move_on_after(limit_s) as bound:
-            await self._await_ready(watched, fd)
-        if bound.cancelled_caught:
-            await self._end(watched, f"it was not ready after {limit_s:g} s")
-
-    async def _await_ready(self, watched: Watched, fd: int) -> None:
-        if watched.spec.probe:
-            await _until_it_answers(watched.spec.probe)
-            if watched.spec.name == "nats":
-                await self._provision(watched.ever_ready)
-        else:
-            if not await child.is_ready(fd):
+        """Wait until the process is ready, or ended. Kill it after `start_timeout_s`."""
+        spec = watched.spec
+        with anyio.move_on_after(spec.start_timeout_s) as bound:
+            if spec.probe:
+                await _until_it_answers(spec.probe)
+                if spec.name == "nats":
+                    await self._provision(watched.ever_ready)
+            elif not await child.is_ready(fd):
                 return  # the process ended
-        watched.ever_ready = True
-        self._change(watched, "ready")
-        watched.ready.set()
+            watched.ever_ready = True
+            self._change(watched, "ready")
+            watched.ready.set()
+        if bound.cancelled_caught:
+            await self._kill_hanging(watched, f"it was not ready after {spec.start_timeout_s:g} s")
 
     async def _provision(self, restarted: bool) -> None:
         """Create streams, consumers and buckets, as the operator: the services' NATS users may not. Retries until the
@@ -284,7 +276,8 @@ class Supervisor:
                 logger.warning("the log is not provisioned yet; trying again", exc=error)
             await backoff.wait()
 
-    def _obituary(self, watched: Watched, code: int) -> str:
+    def _why_it_does_not_start(self, watched: Watched, code: int) -> str:
+        """Return the end of a process's log, with its exit status."""
         path = self._logs / f"{watched.spec.name}.log"
         tail = path.read_text("utf-8", "replace").splitlines()[-15:] if path.exists() else []
         return f"{watched.spec.name} does not start (exit code {code}); {path} ends:\n" + "\n".join(tail)
@@ -302,6 +295,7 @@ class Supervisor:
                 await self._stop(self.watched[name])
 
     async def _stop(self, watched: Watched) -> None:
+        """Stop a process for good: by SIGTERM, and after `stop_grace_s` by SIGKILL."""
         watched.stopping.set()
         self._change(watched, "stopping")
         process = watched.process
@@ -330,19 +324,22 @@ class Supervisor:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def _change(self, watched: Watched, state: str) -> None:
+        """Give a process a new state: write it to `state.json` and tell `on_change`. With `ready` and `backoff` come
+        the errors of this start in its log; without any, `backoff` comes with the log's last line."""
         watched.state = state
         watched.errors = ()
         if state in ("ready", "backoff"):
             file = self._logs / f"{watched.spec.name}.log"
-            watched.errors = logs.errors(file, watched.log_begin)
-            if state == "backoff" and not watched.errors and (words := logs.last_words(file, watched.log_begin)):
-                watched.errors = (words,)
+            watched.errors = logs.error_lines(file, watched.log_begin)
+            if state == "backoff" and not watched.errors and (line := logs.last_plain_line(file, watched.log_begin)):
+                watched.errors = (line,)
         logger.info("process", process=watched.spec.name, state=state, pid=watched.pid)
         self._write_state()
         if self._on_change is not None:
             self._on_change(watched)
 
     def _write_state(self) -> None:
+        """Write the state of all processes to `state.json`, which commands and the dashboard read."""
         config = self.config
         urls: dict[str, str | tuple[str, ...]] = {
             "gateway": http_url(config.gateway.host, config.gateway.port),
@@ -371,7 +368,8 @@ class Supervisor:
             self._state_is_old = True
             logger.error("state.json was not written; it is tried again", error=str(error))
 
-    async def _repeat_state(self) -> None:
+    async def _retry_state(self) -> None:
+        """Write `state.json` again where that failed, until cancelled."""
         while True:
             await anyio.sleep(self.config.supervisor.probe_every_s)
             if self._state_is_old:
@@ -399,6 +397,7 @@ async def _until_it_answers(probe: str) -> None:
 
 
 def _kill_group(pid: int) -> None:
+    """Kill the process `pid` and all that it started: it leads a process group."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -24,13 +24,14 @@ class RequireKey:
     """ASGI middleware. The key comes from the environment variable VLLM_API_KEY."""
 
     def __init__(self, app: App) -> None:
-        """Raises `RuntimeError` if there is no key."""
+        """`app`: vLLM's. Raises `RuntimeError` if there is no key."""
         key = os.environ.get("VLLM_API_KEY", "")
         if not key:
             raise RuntimeError("pipeline.running.vllm_guard needs the environment variable VLLM_API_KEY")
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
+        """Pass a request on if it has the key or needs none; else answer 401. Keys are compared in constant time."""
         if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN:
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,7 @@
-"""Host names and addresses, as a `Host` header and settings give them."""
+"""Host names and addresses, as a `Host` header and settings give them.
+
+The gateway and the dashboard answer only requests that were addressed to a name of their own (`Host` header), so that a
+web page can't reach them through a name that it made point here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The file of API keys (`gateway.keys_file`): the one reader of gateway, dashboard and `journeywork keys`.
 
-It holds an array of tables with the settings of `gateway.keys`, hashes only.
+It holds an array of tables with the settings of `gateway.keys`: of each key its SHA-256, never the key itself. The
+checks are those of the keys in the settings, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _OF_NOTHING = hashlib.sha256().hexdigest()
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the file holds."""
+
     keys: tuple[KeyConfig, ...] = ()
 
 
@@ -30,14 +33,14 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     """Return the keys of a file. Raises `ConfigError` if its content is invalid, `FileNotFoundError` if there is
     none."""
     try:
-        return checked(msgspec.convert(tomllib.loads(path.read_text("utf-8")), _Content).keys)
+        return check_keys(msgspec.convert(tomllib.loads(path.read_text("utf-8")), _Content).keys)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def checked(keys: Iterable[KeyConfig]) -> tuple[KeyConfig, ...]:
-    """Return `keys`. Raises `ConfigError` for one whose hash or date is none, and for the hash of an
-    empty key."""
+def check_keys(keys: Iterable[KeyConfig]) -> tuple[KeyConfig, ...]:
+    """Return `keys`. Raises `ConfigError` for one whose hash is no SHA-256 or whose date is none, and for the hash of
+    an empty key."""
     for key in keys:
         expires_at(key)
         if not _SHA256.fullmatch(key.sha256):

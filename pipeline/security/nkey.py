@@ -82,6 +82,7 @@ def check_public(public: str) -> str:
 
 
 def _raw(public: str) -> bytes:
+    """Return the 32 bytes of a public nkey. Raises `ValueError`, which leaves out the value, for anything else."""
     try:
         data = base64.b32decode(public + "=" * (-len(public) % 8))
     except binascii.Error:

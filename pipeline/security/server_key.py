@@ -1,4 +1,7 @@
-"""The API key of the inference servers."""
+"""The API key of the inference servers.
+
+The servers (vLLM) answer only who sends it, such as the gateway. `up` and `prepare` write it to a file of the run
+directory, which the setting `vllm.api_key_file` names."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ class Trust:
 
 def trusting_own_key(signing: SigningConfig) -> SigningConfig:
     """Return `[signing]` with the public key of `signing.seed` among `signing.keys`, so that an installation trusts the
-    checkpoints of its own trainer without an entry by hand. Unchanged if no seed is set.
+    checkpoints of its own trainer without an entry by hand. Unchanged if no seed is set. `journeywork up` and `prepare`
+    call it before anything starts.
 
     Creates the seed's file if it does not exist. Raises `ConfigError`."""
     if not signing.seed:

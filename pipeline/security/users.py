@@ -7,7 +7,7 @@ so a new event or consumer needs one entry in the table. The server refuses ever
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,6 +191,7 @@ def rights(user: User) -> Rights:
     A read, a fetch or an acknowledgement is a publish to a subject of the JetStream API (`$JS.API…`, `$JS.ACK…`), so
     nearly all rights are publish permissions. A user may subscribe to its own inbox only."""
     api = "$JS.API."
+    # Each part below stands for a field of `User`; its docstring there says what the right is for.
     publish = [*user.publishes, *(streams.alive_subject(s) for s in user.probes), f"{api}STREAM.NAMES"]
     deny: list[str] = []
     consumed = [streams.consumer(name) for name in user.consumes]
@@ -272,17 +273,17 @@ def seed_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.nk"
 
 
-def authorization(folder: Path, accounts: Iterable[User] = USERS) -> str:
+def authorization(folder: Path) -> str:
     """Return the `authorization` block of a NATS server's configuration, which contains public keys only. A seed that
     is missing in `folder` is created."""
     blocks = []
-    for account in accounts:
-        allowed = rights(account)
+    for each in USERS:
+        allowed = rights(each)
         publish = json.dumps({"allow": allowed.publish, "deny": allowed.deny})
         subscribe = json.dumps({"allow": allowed.subscribe})
-        key = nkey.load_or_make(seed_file(folder, account.name)).public
+        key = nkey.load_or_make(seed_file(folder, each.name)).public
         blocks.append(
             f"    {{ nkey: {key}, permissions: {{ publish: {publish},\n"
-            f"      subscribe: {subscribe} }} }} # {account.name}\n"
+            f"      subscribe: {subscribe} }} }} # {each.name}\n"
         )
     return f"authorization {{\n  timeout: 10\n  users = [\n{''.join(blocks)}  ]\n}}\n"

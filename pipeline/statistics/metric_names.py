@@ -1,4 +1,6 @@
-"""The names of the trainer's metrics in answers of the gateway."""
+"""The names of the trainer's metrics in answers of the gateway, which programs of ART read.
+
+The trainer's own names are those of `policy.checkpoint`'s `metrics`, such as `grad_norm`."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ RUN = "run/"
 """Prefix of the means of agents' metrics among the trainer's. ART calls such a metric `train/<name>`."""
 
 
-def named(metrics: Mapping[str, float]) -> dict[str, float]:
+def with_art_names(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the trainer's metrics as `trainer/<name>`, and those that ART has a name for under that name too."""
     both: dict[str, float] = {}
     for name, value in metrics.items():

@@ -1,4 +1,4 @@
-"""Whether the training reward moved, in a sentence.
+"""Whether the training reward moved, in a sentence, for `journeywork status` and the dashboard.
 
 The groups that the first versions sampled are compared with those that the last versions sampled: a fifth of the
 versions each (`SHARE`), at most `MOST_STEPS`. A group is one value, because its runs depend on each other."""
@@ -13,7 +13,7 @@ from pipeline.statistics.intervals import Sample
 SHARE, MOST_STEPS = 5, 10
 
 
-def ends_of(rewards: Mapping[int, list[float]]) -> tuple[int, Sample, Sample]:
+def first_and_last(rewards: Mapping[int, list[float]]) -> tuple[int, Sample, Sample]:
     """Return the number of steps from the first to the last version, and the samples of the first and last versions.
 
     `rewards`: the mean rewards of groups by the step that sampled them; at least one step, and none empty."""

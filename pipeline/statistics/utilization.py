@@ -1,4 +1,5 @@
-"""Who waits for whom: the shares of time in which the sampler answered calls and in which the trainer trained."""
+"""Whether sampler, trainer or agents bound the speed of training, for `journeywork status` and the dashboard: by the
+shares of time in which the inference servers answered calls, and in which the trainer trained."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ BUSY = 0.9
 
 def busy_share(spans: Iterable[tuple[int, int]], begin: int, end: int) -> float:
     """Return the share of the time from `begin` to `end` that at least one of `spans` (begin, end) covers."""
-    covered, reached = 0, begin
+    covered, covered_until = 0, begin
     for first, last in sorted(spans):
-        covered += max(0, min(last, end) - max(first, reached))
-        reached = max(reached, last)
+        covered += max(0, min(last, end) - max(first, covered_until))
+        covered_until = max(covered_until, last)
     return covered / (end - begin) if end > begin else 0.0
 
 

@@ -19,9 +19,13 @@ import msgspec
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _service = "journeywork"
 _ALWAYS = ("at", "level", "service", "logger", "event", "exception")
+"""Fields of every line, and the traceback of one with an exception. All others are a line's own."""
+_MOST_ERRORS = 5
 
 
 class _JsonFormatter(logging.Formatter):
+    """Makes a line of JSON of a record. Records of `Logger` have their keyword arguments in `fields`."""
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z",
@@ -43,6 +47,7 @@ class Logger:
         self._log = logging.getLogger(name)
 
     def _emit(self, level: int, event: str, fields: dict[str, Any], exc: BaseException | None = None) -> None:
+        """Log `event`, a constant text, with its fields, and with the traceback of `exc`."""
         if self._log.isEnabledFor(level):
             self._log.log(level, "%s", event, extra={"fields": fields}, exc_info=exc)
 
@@ -77,9 +82,9 @@ def configure(service: str, level: str = "INFO", sink: TextIO | None = None) -> 
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def errors(path: Path, offset: int, most: int = 5) -> tuple[str, ...]:
-    """Return the event and the fields of each error line from byte `offset` of a service's log on, the newest `most` of
-    them."""
+def error_lines(path: Path, offset: int) -> tuple[str, ...]:
+    """Return the event and the fields of each error line from byte `offset` of a service's log on, the newest
+    `_MOST_ERRORS` of them. The supervisor shows them."""
     lines = []
     for line in _lines(path, offset):
         with suppress(msgspec.DecodeError, KeyError, TypeError):  # another program's line, or the half of one
@@ -87,10 +92,10 @@ def errors(path: Path, offset: int, most: int = 5) -> tuple[str, ...]:
             if record["level"] == "error":
                 fields = [f"{name}={value}" for name, value in record.items() if name not in _ALWAYS]
                 lines.append(" ".join([record["event"], *fields]))
-    return tuple(lines[-most:])
+    return tuple(lines[-_MOST_ERRORS:])
 
 
-def last_words(path: Path, offset: int) -> str:
+def last_plain_line(path: Path, offset: int) -> str:
     """Return the last line from byte `offset` of a log on that is no JSON, such as that of a traceback; empty if there
     is none."""
     texts = [line.decode(errors="replace").strip() for line in _lines(path, offset) if not line.startswith(b"{")]
@@ -98,4 +103,5 @@ def last_words(path: Path, offset: int) -> str:
 
 
 def _lines(path: Path, offset: int) -> list[bytes]:
+    """Return the lines of a file from byte `offset` on; none if it does not exist."""
     return path.read_bytes()[offset:].splitlines() if path.exists() else []

@@ -1,4 +1,7 @@
-"""What commands share: their parsers, and how an error ends them."""
+"""What commands share: their parsers, and how an error ends them.
+
+A command's errors are one line on standard error. Status 2 says that an argument, a setting or a file can't be used,
+status 1 that the work failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Makes text of agents and models safe to print on a terminal."""
+"""Makes text of agents and models safe to print on a terminal.
+
+Such a text may hold control characters, with which it could clear the screen or look like a line of the command itself.
+They are shown as escapes."""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ def visible_json(text: str) -> str:
     return _ACTED_ON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def with_code(text: str, style: str = "") -> Text:
+def with_code(text: str) -> Text:
     """Return a text for a terminal in which the parts between backticks are bold and the backticks are gone."""
     parts = visible(text).split("`")
-    return Text.assemble(*((part, f"{style} bold" if at % 2 else style) for at, part in enumerate(parts)))
+    return Text.assemble(*((part, "bold" if number % 2 else "") for number, part in enumerate(parts)))
 
 
 class Output(Console):
@@ -43,6 +46,7 @@ class Output(Console):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
+        """Print nothing more. Rich calls it too, and would end the program."""
         self.quiet = True
         # What Python still holds of it is written at the end of the program.
         nowhere = os.open(os.devnull, os.O_WRONLY)

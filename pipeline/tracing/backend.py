@@ -36,6 +36,7 @@ class TraceBackend:
     """Sends spans with OpenTelemetry's exporter, which tells success or failure, and remembers the HTTP status."""
 
     def __init__(self, **options: Any) -> None:
+        """`options` are those of OpenTelemetry's exporter; without any it reads the `OTEL_*` variables."""
         self._thread = threading.local()
         session = requests.Session()
         session.hooks["response"].append(self._remember_status)
@@ -67,6 +68,7 @@ class TraceBackend:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _remember_status(self, response: requests.Response, *_: Any, **__: Any) -> None:
+        """Keep the status of an answer for `export`, which runs in the same thread: the exporter does not tell it."""
         self._thread.status = response.status_code
 
 

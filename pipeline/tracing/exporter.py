@@ -30,10 +30,14 @@ class SpanMaker:
     """Makes the spans and the scores of an event, with what the log says about its trajectory."""
 
     def __init__(self, broker: Broker, shown: bool) -> None:
+        """`shown`: whether prompts, replies and explanations are part of the spans (`telemetry.content`)."""
         self._broker, self._shown = broker, shown
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
+        """What is common to the spans of a trajectory, by project and trajectory; those unused longest are
+        forgotten."""
 
     async def make(self, recorded: LogEntry[AnyEvent]) -> tuple[list[ReadableSpan], list[langfuse.Score]]:
+        """Return the spans and the scores of an event; none for an event that traces do not show."""
         event, shown = recorded.event, self._shown
         match event:
             case ExchangeRecorded():
@@ -97,6 +101,7 @@ async def export(
 
 
 async def serve(config: Config, ready: Ready) -> None:
+    """Run the service (`pipeline.running.service`) until it is cancelled."""
     backend = TraceBackend.from_environment()
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(Broker.connect(config.nats, name="telemetry"))

@@ -1,5 +1,8 @@
 """Events to OpenTelemetry spans: the one module that knows the GenAI conventions and Langfuse's attributes.
 
+`exporter` calls it with each event. A `Run` (`pipeline.tracing.trace`) is the event's trajectory; `shown` says whether
+prompts, replies and explanations are part of the spans.
+
 Spans are derived from events, not opened per request, so requests are not slowed. The whole tree is in
 docs/dashboard.md, which a test compares with what a receiver gets.
 

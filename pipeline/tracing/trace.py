@@ -35,6 +35,7 @@ Attributes = dict[str, Any]
 
 
 def hashed(*parts: str, size: int) -> int:
+    """Return an id of `size` bytes for what `parts` name, the same each time and never 0."""
     digest = hashlib.sha256("\x00".join(parts).encode()).digest()
     return int.from_bytes(digest[:size], "big") or 1
 
@@ -101,20 +102,21 @@ def make_run(
     context: tuple[int, int] | None,
     shown: bool,
 ) -> Run:
-    """Return the trajectory as its spans show it. `context` is the caller's trace and span."""
+    """Return the trajectory as its spans show it. `opened`: its opening, if the log holds it; `group` and `model` are
+    used in its place. `context`: trace and span of the caller, `None` if it sent none. `shown`: whether content is."""
     metadata = document(bytes(opened.metadata)) if opened else {}
     trace, above = context or (trace_id(project, trajectory), 0)
     task = opened.task[:_NAME_CHARS] if opened and shown else ""
-    tags = metadata.get("tags", metadata.get("langfuse_tags", []))
+    tags = metadata.get("tags", [])
     group = opened.group if opened else group
-    user = _text(metadata, "user_id", "langfuse_user_id")
+    user, session = (str(metadata.get(name) or "")[:_NAME_CHARS] for name in ("user_id", "session_id"))
     common: Attributes = {
         f"langfuse.trace.metadata.{key}": str(value)[:_NAME_CHARS]
         for key, value in metadata.items()
         if shown and isinstance(value, str | int | float)
     }
     common |= {
-        "session.id": _text(metadata, "session_id", "langfuse_session_id") or group or trajectory,
+        "session.id": session or group or trajectory,
         "gen_ai.conversation.id": trajectory,
         "langfuse.trace.name": task or model,
         "langfuse.trace.tags": (
@@ -131,10 +133,6 @@ def make_run(
     return Run(project=project, trajectory=trajectory, trace=trace, above=above, common=common)
 
 
-def _text(metadata: dict[str, Any], *names: str) -> str:
-    return next((str(metadata[name])[:_NAME_CHARS] for name in names if metadata.get(name)), "")
-
-
 @cache
 def resource() -> Resource:
     """Return the resource of every span; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have precedence."""
@@ -142,6 +140,7 @@ def resource() -> Resource:
 
 
 def link(trace: int, span: int) -> Link:
+    """Return a link to the caller's own span of a call, which is not above the call's span in the tree."""
     return Link(SpanContext(trace, span, is_remote=True, trace_flags=_SAMPLED))
 
 

@@ -23,13 +23,14 @@ REQUEST_S = 30.0
 
 
 def checkpoint_folder(project: str, branch: str, model: str, step: int) -> str:
-    """The folder of a version below the lake."""
+    """Return the folder of a version below the lake."""
     names = (subject_token(name).replace("/", "%2F") for name in (project, branch, model))
     return "/".join((CHECKPOINTS, *names, f"step-{step:08d}"))
 
 
 def open_s3(store: StoreConfig) -> fs.S3FileSystem:
-    """The object storage of `store.s3_endpoint` and `store.s3_region`, with the credentials of AWS_* variables."""
+    """Return the object storage of `store.s3_endpoint` and `store.s3_region`, with the credentials of AWS_*
+    variables."""
     settings: dict[str, Any] = {
         # Arrow's default: `create_dir` makes folders without asking whether they exist.
         "check_directory_existence_before_creation": False,

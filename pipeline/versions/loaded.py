@@ -1,4 +1,7 @@
-"""Which versions the inference servers have loaded, by the events of their sampler agents."""
+"""Which versions the inference servers have loaded, by the events of their sampler agents.
+
+A *sampler agent* is the process beside an inference server that loads new versions into it and publishes
+`policy.loaded` and `policy.unloaded`. A server that starts anew has nothing loaded, whatever was published before."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import anyio.to_thread
 
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
 from pipeline.security.host_names import is_loopback
-from pipeline.security.key_file import checked, expires_at, name_of, read_keys
+from pipeline.security.key_file import check_keys, expires_at, name_of, read_keys
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.errors import ApiError, invalid_key
 
@@ -255,7 +255,7 @@ class ApiKeys:
         now = time.monotonic()
         keys: dict[str, tuple[Access, float]] = {}
         accounts: dict[tuple[str, bool], _Account] = {}
-        for key in (*checked(self._settings), *from_file):
+        for key in (*check_keys(self._settings), *from_file):
             digest, name, expiry = key.sha256.lower(), name_of(key), expires_at(key)
             models = frozenset(key.models)
             feedback_only = key.role == "feedback"

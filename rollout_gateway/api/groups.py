@@ -8,7 +8,7 @@ import msgspec
 
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrajectoryCompleted, TrajectoryOpened, decode
 from pipeline.names import check_name
-from pipeline.statistics.metric_names import named
+from pipeline.statistics.metric_names import with_art_names
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.control_request import ControlRequest
 from rollout_gateway.api.demonstrations import (
@@ -142,7 +142,7 @@ async def _outcome(gateway: Gateway, model: str, group: str) -> dict[str, Any]:
     for checkpoint in reversed(state.checkpoints.values() if state is not None else ()):
         event = checkpoint.event
         if group in event.groups and event.branch == "main":
-            return {"status": "trained", "version": event.version, "metrics": named(event.metrics)}
+            return {"status": "trained", "version": event.version, "metrics": with_art_names(event.metrics)}
     discards = await gateway.broker.read(GroupDiscarded, project=gateway.project, model=model, group=group)
     for discard in (recorded.event for recorded in reversed(discards)):
         # `late` and `too_large` concern single trajectories.

@@ -154,7 +154,7 @@ class Writer:
 
     async def _add(self, batch: WriteBatch, place: Place, message: Pulled) -> None:
         """Decode a message and add it to the batch. A message that can't be decoded becomes a dead letter."""
-        event = await self._broker.admit(message, self.spec)
+        event = await self._broker.usable_event(message, self.spec)
         if event is None:
             return
         row = Row(event, place.seq, place.at, message.header(b"traceparent"))

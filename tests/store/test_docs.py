@@ -65,7 +65,7 @@ def test_every_event_has_a_section_with_its_docstring_and_its_fields(pages: dict
 
 
 def test_every_stream_consumer_bucket_and_user_has_a_row(pages: dict[str, str]) -> None:
-    specs = (*streams.STREAMS, *streams.CONSUMERS, *streams.buckets(), *streams.KEY_VALUES, *users.USERS)
+    specs = (*streams.STREAMS, *streams.CONSUMERS, *streams.buckets(), streams.FLEET, *users.USERS)
     assert [s.name for s in specs if not s.purpose or f"| `{s.name}` |" not in pages["streams.md"]] == []
 
 

@@ -35,7 +35,7 @@ async def test_stopping_while_an_event_is_read_writes_it_and_those_behind_it(
     broker: Broker, running_store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its content may be in the log's object store, which takes a while. The process is stopped then."""
-    admit, reading, calls = Broker.admit, anyio.Event(), itertools.count(1)
+    admit, reading, calls = Broker.usable_event, anyio.Event(), itertools.count(1)
 
     async def admit_slowly(self: Broker, message: Pulled, spec: streams.ConsumerSpec) -> AnyEvent | None:
         if spec.name == "store-rollouts" and next(calls) == 2:
@@ -43,7 +43,7 @@ async def test_stopping_while_an_event_is_read_writes_it_and_those_behind_it(
             await anyio.sleep_forever()
         return await admit(self, message, spec)
 
-    monkeypatch.setattr(Broker, "admit", admit_slowly)
+    monkeypatch.setattr(Broker, "usable_event", admit_slowly)
     await publish(broker, [exchange("t", seq) for seq in range(5)])
     async with running_store(flush_s=60.0):
         with anyio.fail_after(60):

@@ -1,4 +1,8 @@
-"""The trajectory that chat completions make up, one after the other."""
+"""The trajectory that chat completions make up, one after the other.
+
+Each call of a chat model sends the whole conversation so far. A call that begins with all messages of an earlier one
+continues that conversation; any other one begins a further *history* of the same trajectory, such as that of a
+sub-agent."""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ def add_call(trajectory: Trajectory, request: dict[str, Any], body: bytes) -> No
 
 
 def _continues(earlier: list[Any], messages: list[Any]) -> bool:
+    """Return whether a request's `messages` begin with all `earlier` ones."""
     return len(earlier) <= len(messages) and all(map(_same, earlier, messages))
 
 
@@ -57,6 +62,7 @@ def _calls(message: dict[str, Any]) -> list[Any]:
 
 
 def _whole(body: bytes) -> ChatCompletion | None:
+    """Return the completion in a JSON document; `None` if it is none."""
     try:
         return ChatCompletion.model_validate_json(body)
     except ValueError:

@@ -1,4 +1,8 @@
-"""The chat model of a rollout, and the trajectory of its calls."""
+"""The chat model of a rollout, and the trajectory of its calls.
+
+`wrap_rollout` wraps a function that plays an agent of LangGraph. Inside of it `init_chat_model` returns a chat model of
+LangChain for the model that is trained, and what this one is asked and answers becomes the trajectory that the wrapped
+function returns."""
 
 from __future__ import annotations
 
@@ -47,13 +51,15 @@ class _Rollout:
         return blocking, waiting
 
     def _capture(self, response: Any, body: bytes) -> None:
+        """Add a call that succeeded to the trajectory."""
         if response.status_code == 200 and response.request.url.path.endswith("/chat/completions"):
             add_call(self.captured, json.loads(response.request.content), body)
 
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # 10 ms
+    """Return the context of all clients: to make one takes 10 ms."""
+    return httpx.create_ssl_context()
 
 
 _current_rollout: contextvars.ContextVar[_Rollout | None] = contextvars.ContextVar("langgraph_rollout", default=None)

@@ -1,4 +1,7 @@
-"""An installation on this machine as ART's backend."""
+"""An installation on this machine as ART's backend.
+
+An *installation* is what `journeywork up` runs in one folder, its run directory; `state.json` there says whether it is
+ready and where its gateway is. `LocalBackend` finds or starts one, and is a `RemoteBackend` of its gateway then."""
 
 from __future__ import annotations
 
@@ -82,6 +85,7 @@ class LocalBackend(RemoteBackend):
         return url
 
     async def _start(self, run_dir: Path, model: Model[Any]) -> str:
+        """Start an installation and return its gateway's URL once it is ready. Raises `UpError` if it ends before."""
         began = time.time()
         process = await asyncio.to_thread(self._launch, run_dir, model)
         while True:
@@ -125,6 +129,7 @@ class LocalBackend(RemoteBackend):
         await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:
+        """Stop what was started here: called by `close`, and at the program's end. Blocks until it has stopped."""
         stopping = list(self._started.values())
         self._started.clear()
         self._urls.clear()

@@ -44,6 +44,7 @@ class Installation(subprocess.Popen[bytes]):
         self._reader.start()
 
     def _pass_on(self) -> None:
+        """Copy the process's standard error to the program's, and keep its end. Runs in a thread until it is closed."""
         assert self.stderr is not None
         with self.stderr as pipe:
             while said := pipe.read(_LOG_BYTES):

@@ -107,8 +107,8 @@ async def generate_scenarios(
             except httpx.HTTPError as error:
                 raise ValueError(f"{generator_base_url}: {error}") from error
             before = len(scenarios)
-            for candidate in parse_scenarios(reply):
-                if len(scenarios) < num_scenarios and is_new(candidate, scenarios):
+            for candidate in _parse_scenarios(reply):
+                if len(scenarios) < num_scenarios and _is_new(candidate, scenarios):
                     scenarios.append(candidate)
             fruitless = 0 if len(scenarios) > before else fruitless + 1
             if fruitless == _MAX_FRUITLESS:
@@ -122,7 +122,7 @@ async def generate_scenarios(
     return collection
 
 
-def parse_scenarios(reply: httpx.Response) -> list[GeneratedScenario]:
+def _parse_scenarios(reply: httpx.Response) -> list[GeneratedScenario]:
     """Return the scenarios in a chat completion, whatever text surrounds the JSON; none if it is not as asked for."""
     try:
         text = str(reply.json()["choices"][0]["message"]["content"])
@@ -133,7 +133,7 @@ def parse_scenarios(reply: httpx.Response) -> list[GeneratedScenario]:
     return scenarios if all(s.difficulty in DIFFICULTIES for s in scenarios) else []
 
 
-def is_new(candidate: GeneratedScenario, existing: Sequence[GeneratedScenario]) -> bool:
+def _is_new(candidate: GeneratedScenario, existing: Sequence[GeneratedScenario]) -> bool:
     """Return whether no existing task is nearly the same."""
     known = [scenario.task.casefold() for scenario in existing]
     return not difflib.get_close_matches(candidate.task.casefold(), known, n=1, cutoff=_MOST_ALIKE)

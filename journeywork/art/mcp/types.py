@@ -1,4 +1,7 @@
-"""Tools and resources of MCP servers, and scenarios for agents that use them."""
+"""Tools and resources of MCP servers, and scenarios for agents that use them.
+
+MCP is a protocol by which a server offers *tools* (functions that a model may call) and *resources* (documents that it
+may read). A *scenario* is a task for an agent with these tools, with a difficulty from 1 to 5."""
 
 from __future__ import annotations
 

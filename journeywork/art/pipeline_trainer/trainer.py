@@ -1,4 +1,8 @@
-"""Plays groups while the backend trains, with a bounded staleness, and evaluates versions meanwhile."""
+"""Plays groups while the backend trains, with a bounded staleness, and evaluates versions meanwhile.
+
+Workers (`_play`) put groups into a stream, from which `_train` takes the batch of each step; it puts the steps to
+evaluate into another stream, which `_evaluate` reads. Each ends when the stream before it is closed: the last worker
+that has no further scenario closes the first one, the end of training the second one."""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from journeywork.art.model import TrainableModel
-from journeywork.art.training import trains
+from journeywork.art.training import can_train
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup
 from journeywork.gathering import cancellation_as_failure
 from journeywork.transport import plain_errors
@@ -90,9 +94,9 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
         state = (self.model.read_state() or {}).get(_STATE, {})
         self._evaluated = int(state.get("last_eval_step", self._step))
         while self._drawn < int(state.get("scenario_offset", 0)) and await self._next() is not None:
-            pass
-        room = max(1, self.max_steps_off_policy * self._sizes[1])
-        put, played = anyio.create_memory_object_stream[TrajectoryGroup](room)
+            pass  # an earlier trainer has played it
+        most_waiting = max(1, self.max_steps_off_policy * self._sizes[1])
+        put, played = anyio.create_memory_object_stream[TrajectoryGroup](most_waiting)
         due, evaluations = anyio.create_memory_object_stream[int](float("inf"))
         with plain_errors(Exception):
             async with anyio.create_task_group() as evaluating, due:
@@ -109,6 +113,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
     # -- playing -----------------------------------------------------------------------------------------------------
 
     async def _next(self) -> ScenarioT | None:
+        """Return the next scenario and count it; `None` after the last. Only one worker draws at a time."""
         async with self._drawing:
             async for scenario in self._scenarios:
                 self._drawn += 1
@@ -144,6 +149,8 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
     async def _train(
         self, played: MemoryObjectReceiveStream[TrajectoryGroup], due: MemoryObjectSendStream[int]
     ) -> None:
+        """Take steps on the groups that were `played` until the end, log each, and put every version that has to be
+        evaluated into `due`."""
         last = None if self.max_steps is None else self._step + self.max_steps
         is_last = False
         while not is_last and (last is None or self._step < last):
@@ -177,7 +184,8 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
         return _MOST_EQUAL * self._sizes[0]
 
     async def _batch(self, played: MemoryObjectReceiveStream[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Return the groups of a step. Empty or smaller than `min_batch_size` at the end."""
+        """Return the groups of a step: what was played by now, and at least `min_batch_size`; fewer or none at the end.
+        Stale groups and those with equal rewards are counted and left out."""
         least, most = self._sizes
         batch: list[TrajectoryGroup] = []
         while len(batch) < most and self._equal < self._most_equal:
@@ -190,7 +198,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 raise RuntimeError(f"every rollout of a group failed, the first by {first.type}: {first.message}")
             if (version := _version(group)) is not None and self._step - version > self.max_steps_off_policy:
                 self._stale += 1
-            elif trains(group):
+            elif can_train(group):
                 batch.append(group)
             else:
                 self._equal += 1
@@ -205,6 +213,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     async def _evaluate(self, due: MemoryObjectReceiveStream[int]) -> None:
+        """Evaluate the version of each step in `due` and log the results. An evaluation that raises is left out."""
         async with due:
             async for step in due:
                 if self.eval_fn is None:
@@ -225,6 +234,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
 
 
 async def _iterate(scenarios: AsyncIterator[ScenarioT] | Iterable[ScenarioT]) -> AsyncIterator[ScenarioT]:
+    """Yield the scenarios, which a program may give as either kind of iterable."""
     if isinstance(scenarios, AsyncIterator):
         async for scenario in scenarios:
             yield scenario

@@ -1,4 +1,8 @@
-"""The judge of this program: one process `journeywork judge serve`, which scores all its groups."""
+"""The judge of this program: one process `journeywork judge serve`, which scores all its groups.
+
+`journeywork.art.rewards.ruler` asks it. A request is a line of JSON with an id on the process's standard input, and its
+answer a line with this id on its standard output; a thread reads the answers. So groups are judged at the same time,
+and the judge's libraries are imported once."""
 
 from __future__ import annotations
 
@@ -85,6 +89,7 @@ class JudgeProcess:
         self._log.close()
 
     def _read(self) -> None:
+        """Give each answer to the one who waits for it, until the process ends; then all others fail."""
         assert self._process.stdout is not None
         with self._process.stdout:
             for line in self._process.stdout:
@@ -100,6 +105,7 @@ class JudgeProcess:
             self._fail()
 
     def _fail(self) -> None:
+        """End every wait with the end of the process's log. Called with `_writing` held, after the process ended."""
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _ERROR_BYTES))
         why = self._log.read().decode(errors="replace").strip()
         while self._answers:
@@ -107,6 +113,7 @@ class JudgeProcess:
 
 
 def _plain(value: Any) -> Any:
+    """Return what JSON can hold for a value that it can't, such as a choice of OpenAI's client."""
     return value.model_dump() if isinstance(value, pydantic.BaseModel) else str(value)
 
 
@@ -134,6 +141,7 @@ async def judge_answer(request: dict[str, Any], environment: Mapping[str, str]) 
 
 
 def _ask(request: dict[str, Any], environment: Mapping[str, str]) -> Future[dict[str, Any]]:
+    """Send a request to the program's process, which is started if none runs. Blocks, so it is called in a thread."""
     global _process
     with _starting:
         if _process is None or not _process.alive:

@@ -1,4 +1,7 @@
-"""Helpers of ART's programs that need nothing of a model."""
+"""Helpers of ART's programs that need nothing of a model.
+
+They call a function again after errors (`retry`), and divide a data set into the batches of each step
+(`iterate_dataset`). Names, arguments and orders are those of ART."""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ def retry(
         name = getattr(function, "__name__", repr(function))
 
         def pause_after(error: Exception, attempt: int) -> float:
+            """Return the seconds to wait before the next attempt. Raises the error after the last one."""
             if attempt == max_attempts:
                 raise error
             log.warning("%s failed in attempt %d of %d: %r", name, attempt, max_attempts, error)

@@ -1,4 +1,7 @@
-"""Choices of litellm as those of OpenAI's client."""
+"""Choices of litellm as those of OpenAI's client.
+
+A program may call its model through the library litellm, whose answers have classes of their own. A trajectory holds
+choices of OpenAI's client, with the reference to the recorded call in an additional field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The chunks of a data set for supervised fine-tuning, with their learning rates."""
+"""The chunks of a data set for supervised fine-tuning, with their learning rates.
+
+A *chunk* is several batches of trajectories, which one call of `model.train_sft` trains as one step. The learning rates
+of all chunks follow one schedule over the whole data set: a rise, then a linear fall to 0."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from pipeline.config import Config, ConfigError
 from pipeline.security.host_names import is_loopback, name_in_host
-from pipeline.security.key_file import checked, expires_at, read_keys
+from pipeline.security.key_file import check_keys, expires_at, read_keys
 from store.showing.pages.errors import PageError, SignInError
 
 COOKIE = "journeywork_session"
@@ -42,7 +42,7 @@ def _operator_keys(config: Config) -> set[str]:
 
     Raises `ConfigError` if the file cannot be read, or if a key is none."""
     file = config.path(config.gateway.keys_file)
-    keys = checked(config.gateway.keys)
+    keys = check_keys(config.gateway.keys)
     try:
         with contextlib.suppress(FileNotFoundError):
             keys += read_keys(file)

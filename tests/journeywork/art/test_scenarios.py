@@ -7,11 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from journeywork.art import mcp
-from journeywork.art.mcp.generate_scenarios import is_new, parse_scenarios
 from tests.kits.scoring_server import Answer, ScoringServer
 
 pytestmark = pytest.mark.anyio
@@ -44,26 +42,34 @@ async def test_batches_are_requested_until_there_are_enough_and_show_existing_ta
     assert server.headers[0]["authorization"] == "Bearer k"
 
 
-@pytest.mark.parametrize("reply", ['{"scenarios": [{"task": "the same", "difficulty": 1}]}', "no", 500])
-async def test_a_model_without_new_tasks_is_an_error(reply: Answer) -> None:
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ('{"scenarios": [{"task": "the same", "difficulty": 1}]}', "wrote 1 of 3 scenarios, then nothing new in 3 r"),
+        ('{"scenarios": [{"task": "a", "difficulty": 9}]}', "wrote 0 of 3"),
+        ('{"scenarios": [{"task": "a"}]}', "wrote 0 of 3"),
+        ('["do a"]', "wrote 0 of 3"),
+        (b"no JSON", "wrote 0 of 3"),
+        (500, "500"),
+    ],
+)
+async def test_a_model_without_new_tasks_is_an_error(reply: Answer | bytes, said: str) -> None:
     async with ScoringServer(lambda _: reply).run() as server:
-        with pytest.raises(ValueError, match=r"then nothing new in 3 replies|500"):
+        with pytest.raises(ValueError, match=said):
             await write(server, 3)
 
 
-def completion(text: str) -> httpx.Response:
-    return httpx.Response(200, json={"choices": [{"message": {"content": text}}]})
-
-
-def test_text_around_the_json_is_skipped_and_another_form_is_not_read() -> None:
-    reply = 'Here:\n```json\n{"scenarios": [{"task": " do a ", "difficulty": 2}]}\n```'
-    assert [(s.task, s.difficulty) for s in parse_scenarios(completion(reply))] == [("do a", 2)]
-    for wrong in ('["do a"]', '{"scenarios": [{"task": "a", "difficulty": 9}]}', '{"scenarios": [{"task": "a"}]}'):
-        assert parse_scenarios(completion(wrong)) == []
-    assert parse_scenarios(httpx.Response(200, text="no JSON")) == []
-
-
-def test_near_duplicates_are_not_new() -> None:
-    existing = [mcp.GeneratedScenario("Book a table for two at eight tonight", 1)]
-    assert not is_new(mcp.GeneratedScenario("book a table for two, at EIGHT tonight!", 1), existing)
-    assert is_new(mcp.GeneratedScenario("Cancel the booking", 1), existing)
+async def test_text_around_the_json_is_skipped_and_a_near_duplicate_is_not_new() -> None:
+    replies = iter(
+        [
+            'So:\n```json\n{"scenarios": [{"task": " Book a table for two at eight tonight ", "difficulty": 2}]}\n```',
+            '{"scenarios": [{"task": "book a table for two, at EIGHT tonight!", "difficulty": 1}, '
+            '{"task": "Cancel the booking", "difficulty": 1}]}',
+        ]
+    )
+    async with ScoringServer(lambda _: next(replies)).run() as server:
+        written = await write(server, 2)
+    assert [(s.task, s.difficulty) for s in written] == [
+        ("Book a table for two at eight tonight", 2),
+        ("Cancel the booking", 1),
+    ]

@@ -377,4 +377,4 @@ def test_an_empty_secret_ends_the_start_with_what_is_wrong(tmp_path: Path) -> No
     spec = dataclasses.replace(service("gateway"), prepare=lambda: write_once(key, lambda: b"secret"))
     supervisor = Supervisor(config(tmp_path), (spec,))
     with pytest.raises(SupervisorError, match=r"vllm\.key is empty: delete it"):
-        cli._hold_up(config(tmp_path), (), supervisor, io.StringIO())
+        cli._run_supervisor(config(tmp_path), (), supervisor, io.StringIO())
