@@ -1,6 +1,9 @@
 """Compares two answers to the same call with the judge model, in both orders: an outside model's and a policy's.
 
-Shadow calls are compared here as they come (`rollout.shadow`); `judge.healing` compares corrections."""
+An outside model is a provider's model behind the gateway; its apprentice is the policy that learns to replace it. A
+shadow call asks the apprentice what an agent asked the outside model, and puts the answer on the log
+(`rollout.shadow`). `ShadowJudge`, which the judge service runs, compares these answers as they come. `judge.healing`
+compares an outside model's correction with what the policy said."""
 
 from __future__ import annotations
 
@@ -29,64 +32,57 @@ logger = get_logger("judge.comparing")
 _WRONG_EVENT_DELAY_S = 1.0
 
 
-class AnswerJudge:
-    """Compares answers with one judge model."""
-
-    def __init__(self, ruler: LlmRuler) -> None:
-        """`ruler` makes two passes."""
-        self._ruler = ruler
-
-    async def compare(
-        self, call: ExchangeRecorded, model: str, outside: str, outside_response: bytes, apprentice_response: bytes
-    ) -> AnswersCompared:
-        """Score the answers of the model `outside` and of the policy `model` to a call: two chat completions. Raises
-        `UnscoredError` if the judge can't be had, and `HistoryGoneError` if the call has no messages."""
-        shown: list[Transcript] = []
-        for role, response in (("outside", outside_response), ("apprentice", apprentice_response)):
-            answered = msgspec.structs.replace(call, response=response, status="complete", side_call=False)
-            shown.append(from_exchanges(role, [answered]))
-        judging = partial(self._ruler.judge, shown, count=False)
-        (scores, verdicts), _ = await self._ruler.retry(judging, call.trajectory)
-        return AnswersCompared(
-            project=call.project,
-            trajectory=call.trajectory,
-            call=call.seq,
-            model=model,
-            outside=outside,
-            outside_score=scores["outside"],
-            apprentice_score=scores["apprentice"],
-            verdicts=verdicts,
-        )
+async def compare_answers(
+    ruler: LlmRuler, call: ExchangeRecorded, model: str, outside: str, outside_answer: bytes, policy_answer: bytes
+) -> AnswersCompared:
+    """Score the answers of the model `outside` and of the policy `model` to a call: two chat completions. Raises
+    `UnscoredError` if the judge can't be had, and `HistoryGoneError` if the call has no messages."""
+    shown: list[Transcript] = []
+    for role, response in (("outside", outside_answer), ("apprentice", policy_answer)):
+        answered = msgspec.structs.replace(call, response=response, status="complete", side_call=False)
+        shown.append(from_exchanges(role, [answered]))
+    scores, verdicts = await ruler.retry(partial(ruler.judge, shown, count=False), call.trajectory)
+    return AnswersCompared(
+        project=call.project,
+        trajectory=call.trajectory,
+        call=call.seq,
+        model=model,
+        outside=outside,
+        outside_score=scores["outside"],
+        apprentice_score=scores["apprentice"],
+        verdicts=verdicts,
+    )
 
 
 @asynccontextmanager
-async def open_answer_judge(config: Config) -> AsyncIterator[AnswerJudge | None]:
-    """Open the judge model for comparisons; `None` if there is none, or nothing to compare. Raises `ConfigError`."""
+async def open_answer_ruler(config: Config) -> AsyncIterator[LlmRuler | None]:
+    """Open the ruler for comparisons of answers; `None` if there is no judge model, or nothing to compare. Raises
+    `ConfigError`."""
     shadowed = any(table.shadow_percent for table in config.outside)
     if not config.judge.model or not (shadowed or config.judge.healing.outside):
         yield None
         return
-
     # A pass alone would have the judge's position bias.
     judge = msgspec.structs.replace(config.judge, passes=2)
     async with open_judge_model(judge) as model:
-        yield AnswerJudge(LlmRuler(judge, load_rubric(judge.rubric), model))
+        yield LlmRuler(judge, load_rubric(judge.rubric), model)
 
 
 class ShadowJudge:
     """Compares the answers of shadow calls. Any number of processes may run one."""
 
-    def __init__(self, broker: Broker, config: Config, judge: AnswerJudge | None) -> None:
-        """Without a `judge`, shadow calls are acknowledged and not compared."""
-        self._broker, self._judge, self._at_once = broker, judge, config.judge.concurrency
+    def __init__(self, broker: Broker, config: Config, ruler: LlmRuler | None) -> None:
+        """`ruler`: of `open_answer_ruler`. Without one, shadow calls are acknowledged and not compared."""
+        self._broker, self._ruler, self._at_once = broker, ruler, config.judge.concurrency
         self._budget = Budget(broker, config)
 
     async def run(self, arrivals: Consumption) -> None:
-        """Consume until cancelled."""
+        """Consume `rollout.shadow` until cancelled."""
         while True:
             await concurrently(self._on_arrival, await arrivals.batch(self._at_once))
 
     async def _on_arrival(self, delivery: Delivery) -> None:
+        """Compare one shadow call and acknowledge it. Raises `BrokerError`, after which it is delivered again."""
         with handling([delivery]):
             if not isinstance(delivery.event, ShadowAnswered):
                 await delivery.give_back(_WRONG_EVENT_DELAY_S)
@@ -95,7 +91,9 @@ class ShadowJudge:
             await delivery.ack()
 
     async def _compare(self, shadow: ShadowAnswered) -> None:
-        if self._judge is None or shadow.same or await self._budget.refusal(f"{shadow.trajectory}/{shadow.call}"):
+        """Publish the comparison of a shadow call, once. Nothing is asked about answers that say the same, over budget,
+        without a judge model, and where the outside model's call has left the log."""
+        if self._ruler is None or shadow.same or await self._budget.refusal(f"{shadow.trajectory}/{shadow.call}"):
             return
         names: dict[str, Any] = {"project": shadow.project, "trajectory": shadow.trajectory}
         try:
@@ -103,7 +101,8 @@ class ShadowJudge:
             call = next((r.event for r in history if (r.event.seq, r.event.choice) == (shadow.call, 0)), None)
             if call is None or await self._broker.read_last(AnswersCompared, **names, call=shadow.call) is not None:
                 return
-            compared = await self._judge.compare(call, shadow.model, shadow.outside, call.response, shadow.response)
+            answers = call.response, shadow.response
+            compared = await compare_answers(self._ruler, call, shadow.model, shadow.outside, *answers)
         except (HistoryGoneError, UnscoredError) as error:
             logger.error("shadow call not compared", reason=str(error)[:500], call=shadow.call, **names)
             return

@@ -1,5 +1,9 @@
 """What signals say about a run: the value of a reward, rewards of single calls, hints, and who graded it.
 
+A signal (`rollout.signal`) is a number, a text or a correction that the agent, a user or another program gave about a
+run or one of its calls, each with an API key, under a name. `judge.rewards.compose` reads here the value of a reward of
+kind `feedback`, and `judge.scoring` what else a scored group says of its members.
+
 Of several numbers that one key gave under one name about the same thing, the last counts. Those of different keys are
 averaged. A number about a call is a reward of that call if settings name it as a reward of kind `feedback`, or if it is
 called `reward`, no reward of kind `feedback` has that name, and the run's owner gave it. Words and corrections are
@@ -30,14 +34,15 @@ class RunFeedback:
     """As in `Member`."""
 
 
-def merge(parts: Iterable[RunFeedback]) -> RunFeedback:
+def merge_feedback(parts: Iterable[RunFeedback]) -> RunFeedback:
     """Return what several parts of a reward say about one run: the sum of a call's rewards, and all hints in this
     order."""
     said = list(parts)
-    return RunFeedback(_sum(p.call_rewards for p in said), tuple(hint for p in said for hint in p.hints))
+    return RunFeedback(_sum_by_call(p.call_rewards for p in said), tuple(hint for p in said for hint in p.hints))
 
 
-def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _sum_by_call(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up rewards of calls, which are given by the calls' numbers."""
     total: dict[str, float] = defaultdict(float)
     for part in parts:
         for call, reward in part.items():
@@ -45,7 +50,7 @@ def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
-def graded(signals: Iterable[SignalGiven], name: str, call: int = -1) -> dict[str, float]:
+def numbers_by_key(signals: Iterable[SignalGiven], name: str, call: int = -1) -> dict[str, float]:
     """Return the last number that each key gave under `name` about a call, or about the run; by the key's name.
     `signals`: those of one run, in the order of the log."""
     return {
@@ -57,17 +62,19 @@ def graded(signals: Iterable[SignalGiven], name: str, call: int = -1) -> dict[st
 
 def feedback_value(signals: Iterable[SignalGiven], reward: RewardConfig) -> float | None:
     """Return the value of a reward of kind `feedback` for a run with these signals."""
-    numbers = graded(signals, reward.name)
+    numbers = numbers_by_key(signals, reward.name)
     return fmean(numbers.values()) if numbers else reward.default
 
 
-def counting(signals: Iterable[SignalGiven], config: JudgeConfig) -> list[SignalGiven]:
-    """Return the signals without the numbers of keys that a reward of that name does not take (`by`)."""
+def counted_signals(signals: Iterable[SignalGiven], config: JudgeConfig) -> list[SignalGiven]:
+    """Return the signals that the judge reads: not the numbers of keys that the reward of their name does not take
+    (`judge.rewards.by`). Without this, any key that may give feedback could speak before the one that knows the
+    result."""
     takes = {r.name: r.by for r in config.rewards if r.kind == "feedback" and r.by}
     return [s for s in signals if s.kind != "number" or s.by in takes.get(s.name, (s.by,))]
 
 
-def by_run(signals: Iterable[SignalGiven]) -> dict[str, list[SignalGiven]]:
+def signals_by_run(signals: Iterable[SignalGiven]) -> dict[str, list[SignalGiven]]:
     """Return the signals of each run."""
     signals_of: dict[str, list[SignalGiven]] = defaultdict(list)
     for signal in signals:
@@ -81,9 +88,9 @@ def feedback_on(
     config: JudgeConfig,
     known: Mapping[str, RunFeedback],
 ) -> dict[str, RunFeedback]:
-    """Return what is known about each of `members`, by trajectory: what signals say, added to `known`, which the other
-    parts of the reward say."""
-    said, feedback = by_run(signals), dict(known)
+    """Return what is known about each of `members`, by trajectory: what `signals` say, added to `known`, what reward
+    functions and the judge of what happened next say."""
+    said, feedback = signals_by_run(signals), dict(known)
     for member in members:
         if not (own := said.get(member.trajectory)):
             continue
@@ -99,7 +106,7 @@ def feedback_on(
             for s in own
             if s.kind in ("text", "correction") and s.text
         )
-        calls = _sum((earlier.call_rewards, _call_rewards(member, own, config)))
+        calls = _sum_by_call((earlier.call_rewards, _call_rewards(member, own, config)))
         feedback[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), _graders(own, config))
     return feedback
 
@@ -112,13 +119,14 @@ def _graders(own: Iterable[SignalGiven], config: JudgeConfig) -> tuple[str, ...]
 
 
 def _call_rewards(member: TrajectoryCompleted, own: Sequence[SignalGiven], config: JudgeConfig) -> dict[str, float]:
+    """Return the rewards that the run's `own` signals give to its calls, by the calls' numbers; the rule is in this
+    module's docstring."""
     weights = {r.name: r.weight for r in config.rewards if r.kind == "feedback"}
     rewards: dict[str, float] = {}
     for call in sorted({s.call for s in own if s.kind == "number" and s.call >= 0}):
-        parts = [
-            weight * fmean(values.values()) for name, weight in weights.items() if (values := graded(own, name, call))
-        ]
-        reward = graded(own, OWN_REWARD, call).get(member.owner) if OWN_REWARD not in weights else None
+        numbers = {name: numbers_by_key(own, name, call) for name in weights}
+        parts = [weights[name] * fmean(by_key.values()) for name, by_key in numbers.items() if by_key]
+        reward = numbers_by_key(own, OWN_REWARD, call).get(member.owner) if OWN_REWARD not in weights else None
         if parts or reward is not None:
             rewards[str(call)] = sum(parts) + (reward or 0.0)
     return rewards

@@ -1,16 +1,19 @@
-"""Reads and writes groups on the log: members, ends, timers, late trajectories. `judge.service` publishes the
-scores."""
+"""Reads and writes groups on the log: members, ends, timers, late trajectories.
+
+`judge.service` asks here what the log says of a group whenever a trajectory or a signal arrives, and publishes the
+scores itself. A group is closed when it is full or its time is over (`rollout.timeout`); it is ready when it also has
+the feedback that it waits for, or that wait is over (`rollout.overdue`). Both times are timers of the NATS server, so
+they end also if every judge is down."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from judge.feedback import counting
+from judge.feedback import counted_signals
 from judge.groups import Arrival, GroupKey, GroupOnLog, read_group
 from judge.scoring import late_event
 from pipeline import crash
@@ -34,8 +37,6 @@ from pipeline.telemetry.logs import get_logger
 logger = get_logger("judge.group_log")
 
 _ROLLOUTS, _GROUPS = stream_of(TrajectoryCompleted), stream_of(GroupScored)
-_MAX_CACHED = 512
-"""Number of closed groups in the cache."""
 _MAX_TIMEOUT_S = 10 * 365 * 86_400.0
 
 
@@ -59,11 +60,6 @@ class GroupLog:
         self.awaited = feedback_names(config) if self._feedback.wait_s else frozenset[str]()
         """Names of the feedback that a closed group waits for."""
         self._waits_whole = bool(self._feedback.wait_s) and self._feedback.wait_for == "all"
-        self._cache: OrderedDict[GroupKey, GroupOnLog] = OrderedDict()
-        """Cache of closed groups, whose members can't change."""
-        self._reconnects = 0
-        """Number of reconnections when the cache was last cleared. After each one it is cleared, because a server that
-        lost the end of its log in a power cut gives the same sequences to other events."""
 
     @property
     def waits(self) -> bool:
@@ -73,28 +69,15 @@ class GroupLog:
     # -- reading -------------------------------------------------------------------------------------------------
 
     async def read(self, key: GroupKey, place: Place, *, later: bool = False) -> GroupOnLog | None:
-        """Return the state of a group on the log, at least up to the message at `place`. `None` if the log no longer
-        holds that message. `later`: with the signals up to `place`, also those after it was ready.
+        """Return the state of a group on the log, at least up to the message at `place`: the delivery that the caller
+        handles. `None` if the log no longer holds that message. `later`: with the signals up to `place`, also those
+        after it was ready.
 
         Any replica may answer. A replica that lags lacks the newest messages, so the read is repeated if the message at
         `place` is missing."""
-        if self._reconnects != self._broker.client.stats["reconnects"]:
-            self._cache.clear()
-            self._reconnects = self._broker.client.stats["reconnects"]
-        known = self._cache.get(key)
-        if known is not None and place.seq <= known.ready_at:
-            return known
-        state = await self._read(key, place, place.seq if later else 0)
-        if state is not None and state.ready_at and not later:
-            self._cache[key] = state
-            if len(self._cache) > _MAX_CACHED:
-                self._cache.popitem(last=False)
-        return state
-
-    async def _read(self, key: GroupKey, place: Place, until: int) -> GroupOnLog | None:
         subject = subject_filter(TrajectoryCompleted, project=key.project, model=key.model, group_key=key.group)
         signals = subject_filter(SignalGiven, project=key.project, model=key.model, group=key.group)
-        subjects = [subject, self._timeout(key).subject(), self._overdue(key).subject(), signals]
+        subjects = [subject, self._timeout_event(key).subject(), self._overdue_event(key).subject(), signals]
         backoff = Backoff()
         while True:
             messages = await self._broker.newest_messages(_ROLLOUTS, subjects)
@@ -109,20 +92,17 @@ class GroupLog:
                 event = await self._broker.decode(message.payload)
             except (msgspec.DecodeError, HistoryGoneError):
                 continue  # the consumer makes it a dead letter when it is delivered
-            decoded.append(LogEntry[AnyEvent](event, _ROLLOUTS, message.place, message.subject, message.headers))
-        uncounted = {
-            m.seq for m in decoded if isinstance(m.event, SignalGiven) and not counting([m.event], self._config)
-        }
-        decoded = [m for m in decoded if m.seq not in uncounted]
+            if not isinstance(event, SignalGiven) or counted_signals([event], self._config):
+                decoded.append(LogEntry[AnyEvent](event, _ROLLOUTS, message.place, message.subject, message.headers))
         awaited = None if self._waits_whole else self.awaited
-        return read_group(key, decoded, self._config.group_size, awaited, until)
+        return read_group(key, decoded, self._config.group_size, awaited, place.seq if later else 0)
 
     async def end_of(self, key: GroupKey) -> GroupEnd:
         """Return the judges' events about a group, read from the stream's leader."""
         names: dict[str, Any] = {"project": key.project, "model": key.model, "group": key.group}
         of_group = subject_filter(GroupDiscarded, **names).replace(GroupDiscarded.subject_prefix(), "group.*", 1)
         if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
-            return GroupEnd()  # the usual case needs this request only
+            return GroupEnd()  # the usual case: the group has no event yet
         ended, scored_once, trajectories = False, False, set[str]()
         for scored in [r.event for r in await self._broker.read(GroupScored, **names)]:
             if (scored.branch, scored.split) == ("main", key.split):
@@ -146,24 +126,20 @@ class GroupLog:
         """Set the deadline timer of an open group. `first`: the place of its first completed trajectory, whose time is
         the clock of the NATS server, which delivers the timer."""
         at = first.at / 1e6 + min(self._config.timeout_s, _MAX_TIMEOUT_S)
-        await self._broker.set_timer(self._timeout(key), at)
+        await self._broker.set_timer(self._timeout_event(key), at)
         crash.point("judge.timer_set")
 
     async def set_feedback_deadline(self, key: GroupKey, closed_at_us: int) -> None:
         """Set the timer of a group that was closed at this stream time (microseconds) and waits for feedback."""
         at = closed_at_us / 1e6 + min(self._feedback.wait_s, _MAX_TIMEOUT_S)
-        await self._broker.set_timer(self._overdue(key), at)
+        await self._broker.set_timer(self._overdue_event(key), at)
         crash.point("judge.feedback_timer_set")
-
-    def forget(self, key: GroupKey) -> None:
-        """Remove a group from the cache."""
-        self._cache.pop(key, None)
 
     async def cancel_deadline(self, key: GroupKey) -> None:
         """Cancel the timer of a group. If the request is lost, the timer is delivered and finds the group closed."""
-        await self._broker.cancel_timer(self._timeout(key))
+        await self._broker.cancel_timer(self._timeout_event(key))
         if self.waits:
-            await self._broker.cancel_timer(self._overdue(key))
+            await self._broker.cancel_timer(self._overdue_event(key))
 
     async def record_timeout(self, event: GroupTimedOut | FeedbackTimedOut) -> Place:
         """Publish the `rollout.timeout` or `rollout.overdue` of a group and return its place. If it was published
@@ -171,10 +147,10 @@ class GroupLog:
         ack = await self._broker.publish(msgspec.structs.replace(event, at=now_us()))
         return Place(ack.seq, 0)
 
-    def _timeout(self, key: GroupKey) -> GroupTimedOut:
+    def _timeout_event(self, key: GroupKey) -> GroupTimedOut:
         return GroupTimedOut(**key._asdict(), timeout_s=self._config.timeout_s)
 
-    def _overdue(self, key: GroupKey) -> FeedbackTimedOut:
+    def _overdue_event(self, key: GroupKey) -> FeedbackTimedOut:
         return FeedbackTimedOut(**key._asdict(), wait_s=self._feedback.wait_s)
 
 

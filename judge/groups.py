@@ -6,6 +6,7 @@ closed by the completion that makes it full, or by its `rollout.timeout` if that
 late. Trajectories with the outcome `no_result` count, so that a failed one does not keep its group open.
 
 A closed group whose rewards need feedback is ready once every run has it, or at its `rollout.overdue`.
+`judge.group_log` reads the messages.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Group:
     signals: tuple[SignalGiven, ...] = ()
     """What was said about its runs until it was ready, in the order of the log."""
     again: bool = False
-    """Whether it was discarded before, and feedback that came later may give it its rewards."""
+    """Whether it was discarded before for want of a reward, and is scored once more since feedback came late."""
 
     @property
     def trajectories(self) -> frozenset[str]:
@@ -120,17 +121,15 @@ def read_group(
                 wanted = announced or (1 if alone else group_size)
                 if len(members) >= wanted:
                     closed_at = message.seq
-        ready = awaited is not None and not lacking(members, signals, awaited)
-        if closed_at and not ready_at and ready:
+        waiting = closed_at and not ready_at and awaited is not None
+        if waiting and not _lacks_feedback(members, signals, awaited or frozenset()):
             ready_at = message.seq
     group = Group(key, tuple(members.values()), closed_by, tuple(signals))
     return GroupOnLog(group, late, first, closed_at, ready_at)
 
 
-def lacking(members: Mapping[str, Arrival], signals: Iterable[SignalGiven], awaited: frozenset[str]) -> bool:
-    """Return whether a run that can be scored lacks feedback with one of the names `awaited`."""
-    if not awaited:
-        return False
+def _lacks_feedback(members: Mapping[str, Arrival], signals: Iterable[SignalGiven], awaited: frozenset[str]) -> bool:
+    """Whether a run that can be scored lacks feedback with one of the names `awaited`."""
     there = {(s.trajectory, s.name) for s in signals if s.kind == "number" and s.call < 0}
     scorable = [a.event.trajectory for a in members.values() if a.event.outcome == "scored"]
-    return any((run, name) not in there for run in scorable for name in awaited)
+    return any((run, name) not in there for name in awaited for run in scorable)

@@ -1,13 +1,13 @@
 """Healing (`judge.healing`): an outside model corrects the call at fault of a run that scored low.
 
-The judge asks before it publishes the scored group, as it does with a teacher from outside. The outside model answers
-the call anew, through the gateway, from the messages that the policy had. Its answer teaches only if the judge model
+An outside model is a provider's model behind the gateway. The judge service asks it before it publishes a scored group,
+as it does with a teacher from outside. The outside model answers the call at fault anew, through the gateway, from the
+messages that the policy had. Its answer teaches only if the judge model
 scores it higher than the policy's: then it is on the log as a signal of kind `correction`, and among the hints of the
 group's member, and `trainer.distill` learns from it as from any correction."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,12 +17,14 @@ import anyio
 import httpx
 import msgspec
 
-from judge.comparing import AnswerJudge
+from judge.comparing import compare_answers
 from judge.errors import UnscoredError
+from judge.models.params import read_key
+from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import render_message
 from pipeline import crash
 from pipeline.concurrency.concurrently import concurrently
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config
 from pipeline.events import AnswersCompared, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Broker, HistoryGoneError
@@ -34,12 +36,13 @@ logger = get_logger("judge.healing")
 
 NAME = "healing"
 """Name and source of the signals."""
-_SENT = ("messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens")
+_KEPT_FIELDS = ("messages", "tools", "tool_choice", "response_format", "max_tokens", "max_completion_tokens")
+"""Fields of the policy's call that the outside model is asked with; others, such as `seed`, are about the policy."""
 _DAY_US = 86_400_000_000
-_SHOWN = 50_000
+_SHOWN_CHARACTERS = 50_000
 """Characters of a run that the outside model reads to find the call at fault: its end."""
-_WHICH = """An agent did a task badly. Its replies are numbered. Which reply was the first that was wrong, the one to
-correct? Answer with one JSON object and nothing else: {"reply": <number>}.
+_FAULT_QUESTION = """An agent did a task badly. Its replies are numbered. Which reply was the first that was wrong, the
+one to correct? Answer with one JSON object and nothing else: {"reply": <number>}.
 
 """
 
@@ -47,9 +50,9 @@ correct? Answer with one JSON object and nothing else: {"reply": <number>}.
 class Healer:
     """Heals the runs of scored groups. Any number of judge processes may run one."""
 
-    def __init__(self, config: Config, broker: Broker, judge: AnswerJudge, client: httpx.AsyncClient) -> None:
-        """`client` posts to the gateway."""
-        self._config, self._broker, self._judge, self._client = config.judge.healing, broker, judge, client
+    def __init__(self, config: Config, broker: Broker, ruler: LlmRuler, client: httpx.AsyncClient) -> None:
+        """`ruler` compares answers in two passes (`judge.comparing`); `client` posts to the gateway."""
+        self._config, self._broker, self._ruler, self._client = config.judge.healing, broker, ruler, client
         self._table = next(t for t in config.outside if t.name == self._config.outside and t.dialect == "chat")
         self._models, self._project = {model.name for model in config.models}, config.project
         self._day, self._read_to = 0, 0
@@ -83,29 +86,31 @@ class Healer:
         return msgspec.structs.replace(group, members=tuple(members)) if hints else group
 
     async def _correct(self, group: GroupScored, member: Member) -> Hint | None:
-        """Return the correction of a run; `None` if there is none that is better. Raises `HistoryGoneError`, and
-        `UnscoredError` if outside model or judge can't be had."""
+        """Return the correction of a run; `None` if there is none that is better. What the outside model cost is
+        published whatever comes of it. Raises `HistoryGoneError`, and `UnscoredError` if outside model or judge can't
+        be had."""
         names: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory}
         history = await self._broker.read(ExchangeRecorded, **names, at_least=member.exchanges)
         if len(history) < member.exchanges:
             raise HistoryGoneError(f"the whole history of trajectory {member.trajectory}")
-        calls = [e for e in (r.event for r in history) if _is_whole(e)]
+        calls = [e for e in (r.event for r in history) if _is_whole_reply(e)]
         if not calls:
             raise UnscoredError("it has no whole chat completion of the policy")
         # Calls that an outside model answered are compared too, with shadow calls.
         if {r.event.call for r in await self._broker.read(AnswersCompared, **names)} & {call.seq for call in calls}:
-            return await self._earlier(group, member)  # a judge died before it published the group
+            return await self._correction_on_log(group, member)  # a judge died before it published the group
         about: dict[str, Any] = {**names, "model": group.model, "outside": self._table.name}
         compared = AnswersCompared(**about, call=calls[-1].seq, outside_score=0.5, apprentice_score=0.5)
         paid: list[float] = []
         try:
             call = await self._call_at_fault(calls, member, paid)
             compared = msgspec.structs.replace(compared, call=call.seq)
-            sent = {k: v for k, v in msgspec.json.decode(call.request).items() if k in _SENT}
+            sent = {k: v for k, v in msgspec.json.decode(call.request).items() if k in _KEPT_FIELDS}
             response = await self._ask(sent, paid)
-            correction = _text(response)
-            if correction and correction != _text(call.response):
-                compared = await self._judge.compare(call, group.model, self._table.name, response, call.response)
+            correction = _reply_text(response)
+            if correction and correction != _reply_text(call.response):
+                answers = response, call.response
+                compared = await compare_answers(self._ruler, call, group.model, self._table.name, *answers)
         finally:
             if paid:  # the log has it whatever came of it: all judges count it
                 with anyio.CancelScope(shield=True):
@@ -130,9 +135,10 @@ class Healer:
         await self._broker.publish(signal)
         return _hint(signal)
 
-    async def _earlier(self, group: GroupScored, member: Member) -> Hint | None:
-        """Return the correction that is on the log, unless the member has it; `None` if there is none. So a correction
-        is lost with a judge that dies between the comparison and the signal, and no answer is paid for twice."""
+    async def _correction_on_log(self, group: GroupScored, member: Member) -> Hint | None:
+        """Return the correction that an earlier judge put on the log, unless the member has it; `None` if there is
+        none. If that judge died after the comparison and before the signal, the correction is lost: no answer is paid
+        for twice."""
         given = await self._broker.read(
             SignalGiven, project=group.project, model=group.model, group=group.group, trajectory=member.trajectory
         )
@@ -144,7 +150,7 @@ class Healer:
         self, calls: Sequence[ExchangeRecorded], member: Member, paid: list[float]
     ) -> ExchangeRecorded:
         """Return the call with the lowest reward of its own; without such rewards, the one that the outside model
-        names. `paid`: as for `_ask`."""
+        names as the first wrong one. `paid`: as for `_ask`. Raises `UnscoredError` if it names none."""
         by_seq = {str(call.seq): call for call in calls}
         graded = {seq: reward for seq, reward in member.call_rewards.items() if seq in by_seq}
         if graded:
@@ -153,9 +159,9 @@ class Healer:
             return calls[0]
         last = msgspec.json.decode(calls[-1].request).get("messages") or ()
         shown = [render_message(message) for message in last if message.get("role") != "assistant"]
-        replies = [f"Reply {call.seq}: {_text(call.response)}" for call in calls]
-        text = "\n".join([*shown, *replies])[-_SHOWN:]
-        answer = _text(await self._ask({"messages": [{"role": "user", "content": _WHICH + text}]}, paid))
+        replies = [f"Reply {call.seq}: {_reply_text(call.response)}" for call in calls]
+        text = "\n".join([*shown, *replies])[-_SHOWN_CHARACTERS:]
+        answer = _reply_text(await self._ask({"messages": [{"role": "user", "content": _FAULT_QUESTION + text}]}, paid))
         try:
             named = msgspec.json.decode(answer[answer.find("{") : answer.rfind("}") + 1])["reply"]
             return by_seq[str(named)]
@@ -163,7 +169,8 @@ class Healer:
             raise UnscoredError("the outside model named no reply as the one at fault") from error
 
     async def _spent_today(self) -> float:
-        """Return the USD that all judges spent today, but for what others did not record yet."""
+        """Return the USD that all judges spent today, without what other processes paid and have not recorded yet. The
+        log is read on from where the last call stopped."""
         async with self._reading:
             today, more = int(time.time() // 86_400), True
             if today != self._day:
@@ -175,7 +182,8 @@ class Healer:
         return self._recorded_usd + self._unrecorded_usd
 
     async def _ask(self, body: dict[str, Any], paid: list[float]) -> bytes:
-        """Return the outside model's chat completion, and add its cost in USD to `paid`. Raises `UnscoredError`."""
+        """Return the outside model's chat completion to a request `body`, and add its cost in USD to `paid`. Raises
+        `UnscoredError` if there is none, or the day's money is spent."""
         if await self._spent_today() >= self._config.max_usd:
             raise UnscoredError("judge.healing.max_usd of today is spent")
         try:
@@ -197,28 +205,26 @@ class Healer:
 
 
 @asynccontextmanager
-async def open_healer(config: Config, broker: Broker, judge: AnswerJudge | None) -> AsyncIterator[Healer | None]:
+async def open_healer(config: Config, broker: Broker, ruler: LlmRuler | None) -> AsyncIterator[Healer | None]:
     """Open the healer of the settings; `None` if there is none. Raises `ConfigError` for a missing key."""
     settings = config.judge.healing
-    if not settings.outside or judge is None:
+    if not settings.outside or ruler is None:
         yield None
         return
-    key = os.environ.get(settings.api_key_env, "") if settings.api_key_env else ""
-    if settings.api_key_env and not key:
-        raise ConfigError(f"judge.healing.api_key_env: the environment has no {settings.api_key_env}")
+    key = read_key(settings.api_key_env, "judge.healing.api_key_env")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     url = (settings.url or http_url(config.gateway.host, config.gateway.port)).rstrip("/").removesuffix("/v1")
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=settings.wait_s, trust_env=False) as client:
-        yield Healer(config, broker, judge, client)
+        yield Healer(config, broker, ruler, client)
 
 
-def _is_whole(call: ExchangeRecorded) -> bool:
+def _is_whole_reply(call: ExchangeRecorded) -> bool:
     """Whether the policy answered a call in one whole reply to messages."""
     whole = call.status == "complete" and not call.choice and not call.side_call
     return whole and call.step >= 0 and call.endpoint != "/v1/completions"
 
 
-def _text(response: bytes) -> str:
+def _reply_text(response: bytes) -> str:
     """Return the reply of a chat completion as text, with its tool calls as JSON; empty if it has none."""
     try:
         message = msgspec.json.decode(response)["choices"][0]["message"]
@@ -229,4 +235,5 @@ def _text(response: bytes) -> str:
 
 
 def _hint(signal: SignalGiven) -> Hint:
+    """Return a signal's correction as a hint of the group's member."""
     return Hint(call=signal.call, text=signal.text, kind="correction", by=signal.by, version=signal.version)

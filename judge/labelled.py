@@ -1,7 +1,12 @@
-"""Groups from files: to score, or with known rewards to measure a judge's agreement with them."""
+"""Groups from files: to score, or with known rewards to measure a judge's agreement with them.
+
+`GroupFile` is the form of a group in a file (docs/judging.md). `judge.commands.score` and `serve` score such groups.
+`judge.commands.eval` and the judge's monitor read labelled ones, in which each trajectory has its true reward, and
+measure how well a judge orders them."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,6 +101,8 @@ def read_labelled(path: Path) -> list[LabelledGroup]:
 
 
 def _labelled(group: GroupFile, default_id: str) -> LabelledGroup:
+    """Check a group of a labelled file. Raises `ConfigError` for less than two trajectories, or one without a finite
+    reward."""
     if len(group.trajectories) < 2:
         raise ConfigError(
             "a group with known rewards needs at least 2 trajectories, because they are compared with each other"
@@ -126,24 +133,20 @@ class Agreement:
 
 
 def measure_agreement(groups: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Agreement:
-    """Compare (true rewards, scores) of each group."""
+    """Compare the true rewards with the scores of each group, both by trajectory."""
     taus: list[float] = []
     right, pairs, flips, counted = 0.0, 0, 0, 0
     for truth, scores in groups:
-        names = sorted(truth)
-        signs = [
-            (sign(truth[a] - truth[b]), sign(scores[a] - scores[b]))
-            for i, a in enumerate(names)
-            for b in names[i + 1 :]
-        ]
+        pairs_of_names = itertools.combinations(sorted(truth), 2)
+        signs = [(sign(truth[a] - truth[b]), sign(scores[a] - scores[b])) for a, b in pairs_of_names]
         differing = sum(t != 0 for t, _ in signs)
         if differing:
             scale = math.sqrt(differing * sum(s != 0 for _, s in signs))
             taus.append(sum(t * s for t, s in signs) / scale if scale else 0.0)
         pairs += differing
         right += sum((1 + t * s) / 2 for t, s in signs if t)
-        true_mean, score_mean = fmean(truth.values()), fmean(scores[n] for n in names)
-        sides = [(sign(truth[n] - true_mean), sign(scores[n] - score_mean)) for n in names]
+        true_mean, score_mean = fmean(truth.values()), fmean(scores[n] for n in truth)
+        sides = [(sign(truth[n] - true_mean), sign(scores[n] - score_mean)) for n in truth]
         counted += sum(t != 0 for t, _ in sides)
         flips += sum(t * s < 0 for t, s in sides)
     return Agreement(

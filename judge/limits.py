@@ -1,12 +1,14 @@
-"""Whether learning is over budget, as the store's alarms on the log say (`[budget]`, docs/judging.md)."""
+"""Whether learning is over budget, as the store's alarms on the log say (`[budget]`, docs/judging.md).
+
+The store adds up what was spent and raises an alarm at a limit; the judge asks here before it scores a group or
+compares a shadow call, and so stops what costs money and feeds the trainer."""
 
 from __future__ import annotations
-
-import hashlib
 
 from pipeline.config import Config
 from pipeline.events import AlarmChanged
 from pipeline.log.broker import Broker
+from pipeline.names import split_point
 
 _ALARMS = {"judge_usd": "over_judge_budget", "gpu_hours": "over_gpu_budget", "sampled_tokens": "over_token_budget"}
 """The alarm of each limit, by its setting."""
@@ -20,15 +22,11 @@ class Budget:
         self._alarms = [alarm for setting, alarm in _ALARMS.items() if getattr(config.budget, setting)]
 
     async def refusal(self, group: str) -> str:
-        """Return why a group is not to be scored; empty if it is. The leader of the log is asked for the newest change
-        of each alarm, so a new process knows what the one before it knew. Raises `BrokerError`."""
+        """Return why a group is not to be scored; empty if it is, also at a limit if its name is in the share that
+        `budget.keep_share` keeps. The leader of the log is asked for the newest change of each alarm, so a new process
+        knows what the one before it knew. Raises `BrokerError`."""
         for alarm in self._alarms:
             newest = await self._broker.read_last(AlarmChanged, project=self._project, alarm=alarm)
             if newest is not None and newest.event.state == "raised":
-                return "" if share_of(group) < self._keep_share else newest.event.detail
+                return "" if split_point(group) < 100 * self._keep_share else newest.event.detail
         return ""
-
-
-def share_of(group: str) -> float:
-    """Return a number of at least 0 and below 1 that depends on the name alone, uniformly over names."""
-    return int.from_bytes(hashlib.sha256(group.encode()).digest()[:4]) / 2**32

@@ -1,9 +1,10 @@
 """Measures whether the judge can still be trusted, among other things by judging groups with known rewards again and
-again.
+again. The judge service runs it beside the scoring of groups.
 
 A judge that drifts trains the policy towards its own error, and the rewards rise while it does. The anchors are
 groups with known rewards; a Kendall tau below `judge.anchors.min_tau` is an alarm. All measurements are on the log
-as `group.measured`, where SQL can compare them with what was trained meanwhile.
+as `group.measured`, where SQL can compare them with what was trained meanwhile. Names: a ruler is an `Asker`, which has
+one rubric; its passes are counted in its `statistics`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pipeline.telemetry.logs import get_logger
 logger = get_logger("judge.monitor")
 
 _CHECK_S = 5.0
+"""How often it looks whether there are new passes."""
 _PUBLISH_S = 60.0
 """Least time between two events about the groups of one ruler."""
 
@@ -64,7 +66,8 @@ class JudgeMonitor:
                     await self.publish()
 
     async def publish(self, interval_s: float = 0.0) -> None:
-        """Publish each ruler's statistics if it made passes since its last event, `interval_s` ago or longer."""
+        """Publish the statistics of each ruler that made passes since its last event, unless that is less than
+        `interval_s` ago."""
         for name, ruler in self._judges.items():
             statistics = ruler.statistics
             passes, failed, at = self._published.get(name, (0, 0, -interval_s))
@@ -88,6 +91,7 @@ class JudgeMonitor:
             )
 
     def _identity(self, name: str, ruler: Asker) -> dict[str, Any]:
+        """Return the fields of an event that say which judge it is about."""
         return {
             "project": self._project,
             "judge": self._judge,
@@ -98,6 +102,7 @@ class JudgeMonitor:
         }
 
     async def _judge_anchors(self) -> None:
+        """Judge the anchors with each ruler every `judge.anchors.every_s`, until cancelled."""
         while True:
             for name, ruler in self._judges.items():
                 await self.check_anchors(name, ruler)

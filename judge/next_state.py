@@ -5,16 +5,16 @@ next call, a user's answer or a tool's result, and gives -1, 0 or 1, and in word
 the follow-up says so. The score of a call is that of the most votes, 0 in a tie; its hint the longest one. A vote is
 one call of the judge model over up to `_AT_ONCE` calls of the run, which it sees in the order of their conversations.
 
-It asks as RULER does (`judge.ruler.asking`): the same budgets, retries, strict replies and defences.
+`judge.rewards.compose` opens one for each reward of kind `next_state`. It asks as RULER does (`judge.ruler.asking`):
+the same budgets, retries, strict replies and defences.
 """
 
 from __future__ import annotations
 
 import functools
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import msgspec
@@ -23,7 +23,7 @@ from judge.errors import UnscoredError
 from judge.feedback import RunFeedback
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
-from judge.ruler.asking import Asker, Failures, Judged, JudgingError, LoadTranscript, Usage, charged, no_log
+from judge.ruler.asking import Asker, Judged, JudgingError, LoadTranscript, Usage, charged, no_log
 from judge.ruler.layout import ConversationText, PromptLayout
 from judge.ruler.replies import VOTES
 from judge.ruler.rubrics import Rubric
@@ -66,8 +66,8 @@ Use these keys exactly. Explain in your own words, without quoting the evidence.
 
 
 @dataclass(frozen=True)
-class _Followed:
-    """A call and what followed it."""
+class _FollowedCall:
+    """A call of a run, and the messages of the next call that came after its reply."""
 
     conversation: Conversation
     reply: Reply
@@ -100,61 +100,56 @@ class NextStateJudge(Asker):
     """Judges the calls of runs with one judge model and one rubric."""
 
     def __init__(
-        self,
-        config: JudgeConfig,
-        votes: int,
-        rubric: Rubric,
-        model: ChatModel,
-        load: LoadTranscript = no_log,
-        *,
-        rng: random.Random | None = None,
+        self, config: JudgeConfig, votes: int, rubric: Rubric, model: ChatModel, load: LoadTranscript = no_log
     ) -> None:
-        """`votes` on each call. `load` and `rng` as `Asker`'s."""
+        """`votes` on each call. `load` returns the transcript of a run."""
         self._votes = votes
-        super().__init__(config, rubric, model, load, rng=rng)
+        super().__init__(config, rubric, model, load)
 
     async def __call__(self, members: Sequence[TrajectoryCompleted]) -> dict[str, JudgedRun]:
         """Return what the votes say about each run. A run that can't be judged within `judge.retry_for_s` is missing.
 
         Raises `UnscoredError` if that is so for all."""
-        why = ""
+        judged: dict[str, JudgedRun] = {}
+        reasons = ["there is no run to judge"]
 
-        async def judge(member: TrajectoryCompleted) -> JudgedRun | None:
-            nonlocal why
+        async def judge(member: TrajectoryCompleted) -> None:
+            spent = Usage()
 
             async def attempt() -> JudgedRun:
-                return await self._judge_run(await self._load(member), count=True)
+                return await self._judge_run(await self._load(member), spent, count=True)
 
             try:
-                run, in_vain = await self.retry(attempt, member.group or member.trajectory)
+                judged[member.trajectory] = await self.retry(attempt, member.group or member.trajectory)
             except UnscoredError as error:
-                why = str(error)
-                logger.error("run not judged", trajectory=member.trajectory, reason=why[:500])
-                return None
-            return replace(run, verdicts=charged(run.verdicts, in_vain)) if run.verdicts else run
+                reasons.append(str(error))
+                logger.error("run not judged", trajectory=member.trajectory, reason=reasons[-1][:500])
 
-        results = dict(zip((m.trajectory for m in members), await concurrently(judge, members), strict=True))
-        judged = {trajectory: run for trajectory, run in results.items() if run is not None}
+        await concurrently(judge, members)
         if not judged:
-            raise UnscoredError(why)
-        return judged
+            raise UnscoredError(reasons[-1])
+        return {m.trajectory: judged[m.trajectory] for m in members if m.trajectory in judged}
 
     async def judge(self, transcripts: Sequence[Transcript], *, count: bool = True) -> Judged:
         """Return the mean score of each run's calls, 0 where none was judged, and the verdicts, without retries.
         `count`: add them to the statistics. Raises `JudgingError`."""
-        runs = await concurrently(functools.partial(self._judge_run, count=count), transcripts)
+
+        async def judge(transcript: Transcript) -> JudgedRun:
+            return await self._judge_run(transcript, Usage(), count=count)
+
+        runs = await concurrently(judge, transcripts)
         scores = {t.trajectory: run.mean or 0.0 for t, run in zip(transcripts, runs, strict=True)}
         return scores, tuple(verdict for run in runs for verdict in run.verdicts)
 
-    async def _judge_run(self, transcript: Transcript, *, count: bool) -> JudgedRun:
-        """Judge each call of a run that something followed. Raises `JudgingError` if half of the votes on a call or
-        more can't be had."""
-        followed = _followed(transcript)
+    async def _judge_run(self, transcript: Transcript, spent: Usage, *, count: bool) -> JudgedRun:
+        """Judge each call of a run that something followed. Every call of the judge model is added to `spent`. Raises
+        `JudgingError` if half of the votes on a call or more can't be had."""
+        followed = _followed_calls(transcript)
         prompts = [followed[at : at + _AT_ONCE] for at in range(0, len(followed), _AT_ONCE)]
-        failures = Failures(JudgingError("no vote failed", ""))
+        failures: list[JudgingError] = []
 
-        async def vote(calls: Sequence[_Followed]) -> Verdict | None:
-            judge = functools.partial(self._vote, transcript, calls)
+        async def vote(calls: Sequence[_FollowedCall]) -> Verdict | None:
+            judge = functools.partial(self._vote, transcript, calls, spent)
             return await self.try_pass(judge, failures, count, trajectory=transcript.trajectory)
 
         verdicts = await concurrently(vote, [calls for calls in prompts for _ in range(self._votes)])
@@ -163,20 +158,20 @@ class NextStateJudge(Asker):
         for score in (s for v in counted for s in v.scores):
             votes[score.call].append(score)
         if any(2 * len(votes[call.reply.call]) <= self._votes for call in followed):
-            raise JudgingError(str(failures.last), failures.last.kind, failures.every)
+            raise failures[-1]
         if count and votes:
-            self.statistics.add_votes([[s.score for s in said] for said in votes.values()])
-        hints = ((call, _longest_hint(said)) for call, said in votes.items())
+            self.statistics.add_votes([[s.score for s in on_call] for on_call in votes.values()])
+        hints = ((call, _longest_hint(on_call)) for call, on_call in votes.items())
         return JudgedRun(
-            {call: majority([s.score for s in said]) for call, said in votes.items()},
+            {call: majority([s.score for s in on_call]) for call, on_call in votes.items()},
             tuple(Hint(call=call, text=text) for call, text in hints if text),
-            charged(counted, failures.in_vain) if counted else (),
+            charged(counted, spent) if counted else (),
         )
 
-    async def _vote(self, transcript: Transcript, calls: Sequence[_Followed], spent: Usage) -> Verdict:
-        """Vote once on some calls of a run. Raises `JudgingError`."""
+    async def _vote(self, transcript: Transcript, calls: Sequence[_FollowedCall], spent: Usage) -> Verdict:
+        """Ask the judge model once about some calls of a run. Raises `JudgingError`."""
         names = [str(call.reply.call) for call in calls]
-        build = functools.partial(prompt.fill, _QUESTION, names, functools.partial(_lay_out, calls))
+        build = functools.partial(prompt.build_question, _QUESTION, names, functools.partial(_lay_out, calls))
         asked, parsed, verdict = await self.ask(build, (transcript,), spent)
         scores = tuple(
             Score(
@@ -204,20 +199,20 @@ def _longest_hint(votes: Sequence[Score]) -> str:
     return longest if len(longest) > _TRIVIAL else ""
 
 
-def _followed(transcript: Transcript) -> list[_Followed]:
+def _followed_calls(transcript: Transcript) -> list[_FollowedCall]:
     """Return the calls that something followed, in the order of the conversations."""
     return [
-        _Followed(conversation, reply, "\n".join(map(render_message, after)))
+        _FollowedCall(conversation, reply, "\n".join(map(render_message, after)))
         for conversation in transcript.conversations
         for reply in conversation.replies
         if (after := conversation.follow_up(reply))
     ]
 
 
-def _lay_out(calls: Sequence[_Followed], _: Callable[[], str]) -> PromptLayout:
+def _lay_out(calls: Sequence[_FollowedCall], _: Callable[[], str]) -> PromptLayout:
     """Return the texts of each call: what the conversation held since the call above it, the reply, the follow-up."""
     members: list[tuple[ConversationText, ...]] = []
-    above: _Followed | None = None
+    above: _FollowedCall | None = None
     for call in calls:
         conversation, reply = call.conversation, call.reply
         goes_on = above is not None and above.conversation is conversation

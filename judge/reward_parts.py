@@ -1,4 +1,4 @@
-"""How the parts of a reward become one number, and which numbers may be one."""
+"""How the parts of a reward (`judge.rewards`) become one number, and which numbers may be a reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pipeline.events.types import MAX_NUMBER
 
 
 def combine(config: JudgeConfig, components: Mapping[str, float]) -> float:
-    """Combine the parts of a reward by `judge.combine`. Weights do not count for `product` and `min`."""
+    """Combine the parts of a reward, by the names of `judge.rewards`, as `judge.combine` says. Weights do not count for
+    `product` and `min`."""
     weights = {r.name: r.weight for r in config.rewards}
     weighted = math.fsum(weights[n] * v for n, v in components.items())
     match config.combine:

@@ -1,4 +1,8 @@
-"""From a closed group to the event that records its result.
+"""From a closed group to the event that records its result: `group.scored`, or `group.discarded` with the reason.
+
+The judge service calls `score_closed`; `judge.commands.rejudge` uses the parts of it for groups of the past. Who scores
+is passed in as a function (`Compose`), and so is the teacher from outside, a server whose model gives logprobs of the
+recorded tokens (`AskTeacher`).
 
 Members with outcome `no_result` or `masked` are listed in the event and never scored, so they do not affect the
 baseline. If every other member has a reward of its agent, those rewards are the scores and no model is asked (judge
@@ -23,20 +27,11 @@ from judge.models.params import scoring_params
 from judge.reward_parts import is_usable
 from judge.ruler.rubrics import load_rubric, rubric_of
 from pipeline.config import JudgeConfig
-from pipeline.events import (
-    GroupDiscarded,
-    GroupScored,
-    Member,
-    Score,
-    SignalGiven,
-    TrainingBatch,
-    TrajectoryCompleted,
-    Verdict,
-)
+from pipeline.events import GroupDiscarded, GroupScored, Member, Score, SignalGiven, TrajectoryCompleted, Verdict
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
-PROMPT_VERSION = 7
+PROMPT_VERSION = 8
 """Part of the judge configuration's hash. Raise it when the prompt or the parsing of replies changes."""
 DiscardReason = Literal["too_small", "late", "unscored", "over_budget"]
 
@@ -51,7 +46,7 @@ class GroupRewards:
     """The parts of each reward, by trajectory and name."""
     verdicts: tuple[Verdict, ...]
     missing: str = ""
-    """Why some trajectories have no reward."""
+    """Why some trajectories have no reward, for the detail of a discard."""
     feedback: Mapping[str, RunFeedback] = field(default_factory=dict)
     """What else is known of a run: rewards of its calls, hints, and who graded it; by trajectory."""
     of_calls: bool = False
@@ -99,9 +94,12 @@ async def score_closed(
     *,
     over_budget: str = "",
 ) -> GroupScored | GroupDiscarded:
-    """Return the event that ends a closed group. `judge` is the judge configuration's hash. `over_budget`: why the
-    group is not to be scored; nobody is asked about it then."""
-    batch = batch_of(group)
+    """Return the event that ends a closed group. `judge` is the judge configuration's hash; `compose` is `None` if only
+    agents' own rewards are used. `over_budget`: why the group is not to be scored; nobody is asked about it then.
+
+    A group of a requested batch is always scored, perhaps with masked members only: the trainer waits for every group
+    of the batch, and discards it then."""
+    batch = next((a.event.batch for a in group.members if a.event.batch is not None), None)
     events = [a.event for a in group.members]
     scorable = [e for e in events if e.outcome == "scored"]
     # Validation rewards are only reported, not compared, so one member is enough.
@@ -122,7 +120,6 @@ async def score_closed(
             rewards = GroupRewards({}, {}, ())
     if not over_budget:
         rewards = await with_hints_and_answers(rewards, scorable, group.signals, config, teach)
-    # The trainer waits for every group of a batch, so it also gets those that it will discard.
     if len(rewards.final) < needed and batch is None:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)
         return _discarded(group.key, events, "unscored" if config.rewards else "too_small", why)
@@ -159,11 +156,6 @@ async def with_hints_and_answers(
     return replace(rewards, final={e.trajectory: 0.0 for e in members if e.trajectory in taught})
 
 
-def batch_of(group: Group) -> TrainingBatch | None:
-    """Return the batch that the group is trained in, if a member names one."""
-    return next((a.event.batch for a in group.members if a.event.batch is not None), None)
-
-
 def _too_few(usable: int, total: int, needed: int) -> str:
     return f"{usable} of {total} trajectories can be scored, {needed} are needed"
 
@@ -179,7 +171,8 @@ def agent_rewards(members: Sequence[TrajectoryCompleted]) -> GroupRewards:
 
 
 def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> Member:
-    """Return the trajectory's entry in its scored group. `seq` is the stream sequence of its completion."""
+    """Return the trajectory's entry in its scored group; masked if it should have a reward and has none. `seq` is the
+    stream sequence of its completion."""
     unscored = event.outcome == "scored" and event.trajectory not in rewards.final
     outcome = "masked" if unscored else event.outcome
     said = rewards.feedback.get(event.trajectory, RunFeedback())
@@ -210,6 +203,7 @@ def late_event(event: TrajectoryCompleted) -> GroupDiscarded:
 def _discarded(
     key: GroupKey, events: Sequence[TrajectoryCompleted], reason: DiscardReason, detail: str
 ) -> GroupDiscarded:
+    """Return the event of a group, or of late trajectories, that get no score."""
     duration_us = max((e.at - e.opened_at for e in events if e.opened_at), default=0)
     return GroupDiscarded(
         **key._asdict(),

@@ -1,11 +1,11 @@
 """The judge service: consumes completed trajectories, publishes scored groups.
 
-It keeps no groups in memory. When a completed trajectory or a signal is delivered, it reads the group's messages from
-the log. The message that makes the group ready (`judge.groups`) is acknowledged after the log has acknowledged the
-group's `group.scored` or `group.discarded`; all others are acknowledged at once. Therefore any number of processes can
-share the durable consumer: the process that gets this delivery scores the group, and if it dies, the delivery goes to
-another one. The deadlines of a group, to be full and to have its feedback, are timers of the NATS server, which
-delivers each to one process like a trajectory.
+It keeps no groups in memory. Arrivals are completed trajectories and signals (what was said about a run). When one is
+delivered, it reads the group's messages from the log. The message that makes the group ready (`judge.groups`) is
+acknowledged after the log has acknowledged the group's `group.scored` or `group.discarded`; all others are acknowledged
+at once. Therefore any number of processes can share the durable consumer: the process that gets this delivery scores
+the group, and if it dies, the delivery goes to another one. The deadlines of a group, to be full and to have its
+feedback, are timers of the NATS server, which delivers each to one process like a trajectory.
 
 Each group has its own subject, limited to one message, so the broker rejects a second score. If a group's event is
 already on the log, the judge keeps it, and records the group's trajectories that are missing from it as late.
@@ -21,8 +21,8 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
-from judge.comparing import ShadowJudge, open_answer_judge
-from judge.feedback import counting
+from judge.comparing import ShadowJudge, open_answer_ruler
+from judge.feedback import counted_signals
 from judge.group_log import GroupLog, feedback_names, names_group
 from judge.groups import Group, GroupKey, GroupOnLog, key_of
 from judge.healing import open_healer
@@ -54,7 +54,9 @@ from pipeline.telemetry.logs import get_logger
 logger = get_logger("judge")
 
 _BATCH = 512
+"""Most deliveries that are taken at once."""
 _WAIT_S = 1.0
+"""How long a batch, or a free place, is waited for before it is looked at again."""
 _READS = 32
 """Number of groups that are read from the log concurrently."""
 _SCORING = 256
@@ -90,8 +92,8 @@ async def serve(config: Config, ready: Ready) -> None:
         Broker.connect(config.nats, name="judge") as broker,
         open_composer_on_log(config, broker) as composer,
         open_teacher(config, broker) as teacher,
-        open_answer_judge(config) as answer_judge,
-        open_healer(config, broker, answer_judge) as healer,
+        open_answer_ruler(config) as answer_ruler,
+        open_healer(config, broker, answer_ruler) as healer,
         broker.consume("judge") as arrivals,
         broker.consume("judge-timers") as timers,
         broker.consume("judge-shadows") as shadows,
@@ -104,7 +106,7 @@ async def serve(config: Config, ready: Ready) -> None:
                     config.judge, composer.judges, anchors, broker.publish, project=config.project, judge=judge_id
                 )
                 tg.start_soon(monitor.run)
-            tg.start_soon(ShadowJudge(broker, config, answer_judge).run, shadows)
+            tg.start_soon(ShadowJudge(broker, config, answer_ruler).run, shadows)
             ready()
             teach = teacher.teach if teacher is not None else None
             heal = healer.heal if healer is not None else None
@@ -143,31 +145,33 @@ class Judge:
         """Consume until cancelled; `arrivals` are completions and signals. An exception ends the process;
         unacknowledged deliveries are redelivered."""
         async with anyio.create_task_group() as self._tasks:
-            self._tasks.start_soon(self._take, arrivals, self._config.group_size, self._on_arrivals)
-            self._tasks.start_soon(self._take, timers, 1, self._on_timers)
+            self._tasks.start_soon(self._consume, arrivals, self._config.group_size, self._on_arrivals)
+            self._tasks.start_soon(self._consume, timers, 1, self._on_timers)
 
-    async def _take(
+    async def _consume(
         self, messages: Consumption, per_group: int, handle: Callable[[list[Delivery]], Awaitable[None]]
     ) -> None:
         """Pass deliveries to `handle` in batches while more groups can be scored. `per_group`: about how many
         deliveries a group has. It only decides how many are taken at once."""
         while True:
-            while (room := self._room()) <= 0:
+            while (free := self._free_places()) <= 0:
                 with anyio.move_on_after(_WAIT_S):
                     await self._scoring_ended.wait()
-            await handle(await messages.batch(min(room * per_group, _BATCH), _WAIT_S))
+            await handle(await messages.batch(min(free * per_group, _BATCH), _WAIT_S))
 
-    def _room(self) -> int:
-        """Return how many more groups this process should take now, so that other processes get the rest. 0 if it is
-        less than a quarter of the limit, so that deliveries are taken in batches."""
+    def _free_places(self) -> int:
+        """Return how many more groups this process should take now; the rest is for other processes. Groups that pause
+        before they are judged again take no place. 0 if less than a quarter of the places is free, so that deliveries
+        are taken in batches."""
         scoring = len(self._scoring)
         at_once, paused = _SCORING, 0
         if self._composer is not None:
             at_once, paused = min(self._composer.at_once, _SCORING), self._composer.paused
-        room = min(at_once - (scoring - paused), _MAX_SCORING - scoring)
-        return room if room >= at_once // 4 else 0
+        free = min(at_once - (scoring - paused), _MAX_SCORING - scoring)
+        return free if free >= at_once // 4 else 0
 
     async def _on_arrivals(self, batch: list[Delivery]) -> None:
+        """Sort arrivals by group and handle the groups; what is no arrival is given back."""
         by_group: dict[GroupKey, list[Delivery]] = defaultdict(list)
         for delivery in batch:
             event = delivery.event
@@ -179,13 +183,13 @@ class Judge:
         await concurrently(self._on_arrivals_of, list(by_group.items()), _READS)
 
     async def _on_arrivals_of(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
-        """Handle completions and signals of one group: score the group if one of them made it ready; acknowledge the
-        others."""
+        """Handle completions and signals of one group: score the group if one of them made it ready, record late
+        trajectories, set the group's deadline at its first one, and acknowledge all but the one that is scored by."""
         key, deliveries = arrived
         with handling(deliveries):
             deliveries.sort(key=lambda delivery: delivery.seq)
             while (state := await self._log.read(key, deliveries[-1].place)) is None:
-                await deliveries.pop().ack()  # the log has deleted it since
+                await deliveries.pop().ack()  # the log has deleted the newest one since: try with the one before
                 if not deliveries:
                     return
             if late := [state.late[d.seq] for d in deliveries if d.seq in state.late]:
@@ -211,11 +215,12 @@ class Judge:
         return delivery.seq == state.ready_at
 
     async def _on_later_signal(self, key: GroupKey, delivery: Delivery) -> None:
-        """Score a group that was discarded for want of a reward, if this signal may give it one."""
+        """Handle a signal that came after its group was ready. If the group was discarded for want of a reward and this
+        signal may give it one (`feedback.late`), the group is scored again; if it is being scored, the signal waits."""
         signal = delivery.event
         assert isinstance(signal, SignalGiven)
         about_run = signal.kind == "number" and signal.call < 0 and signal.name in self._rescuing
-        end = await self._log.end_of(key) if about_run and counting([signal], self._config) else None
+        end = await self._log.end_of(key) if about_run and counted_signals([signal], self._config) else None
         if end is None or end.scored:
             await delivery.ack()
         elif not end.ended or key in self._scoring:
@@ -255,6 +260,8 @@ class Judge:
                 self._begin_scoring(state.group, delivery)
 
     def _begin_scoring(self, group: Group, delivery: Delivery) -> None:
+        """Score a group in a task of its own, unless it is being scored already. `delivery` is acknowledged when its
+        event is on the log."""
         if (deliveries := self._scoring.get(group.key)) is not None:
             deliveries.append(delivery)
             return
@@ -262,7 +269,8 @@ class Judge:
         self._tasks.start_soon(self._score, group)
 
     async def _score(self, group: Group) -> None:
-        """Score a closed group, publish its event, then acknowledge the deliveries that closed it."""
+        """Score a closed group and publish its event, unless it is on the log already. Then record as late what the
+        event does not list, and acknowledge the deliveries that closed the group."""
         key = group.key
         with handling(self._scoring[key]):
             if group.closed_by == "size" or self._log.waits:
@@ -271,7 +279,6 @@ class Judge:
             again = group.again and not end.scored
             recorded = end.trajectories if end.ended and not again else await self._publish_end(group)
             await self._log.record_late(group.members, recorded)
-            self._log.forget(key)
             for delivery in self._scoring.pop(key):
                 await delivery.ack()
             self._scoring_ended.set()
@@ -289,7 +296,7 @@ class Judge:
         crash.point("judge.before_publish")
         if isinstance(event, GroupDiscarded):
             if group.again:
-                return group.trajectories  # as before
+                return group.trajectories  # it stays discarded as before
             # Unlike `group.scored`, its subject accepts any number of events, so check for another process's event
             # first.
             if (end := await self._log.end_of(group.key)).ended:

@@ -1,8 +1,9 @@
 """Asks a teacher from outside (`[teacher]`) about the tokens that runs sampled, and puts its answers on the log.
 
-The judge asks before it publishes the scored group, and the group's event names the runs with an answer. So the answers
-are on the log when the trainer reads the group: nothing waits for the teacher but the group itself, at most
-`teacher.wait_s`. A run without an answer trains with its reward alone.
+A teacher is a vLLM server with a larger model and the policy's tokenizer; its logprobs of the recorded tokens pull the
+policy towards it (`trainer.distill`). The judge service asks before it publishes the scored group, and the group's
+event names the runs with an answer. So the answers are on the log when the trainer reads the group: nothing waits for
+the teacher but the group itself, at most `teacher.wait_s`. A run without an answer trains with its reward alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pipeline.chat.images import Media, media_of
 from pipeline.chat.sampling import NO_DEFAULTS, sampling_of
 from pipeline.concurrency.backoff import Backoff
 from pipeline.concurrency.concurrently import concurrently
-from pipeline.config import Config, ConfigError, DistillConfig
+from pipeline.config import Config, ConfigError
 from pipeline.events import (
     ExchangeRecorded,
     TeacherAnswered,
@@ -43,14 +44,15 @@ logger = get_logger("judge.teacher")
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
-_CHECKED_AT_ONCE = 4096
+_MAX_CHECKED_AT_ONCE = 4096
 """Most tokens of the vocabulary in one request of the tokenizer's check."""
 _TOKENS_A_TOKEN = 4
 """So many tokens at most, on average, become of the text of a token. Servers refuse longer texts than their models."""
-_ABOUT_ACCESS = (401, 403, 404, 429)
-_PASSING = (408, 409, 425, 429)
+_STATUSES_WITHOUT_TEXT_OF_RUNS = (401, 403, 404, 429)
+"""Errors about access, whose text is logged. Others may repeat the tokens of a run."""
+_RETRIED_STATUSES = (408, 409, 425, 429)
 """Client errors that may pass, as those of the server may."""
-_LEAST = -50.0
+_MIN_LOGPROB = -50.0
 """Least logprob that is recorded, in nats. vLLM writes -9999 for a token that the teacher would never sample; as an
 advantage it would outweigh a whole batch."""
 
@@ -89,7 +91,8 @@ class Teacher:
     def __init__(self, config: Config, broker: Broker, client: httpx.AsyncClient) -> None:
         self.config, self._broker, self._client = config.teacher, broker, client
         self._models = {m.name: m for m in config.models if config.trainer_of(m).distill.asks_outside}
-        self._top_k = {name: _top_k(config.trainer_of(m).distill) for name, m in self._models.items()}
+        distill = {name: config.trainer_of(m).distill for name, m in self._models.items()}
+        self._top_k = {name: d.top_k if d.divergence == "reverse_kl" else 0 for name, d in distill.items()}
         self._limit = anyio.CapacityLimiter(self.config.concurrency)
         self._checking = anyio.Lock()
         self._vocabulary: dict[str, int] = {}
@@ -107,7 +110,8 @@ class Teacher:
             await self._check_tokenizer(model.base)
 
     async def _check_tokenizer(self, base: str) -> int:
-        """Compare the whole vocabulary once. Returns its size."""
+        """Compare the teacher's tokenizer with that of a base model, over the whole vocabulary, once. Returns its
+        size. Raises as `check`."""
         async with self._checking:
             if base not in self._vocabulary:
                 own = _tokenizer(base)
@@ -120,7 +124,8 @@ class Teacher:
         return self._vocabulary[base]
 
     async def _compare(self, own: Any, ids: Sequence[int], base: str) -> None:
-        """Compare the texts of tokens, and the tokens of their text. Raises `ConfigError`."""
+        """Compare the texts of tokens, and the tokens of their text, in one request each. Where they differ, the halves
+        of `ids` are compared until the first token that differs is found, and `ConfigError` names it."""
         text = own.decode(list(ids), skip_special_tokens=False)
         if _unspaced(await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids))) != _unspaced(text):
             middle = len(ids) // 2
@@ -143,9 +148,10 @@ class Teacher:
             context = max(int(m["max_model_len"]) for m in listed if m["id"] == self.config.model)
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             context = 0  # it does not say: suppose a small model
-        return min(_CHECKED_AT_ONCE, max(context // _TOKENS_A_TOKEN, 64))
+        return min(_MAX_CHECKED_AT_ONCE, max(context // _TOKENS_A_TOKEN, 64))
 
     async def _ask_tokenizer(self, path: str, key: str, **body: Any) -> Any:
+        """Return the field `key` of vLLM's answer to `/tokenize` or `/detokenize`. Raises `TeacherError`."""
         url = self.config.url.rstrip("/").removesuffix("/v1")
         answer = await self._post(f"{url}/{path}", {"model": self.config.model, **body})
         if not isinstance(answer, dict) or not isinstance(answer.get(key), str | list):
@@ -186,7 +192,8 @@ class Teacher:
         return answered
 
     async def _answer(self, model: str, exchanges: Iterable[ExchangeRecorded]) -> TeacherAnswered:
-        """Ask about all sampled tokens of a run. Raises `TeacherError`."""
+        """Ask about all sampled tokens of a run and return the event with the answers. Raises `TeacherError`, also for
+        runs that a teacher can't be asked about: with images, of another temperature than 1, or too long."""
         began = time.monotonic()
         vocabulary = await self._check_tokenizer(self._models[model].base)
         top_k = min(self._top_k[model], vocabulary)
@@ -210,7 +217,7 @@ class Teacher:
             said = await self._prompt_logprobs(conversation.ids, top_k)
             for place, start, count in conversation.calls:
                 of_call = slice(start, start + count)
-                parts[place] = read(said[of_call], conversation.ids[of_call], top_k, vocabulary)
+                parts[place] = parse_logprobs(said[of_call], conversation.ids[of_call], top_k, vocabulary)
         in_order = zip(*(parts[i] for i in range(len(calls))), strict=True)
         logprobs, top_ids, top_logprobs = (np.concatenate(part).ravel().tolist() for part in in_order)
         return TeacherAnswered(
@@ -228,6 +235,7 @@ class Teacher:
         )
 
     async def _prompt_logprobs(self, ids: Ids, top_k: int) -> list[Any]:
+        """Return vLLM's `prompt_logprobs` of a sequence of tokens: an entry for each. Raises `TeacherError`."""
         body = {
             "model": self.config.model,
             "prompt": ids.tolist(),
@@ -245,7 +253,8 @@ class Teacher:
         raise TeacherError(f"its answer has logprobs of {len(said)} of {len(ids)} tokens")
 
     async def _post(self, url: str, body: dict[str, Any]) -> Any:
-        """Raises `TeacherError` after all retries."""
+        """Return the JSON of the answer with the status 200. Raises `TeacherError`, for failures that may pass after
+        `teacher.retries`."""
         backoff, problem = Backoff(0.2, 10.0), ""
         for attempt in range(self.config.retries + 1):
             if attempt:
@@ -256,24 +265,24 @@ class Teacher:
                 if response.status_code == 200:
                     return response.json()
                 problem = f"HTTP {response.status_code}"
-                if response.status_code in _ABOUT_ACCESS:  # other errors may repeat the tokens of a run
+                if response.status_code in _STATUSES_WITHOUT_TEXT_OF_RUNS:
                     problem += f": {response.text[:300]}"
-                if response.status_code < 500 and response.status_code not in _PASSING:
+                if response.status_code < 500 and response.status_code not in _RETRIED_STATUSES:
                     break
             except (httpx.HTTPError, ValueError) as error:  # ValueError: a body that is not JSON
                 problem = f"{type(error).__name__}: {error}"
         raise TeacherError(f"{url}: {problem}")
 
 
-def read(said: Sequence[Any], ids: Ids, top_k: int, vocabulary: int) -> tuple[Floats, Ids, Floats]:
-    """Return the logprobs of the tokens `ids`, [n], and ids and logprobs of the `top_k` most probable tokens,
-    [n, top_k], from vLLM's entries by token id. Tokens beyond the vocabulary, which pad the teacher's, are left out.
-    Raises `TeacherError` for an entry that lacks one of these, or is none."""
+def parse_logprobs(said: Sequence[Any], ids: Ids, top_k: int, vocabulary: int) -> tuple[Floats, Ids, Floats]:
+    """Read vLLM's entries of the n tokens `ids`: in each, logprobs by token id. Returns the logprobs of these tokens,
+    [n], and the ids and logprobs of the `top_k` most probable ones, [n, top_k] each. Tokens beyond the vocabulary,
+    which pad the teacher's, are left out. Raises `TeacherError` for an entry that lacks one of these, or is none."""
     logprobs = np.zeros(len(ids), np.float32)
     top_ids, top_logprobs = np.zeros((len(ids), top_k), np.int32), np.zeros((len(ids), top_k), np.float32)
     for n, (entry, token) in enumerate(zip(said, ids.tolist(), strict=True)):
         try:
-            known = {int(k): max(float(v["logprob"]), _LEAST) for k, v in (entry or {}).items()}
+            known = {int(k): max(float(v["logprob"]), _MIN_LOGPROB) for k, v in (entry or {}).items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TeacherError("its prompt_logprobs are not vLLM's") from error
         if not all(logprob <= 1e-3 for logprob in known.values()):
@@ -311,11 +320,8 @@ def _unspaced(text: str) -> str:
     return text.replace(" ", "")
 
 
-def _top_k(distill: DistillConfig) -> int:
-    return distill.top_k if distill.divergence == "reverse_kl" else 0
-
-
 def _tokenizer(base: str) -> Any:
+    """Read the tokenizer of a base model, from its folder or the Hugging Face hub. Raises `ConfigError`."""
     from tokenizers import Tokenizer
 
     try:

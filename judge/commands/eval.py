@@ -36,9 +36,9 @@ from pipeline.terminal.printing import visible, visible_json
 async def evaluate(
     config: JudgeConfig, groups: Sequence[LabelledGroup], model: ChatModel, reward: RewardConfig | None = None
 ) -> dict[str, Any]:
-    """Judge every group once and compare. Groups that could not be judged are counted and left out of the averages.
-    `reward`: a reward of kind `ruler` or `next_state`; `None` for RULER with `judge.rubric`."""
-
+    """Judge every group once and return the report: agreement with the known rewards, cost and time. Groups that could
+    not be judged are counted and left out of the averages. `reward`: a reward of kind `ruler` or `next_state`; `None`
+    for RULER with `judge.rubric`."""
     rubric = load_rubric(config.rubric) if reward is None else rubric_of(reward, config)
     ruler: Asker = LlmRuler(config, rubric, model)
     if reward is not None and reward.kind == "next_state":
@@ -58,7 +58,6 @@ async def evaluate(
 
     began = time.monotonic()
     await concurrently(judge, groups, config.concurrency)
-    duration_s = time.monotonic() - began
     latencies = sorted(v.latency_s for v in verdicts) or [0.0]
     return {
         "judge": config.model,
@@ -71,7 +70,7 @@ async def evaluate(
         "cost_usd_per_group": ruler.statistics.usage.cost_usd / max(len(pairs), 1),
         "latency_p50_s": latencies[len(latencies) // 2],
         "latency_p95_s": latencies[int(len(latencies) * 0.95)],
-        "wall_s": duration_s,
+        "wall_s": time.monotonic() - began,
     }
 
 

@@ -30,7 +30,7 @@ import anyio
 import msgspec
 
 from judge.errors import UnscoredError
-from judge.feedback import counting
+from judge.feedback import counted_signals
 from judge.groups import Arrival, Group, GroupKey
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import (
@@ -92,7 +92,7 @@ class Rejudge:
         self._broker, self._config, self._compose, self._source = broker, config, compose, source
         self._teach = teach
         judge = verdicts or judge_hash(config.judge)
-        self._together: set[tuple[str, str]] = set()
+        self._judged_again: set[tuple[str, str]] = set()
         """Model and id of the groups that `run` judges again."""
         self.report = RejudgeReport(branch or f"judge-{judge}", judge)
         if (self.report.branch == "main") != (source == "main") and self.report.branch in (source, "main"):
@@ -102,14 +102,15 @@ class Rejudge:
             )
 
     async def run(self, limit: int = 0, since: int = 0, until: int = sys.maxsize) -> RejudgeReport:
-        """Judge the newest `limit` groups (0: all) of those that were scored from `since` to before `until`, in
-        microseconds since 1970; `judge.concurrency` at once."""
+        """Judge the newest `limit` groups (0: all) of those that were scored or discarded from `since` to before
+        `until`, in microseconds since 1970; `judge.concurrency` at once."""
         project = self._config.project
         history = await self._broker.read(GroupScored, project=project)
         made = self.report.branch, self.report.judge
-        done = {_key(r.event) for r in history if (r.event.branch, r.event.judge) == made}
+        # `done`: groups of this verdict set. `scored`: groups as they were first scored, without those of other sets.
+        done = {_group_of(r.event) for r in history if (r.event.branch, r.event.judge) == made}
         scored = {
-            _key(r.event): r
+            _group_of(r.event): r
             for r in history
             if r.event.branch == self._source and not r.event.origin.startswith(f"{self._source}/")
         }
@@ -118,7 +119,7 @@ class Rejudge:
             for r in await self._broker.read(GroupDiscarded, project=project)
             if (r.event.by, r.event.branch) == ("judge", self._source)
             and r.event.reason in ("unscored", "too_small", "over_budget")
-            and _key(r.event) not in scored
+            and _group_of(r.event) not in scored
         ]
         candidates: list[LogEntry[Any]] = [*scored.values(), *dropped]
         candidates = [
@@ -128,13 +129,14 @@ class Rejudge:
             if since <= r.event.at < until and (self.report.branch != "main" or r.event.split == "train")
         ]
         chosen = sorted(candidates, key=lambda recorded: recorded.seq)[-limit:]
-        todo = [r for r in chosen if _key(r.event) not in done]
-        self._together = {_key(r.event)[:2] for r in todo}
+        todo = [r for r in chosen if _group_of(r.event) not in done]
+        self._judged_again = {_group_of(r.event)[:2] for r in todo}
         self.report.skipped = len(chosen) - len(todo)
         await concurrently(self._rejudge, todo, self._config.judge.concurrency)
         return self.report
 
     async def _rejudge(self, recorded: LogEntry[GroupScored] | LogEntry[GroupDiscarded]) -> None:
+        """Judge one group again, or record why that was not possible."""
         event = recorded.event
         try:
             if isinstance(event, GroupScored):
@@ -158,19 +160,23 @@ class Rejudge:
         group = Group(key, tuple(members), signals=await self._signals(event))
         result = await score_closed(group, self._config.judge, self.report.judge, self._compose, self._teach)
         if isinstance(result, GroupScored):
-            await self._publish(seq, result)
+            await self._publish_scored(seq, result)
             self.report.rescued += 1
         else:
             await self._fail(event, result.reason, result.detail)
 
     async def _score(self, seq: int, event: GroupScored) -> None:
-        """Score a group again. Raises `HistoryGoneError` or `UnscoredError`."""
+        """Score a group that was published at `seq` again, and publish it. Raises `HistoryGoneError` or
+        `UnscoredError`."""
         trained = [m for m in event.members if m.outcome != "no_result"]
         ends = [await self._completed(event, m.trajectory, m.completed_seq) for m in trained]
         members = {r.event.trajectory: r.event for r in ends}
         scorable = [m for m in members.values() if m.outcome == "scored"]
         signals = await self._signals(event)
-        rewards = await self._compose(scorable, signals) if self._compose else agent_rewards(scorable)
+        if self._compose is not None and scorable:
+            rewards = await self._compose(scorable, signals)
+        else:
+            rewards = agent_rewards(scorable)
         rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members if m.teacher})
         rewards = await with_hints_and_answers(rewards, scorable, signals, self._config.judge, self._teach)
         needed = 1 if event.split == "val" else self._config.judge.min_size
@@ -182,13 +188,13 @@ class Rejudge:
             for m in event.members
         )
         new = {"members": rejudged, "verdicts": rewards.verdicts}
-        await self._publish(seq, msgspec.structs.replace(event, at=now_us(), **new))
+        await self._publish_scored(seq, msgspec.structs.replace(event, at=now_us(), **new))
 
     async def _signals(self, event: GroupEvent) -> tuple[SignalGiven, ...]:
         """Return everything that was said about the group's runs, also after it was scored."""
         names: dict[str, Any] = {"project": event.project, "model": event.model, "group": event.group}
         said = [r.event for r in await self._broker.read(SignalGiven, **names)]
-        return tuple(counting(said, self._config.judge))
+        return tuple(counted_signals(said, self._config.judge))
 
     async def _completed(self, event: GroupEvent, run: str, seq: int = 0) -> LogEntry[TrajectoryCompleted]:
         """Return the completion of a run of the group, which was recorded at `seq` (0: unknown). Raises
@@ -209,9 +215,10 @@ class Rejudge:
         """Return the group's batch on the branch. On main, the batch that it was requested for was trained."""
         if event.batch is None or self.report.branch == "main":
             return None
-        return event.batch.on_branch({group for model, group in self._together if model == event.model})
+        return event.batch.on_branch({group for model, group in self._judged_again if model == event.model})
 
-    async def _publish(self, seq: int, event: GroupScored) -> None:
+    async def _publish_scored(self, seq: int, event: GroupScored) -> None:
+        """Publish a group under its new verdicts. `seq`: of the event that it was judged again from."""
         await self._broker.publish(
             msgspec.structs.replace(
                 event,
@@ -226,6 +233,7 @@ class Rejudge:
         self.report.rejudged += 1
 
     async def _fail(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
+        """Log that this judge could not score a group, and record it so that no batch of the branch waits for it."""
         self.report.failed += reason == "unscored"
         tell = logger.error if reason == "unscored" else logger.info
         tell("not rejudged", group=event.group, reason=reason, detail=detail[:300])
@@ -233,6 +241,7 @@ class Rejudge:
             await self._publish_discard(event, reason, detail)
 
     async def _publish_discard(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
+        """Record on the branch that a group has no verdicts there."""
         about: dict[str, Any] = {"by": "rejudge", "reason": reason, "detail": detail}
         about |= {"branch": self.report.branch, "judge": self.report.judge}
         if isinstance(event, GroupScored):
@@ -241,11 +250,13 @@ class Rejudge:
             await self._broker.publish(msgspec.structs.replace(event, at=now_us(), **about))
 
 
-def _key(event: GroupEvent) -> tuple[str, str, str]:
+def _group_of(event: GroupEvent) -> tuple[str, str, str]:
+    """Return what names a group on any branch: its model, id and split."""
     return event.model, event.group, event.split
 
 
 async def _run(config: Config, args: argparse.Namespace) -> RejudgeReport:
+    """Run the command against the log of the settings."""
     async with (
         Broker.connect(config.nats, name="rejudge", provision=False) as broker,
         open_composer_on_log(config, broker) as composer,
@@ -258,7 +269,7 @@ async def _run(config: Config, args: argparse.Namespace) -> RejudgeReport:
         return await rejudge.run(args.limit, args.since, args.until)
 
 
-def _microseconds(text: str) -> int:
+def _parse_time(text: str) -> int:
     """A time in ISO 8601, UTC where it names no zone, in microseconds since 1970. Raises `ValueError`."""
     at = datetime.fromisoformat(text)
     return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1e6)
@@ -274,8 +285,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--branch", default="", help="name of the verdict set; default: judge-<hash>")
     parser.add_argument("--from-branch", default="main", help="branch whose groups are judged again")
     parser.add_argument("--verdicts", default="", help="a group trains once under each name; default: the judge's hash")
-    parser.add_argument("--since", type=_microseconds, default=0, help="only groups from then on, ISO 8601")
-    parser.add_argument("--until", type=_microseconds, default=sys.maxsize, help="only groups before that")
+    parser.add_argument("--since", type=_parse_time, default=0, help="only groups from then on, ISO 8601")
+    parser.add_argument("--until", type=_parse_time, default=sys.maxsize, help="only groups before that")
     parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)

@@ -2,17 +2,14 @@
 
     journeywork judge score group.json --config journeywork.toml          # FILE may be - for standard input
 
-The file holds a JSON object (`judge.labelled.GroupFile`), or an array of trajectories. The answer is one JSON object
-on standard output. From Python, call `score_group`. No log and no running installation are needed, and nothing is
-recorded.
+The file holds a JSON object (`judge.labelled.GroupFile`). The answer is one JSON object on standard output. From
+Python, call `score_group`. No log and no running installation are needed, and nothing is recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ import anyio
 import msgspec
 
 from judge.errors import UnscoredError
-from judge.labelled import GroupFile, GroupMember
+from judge.labelled import GroupFile
 from judge.rewards.compose import open_composer
 from judge.ruler.transcripts import Transcript
 from judge.scoring import GroupRewards, judge_hash
@@ -30,39 +27,9 @@ from pipeline.terminal.parsers import add_overrides
 from pipeline.terminal.printing import visible_json
 
 
-@dataclass(frozen=True)
-class ScoredGroup:
-    """A judge's result for a group."""
-
-    judge: str
-    """Hash of the judge configuration, as in `group.scored`."""
-    scores: Mapping[str, float]
-    """Score by trajectory id. A trajectory that could not be scored is missing, and `rewards.missing` says why."""
-    rewards: GroupRewards
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the answer of the command."""
-        verdicts = self.rewards.verdicts
-        explanations: dict[str, list[str]] = {}
-        for score in (s for v in verdicts for s in v.scores if s.explanation):
-            explanations.setdefault(score.trajectory, []).append(score.explanation)
-        return {
-            "judge": self.judge,
-            "scores": self.scores,
-            "explanations": explanations,
-            "components": self.rewards.components,
-            "calls": {t: f.call_rewards for t, f in self.rewards.feedback.items() if f.call_rewards},
-            "hints": {t: f.hints for t, f in self.rewards.feedback.items() if f.hints},
-            "missing": self.rewards.missing,
-            "cost_usd": sum(v.cost_usd for v in verdicts),
-            "prompt_tokens": sum(v.prompt_tokens for v in verdicts),
-            "completion_tokens": sum(v.completion_tokens for v in verdicts),
-            "verdicts": verdicts,
-        }
-
-
-async def score_group(config: Config, group: GroupFile) -> ScoredGroup:
-    """Judge the group once with the judge of the settings: its model and rubric, or its composed rewards.
+async def score_group(config: Config, group: GroupFile) -> GroupRewards:
+    """Judge the group once with the judge of the settings: its model and rubric, or its composed rewards. A trajectory
+    that could not be scored is not in `final`, and `missing` says why.
 
     Raises `ConfigError` if settings or group cannot be used, `UnscoredError` if no judging gave scores."""
     if not config.judge.model and not config.judge.rewards:
@@ -88,24 +55,37 @@ async def score_group(config: Config, group: GroupFile) -> ScoredGroup:
 
     # The caller waits for this one group and can ask again, so nothing is retried later.
     once = msgspec.structs.replace(config, judge=msgspec.structs.replace(config.judge, retry_for_s=0.0))
-    failed: UnscoredError | None = None
     async with open_composer(once, load_member) as composer:
         assert composer is not None
-        try:
-            rewards = await composer(members)
-        except UnscoredError as error:
-            failed = error  # raised below, where no task group wraps it
-    if failed is not None:
-        raise failed
-    return ScoredGroup(judge_hash(config.judge), rewards.final, rewards)
+        return await composer(members)
+
+
+def answer_of(config: Config, rewards: GroupRewards) -> dict[str, Any]:
+    """Return the answer of the command about a scored group. `judge` in it is the hash of the judge configuration, as
+    in `group.scored`."""
+    verdicts = rewards.verdicts
+    explanations: dict[str, list[str]] = {}
+    for score in (s for v in verdicts for s in v.scores if s.explanation):
+        explanations.setdefault(score.trajectory, []).append(score.explanation)
+    return {
+        "judge": judge_hash(config.judge),
+        "scores": rewards.final,
+        "explanations": explanations,
+        "components": rewards.components,
+        "calls": {t: f.call_rewards for t, f in rewards.feedback.items() if f.call_rewards},
+        "hints": {t: f.hints for t, f in rewards.feedback.items() if f.hints},
+        "missing": rewards.missing,
+        "cost_usd": sum(v.cost_usd for v in verdicts),
+        "prompt_tokens": sum(v.prompt_tokens for v in verdicts),
+        "completion_tokens": sum(v.completion_tokens for v in verdicts),
+        "verdicts": verdicts,
+    }
 
 
 def read_group(source: str) -> GroupFile:
     """Read the group in the file `source`, or in standard input for `-`. Raises `ConfigError`."""
     try:
         text = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-        if text.lstrip()[:1] == b"[":
-            return GroupFile(msgspec.json.decode(text, type=list[GroupMember]))
         return msgspec.json.decode(text, type=GroupFile)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{source}: {error}") from error
@@ -124,9 +104,9 @@ def run_command(args: argparse.Namespace) -> None:
     """Print the answer. Raises `ConfigError`; exits 1, with the reason in the answer, if no judging gave scores."""
     config = load(args.config or None, args.overrides)
     try:
-        answer, status = anyio.run(score_group, config, read_group(args.group)).as_dict(), 0
+        answer = answer_of(config, anyio.run(score_group, config, read_group(args.group)))
     except UnscoredError as error:
-        answer, status = {"judge": judge_hash(config.judge), "scores": {}, "error": str(error)}, 1
+        answer = {"judge": judge_hash(config.judge), "scores": {}, "error": str(error)}
     sys.stdout.write(visible_json(msgspec.json.encode(answer).decode()) + "\n")
-    if status:
-        raise SystemExit(status)
+    if "error" in answer:
+        raise SystemExit(1)

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from judge.commands.score import score_group
+from judge.commands.score import answer_of, score_group
 from judge.errors import UnscoredError
 from judge.labelled import GroupFile
 from judge.models.chat import well_formed
@@ -47,13 +47,13 @@ async def serve() -> None:
             try:
                 request = msgspec.json.decode(line, type=Request)
             except (msgspec.DecodeError, RecursionError) as error:
-                _write(_failure(_id_of(line), f"the request can't be read: {error}"))
+                _write(_failure_line(_read_id(line), f"the request can't be read: {error}"))
             else:
                 answers.start_soon(_answer, request)
         answers.cancel_scope.cancel()
 
 
-def _id_of(line: bytes) -> int | None:
+def _read_id(line: bytes) -> int | None:
     """The id of a request that msgspec can't decode; `None` if it names none. Python's own decoder also takes NaN,
     which other programs write."""
     try:
@@ -69,25 +69,27 @@ def _write(line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _line(number: int | None, answer: dict[str, Any]) -> bytes:
+def _answer_line(number: int | None, answer: dict[str, Any]) -> bytes:
     """Return an answer as a line without characters that a terminal acts on."""
     return visible_json(msgspec.json.encode({"id": number, **answer}).decode()).encode() + b"\n"
 
 
-def _failure(number: int | None, why: str) -> bytes:
-    return _line(number, {"scores": {}, "error": well_formed(why)})
+def _failure_line(number: int | None, why: str) -> bytes:
+    """Return the answer to a request that was not scored, as a line."""
+    return _answer_line(number, {"scores": {}, "error": well_formed(why)})
 
 
 async def _answer(request: Request) -> None:
+    """Score a group and write the answer. Whatever goes wrong is an answer too: the program waits for one."""
     os.environ.update(request.environment)
     try:
-        scored = await score_group(load(None, request.settings), request.group)
-        line = _line(request.id, scored.as_dict())
+        config = load(None, request.settings)
+        line = _answer_line(request.id, answer_of(config, await score_group(config, request.group)))
     except (ConfigError, UnscoredError) as error:
-        line = _failure(request.id, str(error))
+        line = _failure_line(request.id, str(error))
     except Exception as error:  # noqa: BLE001 - the other groups are scored all the same
         logger.error("a group was not scored", exc=error, request=request.id)
-        line = _failure(request.id, repr(error))
+        line = _failure_line(request.id, repr(error))
     _write(line)
 
 

@@ -1,4 +1,8 @@
-"""What a call of a chat model takes, returns and raises, whichever client makes it."""
+"""What a call of a chat model takes, returns and raises, whichever client makes it.
+
+A judge asks a `ChatModel`, which is a `JudgeModel` (`judge.models.judge_model`), or a test's own. That one makes the
+calls through a `Client`: OpenAI's client or litellm. What a server answers is not trusted: any JSON becomes a
+`ModelReply`, at worst one without text, which the judge then can't read and asks for again."""
 
 from __future__ import annotations
 
@@ -58,8 +62,9 @@ def list_schema(name: str, properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
-    fixed = {"required": list(properties), "additionalProperties": False}
-    return {"type": "object", "properties": properties, **fixed}
+    """Return the JSON schema of an object with all of these properties and no other."""
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 class ChatModel(Protocol):
@@ -114,6 +119,7 @@ def well_formed(text: str) -> str:
 
 
 def _object(value: Any) -> dict[str, Any]:
+    """Return a JSON object, an empty one for any other value."""
     return value if isinstance(value, dict) else {}
 
 
@@ -125,4 +131,5 @@ def _text(content: Any) -> str:
 
 
 def _tokens(count: Any) -> int:
+    """Return a count of tokens, 0 for what is none."""
     return count if isinstance(count, int) and 0 <= count < _MAX_TOKENS else 0

@@ -29,6 +29,7 @@ _MIN_REPLY_TOKENS = 512
 _PAUSE_S = 60.0
 """Longest pause of a client between two attempts at a call."""
 _SCHEMA_WORDS = ("response_format", "json_schema", "schema", "structured")
+"""Words by which a provider's error is taken to be about the schema."""
 
 
 class JudgeModel:
@@ -43,17 +44,32 @@ class JudgeModel:
         self._limit_s = (config.request.retries + 1) * (config.request.timeout_s + _PAUSE_S)
 
     async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> ModelReply:
-        """Ask the model. If it refuses the schema, or has no room for prompt and reply, ask again with less, and with
-        less from then on. Raises `ModelError`."""
-        parameters: dict[str, Any] = {}
-        if self._config.request.temperature is not None:
-            parameters["temperature"] = self._config.request.temperature
-        reply_tokens = self._max_tokens
-        if reply_tokens < self._config.request.max_tokens:
-            parameters["max_tokens"] = reply_tokens
-        structured = schema is not None and self._structured
-        if structured:
-            parameters["response_format"] = schema
+        """Ask the model. If it refuses the schema, or has no room for prompt and reply, ask again without the schema,
+        or with fewer tokens for the reply, and so from then on. Raises `ModelError`."""
+        request = self._config.request
+        while True:
+            reply_tokens, structured = self._max_tokens, schema is not None and self._structured
+            parameters: dict[str, Any] = {}
+            if request.temperature is not None:
+                parameters["temperature"] = request.temperature
+            if reply_tokens < request.max_tokens:
+                parameters["max_tokens"] = reply_tokens
+            if structured:
+                parameters["response_format"] = schema
+            try:
+                return await self._send(messages, parameters)
+            except ContextWindowError:
+                if not self._reserve_less(messages, reply_tokens):
+                    raise
+            except InvalidRequestError as error:
+                about_schema = any(word in error.said.lower() for word in _SCHEMA_WORDS)
+                if not (structured and request.structured == "auto" and about_schema):
+                    raise
+                logger.warning("no structured output", model=self._config.model, detail=str(error)[:300])
+                self._structured = False
+
+    async def _send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
+        """Make one call when it is its turn. Raises `ModelError`."""
         try:
             async with self._turns:
                 with anyio.fail_after(self._limit_s):
@@ -61,19 +77,10 @@ class JudgeModel:
         except TimeoutError as error:
             why = f"call of {self._config.model}: no whole reply within {self._limit_s:.0f} s"
             raise ModelError(why) from error
-        except ContextWindowError:
-            if not self._reserve_less(messages, reply_tokens):
-                raise
-        except InvalidRequestError as error:
-            about_schema = any(word in error.said.lower() for word in _SCHEMA_WORDS)
-            if not (structured and self._config.request.structured == "auto" and about_schema):
-                raise
-            logger.warning("no structured output", model=self._config.model, detail=str(error)[:300])
-            self._structured = False
-        return await self(messages, schema)  # without the schema, or with fewer tokens for the reply
 
     def _reserve_less(self, messages: Messages, reply_tokens: int) -> bool:
-        """Halve the tokens reserved for replies if they, and not the prompt, take most of the context.
+        """Halve the tokens reserved for replies if they, and not the prompt, take most of the context. `reply_tokens`:
+        how many were reserved in the call that the model refused.
 
         Return whether the call is worth repeating. A limit set in `judge.request.params` is never changed."""
         own = self._config.request.params

@@ -1,4 +1,5 @@
-"""Calls through litellm's router: any provider, its prices.
+"""Calls through litellm's router: any provider, its prices. `judge.models.judge_model` opens it for what
+`judge.models.openai_client` does not support.
 
 litellm takes seconds to import and would fetch a price list, so it is imported only when it is needed, in a thread,
 with the price list that comes with it.
@@ -30,6 +31,7 @@ _WITHOUT_KEY_REFUSED = ("openai", "anthropic", "gemini")
 
 
 def _import_litellm() -> Any:
+    """Import litellm, quiet and without its requests to the network."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
@@ -71,6 +73,8 @@ class LiteLlmClient:
         """litellm owns its connections and shares them between routers, so there is nothing to close."""
 
     def _parameters(self) -> dict[str, Any]:
+        """Return what every call has: model, address, key, `max_tokens` and `judge.request.params`. Raises
+        `ConfigError` if there is no key and the provider can't be called without."""
         # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params =
         # false`.
         name = self._config.model
@@ -95,6 +99,7 @@ class LiteLlmClient:
         return {**parameters, **own}
 
     def _provider(self) -> str:
+        """Return litellm's name of the model's provider."""
         name = self._config.model
         try:
             return str(self._litellm.get_llm_provider(name)[1])
@@ -102,7 +107,8 @@ class LiteLlmClient:
             return name.partition("/")[0]
 
     def _missing_key(self) -> list[str]:
-        """Return the variables that would hold the key without which litellm sends no call; empty if one is set."""
+        """Return the environment variables that would hold the key without which litellm sends no call; empty if one is
+        set, or the provider needs none."""
         provider = self._provider()
         others = any(variable.startswith(f"{provider.upper()}_") for variable in os.environ)
         if others or provider not in _WITHOUT_KEY_REFUSED:
@@ -110,6 +116,8 @@ class LiteLlmClient:
         return list(self._litellm.validate_environment(self._config.model)["missing_keys"])
 
     async def send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
+        """Make one call through the router, with `parameters` after those of the settings. Raises `ModelError` and its
+        subclasses."""
         began, model = time.monotonic(), self._config.model
         try:
             response = await self._router.acompletion(model=model, messages=messages, **parameters)

@@ -1,7 +1,7 @@
-"""Calls to an OpenAI-compatible URL with OpenAI's own client. docs/decisions/judge.md has the
-figures.
+"""Calls to an OpenAI-compatible URL with OpenAI's own client, for a judge model on a server of one's own.
 
-A call takes about a quarter of the CPU time that litellm needs, and litellm's import (3 s, 150 MB) is saved.
+docs/decisions/judge.md has the figures: a call takes about a quarter of the CPU time that litellm needs, and litellm's
+import (3 s, 150 MB) is saved.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class OpenAiClient:
         await self._client.close()
 
     async def send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
+        """Make one call, with `parameters` after those of the settings. Raises `ModelError` and its subclasses."""
         began = time.monotonic()
         sent: dict[str, Any] = {**self._parameters, **parameters, "messages": messages}
         try:

@@ -1,4 +1,7 @@
-"""`judge.request.params`: any parameter of litellm's `completion`, with secrets from the environment only."""
+"""`judge.request.params`: any parameter of litellm's `completion`, with secrets from the environment only.
+
+Both clients of the judge model send them, and those that can change scores are part of the judge's identity
+(`judge.scoring.judge_hash`)."""
 
 from __future__ import annotations
 
@@ -52,6 +55,8 @@ def scoring_params(config: JudgeConfig) -> dict[str, Any]:
 
 
 def _resolve(value: Any, where: str) -> Any:
+    """Replace references such as `${NAME}` in a parameter's texts by variables of the environment. `where` is its name,
+    for the error."""
     if isinstance(value, Mapping):
         return {k: _resolve(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -60,6 +65,7 @@ def _resolve(value: Any, where: str) -> Any:
 
 
 def _variable(match: re.Match[str], where: str) -> str:
+    """Return the environment variable that a reference names. `where` is the parameter's name, for the error."""
     name = match.group(1) or match.group(2)
     if name not in os.environ:
         raise ConfigError(f"{where}: the environment has no {name}")

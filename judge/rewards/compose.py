@@ -1,8 +1,9 @@
 """Rewards of several parts: agents' own rewards, metrics, penalties, Python functions, feedback, RULER and the judge of
 what happened next, each with one rubric or several.
 
-Every part is kept under its name in the member's `components`. A trajectory that lacks a part (its agent reported
-none, the function failed) has no reward: a failure never counts as a low score.
+`ConfiguredComposer` is what the judge service, `rejudge` and `judge score` call to score the members of a group. Every
+part is kept under its name in the member's `components`. A trajectory that lacks a part (its agent reported none, the
+function failed) has no reward: a failure never counts as a low score.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from judge.feedback import RunFeedback, by_run, feedback_value, merge
+from judge.feedback import RunFeedback, feedback_value, merge_feedback, signals_by_run
 from judge.models.judge_model import open_judge_model
 from judge.next_state import NextStateJudge
 from judge.reward_parts import combine, is_usable
@@ -32,9 +33,13 @@ from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("judge.rewards.compose")
 
-
 _AT_LEAST, _AT_MOST = 8, 256
-"""Groups that a process scores at once. Few with a judge model: what one process holds, the others can't score."""
+"""Groups that a process scores at once: with a judge model at least, without one. A group that one process holds no
+other process can score."""
+
+
+Judges = Mapping[str, LlmRuler | NextStateJudge]
+"""All that ask the judge model, by the name of their reward."""
 
 
 class Component(NamedTuple):
@@ -52,21 +57,11 @@ class ConfiguredComposer:
     """Scores the members of a group by the settings."""
 
     def __init__(
-        self,
-        config: JudgeConfig,
-        rulers: Mapping[str, LlmRuler],
-        functions: Mapping[str, RewardFunction],
-        load: LoadTranscript,
-        next_state: Mapping[str, NextStateJudge] | None = None,
+        self, config: JudgeConfig, judges: Judges, functions: Mapping[str, RewardFunction], load: LoadTranscript
     ) -> None:
-        """`rulers`, `functions` and `next_state` by the name of their reward; `""`: the ruler of uncomposed rewards."""
-        self._config, self.rulers, self._functions, self._load = config, rulers, functions, load
-        self._next_state = next_state or {}
-
-    @property
-    def judges(self) -> dict[str, LlmRuler | NextStateJudge]:
-        """All that ask the judge model, by the name of their reward."""
-        return {**self.rulers, **self._next_state}
+        """`judges` and `functions` are given by the name of their reward in the settings. Without `judge.rewards` there
+        is one judge, a ruler named `""`. `load` returns what a member said."""
+        self._config, self.judges, self._functions, self._load = config, judges, functions, load
 
     @property
     def at_once(self) -> int:
@@ -84,7 +79,9 @@ class ConfiguredComposer:
         """`signals`: what was said about the members, in the order of the log. Raises `UnscoredError` if the group
         cannot be scored at all."""
         if not self._config.rewards:
-            final, verdicts = await self.rulers[""](members)
+            ruler = self.judges[""]
+            assert isinstance(ruler, LlmRuler)
+            final, verdicts = await ruler(members)
             reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
             return GroupRewards(final, reported, verdicts)
         components = await concurrently(lambda r: self._component(r, members, signals), self._config.rewards)
@@ -93,13 +90,16 @@ class ConfiguredComposer:
     async def _component(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven]
     ) -> Component:
+        """Compute one part of the rewards for all members. Raises `UnscoredError` if it is the judge model's and the
+        model can't be had."""
         calls: dict[str, RunFeedback] = {}
         values: dict[str, float | None]
         match reward.kind:
-            case "ruler":
-                return Component(*await self.rulers[reward.name](members))
-            case "next_state":
-                runs = await self._next_state[reward.name](members)
+            case "ruler" | "next_state":
+                judge = self.judges[reward.name]
+                if isinstance(judge, LlmRuler):
+                    return Component(*await judge(members))
+                runs = await judge(members)
                 means = {t: run.mean for t, run in runs.items() if run.mean is not None}
                 verdicts = tuple(verdict for run in runs.values() for verdict in run.verdicts)
                 return Component(means, verdicts, {t: run.feedback for t, run in runs.items()})
@@ -112,9 +112,9 @@ class ConfiguredComposer:
                 values = {m.trajectory: m.metrics.get(reward.name) for m in members}
             case "length" | "turns" | "context":
                 source = f"penalty:{reward.kind}"
-                values = {m.trajectory: penalty(reward, m) for m in members}
+                values = {m.trajectory: _penalty(reward, m) for m in members}
             case "feedback":
-                source, said = f"feedback:{reward.name}", by_run(signals)
+                source, said = f"feedback:{reward.name}", signals_by_run(signals)
                 values = {m.trajectory: feedback_value(said.get(m.trajectory, ()), reward) for m in members}
             case "agent":
                 source = AGENT
@@ -126,6 +126,8 @@ class ConfiguredComposer:
     async def _call_function(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]
     ) -> dict[str, FunctionReward]:
+        """Return what a Python function says of each member, by trajectory. A member for which it failed is missing."""
+
         async def call(member: TrajectoryCompleted) -> FunctionReward | None:
             try:
                 transcript = await self._load(member)
@@ -145,6 +147,8 @@ class ConfiguredComposer:
         return {trajectory: returned for trajectory, returned in results if returned is not None}
 
     def _compose(self, members: Sequence[TrajectoryCompleted], parts: Mapping[str, Component]) -> GroupRewards:
+        """Combine the parts of each member's reward, which are given by the names of `judge.rewards`. A member that
+        lacks one has no reward, and the result says how many lack which."""
         rewards = self._config.rewards
         # A judge of what happened next gives rewards to calls. Of the run's own reward they are no part.
         names = [r.name for r in rewards if r.kind != "next_state"]
@@ -171,10 +175,10 @@ class ConfiguredComposer:
                 lacking[too_large] = lacking.get(too_large, 0) + 1
         missing = "; ".join(f"{what} for {c} of {len(members)}" for what, c in lacking.items() if c)
         verdicts = tuple(v for r in rewards for v in parts[r.name].verdicts)
-        calls = {m.trajectory: merge(self._of_calls(m.trajectory, parts)) for m in members}
+        calls = {m.trajectory: merge_feedback(self._feedback_of_parts(m.trajectory, parts)) for m in members}
         return GroupRewards(final, components, verdicts, missing, calls, of_calls=not names)
 
-    def _of_calls(self, trajectory: str, parts: Mapping[str, Component]) -> Iterator[RunFeedback]:
+    def _feedback_of_parts(self, trajectory: str, parts: Mapping[str, Component]) -> Iterator[RunFeedback]:
         """Return what each part says about a run's calls, its numbers times the part's weight."""
         for reward in self._config.rewards:
             if said := parts[reward.name].calls.get(trajectory):
@@ -182,7 +186,7 @@ class ConfiguredComposer:
                 yield replace(said, call_rewards=weighted)
 
 
-def penalty(reward: RewardConfig, member: TrajectoryCompleted) -> float:
+def _penalty(reward: RewardConfig, member: TrajectoryCompleted) -> float:
     """Return 0 up to `reward.free`, -1 from `reward.limit` on, and what lies on the line between: the length penalty of
     DAPO (arXiv 2503.14476, equation 13)."""
     amounts = {"length": member.sampled_tokens, "turns": member.calls, "context": member.prompt_tokens}
@@ -212,6 +216,7 @@ def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> d
 
 
 def _reported(member: TrajectoryCompleted) -> dict[str, float]:
+    """Return the rewards that the agent itself reported, by name; its own reward as `agent`."""
     own = agent_reward(member)
     return {**member.rewards, **({AGENT: own} if own is not None else {})}
 
@@ -233,25 +238,24 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
         }
         for function in functions.values():
             await function.start()
-        rulers: dict[str, LlmRuler] = {}
-        next_state: dict[str, NextStateJudge] = {}
+        judges: dict[str, LlmRuler | NextStateJudge] = {}
         judged = [r for r in judge.rewards if r.kind in ("ruler", "next_state")]
         if judge.model and (judged or not judge.rewards):
             model = await stack.enter_async_context(open_judge_model(judge))
             if not judge.rewards:
-                rulers[""] = LlmRuler(judge, load_rubric(judge.rubric), model, load)
+                judges[""] = LlmRuler(judge, load_rubric(judge.rubric), model, load)
             for reward in judged:
                 rubric = rubric_of(reward, judge)
                 if reward.kind == "ruler":
-                    rulers[reward.name] = LlmRuler(judge, rubric, model, load)
+                    judges[reward.name] = LlmRuler(judge, rubric, model, load)
                 else:
-                    next_state[reward.name] = NextStateJudge(judge, reward.votes, rubric, model, load)
-        yield ConfiguredComposer(judge, rulers, functions, load, next_state)
+                    judges[reward.name] = NextStateJudge(judge, reward.votes, rubric, model, load)
+        yield ConfiguredComposer(judge, judges, functions, load)
 
 
 @asynccontextmanager
 async def open_composer_on_log(config: Config, broker: Broker) -> AsyncIterator[ConfiguredComposer | None]:
-    """`open_composer` for members on the log."""
+    """`open_composer` for members on the log: their transcripts are read from there."""
 
     async def load(member: TrajectoryCompleted) -> Transcript:
         return await load_transcript(broker, member.project, member.trajectory, member.exchanges)

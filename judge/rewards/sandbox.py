@@ -1,8 +1,9 @@
 """Reward functions in processes of their own: one that hangs, crashes or exhausts memory fails only its own score.
 
-One bubblewrap command makes the sandbox. The function sees the system's libraries, Python, the folders of its search
-path and what `judge.rewards.readable` names, all of it read-only and without the installation's folder. It has no
-network and sees no other process. docs/judging.md says what is guaranteed with and without bubblewrap.
+`RewardFunction` is the judge's side of the process, `sandbox_worker.py` the other; they exchange a line of JSON for
+each trajectory. One bubblewrap command makes the sandbox. The function sees the system's libraries, Python, the folders
+of its search path and what `judge.rewards.readable` names, all of it read-only and without the installation's folder.
+It has no network and sees no other process. docs/judging.md says what is guaranteed with and without bubblewrap.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _BROKEN = (
     anyio.DelimiterNotFound,
     msgspec.DecodeError,
 )
+"""What reading or writing raises if the worker has ended, or wrote something else than an answer."""
 _SYSTEM = (
     "/usr",
     "/bin",
@@ -64,6 +66,7 @@ _SYSTEM = (
     "/etc/mime.types",
     "/sys/devices/system/cpu",
 )
+"""What Python and the system's libraries read."""
 # Root gets a user namespace too, so that no process inside has a capability outside.
 _BWRAP = (
     "bwrap",
@@ -105,7 +108,7 @@ class RewardFunction:
         self._config, self._hidden = config, hidden
         self._process: anyio.abc.Process | None = None
         self._answers: BufferedByteReceiveStream | None = None
-        self._turn = anyio.Lock()
+        self._turn = anyio.Lock()  # one call at a time: the worker answers in the order of the calls
         self._sandboxed = False
 
     @asynccontextmanager
@@ -174,10 +177,12 @@ class RewardFunction:
             raise
 
     async def _receive(self) -> FunctionReward:
+        """Return the worker's next message. Raises one of `_BROKEN`."""
         assert self._answers is not None
         return msgspec.json.decode(await self._answers.receive_until(b"\n", _MAX_MESSAGE), type=FunctionReward)
 
     async def _running(self) -> anyio.abc.Process:
+        """Return the worker, started and with the function imported. Raises `RewardFunctionError`."""
         if self._process is not None and self._process.returncode is None:
             return self._process
         await self._stop()
@@ -226,13 +231,14 @@ class RewardFunction:
 def unavailable() -> str:
     """Return why bubblewrap cannot be used on this machine, or an empty string. Tried once per process."""
     bwrap = shutil.which("bwrap")
-    return (
-        _try(bwrap) if bwrap else "bubblewrap is not installed: install bubblewrap (Debian: apt-get install bubblewrap)"
-    )
+    if bwrap is None:
+        return "bubblewrap is not installed: install bubblewrap (Debian: apt-get install bubblewrap)"
+    return _fault_of(bwrap)
 
 
 @functools.cache
-def _try(bwrap: str) -> str:
+def _fault_of(bwrap: str) -> str:
+    """Return why no sandbox can be made by this program, or an empty string, by making one."""
     python = sandboxed([sys.executable, "-I", "-c", ""])
     try:
         tried = subprocess.run(python, capture_output=True, text=True, check=False, timeout=_START_S)

@@ -46,7 +46,7 @@ class _InvalidError(Exception):
     """What a function returned is no reward. The message names types only: a text may quote a trajectory."""
 
 
-def _number(value: Any, where: str = "") -> float:
+def _finite_number(value: Any, where: str = "") -> float:
     """Return a number, also one of a library such as numpy's or a `Decimal`. The SDK takes the same as a reward
     (`journeywork.trajectory.finite_number`). Raises `_InvalidError`."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
@@ -56,7 +56,7 @@ def _number(value: Any, where: str = "") -> float:
     return number
 
 
-def _reward(value: Any) -> dict[str, Any]:
+def _answer_of(value: Any) -> dict[str, Any]:
     """Return the answer with what a function returned. Raises `_InvalidError`."""
     calls: Any = {}
     if isinstance(value, dict):
@@ -66,15 +66,18 @@ def _reward(value: Any) -> dict[str, Any]:
         if "reward" not in value:
             raise _InvalidError('a dict without "reward"')
         value = value["reward"]
-    return {"reward": _number(value), "calls": {str(call): _number(n, " for a call") for call, n in calls.items()}}
+    rewards_of_calls = {str(call): _finite_number(number, " for a call") for call, number in calls.items()}
+    return {"reward": _finite_number(value), "calls": rewards_of_calls}
 
 
 def _end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, also if the parent is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def _call(function: Any, trajectory: bytes, answers: int) -> NoReturn:
-    """Score a trajectory, in a process of its own."""
+def _score_and_exit(function: Any, trajectory: bytes, answers: int) -> NoReturn:
+    """Score one trajectory and end. Runs in a fork of `main`, so that nothing of a call is left for the next; `answers`
+    is the judge's pipe."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _end_with_parent()
@@ -83,7 +86,7 @@ def _call(function: Any, trajectory: bytes, answers: int) -> NoReturn:
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         try:
-            answer = _reward(function(json.loads(trajectory)))
+            answer = _answer_of(function(json.loads(trajectory)))
         except _InvalidError as error:
             answer = {"error": f"returned {error}"}
         except BaseException as error:  # noqa: BLE001 - whatever user code raises is an answer, `SystemExit` included
@@ -96,6 +99,7 @@ def _call(function: Any, trajectory: bytes, answers: int) -> NoReturn:
 
 
 def _send(answers: int, answer: dict[str, Any]) -> None:
+    """Write an answer to the judge's pipe: one line."""
     frame = json.dumps(answer).encode() + b"\n"
     if len(frame) > _MAX_ANSWER:
         frame = b'{"error": "answered more than 1 MB"}\n'
@@ -140,7 +144,7 @@ def main() -> None:
     _send(answers, {})
     for trajectory in os.fdopen(requests, "rb"):
         if (child := os.fork()) == 0:
-            _call(function, trajectory, answers)
+            _score_and_exit(function, trajectory, answers)
         _, status = os.waitpid(child, 0)
         end_call()
         with suppress(ChildProcessError):  # once there is no other process

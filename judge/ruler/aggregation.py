@@ -1,11 +1,14 @@
 """From several judge passes over a group to one score per trajectory, without the judge's position bias.
 
-A judge that favours a position in the list favours another trajectory when the order changes. `PositionBias`
-estimates the effect of each position from all groups judged so far; `aggregate` subtracts it and averages.
+A pass is one call of the judge model over a group, in an order of its own. A judge that favours a position in the list
+favours another trajectory when the order changes. `PositionBias` estimates the effect of each position from all groups
+judged so far, by least squares; `aggregate` subtracts it and averages. `judge.ruler.ruler` uses both.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,20 +36,13 @@ class JudgePass:
 
 def draw_orders(ids: Sequence[str], count: int, rng: random.Random) -> list[list[str]]:
     """Return `count` random orders. Of 20 draws each, the one that shares the fewest positions with the order before
-    is taken."""
-    out: list[list[str]] = []
+    is taken, so that each trajectory changes its place."""
+    orders: list[list[str]] = []
     for _ in range(count):
-        best: list[str] = []
-        fewest = len(ids) + 1
-        for _ in range(20):
-            shuffled = rng.sample(ids, len(ids))
-            same = sum(a == b for a, b in zip(shuffled, out[-1], strict=True)) if out else 0
-            if same < fewest:
-                best, fewest = shuffled, same
-            if fewest == 0 or len(ids) < 2:
-                break
-        out.append(best)
-    return out
+        draws = [rng.sample(ids, len(ids)) for _ in range(20)]
+        before = orders[-1] if orders else []
+        orders.append(min(draws, key=lambda order: sum(map(operator.eq, order, before))))
+    return orders
 
 
 class PositionBias:
@@ -116,16 +112,12 @@ def aggregate(passes: Sequence[JudgePass], bias: PositionBias) -> dict[str, floa
 def pairwise_agreement(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:
     """Return the share of pairs that both put into the same order; a pair tied in one only counts half. `None`
     without pairs."""
-    names = sorted(a.keys() & b.keys())
-    agreed, pairs = 0.0, 0
-    for i, x in enumerate(names):
-        for y in names[i + 1 :]:
-            first, second = sign(a[x] - a[y]), sign(b[x] - b[y])
-            pairs += 1
-            agreed += 1.0 if first == second else 0.5 if 0 in (first, second) else 0.0
-    return agreed / pairs if pairs else None
+    pairs = list(itertools.combinations(sorted(a.keys() & b.keys()), 2))
+    signs = [(sign(a[x] - a[y]), sign(b[x] - b[y])) for x, y in pairs]
+    agreed = sum(1.0 if first == second else 0.5 if 0 in (first, second) else 0.0 for first, second in signs)
+    return agreed / len(pairs) if pairs else None
 
 
 def sign(difference: float) -> int:
-    """Return -1, 0 or 1; 0 for an absolute value of at most `REWARD_TOLERANCE`."""
+    """Return -1, 0 or 1; 0 for rewards that count as equal: a difference of at most `REWARD_TOLERANCE`."""
     return 0 if abs(difference) <= REWARD_TOLERANCE else (1 if difference > 0 else -1)

@@ -1,7 +1,9 @@
 """Asks the judge model: calls until a reply can be read, within the settings' limits, and what they cost.
 
-What a judge asks about is its own business (`judge.ruler.ruler`, `judge.next_state`); how often it asks, how long
-a prompt may be, when it asks again and how that is counted is the same for all.
+`Asker` is the base of the two judges, `judge.ruler.ruler` (compares the runs of a group) and `judge.next_state` (scores
+the calls of a run). They decide what is asked; here is how often, how long a prompt may be, when it is asked again and
+how that is counted. A pass is one question to the judge model and ends in one verdict. It takes several calls if
+replies can't be read, and what failed passes cost is added to a verdict that succeeded.
 """
 
 from __future__ import annotations
@@ -11,10 +13,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from judge.errors import UnscoredError
@@ -34,8 +35,8 @@ from pipeline.telemetry.logs import get_logger
 logger = get_logger("judge.ruler.asking")
 
 T = TypeVar("T")
-Args = TypeVarTuple("Args")
 LoadTranscript = Callable[[TrajectoryCompleted], Awaitable[Transcript]]
+"""Returns what a completed run said: from the log, or from a file."""
 Judged = tuple[dict[str, float], tuple[Verdict, ...]]
 """The score of each trajectory, and the verdicts behind it."""
 
@@ -43,23 +44,17 @@ _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 60.0
 _MIN_CONTEXT_TOKENS = 2_000
 """A prompt that is refused as too long is halved down to this."""
-_LARGE = 50_000
-"""Characters from which work on a text is done in a thread, so that the event loop is not blocked."""
-_PARTS = 25_000
-"""Characters that a message of parts counts for: an image in it is named by a hash of its bytes, which takes time."""
-
 
 Failure = Literal["", "unreadable", "out_of_range", "cut_off", "no_answer", "too_long"]
-"""As `JudgeMeasured.failure`."""
+"""Why a pass failed, as the event `group.measured` says it."""
 
 
 class JudgingError(Exception):
     """A judging gave no usable scores. The message says why."""
 
-    def __init__(self, why: str, kind: Failure, usage: Usage | None = None) -> None:
-        """`usage`: the calls that were made in vain."""
+    def __init__(self, why: str, kind: Failure) -> None:
         super().__init__(why)
-        self.kind, self.usage = kind, usage or Usage()
+        self.kind = kind
 
 
 @dataclass
@@ -77,18 +72,6 @@ class Usage:
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
         self.cost_usd += other.cost_usd
-
-
-@dataclass
-class Failures:
-    """What of several passes failed, and what all of them took."""
-
-    last: JudgingError
-    """The last failure; at first, why there is none."""
-    in_vain: Usage = field(default_factory=Usage)
-    """The calls of failed passes."""
-    every: Usage = field(default_factory=Usage)
-    """The calls of all passes."""
 
 
 @dataclass
@@ -157,27 +140,19 @@ class ScoredReply(NamedTuple):
 
 
 async def no_log(run: TrajectoryCompleted) -> Transcript:
-    """Stand for the log where a judge is shown transcripts only."""
+    """The `LoadTranscript` of a judge that is given transcripts only (`Asker.judge`), such as those of a file."""
     raise LookupError(run.trajectory)
 
 
 class Asker(ABC):
     """Asks one judge model with one rubric. What is asked is its subclasses'."""
 
-    def __init__(
-        self,
-        config: JudgeConfig,
-        rubric: Rubric,
-        model: ChatModel,
-        load: LoadTranscript = no_log,
-        *,
-        rng: random.Random | None = None,
-    ) -> None:
-        """`load` returns the transcript of a run. `rng` draws nonces and ids, which nobody may be able to guess; the
-        default is the system's."""
+    def __init__(self, config: JudgeConfig, rubric: Rubric, model: ChatModel, load: LoadTranscript = no_log) -> None:
+        """`load` returns the transcript of a run."""
         self._config, self.rubric, self._model, self._load = config, rubric, model, load
         self._turns = anyio.CapacityLimiter(config.concurrency)
-        self._rng = rng or random.SystemRandom()
+        self._rng = random.SystemRandom()
+        """Draws the nonces and ids of prompts, which an agent must not be able to guess (`judge.ruler.prompt`)."""
         self._context_tokens = config.context_tokens
         self.statistics = JudgeStatistics()
         self.paused = 0
@@ -187,23 +162,22 @@ class Asker(ABC):
     async def judge(self, transcripts: Sequence[Transcript], *, count: bool = True) -> Judged:
         """Judge runs without retries. `count`: add them to the statistics. Raises `JudgingError`."""
 
-    async def retry(self, work: Callable[[], Awaitable[T]], group: str) -> tuple[T, Usage]:
-        """Return the result of `work`, and the calls that were made in vain before. `group` is for the log.
+    async def retry(self, work: Callable[[], Awaitable[T]], group: str) -> T:
+        """Return the result of `work`, which is tried again with growing pauses. `group` is for the log.
 
         Raises `UnscoredError` if it fails with `JudgingError` for `judge.retry_for_s`, or a trajectory has left the
         log."""
         began = time.monotonic()
         deadline = began + self._config.retry_for_s
-        backoff, in_vain = new_backoff(), Usage()
+        backoff = new_backoff()
         while True:
             async with self._turns:
                 try:
-                    return await work(), in_vain
+                    return await work()
                 except HistoryGoneError as error:
                     raise UnscoredError(str(error)) from error
                 except JudgingError as error:
                     reason = str(error)
-                    in_vain.include(error.usage)
             pause = backoff.next_s()
             if time.monotonic() + pause > deadline:
                 raise UnscoredError(f"no usable judge pass within {time.monotonic() - began:.0f} s: {reason}")
@@ -215,7 +189,8 @@ class Asker(ABC):
                 self.paused -= 1
 
     async def ask(self, build: prompt.BuildPrompt, shown: Sequence[Transcript], spent: Usage) -> ScoredReply:
-        """Ask once about `shown`, which `build` makes a prompt of. A context that proves too long is halved.
+        """Ask once about the transcripts `shown`, of which `build` makes a prompt. A context that proves too long is
+        halved, for all later prompts too.
 
         Every call is added to `spent`. Raises `JudgingError` after `judge.attempts` replies that can't be read, where
         no reply comes, and for a prompt that is too long even when it is halved."""
@@ -231,41 +206,34 @@ class Asker(ABC):
                     logger.warning("judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2)
 
     async def try_pass(
-        self, judge: Callable[[Usage], Awaitable[Verdict]], failures: Failures, count: bool, **about: Any
+        self, judge: Callable[[], Awaitable[Verdict]], failures: list[JudgingError], count: bool, **about: Any
     ) -> Verdict | None:
         """Return the verdict of one pass; `None` if it fails, which is added to `failures` and logged with `about`.
-        `judge` adds its calls to the usage that it gets. `count`: add the pass to the statistics."""
-        spent = Usage()
+        `count`: add the pass to the statistics."""
         self.statistics.passes += count
         try:
-            return await judge(spent)
+            return await judge()
         except JudgingError as error:
-            failures.last = error
-            failures.in_vain.include(spent)
+            failures.append(error)
             if count:
                 self.statistics.failed_judgings += 1
                 self.statistics.failure = error.kind
             logger.warning("judging failed", reason=str(error)[:500], **about)
             return None
-        finally:
-            failures.every.include(spent)
 
     async def _ask(
         self, build: prompt.BuildPrompt, shown: Sequence[Transcript], context_tokens: int, spent: Usage
     ) -> ScoredReply:
-        """Ask until a reply could be read.
+        """Build the prompt for `context_tokens` and ask until a reply could be read, with a reminder of the form.
 
         Raises `JudgingError` after `judge.attempts` calls, `ContextWindowError` if the prompt is too long."""
-        asked = await _in_thread_if_large(_characters(shown), build, self.rubric, self._rng, context_tokens)
+        asked = build(self.rubric, self._rng, context_tokens)
         messages = asked.messages
         usage, latency_s = Usage(), 0.0
-        failure = JudgingError("judge.attempts is 0", "")
-        for attempt in range(self._config.attempts):
-            self.statistics.asked_again += attempt > 0
+        for attempt in range(1, self._config.attempts + 1):
+            self.statistics.asked_again += attempt > 1
             try:
-                sent = await _in_thread_if_large(
-                    _characters(shown), attach_images, messages, shown, self._config.max_images
-                )
+                sent = attach_images(messages, shown, self._config.max_images)
                 reply = await self._model(sent, asked.schema())
             except ContextWindowError:
                 raise
@@ -276,18 +244,17 @@ class Asker(ABC):
                 counted.include(call)
             latency_s += reply.latency_s
             try:
-                parsed = await _in_thread_if_large(len(reply.text), asked.parse, reply.text)
+                parsed = asked.parse(reply.text)
             except UnreadableReplyError as error:
-                failure = JudgingError(
-                    f"the reply could not be read {attempt + 1} times: {_problem(error, reply)}",
-                    "cut_off" if reply.cut_off else error.kind,
-                )
+                kind: Failure = "cut_off" if reply.cut_off else error.kind
+                failure = JudgingError(f"the reply could not be read {attempt} times: {_problem(error, reply)}", kind)
                 messages = prompt.add_reminder(asked, out_of_range=error.kind == "out_of_range")
                 continue
             return ScoredReply(asked, parsed, self._verdict(asked, reply.model, usage, latency_s))
         raise failure
 
     def _verdict(self, asked: prompt.Prompt, model: str, usage: Usage, latency_s: float) -> Verdict:
+        """Return the verdict of a reply without its scores: which model and rubric, and what it cost."""
         named: dict[str, Any] = asdict(usage)
         return Verdict(
             judge_model=model or self._config.model,
@@ -306,34 +273,18 @@ def new_backoff() -> Backoff:
     return Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
 
 
-def charged(verdicts: Sequence[Verdict], usage: Usage) -> tuple[Verdict, ...]:
-    """Return the verdicts of a group, with calls that were made in vain added to the first."""
-    first = verdicts[0]
-    with_all = msgspec.structs.replace(
+def charged(verdicts: Sequence[Verdict], spent: Usage) -> tuple[Verdict, ...]:
+    """Return the verdicts of a group. The first one also counts the calls that led to none, so that the group's
+    verdicts together cost what the group cost: `spent`, all of its calls."""
+    first, *others = verdicts
+    first = msgspec.structs.replace(
         first,
-        attempts=first.attempts + usage.calls,
-        prompt_tokens=first.prompt_tokens + usage.prompt_tokens,
-        completion_tokens=first.completion_tokens + usage.completion_tokens,
-        cost_usd=first.cost_usd + usage.cost_usd,
+        attempts=spent.calls - sum(v.attempts for v in others),
+        prompt_tokens=spent.prompt_tokens - sum(v.prompt_tokens for v in others),
+        completion_tokens=spent.completion_tokens - sum(v.completion_tokens for v in others),
+        cost_usd=first.cost_usd + (spent.cost_usd - sum(v.cost_usd for v in verdicts)),
     )
-    return (with_all, *verdicts[1:])
-
-
-def _characters(transcripts: Sequence[Transcript]) -> int:
-    """Estimate how much text there is, without rendering it."""
-    return sum(
-        len(content) if isinstance(content := m.get("content"), str) else _PARTS
-        for t in transcripts
-        for c in t.conversations
-        for m in c.messages
-    )
-
-
-async def _in_thread_if_large(characters: int, work: Callable[[*Args], T], *args: *Args) -> T:
-    """Return `work(*args)`, computed in a thread if there are many characters to work on."""
-    if characters < _LARGE:
-        return work(*args)
-    return await anyio.to_thread.run_sync(work, *args)
+    return (first, *others)
 
 
 def _problem(error: UnreadableReplyError, reply: ModelReply) -> str:

@@ -19,7 +19,7 @@ _NAMED = re.compile(r"\(image ([0-9a-f]{16})\)")
 def attach_images(
     messages: Sequence[dict[str, Any]], transcripts: Sequence[Transcript], most: int
 ) -> list[dict[str, Any]]:
-    """Return the messages of a call with the images of `transcripts` that the last one names, `most` at most."""
+    """Return the messages of a call with the images of `transcripts` that the last message names, `most` at most."""
     *before, last = messages
     named = dict.fromkeys(_NAMED.findall(last["content"]))
     if not named or not most:
@@ -35,6 +35,7 @@ def attach_images(
 
 
 def _images(transcripts: Sequence[Transcript]) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield each image in the messages: the part that holds it, and its bytes."""
     for transcript in transcripts:
         for conversation in transcript.conversations:
             for message in conversation.messages:

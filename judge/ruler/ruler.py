@@ -17,7 +17,7 @@ import msgspec
 
 from judge.ruler import prompt
 from judge.ruler.aggregation import JudgePass, aggregate, draw_orders
-from judge.ruler.asking import Asker, Failures, Judged, JudgingError, Usage, charged, new_backoff
+from judge.ruler.asking import Asker, Judged, JudgingError, Usage, charged, new_backoff
 from judge.ruler.transcripts import Transcript
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.events import Score, TrajectoryCompleted, Verdict
@@ -37,25 +37,29 @@ class LlmRuler(Asker):
 
         Raises `UnscoredError` if no judging succeeds within `judge.retry_for_s`, or a trajectory has left the log."""
 
+        spent = Usage()
+
         async def judge() -> Judged:
-            return await self.judge(await concurrently(self._load, members))
+            return await self.judge(await concurrently(self._load, members), spent=spent)
 
-        (scores, verdicts), in_vain = await self.retry(judge, members[0].group)
-        return scores, charged(verdicts, in_vain)
+        return await self.retry(judge, members[0].group)
 
-    async def judge(self, transcripts: Sequence[Transcript], *, count: bool = True) -> Judged:
-        """Judge a group without retries. `count`: add it to the statistics. Raises `JudgingError` if every judging
-        failed."""
+    async def judge(
+        self, transcripts: Sequence[Transcript], *, count: bool = True, spent: Usage | None = None
+    ) -> Judged:
+        """Judge a group without retries, as `Asker.judge`. `spent`: what earlier tries took, for which the first
+        verdict is charged too. Raises `JudgingError` if every pass failed."""
+        spent = spent or Usage()
         by_id = {t.trajectory: t for t in transcripts}
         # The group itself seeds the orders, so that judging the same history again shows the same lists.
         rng = random.Random("/".join(sorted(by_id)))
         orders = draw_orders(sorted(by_id), self._config.passes, rng)
         verdicts: list[Verdict] = []
         failed: list[list[str]] = []
-        failures = Failures(JudgingError("judge.passes is 0", ""))
+        failures: list[JudgingError] = []
 
         async def judge_in(order: list[str]) -> None:
-            judge = functools.partial(self._judge_in_order, [by_id[n] for n in order])
+            judge = functools.partial(self._judge_in_order, [by_id[n] for n in order], spent)
             verdict = await self.try_pass(judge, failures, count)
             if verdict is not None:
                 verdicts.append(verdict)
@@ -68,11 +72,11 @@ class LlmRuler(Asker):
             await anyio.sleep(backoff.next_s())  # such as for a limit of requests per second
             await judge_in(failed.pop(0))
         if not verdicts:
-            raise JudgingError(str(failures.last), failures.last.kind, failures.in_vain)
+            raise failures[-1]
         passes = [JudgePass(v.order, {s.trajectory: s.score for s in v.scores}) for v in verdicts]
         if count:
             self.statistics.add(passes)
-        return aggregate(passes, self.statistics.bias), charged(verdicts, failures.in_vain)
+        return aggregate(passes, self.statistics.bias), charged(verdicts, spent)
 
     async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> Verdict:
         """Judge once, in the order given. Every call is added to `spent`. Raises `JudgingError`."""

@@ -1,4 +1,8 @@
-"""A trajectory as a judge reads it: conversations from its exchange events, and messages as text."""
+"""A trajectory as a judge reads it: conversations from its exchange events, and messages as text.
+
+An exchange is a recorded call. A conversation is a chain of calls in which each one's messages begin with those of the
+call before (`pipeline.chat.conversations`); a trajectory has several if there were sub-agents, or its history was
+shortened."""
 
 from __future__ import annotations
 
@@ -6,16 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import anyio.to_thread
 import msgspec
 
 from pipeline.chat.conversations import Conversation, Message, build_conversations, text_of
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker, HistoryGoneError
-
-_LARGE = 500_000
-"""Bytes of requests and responses from which they are decoded in a thread: JSON of this size takes some
-milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,7 @@ async def load_transcript(broker: Broker, project: str, trajectory: str, at_leas
         raise HistoryGoneError(
             f"the whole history of trajectory {trajectory} ({held} of {at_least} exchanges can be read)"
         )
-    if sum(len(e.request) + len(e.response) for e in exchanges) < _LARGE:
-        return from_exchanges(trajectory, exchanges)
-    return await anyio.to_thread.run_sync(from_exchanges, trajectory, exchanges)
+    return from_exchanges(trajectory, exchanges)
 
 
 def render_message(message: Message) -> str:

@@ -1,4 +1,8 @@
-"""Tool calls of a stream told apart, each by a position and an id of its own."""
+"""Tool calls of a stream told apart, each by a position and an id of its own.
+
+Servers send a call in several deltas and number the calls by `index`. Some give two calls one index, or a call no id;
+clients and the record then take two calls for one. `streaming` has each delta of a choice pass through `ToolCallIds`,
+which gives every call its own index and id."""
 
 from __future__ import annotations
 
@@ -8,18 +12,22 @@ import msgspec
 
 
 class FunctionDelta(msgspec.Struct):
+    """A piece of a function's name and arguments."""
+
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolDelta(msgspec.Struct):
+    """A piece of a tool call, as a chunk's `delta.tool_calls` lists it."""
+
     index: int | None = None
     id: str | None = None
     function: FunctionDelta | None = None
 
 
-class CallIds:
-    """The ids of a choice's tool calls, by their positions: a server may give two calls one index, or a call no id."""
+class ToolCallIds:
+    """The ids of the tool calls of one choice, by their positions: the order in which they began."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []
@@ -30,9 +38,10 @@ class CallIds:
         self._made: set[int] = set()
         """Positions of the calls whose ids are the gateway's."""
 
-    def mend(self, delta: ToolDelta, number: int, reply: msgspec.Raw | None) -> bool:
-        """Replace the index of a delta, the one with this number in its chunk, by its call's position, and its id by
-        the call's id where the call begins. Returns whether that changed the delta."""
+    def assign(self, delta: ToolDelta, number: int, reply: msgspec.Raw | None) -> bool:
+        """Replace the index of a delta by its call's position, and its id by the call's id where the call begins.
+        `number`: of the delta in its chunk, for a server that sends no index. `reply`: the reply's `id`. Returns
+        whether that changed the delta."""
         before = delta.index, delta.id
         index = number if delta.index is None else delta.index
         position = self._newest.get(index)

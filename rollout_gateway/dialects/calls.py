@@ -1,7 +1,9 @@
 """Model calls and replies, whichever endpoint they came by. `endpoints` knows how the endpoints differ.
 
-Bodies are decoded one level deep only. `msgspec.Raw` keeps the rest as it came, so fields that the gateway does not
-know pass through unchanged and cost nothing."""
+A `Call` is a chat completion or a completion that a client asks for, also by another API (`translate`). An `Answer` is
+the whole reply to it, with a `SampledChoice` for each of its choices. Capture records both, and takes from here whether
+a choice may be trained. Bodies are decoded one level deep only. `msgspec.Raw` keeps the rest as it came, so fields that
+the gateway does not know pass through unchanged and cost nothing."""
 
 from __future__ import annotations
 
@@ -19,15 +21,17 @@ from rollout_gateway.http.errors import ApiError
 Raw = msgspec.Raw
 Fields = dict[str, msgspec.Raw]
 
-_fields_decoder = msgspec.json.Decoder(Fields)
+decode_object = msgspec.json.Decoder(Fields).decode
+"""Decodes an object one level deep."""
 _ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]])
 _encode = msgspec.json.Encoder().encode
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 """The endpoints of vLLM that return token ids."""
 REFERENCE = "journeywork"
-"""Field of a choice that names its exchange."""
+"""Field of a choice that names the recorded call, so that a client can make a run of calls later."""
 
+_NULL = Raw(b"null")
 _GRAMMAR_FIELDS = frozenset(
     ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
 )
@@ -54,7 +58,6 @@ MAX_STOPS, MAX_TOOLS, MAX_MESSAGES = (
     msgspec.Meta(max_length=16384),
 )
 """Bounds of lists that an inference server works through for each token or call."""
-_BOUNDED = {"messages": Annotated[list[Raw], MAX_MESSAGES] | None, "tools": Annotated[list[Raw], MAX_TOOLS] | None}
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Logprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 
@@ -70,6 +73,8 @@ class RequestParams(msgspec.Struct):
     metadata: dict[str, Any] | None = None
     seed: Seed | None = None
     stop: str | Annotated[list[str], MAX_STOPS] | None = None
+    messages: Annotated[list[Raw], MAX_MESSAGES] | None = None
+    tools: Annotated[list[Raw], MAX_TOOLS] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -113,16 +118,18 @@ class SampledChoice:
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """A complete reply."""
+    """A complete reply: of an inference server, or of an outside model (`rollout_gateway.outside`)."""
 
     fields: Fields
+    """Without the choices."""
     prompt_ids: bytes
     """Token ids of the prompt, little-endian int32."""
     choices: list[SampledChoice]
     _body: bytes = b""
 
     def client_body(self, only: SampledChoice | None = None) -> bytes:
-        """Return the reply for the client, with all choices or with one of them, as its event holds it."""
+        """Return the reply as the client gets it, with all choices; or with `only` one of them, as the event of this
+        choice holds it."""
         if self._body:
             return self._body  # with one choice, the client and the event get the same
         choices = self.choices if only is None else [only]
@@ -145,7 +152,8 @@ class Call:
     choices: int = 1
     """How many choices the reply will have."""
     held: bool = False
-    """Whether a streamed answer is asked for as a whole, because it may not be shown."""
+    """Whether the inference server is asked for the whole answer although the client streams: it is not shown if the
+    model was unsure (`rollout_gateway.app`, calls of an apprentice)."""
     referenced_in: str = ""
     """The trajectory that records the call, if each choice of the reply is to name its exchange; else empty."""
 
@@ -159,12 +167,14 @@ class Call:
         return bool(self.params.stream)
 
     def add_reference(self, choice: Fields, reply: msgspec.Raw | None) -> None:
-        """Name the exchange in a choice of the reply whose `id` is `reply`, if the trajectory wants that."""
+        """Add the field that names the recorded call to a choice of the reply whose `id` is `reply`, if the trajectory
+        was opened with `references`."""
         if self.referenced_in and reply is not None:
             choice[REFERENCE] = Raw(b'{"trajectory":%b,"reply":%b}' % (_encode(self.referenced_in), bytes(reply)))
 
     def hash(self) -> str:
-        """Return the SHA-256 of the endpoint and the fields in alphabetical order."""
+        """Return the SHA-256 of the endpoint and the fields in alphabetical order, by which a client's retry is
+        known."""
         digest = hashlib.sha256(self.endpoint.encode())
         for name in sorted(self.fields):
             digest.update(b"\0%b\0%b" % (name.encode(), self.fields[name]))
@@ -185,15 +195,14 @@ class Call:
         """Which part of the reply a grammar constrains: nothing, tool calls if there are any (`strict` tools), or the
         whole reply."""
         fields = self.fields
-        if not _GRAMMAR_FIELDS.isdisjoint(fields) and not all(is_null(fields.get(n)) for n in _GRAMMAR_FIELDS):
+        form, tools, tool_choice = (fields.get(name, _NULL) for name in ("response_format", "tools", "tool_choice"))
+        if any(not is_null(fields.get(name)) for name in _GRAMMAR_FIELDS):
             return "all"
-        form = fields.get("response_format")
-        if form is not None and not is_null(form) and _type_of(form) != "text":
+        if not is_null(form) and _type_of(form) != "text":
             return "all"
-        tools, tool_choice = fields.get("tools"), fields.get("tool_choice")
-        if tools is None or is_null(tools):
+        if is_null(tools):
             return ""
-        asked = decode_field(tool_choice, "tool_choice") if tool_choice is not None else None
+        asked = decode_field(tool_choice, "tool_choice")
         if isinstance(asked, dict) or asked == "required":
             return "all"
         return "tool_calls" if asked != "none" and _STRICT.search(bytes(tools)) else ""
@@ -201,14 +210,8 @@ class Call:
 
 def read_fields(body: bytes, kind: type[_P]) -> tuple[Fields, _P]:
     """Decode a request: all its fields, and those that the gateway uses. Raises a 400 `ApiError` if it is invalid."""
-    params, fields = read_body(body, kind), _fields_decoder.decode(body)
-    for name in _BOUNDED.keys() & fields.keys():
-        try:
-            msgspec.json.decode(fields[name], type=_BOUNDED[name])
-        except msgspec.ValidationError as error:
-            message = f"The body is not valid: {error} - at `$.{name}`."
-            raise ApiError(400, "invalid_body", message, param=name) from error
-    return fields, params
+    params = read_body(body, kind)
+    return decode_object(body), params
 
 
 def decode_field(raw: msgspec.Raw, name: str) -> Any:
@@ -240,6 +243,7 @@ def decode_text(raw: msgspec.Raw | None) -> str:
 
 
 def _type_of(raw: msgspec.Raw) -> str:
+    """Return the field `type` of an object; empty for another value."""
     try:
         return msgspec.json.decode(raw, type=_Typed).type
     except msgspec.ValidationError:

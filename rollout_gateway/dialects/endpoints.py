@@ -1,7 +1,10 @@
-"""The two endpoints of vLLM that return token ids: what is asked of them, and what is removed from their replies.
+"""The two endpoints of vLLM that return token ids, chat completions and completions: what is asked of them, and what is
+removed from their replies.
 
-`/v1/responses` and `/v1/messages` are not asked: vLLM returns no ids there, so `translate` makes chat completions of
-them."""
+The gateway asks for token ids and logprobs with every captured call, whether or not the client did, and removes what
+the client did not ask for. Capture (`rollout_gateway.capture.handler`, `dispatch`) calls `upstream_body` and
+`read_answer`. `/v1/responses` and `/v1/messages` are not asked: vLLM returns no ids there, so `translate` makes chat
+completions of them."""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from rollout_gateway.dialects.calls import (
     CHAT,
     COMPLETIONS,
     MAX_CHOICES,
+    MAX_MESSAGES,
     Answer,
     Call,
     Fields,
@@ -23,6 +27,7 @@ from rollout_gateway.dialects.calls import (
     RequestParams,
     SampledChoice,
     decode_field,
+    decode_object,
     decode_text,
     pack_ids,
     read_fields,
@@ -30,7 +35,6 @@ from rollout_gateway.dialects.calls import (
 from rollout_gateway.http.errors import ApiError
 
 _encode = msgspec.json.Encoder().encode
-_fields_decoder = msgspec.json.Decoder(Fields)
 choices_decoder = msgspec.json.Decoder(list[Fields])
 _index_decoder = msgspec.json.Decoder(int)
 _NULL = Raw(b"null")
@@ -43,7 +47,7 @@ _ADDED_TO_CHOICE = ("token_ids", "prompt_token_ids")
 
 
 class _ChatParams(RequestParams, kw_only=True):
-    messages: Raw
+    messages: Annotated[list[Raw], MAX_MESSAGES]
     logprobs: bool | None = None
     """vLLM takes numbers too and reads 0 as false; the record would lack its logprobs."""
     top_logprobs: Logprobs | None = None
@@ -100,7 +104,7 @@ _value_decoder = msgspec.json.Decoder()
 _TYPED = frozenset(("choices", "message", "delta", "usage", "prompt_token_ids", "token_ids"))
 """Fields of a reply or a choice that have decoders of their own."""
 MALFORMED = (msgspec.DecodeError, KeyError, RecursionError, UnicodeDecodeError)
-"""What reading a reply raises if it is none."""
+"""What reading a reply raises if it is not one of vLLM's."""
 
 
 def read_chat(body: bytes) -> Call:
@@ -132,8 +136,8 @@ def read_completion(body: bytes) -> Call:
 
 
 def upstream_body(call: Call, version: str, *, answer_id: str) -> bytes:
-    """Return the body for the inference server, with the exact policy version. `answer_id`: of the answer, if the call
-    is captured; then it asks for token ids and logprobs too."""
+    """Return the body for the inference server, which is asked for the exact policy version. `answer_id`: the id that
+    the answer will have; empty if the call is not captured. A captured call asks for token ids and logprobs too."""
     fields = dict(call.fields)
     fields["model"] = Raw(_encode(version))
     if call.held:
@@ -151,7 +155,7 @@ def read_answer(body: bytes, call: Call) -> Answer:
 
     Raises one of `MALFORMED` if it is not such a reply."""
     params = call.params
-    fields = _fields_decoder.decode(body)
+    fields = decode_object(body)
     prompt_ids = pack_ids(fields.get("prompt_token_ids"))
     clean(fields, params)
     check_values(fields)
@@ -179,7 +183,8 @@ def read_answer(body: bytes, call: Call) -> Answer:
 
 
 def check_values(fields: Fields) -> None:
-    """Raise one of `MALFORMED` if a reply, chunk or choice holds what can't be decoded."""
+    """Raise one of `MALFORMED` if a reply, chunk or choice holds what can't be decoded: it would be found only when the
+    record is read, or end a translation."""
     for name, raw in fields.items():
         if name not in _TYPED:
             _value_decoder.decode(raw)
@@ -224,7 +229,8 @@ def pack_logprobs(raw: Raw | None) -> bytes:
 
 
 def merged(bodies: list[bytes]) -> Fields:
-    """Merge the recorded responses of a call, one for each choice, into the reply that they were."""
-    replies = [_fields_decoder.decode(body) for body in bodies]
+    """Merge the recorded responses of one call, an event for each choice, into the reply that they were, for a client's
+    retry."""
+    replies = [decode_object(body) for body in bodies]
     choices = [choice for reply in replies for choice in choices_decoder.decode(reply["choices"])]
     return {**replies[0], "choices": Raw(_encode(choices))}

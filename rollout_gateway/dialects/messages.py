@@ -1,4 +1,5 @@
-"""Translates Anthropic's `/v1/messages` to chat completions and back."""
+"""Translates Anthropic's `/v1/messages` to chat completions and back. `messages_input` reads the request;
+`rollout_gateway.dialects.translate` says how a translation is used."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ class _BlockFormat(NamedTuple):
     """Field of such a piece that holds its text."""
 
 
-_BLOCKS = {
+_BLOCK_FORMATS = {
     "reasoning": _BlockFormat("thinking", {"thinking": "", "signature": ""}, "thinking_delta", "thinking"),
     "content": _BlockFormat("text", {"text": ""}, "text_delta", "text"),
     "tool": _BlockFormat("tool_use", {"input": {}}, "input_json_delta", "partial_json"),
 }
-"""The format of a block by its kind (`Translation.open`)."""
-_FORMATS = {form.type: form for form in _BLOCKS.values()}
+"""The format of a block by its kind (`Translation.begin_block`)."""
+_FORMATS_BY_TYPE = {form.type: form for form in _BLOCK_FORMATS.values()}
 
 _ERROR_BYTES = 500
 """Number of bytes of an answer in an unknown format that become the message of the error."""
@@ -72,14 +73,18 @@ class MessagesTranslation(Translation):
     )
     request: MessagesRequest
     _system_first = False
-    """System messages further on are put into the first one."""
+    """Whether system messages further on are put into the first one, since the server refused the call without
+    (`merge_system`)."""
 
     def merge_system(self) -> bool:
+        """Have system messages further on put into the first one. Returns whether that changes the call."""
         changes = not self._system_first and any(m.role == "system" for m in self.request.messages)
         self._system_first = True
         return changes
 
     def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
+        """Return the chat completion request. No call of this API refers to recorded ones, so `exchanges` is not
+        read."""
         request = self.request
         messages: list[dict[str, Any]] = []
         system = [system_text(request.system)]
@@ -112,23 +117,26 @@ class MessagesTranslation(Translation):
                 chat["parallel_tool_calls"] = False
         return chat
 
-    def whole(self) -> dict[str, Any]:
+    def whole_answer(self) -> dict[str, Any]:
+        """Return the whole message."""
         return {
             "id": "msg_" + self.id.partition("-")[2],
             "type": "message",
             "role": "assistant",
             "model": self.head.get("model", self.request.model),
             "content": self.blocks,
-            **self._stop(),
+            **self._stop_fields(),
             "usage": _usage(self.usage),
         }
 
-    def begin(self) -> bytes:
+    def first_events(self) -> bytes:
+        """Return the event that begins a stream."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(None)}
-        return self.event("message_start", message=self.whole() | empty)
+        return self.event("message_start", message=self.whole_answer() | empty)
 
-    def open(self, kind: str, call_id: str, name: str) -> bytes:
-        form = _BLOCKS[kind]
+    def begin_block(self, kind: str, call_id: str, name: str) -> bytes:
+        """Add an empty content block. Returns its first event."""
+        form = _BLOCK_FORMATS[kind]
         tool = {"id": call_id, "name": name} if kind == "tool" else {}
         block = {"type": form.type, **tool, **form.empty}
         self.blocks.append(block)
@@ -136,33 +144,38 @@ class MessagesTranslation(Translation):
             return b""
         return self.event("content_block_start", index=len(self.blocks) - 1, content_block=block)
 
-    def delta(self, place: int, text: str) -> bytes:
-        form = _FORMATS[self.blocks[place]["type"]]
+    def text_delta(self, place: int, text: str) -> bytes:
+        """Return the event for a further piece of a block's text; of a tool call, of its arguments as JSON."""
+        form = _FORMATS_BY_TYPE[self.blocks[place]["type"]]
         piece = {"type": form.delta_type, form.delta_field: text}
         return self.event("content_block_delta", index=place, delta=piece)
 
-    def complete(self, place: int) -> bytes:
+    def end_block(self, place: int) -> bytes:
+        """Put the collected text into a block. Returns its last event."""
         block, text = self.blocks[place], self.text(place)
         match block["type"]:
             case "tool_use":
-                block["input"] = _arguments(text)
+                block["input"] = _parse_arguments(text)
             case kind:
                 block[kind] = text
         return self.event("content_block_stop", index=place) if self.streams else b""
 
-    def end(self) -> bytes:
-        out = self.close()
-        out += self.event("message_delta", delta=self._stop(), usage=_usage(self.usage))
+    def last_events(self) -> bytes:
+        """Return the events that end a stream: those of open blocks, and why the model stopped."""
+        out = self.close_blocks()
+        out += self.event("message_delta", delta=self._stop_fields(), usage=_usage(self.usage))
         return out + self.event("message_stop")
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
+        """Return the event for an error in the middle of a stream."""
         status = 503 if error.get("code") == "stopping" else 500
         return self.event("error", error=_error(error, status)["error"])
 
     def error(self, body: bytes, status: int) -> bytes:
+        """Convert an error from OpenAI's format."""
         return messages_error(body, status)
 
-    def _stop(self) -> dict[str, str | None]:
+    def _stop_fields(self) -> dict[str, str | None]:
         """Return the fields that tell why the model stopped."""
         sequence, reason = self.ended.get("stop_reason"), self.ended.get("finish_reason") or "stop"
         if isinstance(sequence, str):
@@ -184,18 +197,20 @@ def messages_error(body: bytes, status: int) -> bytes:
 
 
 def _error(error: dict[str, Any], status: int) -> dict[str, Any]:
+    """Return Anthropic's form of an error with this `message`, whose type follows from the status."""
     kind = _ERRORS.get(status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.get("message")}}
 
 
 def _usage(usage: dict[str, Any] | None) -> dict[str, int]:
+    """Convert a chat completion's usage."""
     usage = usage or {}
     return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens") or 0}
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _parse_arguments(text: str) -> dict[str, Any]:
     """Decode a tool call's arguments. If they are not a JSON object, which small models may write, return them as the
-    field `_raw`. `_arguments_text` gives the model its own text again."""
+    field `_raw`: `messages_input` gives the model its own text again when the client sends the call back."""
     try:
         value = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):

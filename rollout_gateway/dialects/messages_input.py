@@ -1,4 +1,8 @@
-"""From a request of Anthropic's `/v1/messages` to the messages and tools of a chat completion request."""
+"""From a request of Anthropic's `/v1/messages` to the messages and tools of a chat completion request.
+
+The structs are the parts of a request that are translated; msgspec refuses other types with a 400. A message's content
+is a list of blocks. `messages` uses this for the policy's calls, and `rollout_gateway.outside` for the records of
+Anthropic's own answers."""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from rollout_gateway.dialects.translate import joined
 from rollout_gateway.http.errors import ApiError
 
 _ATTRIBUTION = "x-anthropic-billing-header"
+"""How the line begins in which Claude Code names its version and a hash of the call."""
 
 
 class _Source(msgspec.Struct):
@@ -30,6 +35,8 @@ class _Source(msgspec.Struct):
 
 
 class _ToolParam(msgspec.Struct):
+    """A tool of a request."""
+
     name: str
     type: str | None = None
     description: str | None = None
@@ -64,6 +71,8 @@ class _ToolChange(msgspec.Struct):
 
 
 class _Block(msgspec.Struct):
+    """A block of any type: its fields are those of all types."""
+
     type: str
     text: str | None = None
     thinking: str | None = None
@@ -84,7 +93,9 @@ class _Block(msgspec.Struct):
             raise ValueError("an image needs a source of type `base64` with `data`, or `url` with `url`")
 
 
-class _InputMessage(msgspec.Struct):
+class InputMessage(msgspec.Struct):
+    """A message of a request."""
+
     role: Literal["user", "assistant", "system"]
     content: str | list[_Block]
 
@@ -108,8 +119,10 @@ class _OutputConfig(msgspec.Struct):
 
 
 class MessagesRequest(msgspec.Struct):
+    """The fields of a request that are translated."""
+
     model: str
-    messages: Annotated[list[_InputMessage], MAX_MESSAGES]
+    messages: Annotated[list[InputMessage], MAX_MESSAGES]
     max_tokens: int | None = None
     system: str | list[_Block] | None = None
     tools: Annotated[list[_ToolParam], MAX_TOOLS] | None = None
@@ -123,8 +136,8 @@ class MessagesRequest(msgspec.Struct):
 
 
 def _arguments_text(value: Any) -> str:
-    """Encode a tool call's arguments. The text of malformed ones, which `_arguments` or a client marked as such, stays
-    as the model wrote it."""
+    """Encode a tool call's arguments. The text of malformed ones, which `messages` marked as `_raw` and Claude Code as
+    `__unparsedToolInput`, stays as the model wrote it."""
     match value:
         case {"_raw": str(text), **others} | {"__unparsedToolInput": str(text), **others} if not others:
             return text
@@ -132,7 +145,8 @@ def _arguments_text(value: Any) -> str:
 
 
 def tools_of(request: MessagesRequest) -> tuple[_Tools, set[str]]:
-    """All tools of a request, and the names of those that a system message removed. Raises a 400 `ApiError`."""
+    """All tools of a request, also those that a system message further on added, and the names of those that one
+    removed. Raises a 400 `ApiError` for a name that the request does not define."""
     tools, removed = {tool.name: tool for tool in request.tools or ()}, set[str]()
     for block in (b for m in request.messages if not isinstance(m.content, str) for b in m.content):
         if block.type not in ("tool_addition", "tool_removal") or (change := block.tool) is None:
@@ -150,8 +164,8 @@ def tools_of(request: MessagesRequest) -> tuple[_Tools, set[str]]:
 
 
 def system_text(content: str | list[_Block] | None) -> str:
-    """The text of a system prompt, without the line in which Claude Code names its version and a hash of the call: it
-    would change the prompt with each call. vLLM leaves it out too."""
+    """The text of a system prompt, without the line that begins with `_ATTRIBUTION`: it would change the prompt with
+    each call. vLLM leaves it out too."""
     texts = [content] if isinstance(content, str) else [b.text for b in content or () if b.type == "text"]
     return "\n".join(
         rest
@@ -160,7 +174,7 @@ def system_text(content: str | list[_Block] | None) -> str:
     )
 
 
-def chat_messages(message: _InputMessage, tools: _Tools) -> list[dict[str, Any]]:
+def chat_messages(message: InputMessage, tools: _Tools) -> list[dict[str, Any]]:
     """Convert a message of the user or the assistant to chat messages. Each tool result in it becomes a separate
     message."""
     if isinstance(message.content, str):
@@ -175,7 +189,7 @@ def chat_messages(message: _InputMessage, tools: _Tools) -> list[dict[str, Any]]
                 function = {"name": block.name or "", "arguments": _arguments_text(block.input)}
                 calls.append({"id": block.id or "", "type": "function", "function": function})
             case "tool_result":
-                result = _result(block, tools)
+                result = _result_content(block, tools)
                 out.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result})
             case "thinking":
                 reasoning += block.thinking or ""
@@ -184,7 +198,7 @@ def chat_messages(message: _InputMessage, tools: _Tools) -> list[dict[str, Any]]
             case "text" if not block.text:
                 pass
             case _:
-                parts.append(_part(block, tools))
+                parts.append(_chat_part(block, tools))
     if parts or message.role == "assistant":
         # The assistant's text is one in a chat completion, and in blocks where it came between calls.
         content = joined(parts, "" if message.role == "assistant" else "\n")
@@ -197,7 +211,7 @@ def chat_messages(message: _InputMessage, tools: _Tools) -> list[dict[str, Any]]
     return out
 
 
-def _part(block: _Block, tools: _Tools) -> dict[str, Any]:
+def _chat_part(block: _Block, tools: _Tools) -> dict[str, Any]:
     """Convert a block that is text, an image, a document in text or a reference to one of `tools`. Raises a 400
     `ApiError` for another one."""
     source = block.source or _Source()
@@ -219,12 +233,12 @@ def _part(block: _Block, tools: _Tools) -> dict[str, Any]:
     raise ApiError(400, "unsupported_content", message, param="messages")
 
 
-def _result(block: _Block, tools: _Tools) -> str | list[dict[str, Any]]:
+def _result_content(block: _Block, tools: _Tools) -> str | list[dict[str, Any]]:
     """The content of a tool's result. A chat completion has no field for a failed tool, so the text says it."""
     if isinstance(block.content, str):
         content: str | list[dict[str, Any]] = block.content
     else:
-        content = joined([_part(inner, tools) for inner in block.content or ()]) or ""
+        content = joined([_chat_part(inner, tools) for inner in block.content or ()]) or ""
     if not block.is_error:
         return content
     if isinstance(content, str):

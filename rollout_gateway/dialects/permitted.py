@@ -1,4 +1,5 @@
-"""What a caller may ask of an inference server: a list of fields, and the hosts that media come from.
+"""What a caller may ask of an inference server: a list of fields, and the hosts that media come from. Every call that a
+policy answers is checked here before it is sent, whichever API it came by.
 
 vLLM takes fields that load pickled tensors, jump its queue or run templates, and it fetches any URL in a message. A
 field is sent to the server if it is in `SENT` or `gateway.further_fields`, dropped if it is in `DROPPED` or null, and
@@ -102,7 +103,8 @@ _NO_TEMPLATE_VALUES = frozenset(("chat_template", "tokenize", "tools", "document
 
 _URL = re.compile(r"https?://([a-z0-9.-]+)(?::[0-9]+)?(?:[/?#][^\\]*)?", re.IGNORECASE)
 _URLS = ("image_url", "audio_url", "video_url")
-_FORBIDDEN = frozenset(("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil", "uuid"))
+"""Fields of a part whose URL the server fetches."""
+_FORBIDDEN_IN_PARTS = frozenset(("image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil", "uuid"))
 """Tensors, and the name under which the server's cache, which all keys share, holds a medium."""
 
 
@@ -123,7 +125,7 @@ def not_permitted(name: str) -> ApiError:
 
 
 class Permitted:
-    """The rules of one gateway."""
+    """The rules of one gateway: `further_fields` may be sent besides `SENT`, media may come from `media_domains`."""
 
     def __init__(self, further_fields: Iterable[str] = (), media_domains: Iterable[str] = ()) -> None:
         self._may_be_sent = SENT | frozenset(further_fields)
@@ -144,6 +146,7 @@ class Permitted:
             self._check_media(messages)
 
     def _check_template_values(self, raw: msgspec.Raw) -> None:
+        """Raise a 400 `ApiError` for values of a chat template that are not plain, or replace what is rendered."""
         try:
             values = msgspec.json.decode(raw, type=dict[str, _TEMPLATE_VALUES] | None) or {}
         except msgspec.ValidationError as error:
@@ -154,7 +157,7 @@ class Permitted:
             raise ApiError(400, "field_not_permitted", f"`{param}` is not permitted. Leave it out.", param=param)
 
     def _check_media(self, raw: msgspec.Raw) -> None:
-        """Look at messages whose content is a list of parts. Text, which most messages are, is skipped undecoded."""
+        """Check the parts of messages. A content that is a text, as of most messages, is skipped undecoded."""
         try:
             contents = [message.content for message in _messages_decoder.decode(raw)]
         except msgspec.ValidationError:
@@ -167,7 +170,8 @@ class Permitted:
                     self._check_part(part, f"messages[{number}].content")
 
     def _check_part(self, part: dict[str, Any], where: str) -> None:
-        for name in {*part, str(part.get("type"))} & _FORBIDDEN:
+        """Raise a 400 `ApiError` for a tensor, for a name in the server's cache, and for a URL of another host."""
+        for name in {*part, str(part.get("type"))} & _FORBIDDEN_IN_PARTS:
             raise ApiError(400, "field_not_permitted", f"`{name}` in {where} is not permitted.", param=where)
         for name in _URLS:
             media = part.get(name)

@@ -1,7 +1,9 @@
 """A promoted prompt in place of the system prompt that an agent sends, in the body of a call of any dialect.
 
-A call is read, recorded and sent with the new prompt, as if its agent had sent it: what the model saw is what the log
-has. Nothing changes unless the agent's prompt is exactly the one that the decision names."""
+An operator's decision can give a model name a prompt of its own (`journeywork policy promote --prompt`).
+`rollout_gateway.app` puts it into the body before anything else reads it: a call is read, recorded and sent with the
+new prompt, as if its agent had sent it: what the model saw is what the log has. Nothing changes unless the agent's
+prompt is exactly the one that the decision names."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_gateway.dialects.calls import CHAT, Fields, Raw
+from rollout_gateway.dialects.calls import CHAT, Raw, decode_object
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.http.body import read_body
@@ -18,7 +20,7 @@ from rollout_gateway.http.errors import ApiError
 _FIELD = {MessagesTranslation.path: "system", ResponsesTranslation.path: "instructions"}
 """Field of the prompt, in the APIs that have one."""
 _MESSAGES = {CHAT: "messages", ResponsesTranslation.path: "input"}
-_fields = msgspec.json.Decoder(Fields)
+"""Field of the messages, in the APIs whose first message may be the prompt."""
 _list = msgspec.json.Decoder(list[Raw])
 _encode = msgspec.json.Encoder().encode
 
@@ -43,8 +45,8 @@ def with_prompt(path: str, body: bytes, replaces: str, prompt: str) -> bytes | N
     """Return the body of a model call with `prompt` as its system prompt; `None` if that is not exactly `replaces`. The
     bytes of the other fields stay, without the space between them."""
     try:
-        fields = _fields.decode(body)
-        for name, change in ((_FIELD.get(path), _content), (_MESSAGES.get(path), _messages)):
+        fields = decode_object(body)
+        for name, change in ((_FIELD.get(path), _replace_in_content), (_MESSAGES.get(path), _replace_in_first_message)):
             if name in fields and (changed := change(fields[name], replaces, prompt)) is not None:
                 return _encode({**fields, name: Raw(changed)})
     except (AttributeError, msgspec.MsgspecError, RecursionError, TypeError, UnicodeDecodeError):
@@ -52,8 +54,9 @@ def with_prompt(path: str, body: bytes, replaces: str, prompt: str) -> bytes | N
     return None
 
 
-def _content(raw: Raw, replaces: str, prompt: str) -> bytes | None:
-    """Return a text or a list of parts with the new prompt, `None` without the old one."""
+def _replace_in_content(raw: Raw, replaces: str, prompt: str) -> bytes | None:
+    """Return a content, a text or a list of parts, with the prompt in place of `replaces`; `None` if that is not in
+    it."""
     value = msgspec.json.decode(raw)
     if not isinstance(value, list):
         return _encode(prompt) if value == replaces else None
@@ -64,13 +67,14 @@ def _content(raw: Raw, replaces: str, prompt: str) -> bytes | None:
     return _encode([*value[:place], {**value[place], "text": prompt}, *value[place + 1 :]])
 
 
-def _messages(raw: Raw, replaces: str, prompt: str) -> bytes | None:
-    """Return messages of which the first is the old prompt with the new one, else `None`."""
+def _replace_in_first_message(raw: Raw, replaces: str, prompt: str) -> bytes | None:
+    """Return messages with the prompt in the first one; `None` if that is not a system message of exactly
+    `replaces`."""
     if not bytes(raw).lstrip().startswith(b"["):
         return None
     messages = _list.decode(raw)
     first = msgspec.json.decode(messages[0]) if messages else {}
     if first.get("role") not in ("system", "developer") or "content" not in first:
         return None
-    content = _content(Raw(_encode(first["content"])), replaces, prompt)
+    content = _replace_in_content(Raw(_encode(first["content"])), replaces, prompt)
     return None if content is None else _encode([{**first, "content": Raw(content)}, *messages[1:]])

@@ -1,4 +1,9 @@
-"""Translates OpenAI's `/v1/responses` to chat completions and back."""
+"""Translates OpenAI's `/v1/responses` to chat completions and back. `responses_input` reads the request;
+`rollout_gateway.dialects.translate` says how a translation is used.
+
+An answer is a response whose `output` is a list of items: reasoning, a message, calls of functions and of custom tools.
+The blocks of the base class are these items. Clients may refer to a recorded response (`previous_response_id`) or to
+one of its items (`item_reference`) instead of sending it back."""
 
 from __future__ import annotations
 
@@ -27,13 +32,13 @@ from rollout_gateway.http.errors import ApiError
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 """How the ids of output items begin."""
-_KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
+_KIND_OF_PREFIX = {prefix: kind for kind, prefix in _PREFIXES.items()}
 _ITEM_ID = re.compile(r"(rs|msg|fc|ctc)_(\d{1,4})-(.+)")
 """Kind of an output item, its number among those of its kind in the response, and the chat completion's id."""
 _RESPONSE_ID = re.compile(r"resp_([in])-(.+)")
 """Whether the recorded request begins with the call's `instructions` (i) or has none (n), and the chat completion's
 id."""
-_SEALED = "reasoning.encrypted_content"
+_INCLUDE_SEALED = "reasoning.encrypted_content"
 _PARTS = {
     "reasoning": ("summary", "response.reasoning_summary_part", "response.reasoning_summary_text"),
     "message": ("content", "response.content_part", "response.output_text"),
@@ -73,7 +78,7 @@ class ResponsesTranslation(Translation):
         self._prefix = "resp_i-" if self.request.instructions else "resp_n-"
         self.continued = self._continued()
         self._created = int(time.time())
-        self._number = 0
+        self._event_number = 0
         """Sequence number of the next event."""
 
     def _continued(self) -> frozenset[str]:
@@ -81,12 +86,14 @@ class ResponsesTranslation(Translation):
         for an id that is of neither form."""
         named = []
         if previous := self.request.previous_response_id:
-            named.append(_match(_RESPONSE_ID, previous))
+            named.append(_match_id(_RESPONSE_ID, previous))
         if not isinstance(self.request.input, str):
-            named += [_match(_ITEM_ID, i.id or "") for i in self.request.input if i.type == "item_reference"]
+            named += [_match_id(_ITEM_ID, i.id or "") for i in self.request.input if i.type == "item_reference"]
         return frozenset(match[match.re.groups] for match in named)
 
     def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
+        """Return the chat completion request. `exchanges`: the recorded calls that `continued` names, by chat
+        completion id; without them the messages lack what the call refers to."""
         request = self.request
         messages: list[dict[str, Any]] = []
         if request.instructions:
@@ -114,15 +121,18 @@ class ResponsesTranslation(Translation):
             chat["response_format"] = form
         return chat
 
-    def whole(self) -> dict[str, Any]:
+    def whole_answer(self) -> dict[str, Any]:
+        """Return the whole response."""
         return self._response("incomplete" if self._hit_token_limit else "completed")
 
-    def begin(self) -> bytes:
+    def first_events(self) -> bytes:
+        """Return the events that begin a stream."""
         response = self._response("in_progress", usage=None)
         created = self.event("response.created", response=response)
         return created + self.event("response.in_progress", response=response)
 
-    def open(self, kind: str, call_id: str, name: str) -> bytes:
+    def begin_block(self, kind: str, call_id: str, name: str) -> bytes:
+        """Add an empty output item. Returns the events that it was added, and its text's part."""
         item: dict[str, Any]
         if kind == "tool":
             tool = self._tools.names.get(name) or ToolName(name)
@@ -150,7 +160,8 @@ class ResponsesTranslation(Translation):
         out = self.event("response.output_item.added", output_index=place, item=item | unfinished)
         return out + self._part_event(place, "added") if kind in _PARTS else out
 
-    def delta(self, place: int, text: str) -> bytes:
+    def text_delta(self, place: int, text: str) -> bytes:
+        """Return the event for a further piece of an item's text or arguments."""
         kind = self.blocks[place]["type"]
         if kind in _PARTS:
             return self._text_event(place, "delta", delta=text)
@@ -158,7 +169,7 @@ class ResponsesTranslation(Translation):
             return self._item_event(place, "response.function_call_arguments.delta", delta=text)
         return b""  # the text of a custom tool is sent once it is complete
 
-    def complete(self, place: int) -> bytes:
+    def end_block(self, place: int) -> bytes:
         """Set the content of a finished item. Returns its closing events if the answer is streamed.
 
         An item that the token limit cut off, the last one, is marked incomplete; no event says that the input of its
@@ -182,23 +193,26 @@ class ResponsesTranslation(Translation):
                 out = self._text_event(place, "done", text=self.text(place)) + self._part_event(place, "done")
         return out + self.event("response.output_item.done", output_index=place, item=block)
 
-    def end(self) -> bytes:
-        out = (b"" if self._number else self.begin()) + self.close()
-        response = self.whole()
+    def last_events(self) -> bytes:
+        """Return the events that end a stream: those of open items, and the whole response."""
+        out = (b"" if self._event_number else self.first_events()) + self.close_blocks()
+        response = self.whole_answer()
         return out + self.event("response." + response["status"], response=response)
 
     def stream_error(self, error: dict[str, Any]) -> bytes:
+        """Return the event for an error in the middle of a stream. Open items keep what has come."""
         for place in self.open_blocks:
             _mark_incomplete(self._set_content(place))
-        out = b"" if self._number else self.begin()
+        out = b"" if self._event_number else self.first_events()
         shown = {"code": "server_error", "message": error.get("message")}
         return out + self.event("response.failed", response=self._response("failed", error=shown, usage=None))
 
     # -- events ----------------------------------------------------------------------------------------------------
 
     def event(self, kind: str, **data: Any) -> bytes:
-        self._number += 1
-        return super().event(kind, sequence_number=self._number - 1, **data)
+        """Encode a server-sent event, with the next sequence number."""
+        self._event_number += 1
+        return super().event(kind, sequence_number=self._event_number - 1, **data)
 
     def _item_event(self, place: int, kind: str, **data: Any) -> bytes:
         """Return an event about an item."""
@@ -239,12 +253,12 @@ class ResponsesTranslation(Translation):
                 item["input"] = str(values[CUSTOM_INPUT]) if has_input else text
             case kind:
                 item[_PARTS[kind][0]][0]["text"] = text
-                if kind == "reasoning" and _SEALED in (self.request.include or ()):
+                if kind == "reasoning" and _INCLUDE_SEALED in (self.request.include or ()):
                     item["encrypted_content"] = seal(text)
         return item
 
     def _response(self, status: str, **changed: Any) -> dict[str, Any]:
-        """The response as it is now. `changed` are fields with other values."""
+        """Return the response as it is now. `changed` are fields with other values."""
         request = self.request
         return {
             "id": f"{self._prefix}{self.id}",
@@ -271,7 +285,7 @@ class ResponsesTranslation(Translation):
         }
 
 
-def _match(pattern: re.Pattern[str], name: str) -> re.Match[str]:
+def _match_id(pattern: re.Pattern[str], name: str) -> re.Match[str]:
     """Raises a 400 `ApiError` if `name` is no id of this gateway."""
     if match := pattern.fullmatch(name):
         return match
@@ -289,7 +303,8 @@ def unknown_reference(name: str) -> ApiError:
     )
 
 
-def _answer(exchange: ExchangeRecorded) -> dict[str, Any]:
+def _answer_message(exchange: ExchangeRecorded) -> dict[str, Any]:
+    """Return the message of the assistant that a call recorded."""
     (choice,) = msgspec.json.decode(exchange.response)["choices"]
     message: dict[str, Any] = choice["message"]
     return message
@@ -301,11 +316,11 @@ def _messages_through(response_id: str, exchanges: Mapping[str, ExchangeRecorded
 
     `exchanges`: by chat completion id; they hold that of `response_id`, as the gateway reads all that
     `Translation.continued` names. Raises a 400 `ApiError` if `response_id` has not the form of this gateway's ids."""
-    instructed, completion = _match(_RESPONSE_ID, response_id).groups()
+    instructed, completion = _match_id(_RESPONSE_ID, response_id).groups()
     exchange = exchanges[completion]
     messages: list[dict[str, Any]] = msgspec.json.decode(exchange.request)["messages"]
     messages = messages[1:] if instructed == "i" else messages
-    answer = _answer(exchange)
+    answer = _answer_message(exchange)
     said = {name: answer[name] for name in ("reasoning", "tool_calls") if answer.get(name)}
     return [*messages, {"role": "assistant", "content": answer.get("content"), **said}]
 
@@ -314,8 +329,8 @@ def _add_reference(
     messages: list[dict[str, Any]], name: str, exchanges: Mapping[str, ExchangeRecorded], before: str
 ) -> str:
     """Add an output item of a recorded response, after an item of the type `before`. Returns its type."""
-    prefix, number, completion = _match(_ITEM_ID, name).groups()
-    answer, index = _answer(exchanges[completion]), int(number)
+    prefix, number, completion = _match_id(_ITEM_ID, name).groups()
+    answer, index = _answer_message(exchanges[completion]), int(number)
     match prefix:
         # The model's text is one in a chat completion, so only the first item of its kind holds it.
         case "rs" if not index:
@@ -328,10 +343,11 @@ def _add_reference(
                 raise unknown_reference(name)
             call = calls[index]
             add_call(messages, call["id"], call["function"]["name"], call["function"]["arguments"])
-    return _KINDS[prefix]
+    return _KIND_OF_PREFIX[prefix]
 
 
 def _mark_incomplete(item: dict[str, Any]) -> None:
+    """Say in an item that its end is missing. Reasoning has no field for it."""
     if "status" in item:
         item["status"] = "incomplete"
 

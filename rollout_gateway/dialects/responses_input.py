@@ -1,4 +1,9 @@
-"""From a request of OpenAI's `/v1/responses` to a chat completion request."""
+"""From a request of OpenAI's `/v1/responses` to a chat completion request.
+
+Its input is a list of items: messages, reasoning, tool calls and their outputs. What the assistant says in one turn is
+several items here and one message in a chat completion, so `add_item` puts items into the last message where they
+belong there. `responses` uses this for the policy's calls, and `rollout_gateway.outside` for the records of OpenAI's
+own answers."""
 
 from __future__ import annotations
 
@@ -37,6 +42,8 @@ schema to the model, so it leaves them out, as vLLM does."""
 
 
 class ContentPart(msgspec.Struct):
+    """A part of an item's content."""
+
     type: str
     text: str = ""
     refusal: str = ""
@@ -53,6 +60,8 @@ class ContentPart(msgspec.Struct):
 
 
 class InputItem(msgspec.Struct):
+    """An item of any type: its fields are those of all types that are translated."""
+
     type: str = "message"
     id: str | None = None
     role: str = ""
@@ -69,6 +78,8 @@ class InputItem(msgspec.Struct):
 
 
 class ToolParam(msgspec.Struct, omit_defaults=True):
+    """A tool as the client defines it; of type `namespace`, a list of tools."""
+
     type: str
     name: str = ""
     description: str | None = None
@@ -82,6 +93,8 @@ class TextParam(msgspec.Struct):
 
 
 class ResponsesRequest(msgspec.Struct):
+    """The fields of a request that are translated."""
+
     model: str
     input: str | Annotated[list[InputItem], MAX_MESSAGES]
     instructions: str | None = None
@@ -130,6 +143,7 @@ class Tools:
             self._add(tool)
 
     def _add(self, tool: ToolParam, namespace: str = "") -> None:
+        """Add a tool, or the tools of a namespace. Raises a 400 `ApiError` for an unknown type."""
         if tool.type == "namespace" and not namespace:
             for inner in tool.tools or ():
                 self._add(inner, tool.name)
@@ -143,6 +157,7 @@ class Tools:
             raise ApiError(400, "unsupported_tool", message, param="tools")
 
     def _add_function(self, tool: ToolParam, namespace: str) -> None:
+        """Add a function, or a custom tool as a function with one argument."""
         custom = tool.type == "custom"
         parameters = tool.parameters or {"type": "object"}
         if custom:
@@ -204,7 +219,7 @@ def _invalid_choice(why: str) -> ApiError:
     return ApiError(400, "invalid_body", f"tool_choice is invalid: {why}.", param="tool_choice")
 
 
-_TURN = frozenset(("reasoning", "function_call", "custom_tool_call"))
+_GOES_ON_IN_TURN = frozenset(("reasoning", "function_call", "custom_tool_call"))
 """Types of items after which a text of the assistant belongs to the same turn. A text after a text begins another."""
 
 
@@ -264,7 +279,7 @@ def add_text(messages: list[dict[str, Any]], content: str | list[dict[str, Any]]
     said = turn["content"]
     if said is None:
         turn["content"] = content
-    elif before in _TURN and isinstance(said, str) and isinstance(content, str):
+    elif before in _GOES_ON_IN_TURN and isinstance(said, str) and isinstance(content, str):
         turn["content"] = said + content
     else:
         messages.append({"role": "assistant", "content": content})
@@ -296,6 +311,7 @@ def _reasoning(item: InputItem) -> str:
 
 
 def _output(item: InputItem) -> str | list[ContentPart]:
+    """Return the output of a tool call. Raises a 400 `ApiError` for another form than a text or parts."""
     try:
         return msgspec.json.decode(item.output, type=str | list[ContentPart])
     except msgspec.ValidationError as error:
@@ -304,6 +320,7 @@ def _output(item: InputItem) -> str | list[ContentPart]:
 
 
 def _content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:
+    """Convert an item's content to that of a chat message."""
     if content is None or isinstance(content, str):
         return content or ""
     return joined([part.chat() for part in content]) or ""

@@ -1,7 +1,8 @@
 """What is wrong with a call that an inference server can't read.
 
-Servers check requests themselves, so the gateway looks only at calls to which a server answered with an error of its
-own: a malformed field must not pass for a broken server."""
+Servers check requests themselves, so `rollout_gateway.capture.dispatch` looks here only after a server answered a call
+with an error of its own (5xx, 404). Such a server is suspected and gets no calls until its health was checked, and a
+client's malformed field must not do that."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ _Media = dict[str, Any] | str
 
 
 class _Part(Struct):
+    """A part of a message's content: the kinds that vLLM reads."""
+
     type: Literal[
         "text",
         "image_url",
@@ -70,7 +73,7 @@ _decoder = msgspec.json.Decoder(_Call)
 
 
 def malformed(fields: Fields) -> str:
-    """Return what is wrong with a call in the form of chat completions or completions; empty if nothing is."""
+    """Return what is wrong with the messages, tools or prompt of a call; empty if nothing is."""
     raw = {name: fields[name] for name in ("messages", "tools", "prompt") if name in fields}
     try:
         _decoder.decode(msgspec.json.encode(raw))

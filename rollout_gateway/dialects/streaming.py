@@ -1,7 +1,8 @@
 """A streamed reply: cleaned for the client as it passes, and assembled for the log.
 
-The chunk with the last finish reason and all chunks after it are held back until the exchange is on the log. So a
-client that acts on the end of a reply can rely on its record."""
+The chunk with the last finish reason and all chunks after it are held back until the call is on the log. So a client
+that acts on the end of a reply can rely on its record. `rollout_gateway.capture.handler` feeds a `StreamCapture` with
+what arrives, gives the client what `take` returns, records `answer`, and then sends `last_events`."""
 
 from __future__ import annotations
 
@@ -11,13 +12,22 @@ from typing import Any
 import msgspec
 
 from pipeline.events import now_us
-from rollout_gateway.dialects.call_ids import CallIds, FunctionDelta, ToolDelta
-from rollout_gateway.dialects.calls import Answer, Call, Fields, Raw, SampledChoice, decode_text, is_null, pack_ids
+from rollout_gateway.dialects.call_ids import FunctionDelta, ToolCallIds, ToolDelta
+from rollout_gateway.dialects.calls import (
+    Answer,
+    Call,
+    Fields,
+    Raw,
+    SampledChoice,
+    decode_object,
+    decode_text,
+    is_null,
+    pack_ids,
+)
 from rollout_gateway.dialects.endpoints import ADDED, check_values, choices_decoder, clean, clean_choice, pack_logprobs
 from rollout_gateway.http.event_stream import EventBuffer, event_data
 
 _encode = msgspec.json.Encoder().encode
-_fields_decoder = msgspec.json.Decoder(Fields)
 _NULL = Raw(b"null")
 DONE = b"data: [DONE]\n\n"
 
@@ -36,15 +46,17 @@ _TEXTS = ("content", "reasoning", "refusal")
 
 
 @dataclass(eq=False)
-class _Choice:
+class _StreamedChoice:
     """One choice, as far as it has come."""
 
     ids: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
     kept_logprobs: list[Raw] = field(default_factory=list)
+    """As the server wrote them, if the client asked for them."""
     deltas: list[_Delta] = field(default_factory=list)
-    calls: CallIds = field(default_factory=CallIds)
+    calls: ToolCallIds = field(default_factory=ToolCallIds)
     finish: Fields | None = None
+    """The choice's fields in the chunk with its finish reason, which are those of the whole choice."""
 
 
 class StreamCapture:
@@ -54,9 +66,11 @@ class StreamCapture:
         self._call, self._params, self._expected = call, call.params, call.choices
         self._events = EventBuffer()
         self._prompt_ids = b""
-        self._top: Fields = {}
+        """Token ids of the prompt, little-endian int32."""
+        self._head: Fields = {}
+        """The fields of the first chunk that are the reply's, such as its id."""
         self._usage: Raw | None = None
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _StreamedChoice] = {}
         self._finished = 0
         self._last_events: list[bytes] = []
         self.ended = False
@@ -64,6 +78,7 @@ class StreamCapture:
         self.error_code = 0
         """The code of the error by which the server ended the stream; 0 if it did not."""
         self.first_token_at = 0
+        """When the first sampled token came, in microseconds since 1970; 0 before."""
 
     @property
     def server_failed(self) -> bool:
@@ -89,14 +104,14 @@ class StreamCapture:
 
     def _decode(self, payload: bytes) -> bytes | None:
         """Read a chunk. Returns what the client gets of it, or `None` if it held only what the gateway asked for."""
-        fields = _fields_decoder.decode(payload)
+        fields = decode_object(payload)
         check_values(fields)
         if not is_null(fields.get("error")):
             return self._take_error(msgspec.json.decode(fields["error"]))
         if "choices" not in fields:
             return _encode(fields)
-        if not self._top:
-            self._top = {k: v for k, v in fields.items() if k not in ("choices", "usage", *ADDED)}
+        if not self._head:
+            self._head = {k: v for k, v in fields.items() if k not in ("choices", "usage", *ADDED)}
         if not self._prompt_ids and "prompt_token_ids" in fields:
             self._prompt_ids = pack_ids(fields["prompt_token_ids"])
         clean(fields, self._params)
@@ -116,12 +131,12 @@ class StreamCapture:
         return _encode({"error": error})
 
     def _take_choice(self, choice: Fields) -> bool:
-        """Read a chunk's choice and clean it. Returns whether anything is left for the client. Raises
-        `msgspec.DecodeError`."""
+        """Read a chunk's choice, and remove what the client did not ask for. Returns whether anything is left for the
+        client. Raises `msgspec.DecodeError`."""
         index = _index_decoder.decode(choice["index"]) if "index" in choice else 0
         if not 0 <= index < self._expected:
             raise msgspec.ValidationError(f"a choice has the index {index} where {self._expected} were asked for")
-        state = self._choices.setdefault(index, _Choice())
+        state = self._choices.setdefault(index, _StreamedChoice())
         piece = choice.get("delta", _NULL)
         empty = bytes(piece) in (b"null", b"{}")
         if not empty:
@@ -141,21 +156,21 @@ class StreamCapture:
         if not is_null(choice.get("finish_reason")):
             decode_text(choice["finish_reason"])
             self._finished += state.finish is None
-            self._call.add_reference(choice, self._top.get("id"))
+            self._call.add_reference(choice, self._head.get("id"))
             state.finish = {k: v for k, v in choice.items() if k not in ("delta", "logprobs", "token_ids")}
             return True
         return not empty or self._params.wants_logprobs or bool(self._params.return_token_ids)
 
-    def _take_delta(self, piece: Raw, state: _Choice) -> Raw:
+    def _take_delta(self, piece: Raw, state: _StreamedChoice) -> Raw:
         """Read a delta. Returns it with the positions and ids of its tool calls, and with one entry for each call.
 
         vLLM sends name and arguments as two entries if one chunk holds both, as chunks do under load. OpenAI's Python
         client keeps the first of them only."""
         fields, delta = msgspec.json.decode(piece), _delta_decoder.decode(piece)
-        reply, calls = self._top.get("id"), delta.tool_calls or []
-        mended = [state.calls.mend(call, number, reply) for number, call in enumerate(calls)]
+        reply, calls = self._head.get("id"), delta.tool_calls or []
+        changed = [state.calls.assign(call, number, reply) for number, call in enumerate(calls)]
         state.deltas.append(delta)
-        if not any(mended) and len({call.index for call in calls}) == len(calls):
+        if not any(changed) and len({call.index for call in calls}) == len(calls):
             return piece
         joined: dict[int | None, Any] = {}
         for said, call in zip(fields["tool_calls"], calls, strict=True):
@@ -168,16 +183,17 @@ class StreamCapture:
 
     def answer(self) -> Answer:
         """Return the reply as if it had not been streamed, as far as it has come."""
-        fields = dict(self._top)
+        fields = dict(self._head)
         if fields:
             fields["object"] = Raw(b'"chat.completion"')
         if self._usage is not None:
             fields["usage"] = self._usage
         if self._params.return_token_ids and self._prompt_ids:
-            fields["prompt_token_ids"] = _listed(self._prompt_ids)
+            fields["prompt_token_ids"] = _id_list(self._prompt_ids)
         return Answer(fields, self._prompt_ids, [self._sampled(i) for i in sorted(self._choices)])
 
     def _sampled(self, index: int) -> SampledChoice:
+        """Return a choice as if it had not been streamed."""
         state = self._choices[index]
         finish = state.finish or {"finish_reason": _NULL}
         fields: Fields = {
@@ -187,12 +203,13 @@ class StreamCapture:
             **{k: v for k, v in finish.items() if k != "index"},
         }
         if self._params.return_token_ids:
-            fields["token_ids"] = _listed(bytes(state.ids))
+            fields["token_ids"] = _id_list(bytes(state.ids))
         reason = decode_text(finish["finish_reason"])
         return SampledChoice(index, bytes(state.ids), bytes(state.logprobs), reason, fields)
 
 
-def _listed(packed: bytes) -> Raw:
+def _id_list(packed: bytes) -> Raw:
+    """Return packed token ids as a JSON list."""
     return Raw(_encode(memoryview(packed).cast("i").tolist()))
 
 
@@ -224,19 +241,20 @@ def _join_deltas(deltas: list[_Delta]) -> Raw:
 
 
 def _join_functions(*parts: dict[str, Any] | None) -> dict[str, Any]:
-    """Join the parts that one chunk holds of a function's name and arguments."""
+    """Join the parts that one chunk holds of one function's name and arguments."""
     told = [part for part in parts if part]
     texts = {name: [part[name] for part in told if part.get(name) is not None] for name in ("name", "arguments")}
     return {**(told[0] if told else {}), **{name: "".join(text) for name, text in texts.items() if text}}
 
 
 def _join_logprobs(parts: list[Raw]) -> Raw:
+    """Join the `logprobs` of a choice's chunks."""
     content = [entry for raw in parts for entry in msgspec.json.decode(raw).get("content") or ()]
     return Raw(_encode({"content": content}))
 
 
 def replay(answer: Fields) -> bytes:
-    """Convert a recorded chat completion to a stream, for a streaming client's retry."""
+    """Convert a recorded chat completion to a stream of one chunk for each choice, for a streaming client's retry."""
     top = {k: v for k, v in answer.items() if k not in ("choices", "usage")}
     top["object"] = Raw(b'"chat.completion.chunk"')
     chunks: list[Any] = []

@@ -1,7 +1,9 @@
-"""What the translations of other APIs share.
+"""What the translations of other APIs into chat completions share: `messages` is Anthropic's, `responses` OpenAI's.
 
 vLLM serves these APIs too, but returns no token ids there. Translated into chat completions, their calls are captured
-like any other."""
+like any other. `rollout_gateway.app` makes a `Translation` of a body, has its `call` answered as a chat completion, and
+gives the client what `answer`, or `TranslatedSink` for a stream, makes of it. An answer of these APIs is a list of
+blocks (reasoning, text, tool calls); the place of a block is its index in that list."""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _NAMED_ALIKE = ("temperature", "top_p", "seed", "parallel_tool_calls")
 
 @dataclass(eq=False, slots=True)
 class _ToolCall:
-    """A tool call of the answer. Name and arguments are collected until it has a block."""
+    """A tool call of the answer. Name and arguments are collected until it has a block, which begins with its name."""
 
     id: str
     name: str = ""
@@ -36,8 +38,8 @@ class _ToolCall:
 class Translation(ABC):
     """One call of another API, and its answer.
 
-    An answer is a list of blocks: reasoning, text, tool calls. A whole chat completion is read like a stream with one
-    chunk, so both ways give the same blocks. Only a streaming client gets the events."""
+    A whole chat completion is read like a stream with one chunk, so both ways give the same blocks. Methods that return
+    events return nothing unless the client `streams`."""
 
     path: ClassVar[str]
     """Where clients post the call."""
@@ -72,6 +74,7 @@ class Translation(ABC):
         self.ended: dict[str, Any] = {}
         """The choice with the finish reason; empty until it has arrived."""
         self.blocks: list[dict[str, Any]] = []
+        """The answer's blocks in the form of the API, which `begin_block` adds."""
         self._texts: list[list[str]] = []
         """What has come of each block's text."""
         self._text_block: tuple[str, int] | None = None
@@ -115,19 +118,20 @@ class Translation(ABC):
 
     def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
         """Convert a whole chat completion."""
-        self._read(completion, "message")
-        self.close()
-        return self.whole()
+        self._read_choices(completion, "message")
+        self.close_blocks()
+        return self.whole_answer()
 
-    def take(self, chunk: dict[str, Any]) -> bytes:
+    def translate_chunk(self, chunk: dict[str, Any]) -> bytes:
         """Convert a chunk of a streamed chat completion to events."""
-        return self._read(chunk, "delta")
+        return self._read_choices(chunk, "delta")
 
-    def _read(self, completion: dict[str, Any], part: str) -> bytes:
+    def _read_choices(self, completion: dict[str, Any], part: str) -> bytes:
+        """Read a whole chat completion (`part`: "message") or a chunk ("delta"). Returns the events."""
         out = b""
         if not self.head:
             self.head, self.id = completion, str(completion.get("id", ""))
-            out = self.begin() if self.streams else b""
+            out = self.first_events() if self.streams else b""
         self.usage = completion.get("usage") or self.usage
         for choice in completion.get("choices") or ():
             said = choice.get(part) or {}
@@ -141,9 +145,10 @@ class Translation(ABC):
         return out
 
     def _write_text(self, kind: str, text: str) -> bytes:
+        """Add a piece of reasoning or content to the block of its kind that is open, else to a new one."""
         out = b""
         if self._text_block is None or self._text_block[0] != kind:
-            out = self._close_text() + self._open(kind)
+            out = self._close_text() + self._begin_block(kind)
             self._text_block = kind, len(self.blocks) - 1
         return out + self._write(self._text_block[1], text)
 
@@ -165,33 +170,37 @@ class Translation(ABC):
         return out
 
     def _open_call(self, call: _ToolCall) -> bytes:
-        out = self._close_text() + self._open("tool", call.id, call.name)
+        """Begin the block of a tool call, with the arguments that have come."""
+        out = self._close_text() + self._begin_block("tool", call.id, call.name)
         call.place = len(self.blocks) - 1
         return out + self._write(call.place, call.arguments)
 
-    def _open(self, kind: str, call_id: str = "", name: str = "") -> bytes:
+    def _begin_block(self, kind: str, call_id: str = "", name: str = "") -> bytes:
+        """Begin a block and note that it is open."""
         self.open_blocks.append(len(self._texts))
         self._texts.append([])
-        return self.open(kind, call_id, name)
+        return self.begin_block(kind, call_id, name)
 
     def _write(self, place: int, text: str) -> bytes:
+        """Add a piece of text to a block."""
         self._texts[place].append(text)
-        return self.delta(place, text) if self.streams and text else b""
+        return self.text_delta(place, text) if self.streams and text else b""
 
     def _close_text(self) -> bytes:
-        """End the block of reasoning or content. It is complete now, or after the calls that are open before it."""
+        """End the block of reasoning or content. It is complete now if no other block is open; else `close_blocks` ends
+        it after the calls before it, since clients want blocks to end in their order."""
         (_, place), self._text_block = self._text_block or ("", -1), None
         if self.open_blocks != [place]:
             return b""
         self.open_blocks.clear()
-        return self.complete(place)
+        return self.end_block(place)
 
-    def close(self) -> bytes:
+    def close_blocks(self) -> bytes:
         """Complete all open blocks and return their last events."""
         out = self._close_text()
         while self._waiting:
             out += self._open_call(self._waiting.popleft())
-        out += b"".join([self.complete(place) for place in self.open_blocks])
+        out += b"".join([self.end_block(place) for place in self.open_blocks])
         self.open_blocks.clear()
         return out
 
@@ -200,33 +209,33 @@ class Translation(ABC):
         return "".join(self._texts[place])
 
     @abstractmethod
-    def begin(self) -> bytes:
-        """Return the first events."""
+    def first_events(self) -> bytes:
+        """Return the events that begin a stream."""
 
     @abstractmethod
-    def open(self, kind: str, call_id: str, name: str) -> bytes:
+    def begin_block(self, kind: str, call_id: str, name: str) -> bytes:
         """Add an empty block of `kind`: `reasoning`, `content` or `tool`. `call_id` and `name` are those of a tool
-        call. Return the block's first events if the client `streams`; otherwise nothing."""
+        call. Return the block's first events."""
 
     @abstractmethod
-    def delta(self, place: int, text: str) -> bytes:
+    def text_delta(self, place: int, text: str) -> bytes:
         """Return the event for a further piece of text of a block."""
 
     @abstractmethod
-    def complete(self, place: int) -> bytes:
-        """Put the collected `text` into a block that is complete. Return its last events if the client `streams`."""
+    def end_block(self, place: int) -> bytes:
+        """Put the collected `text` into a block that is complete. Return its last events."""
 
     @abstractmethod
-    def whole(self) -> dict[str, Any]:
+    def whole_answer(self) -> dict[str, Any]:
         """Return the whole answer."""
 
     @abstractmethod
-    def end(self) -> bytes:
+    def last_events(self) -> bytes:
         """Return the last events of a stream."""
 
     @abstractmethod
     def stream_error(self, error: dict[str, Any]) -> bytes:
-        """Convert an error in the middle of a stream to events."""
+        """Convert an error in the middle of a stream, in OpenAI's format, to events."""
 
     def error(self, body: bytes, status: int) -> bytes:
         """Convert an error from OpenAI's format."""
@@ -238,7 +247,8 @@ class Translation(ABC):
 
 
 def joined(parts: list[dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]] | None:
-    """The content of a chat message with these parts: text where there is nothing else."""
+    """The content of a chat message with these parts: one text if all of them are texts, `None` if it would be empty,
+    else the list."""
     if all(part["type"] == "text" for part in parts):
         return between.join(part["text"] for part in parts) or None
     return parts
@@ -272,10 +282,11 @@ class TranslatedSink(StreamSink):
         self._failed = False
 
     def translated(self, data: bytes) -> bytes:
-        """Translate whole events of the stream, as `StreamCapture` and `replay` write them."""
+        """Translate whole events of the chat completion's stream, each of one line of data, as `StreamCapture` and
+        `replay` write them. Nothing comes after an error."""
         out = b""
         for event in data.split(b"\n\n"):
-            payload = event[6:]
+            payload = event.removeprefix(b"data: ")
             if self._failed or not payload or payload == b"[DONE]":
                 continue
             chunk = msgspec.json.decode(payload)
@@ -283,16 +294,18 @@ class TranslatedSink(StreamSink):
                 self._failed = True
                 out += self._translation.stream_error(error)
             else:
-                out += self._translation.take(chunk)
+                out += self._translation.translate_chunk(chunk)
         return out
 
     def last_events(self) -> bytes:
         """The end of the stream; nothing if it ended with an error."""
-        return b"" if self._failed else self._translation.end()
+        return b"" if self._failed else self._translation.last_events()
 
     async def write(self, data: bytes) -> None:
+        """Write whole events, translated."""
         await self.request.write(self.translated(data))
 
     async def end(self) -> None:
+        """Write the translation's last events and end the answer."""
         await self.request.write(self.last_events())
         await self.request.end()

@@ -1,17 +1,21 @@
 """A provider's answer as the record holds it: a chat completion with the provider's own answer in `native`, and the
-usage. The bytes for the agent are not touched."""
+usage. The bytes for the agent are not touched.
+
+`rollout_gateway.outside.relay` feeds an `OutsideAnswer` with what a provider sends, whole or event by event, and puts
+its `answer` and `usage` on the log; `replay_answer` makes a stream of a record for a client's retry. A provider may
+send anything: what can't be read ends in `error`, and the record has what could be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import msgspec
 
 from pipeline.config import OutsideConfig
 from rollout_gateway.dialects.calls import MAX_CHOICES, Answer, Fields, Raw, SampledChoice
-from rollout_gateway.dialects.messages_input import MessagesRequest, chat_messages
+from rollout_gateway.dialects.messages_input import InputMessage, chat_messages
 from rollout_gateway.dialects.responses_input import InputItem, add_item
 from rollout_gateway.dialects.streaming import replay
 from rollout_gateway.http.errors import ApiError
@@ -58,7 +62,8 @@ class Usage(msgspec.Struct, array_like=True):
     output: _Tokens = 0
 
     def cost_usd(self, table: OutsideConfig) -> float:
-        """What the provider charges by the prices of its table."""
+        """Return what the provider charges by the prices of its table in the settings, which are for a million
+        tokens."""
         cached, written = (
             table.input_usd if price is None else price for price in (table.cached_input_usd, table.cache_write_usd)
         )
@@ -86,15 +91,12 @@ class OutsideAnswer:
 
     def read(self, body: bytes) -> None:
         """Read a whole answer."""
-
-        def whole() -> None:
+        with self._noting_unreadable():
             self.native = msgspec.json.decode(body, type=Document)
             self.ended = True
             if self.native.get("error") and not self.error:
-                self.error = f"the provider answered with an error: {_short(self.native['error'])}"
+                self.error = f"the provider answered with an error: {_error_text(self.native['error'])}"
             self._choices()
-
-        self._reading(whole)
 
     def take(self, payload: bytes) -> bool:
         """Read the data of a server-sent event. Returns whether the agent would have got it from the provider itself:
@@ -102,19 +104,22 @@ class OutsideAnswer:
         if payload == b"[DONE]":
             self.finishing = self.ended = True
         elif payload and not self.ended:
-            return self._reading(lambda: self._event(msgspec.json.decode(payload, type=Document)))
+            with self._noting_unreadable():
+                return self._event(msgspec.json.decode(payload, type=Document))
         return True
 
-    def _reading(self, read: Callable[[], bool | None]) -> bool:
+    @contextmanager
+    def _noting_unreadable(self) -> Iterator[None]:
+        """Make `error` of what reading an answer raises, unless there is an error already."""
         try:
-            return read() is not False
+            yield
         except UNREADABLE as error:
             self.error = self.error or f"the answer can't be read: {type(error).__name__}: {error}"[:500]
-            return True
 
     def _event(self, event: Document) -> bool:
+        """Read an event of a stream. Returns as `take`."""
         if event.get("error") or event.get("type") == "error":  # the Responses API's has its message beside the type
-            message = _short(event.get("error") or event)
+            message = _error_text(event.get("error") or event)
             self.error, self.finishing = f"the provider ended the stream: {message}", True
             return True
         if self._call.dialect == "chat":
@@ -126,6 +131,7 @@ class OutsideAnswer:
         return True
 
     def _chat_chunk(self, chunk: Document) -> bool:
+        """Read a chunk of a chat completion. Returns as `take`."""
         choices, usage = chunk.pop("choices", None) or [], chunk.pop("usage", None)
         self.native = {**chunk, **self.native}
         if usage:
@@ -133,13 +139,14 @@ class OutsideAnswer:
         told: dict[int, Document] = self.native.setdefault("choices", {})
         for choice in choices:
             said = told.setdefault(int(choice.get("index", 0)), {"message": {"role": "assistant", "content": None}})
-            _merge(said["message"], choice.get("delta") or {})
+            _merge_delta(said["message"], choice.get("delta") or {})
             said["finish_reason"] = choice.get("finish_reason") or said.get("finish_reason")
         finished = sum(bool(said["finish_reason"]) for said in told.values())
         self.finishing = self.finishing or finished >= self._call.choices
         return bool(choices or not usage or not self._asks_usage)
 
     def _messages_event(self, event: Document) -> None:
+        """Add an event of Anthropic's stream to `native`, the message so far."""
         kind, native = event["type"], self.native
         if kind == "message_start":
             self.native = event["message"]
@@ -154,7 +161,7 @@ class OutsideAnswer:
                 case "citations_delta":
                     block["citations"] = [*(block.get("citations") or ()), delta["citation"]]
                 case _:
-                    _merge(block, {name: text for name, text in delta.items() if name != "type"})
+                    _merge_delta(block, {name: text for name, text in delta.items() if name != "type"})
         elif kind == "content_block_stop" and event["index"] in self._arguments:
             block = native["content"][event["index"]]
             block["input"] = msgspec.json.decode(self._arguments[event["index"]] or "{}")
@@ -166,12 +173,14 @@ class OutsideAnswer:
             self.finishing = self.ended = True
 
     def _responses_event(self, event: Document) -> None:
+        """Add an event of a stream of OpenAI's Responses API to `native`, the response so far. Each item comes whole
+        when it is done."""
         kind, items = event["type"], self.native.get("output", [])
         if isinstance(event.get("response"), dict):
             self.native = event["response"]
             self.finishing = self.ended = kind in ("response.completed", "response.incomplete", "response.failed")
             if kind == "response.failed":
-                self.error = f"the provider ended the stream: {_short(self.native.get('error'))}"
+                self.error = f"the provider ended the stream: {_error_text(self.native.get('error'))}"
         elif kind in ("response.output_item.added", "response.output_item.done"):
             items[event["output_index"] : event["output_index"] + 1] = [event["item"]]
         elif kind == "response.output_text.delta":  # counts only until the item is done
@@ -199,7 +208,8 @@ class OutsideAnswer:
     def answer(self) -> Answer:
         """The answer for the record, as far as it has come; without choices where it is none of its dialect."""
         told: list[Document] = []
-        self._reading(lambda: told.extend(self._choices()))
+        with self._noting_unreadable():
+            told = self._choices()
         native, used = self.native, self.usage()
         if self._call.dialect == "chat":
             fields = {name: value for name, value in native.items() if name != "choices"}
@@ -213,16 +223,15 @@ class OutsideAnswer:
                 }
         identity = native.get("id")
         fields |= {"id": identity if isinstance(identity, str) else "", "object": "chat.completion"}
-        choices = [
-            SampledChoice(
-                number, finish_reason=str(choice["finish_reason"] or ""), fields=_raw(choice | {"index": number})
-            )
-            for number, choice in enumerate(told)
-        ]
-        return Answer(_raw(fields), b"", choices)
+        choices = []
+        for number, choice in enumerate(told):
+            reason, own = str(choice["finish_reason"] or ""), _encode_fields(choice | {"index": number})
+            choices.append(SampledChoice(number, finish_reason=reason, fields=own))
+        return Answer(_encode_fields(fields), b"", choices)
 
     def _choices(self) -> list[Document]:
-        """The choices of a chat completion. Raises one of `UNREADABLE`."""
+        """The choices of the answer as a chat completion has them: one, unless the provider speaks this dialect. Raises
+        one of `UNREADABLE`."""
         native = self.native
         if self._call.dialect == "chat":
             told = native["choices"]
@@ -235,8 +244,9 @@ class OutsideAnswer:
         messages: list[Document] = []
         if self._call.dialect == "messages":
             reason = native.get("stop_reason")
-            sent = {"model": "", "messages": [{"role": "assistant", "content": _known(native["content"])}]}
-            messages = chat_messages(msgspec.convert(sent, MessagesRequest).messages[0], {})
+            # Other blocks are what the provider's own tools did, which a chat completion can't hold.
+            blocks = [block for block in native["content"] if block["type"] in ("text", "thinking", "tool_use")]
+            messages = chat_messages(msgspec.convert({"role": "assistant", "content": blocks}, InputMessage), {})
         else:
             reason = (native.get("incomplete_details") or {}).get("reason") or native.get("status")
             before = ""
@@ -269,6 +279,8 @@ def replay_answer(call: OutsideCall, recorded: Fields) -> bytes:
 
 
 def _replay_native(dialect: str, recorded: Raw) -> bytes:
+    """Convert an answer in a dialect other than chat completions to the stream that a provider would have sent, each
+    text in one event."""
     native = msgspec.json.decode(recorded)
     events: list[Document] = []
     if dialect == "responses":
@@ -276,7 +288,7 @@ def _replay_native(dialect: str, recorded: Raw) -> bytes:
         events = [{"type": "response.created", "response": begun}]
         for place, item in enumerate(native["output"]):
             at = {"item_id": item.get("id", ""), "output_index": place}
-            empty, inner = _item_events(item)
+            empty, inner = _events_of_item(item)
             events.append({"type": "response.output_item.added", "output_index": place, "item": empty})
             events += [{**event, **at} for event in inner]
             events.append({"type": "response.output_item.done", "output_index": place, "item": item})
@@ -303,7 +315,7 @@ def _replay_native(dialect: str, recorded: Raw) -> bytes:
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)) for event in events)
 
 
-def _item_events(item: Document) -> tuple[Document, list[Document]]:
+def _events_of_item(item: Document) -> tuple[Document, list[Document]]:
     """Return an item of a Responses answer as a stream begins it, and the events that fill it."""
     if item["type"] == "function_call":
         kind, arguments = "response.function_call_arguments", item["arguments"]
@@ -326,21 +338,18 @@ def _item_events(item: Document) -> tuple[Document, list[Document]]:
     return item | {"content": []}, events
 
 
-def _known(blocks: list[Document]) -> list[Document]:
-    """The blocks of an answer that a chat completion can hold: not what the provider's own tools did."""
-    return [block for block in blocks if block["type"] in ("text", "thinking", "tool_use")]
-
-
-def _short(error: Any) -> str:
+def _error_text(error: Any) -> str:
+    """Return the beginning of a provider's error message, which may be of any form."""
     message = error.get("message") or error.get("type") if isinstance(error, dict) else error
     return str(message)[:200]
 
 
-def _raw(fields: Document) -> dict[str, Raw]:
+def _encode_fields(fields: Document) -> Fields:
+    """Encode each field by itself."""
     return {name: Raw(_encode(value)) for name, value in fields.items()}
 
 
-def _merge(into: Document, delta: Document) -> None:
+def _merge_delta(into: Document, delta: Document) -> None:
     """Add the delta of a stream to `into`. Texts and lists grow, objects merge, and entries of a list with the same
     `index` are one. Fields of `_SENT_WHOLE` are replaced; of any other number the first one stays."""
     for name, value in delta.items():
@@ -351,12 +360,12 @@ def _merge(into: Document, delta: Document) -> None:
         elif isinstance(value, str) and name not in _SENT_WHOLE:
             into[name] = before + value
         elif isinstance(value, dict):
-            _merge(before, value)
+            _merge_delta(before, value)
         if isinstance(value, list):
             for entry in value:
                 index = entry.get("index") if isinstance(entry, dict) else None
                 same = [e for e in before if index is not None and e.get("index") == index]
                 if same:
-                    _merge(same[0], entry)
+                    _merge_delta(same[0], entry)
                 else:
                     before.append(dict(entry) if isinstance(entry, dict) else entry)

@@ -1,4 +1,7 @@
-"""A provider: its key, and the connections to it."""
+"""A provider: its key, and the connections to it.
+
+`rollout_gateway.outside.relay` posts an agent's call with `Provider.post` and reads the `ProviderReply`. The provider's
+key replaces the agent's and is hidden in everything that comes back."""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ import aiohttp
 from pipeline.config import ConfigError, OutsideConfig
 from rollout_gateway.http.request import Headers
 from rollout_gateway.http.upstream import UpstreamInvalidError, UpstreamReply, upstream_errors
-from rollout_gateway.outside.requests import PATHS, answers_with, headers_for
+from rollout_gateway.outside.requests import PATHS, headers_for, is_passed_to_agent
 
 _CONNECT_S = 10.0
 _HIDDEN = b"[provider's key]"
 _CONTROL = re.compile(rb"[\x00-\x08\n-\x1f\x7f]")
+"""What no header may hold: a client could take it for the end of the header."""
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
+"""A JSON text."""
 _ESCAPED = re.compile(rb"\\u00([0-7][0-9a-fA-F])")
+"""An ASCII character as JSON may escape it."""
 
 
 class Provider:
@@ -81,6 +87,7 @@ class Provider:
         return _TEXT.sub(lambda text: b'"%b"' % _HIDDEN if key in _unescaped(text[0]) else text[0], data)
 
     def end_call(self) -> None:
+        """Count a call that is over. Its reply does this when it is closed."""
         self._calls -= 1
 
     async def close(self) -> None:
@@ -101,7 +108,7 @@ class ProviderReply(UpstreamReply):
         headers = [(name.lower(), self.hide_key(value)) for name, value in response.raw_headers]
         self.kind = dict(headers).get(b"content-type", b"")
         """The content type."""
-        self.passed = [(n, value) for n, value in headers if answers_with(n) and n != b"content-type"]
+        self.passed = [(n, value) for n, value in headers if is_passed_to_agent(n) and n != b"content-type"]
         """The other headers that the agent gets."""
 
     def invalid(self) -> str:
@@ -115,10 +122,12 @@ class ProviderReply(UpstreamReply):
         return "" if coding == "identity" else f"it is compressed ({coding[:100]!r}) although identity was asked"
 
     async def read(self, begun: bytes = b"") -> bytes:
-        """As of the base class, without the key. For more than 64 MiB it raises, too."""
+        """Return the rest of the body, as the base class does, without the key. Raises `UpstreamInvalidError` for more
+        than 64 MiB."""
         return self.hide_key(await super().read(begun))
 
     def close(self) -> None:
+        """End the reply, whether or not it was read to its end. May be called twice."""
         super().close()
         if not self._closed:
             self._closed = True

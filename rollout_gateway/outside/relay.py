@@ -1,7 +1,10 @@
 """Passes calls of outside models on, and records them.
 
-An agent gets what its provider said, byte for byte. Only the end of an answer waits for the record, as with a policy's
-answer. What breaks off at the provider breaks off for the agent too."""
+An outside model is a provider's model behind the gateway, which agents name in `model`; each of its providers is a
+table of `[[outside]]` in the settings. `rollout_gateway.app` gives the calls of such models to `Relay.answer`. If the
+model has an apprentice, a policy that learns to replace it, some runs are answered by that and by the provider only
+where it does not answer. An agent gets what its provider said, byte for byte. Only the end of an answer waits for the
+record, as with a policy's answer. What breaks off at the provider breaks off for the agent too."""
 
 from __future__ import annotations
 
@@ -41,13 +44,15 @@ _ERROR_BYTES = 2000
 class _OutsideExchange(Exchange):
     """A call of an outside model, from its request to its record."""
 
+    call: OutsideCall
     usage: Usage | None = None
     cost_usd: float | None = None
     error: str = ""
     failed: list[str] = field(default_factory=list)
-    """Who was asked before, with what happened."""
+    """Who was asked before the provider that answered, with what happened."""
 
     def _own_fields(self, choice: SampledChoice) -> dict[str, Any]:
+        """Return the fields of a choice's event: no tokens, and with the first choice what the whole call cost."""
         fields: dict[str, Any] = {
             "step": -1,
             "prompt_ids": b"",
@@ -115,7 +120,7 @@ class Relay:
             raise ApiError(400, "model_mismatch", message, param="model")
         exchange = _OutsideExchange(call, caller)
         if run is None:
-            return await self._answer(request, call, exchange)
+            return await self._answer(request, exchange)
         run.begin()
         try:
             await run.log.masks.check_call(call.body)
@@ -126,7 +131,7 @@ class Relay:
                     return await apprentice()
                 except NotAnsweredError as error:
                     exchange.failed.append(f"{error.version}: {error}")
-            return await self._answer(request, call, exchange)
+            return await self._answer(request, exchange)
         finally:
             run.end()
 
@@ -135,7 +140,7 @@ class Relay:
         content type and other headers. Raises `ApiError`, and `ClientGoneError` if the agent left."""
         exchange = _OutsideExchange(call, Caller(cancellation=request.cancellation))
         with request.cancellation:
-            reply = await self._ask(request, call, exchange, rest)
+            reply = await self._ask(request, exchange, rest)
             try:
                 return reply.status, await reply.read(), reply.kind, reply.passed
             except UpstreamError as error:
@@ -145,32 +150,32 @@ class Relay:
 
     # -- one call --------------------------------------------------------------------------------------------------
 
-    async def _answer(self, request: Request, call: OutsideCall, exchange: _OutsideExchange) -> int:
+    async def _answer(self, request: Request, exchange: _OutsideExchange) -> int:
+        """Have a provider answer, and record the call. Returns the status. Raises as `answer`."""
+        call = exchange.call
         try:
             with request.cancellation:
-                reply = await self._ask(request, call, exchange)
+                reply = await self._ask(request, exchange)
         except (ClientGoneError, ApiError) as error:
             if exchange.version:
                 await self._record_failure(exchange, OutsideAnswer(call, call.tables[-1]), error)
             raise
         try:
             if call.stream and reply.status == 200 and reply.kind.startswith(b"text/event-stream"):
-                await self._stream(request, call, exchange, reply)
+                await self._stream(request, exchange, reply)
             else:
-                await self._whole(request, call, exchange, reply)
+                await self._whole(request, exchange, reply)
             return reply.status
         finally:
             reply.close()
             if exchange.seq >= 0 and exchange.status == "complete" and not exchange.caller.side_call:
                 self._shadows.offer(exchange)
 
-    async def _ask(
-        self, request: Request, call: OutsideCall, exchange: _OutsideExchange, rest: str = ""
-    ) -> ProviderReply:
+    async def _ask(self, request: Request, exchange: _OutsideExchange, rest: str = "") -> ProviderReply:
         """Ask the providers one after the other until one answers with another status than 429 and 5xx, or the last one
         has answered. A call that may have come to a provider which did not answer goes to no other, as it may be paid
         already. Raises `ApiError`, a 429 one if all have as many calls as they may."""
-        rest += "".join(request.target.partition("?")[1:])
+        call, rest = exchange.call, rest + "".join(request.target.partition("?")[1:])
         providers = [self._providers[table] for table in call.tables]
         free = [provider for provider in providers if not provider.full]
         exchange.failed += [f"{p.url}: outside.max_calls is reached" for p in providers if p not in free]
@@ -198,16 +203,14 @@ class Relay:
                 exchange.failed.append(f"{provider.url}: {failure.message}")
         raise failure
 
-    async def _whole(
-        self, request: Request, call: OutsideCall, exchange: _OutsideExchange, reply: ProviderReply
-    ) -> None:
+    async def _whole(self, request: Request, exchange: _OutsideExchange, reply: ProviderReply) -> None:
         """Pass on an answer that is not streamed, after its record."""
-        answer = OutsideAnswer(call, reply.table)
+        answer = OutsideAnswer(exchange.call, reply.table)
         try:
             with request.cancellation:
                 body = await reply.read()
         except (UpstreamError, ClientGoneError, ApiError) as broken:
-            error = _as_api_error(call, broken) if isinstance(broken, UpstreamError) else broken
+            error = _as_api_error(exchange.call, broken) if isinstance(broken, UpstreamError) else broken
             await self._record_failure(exchange, answer, error)
             raise error from broken
         if reply.status != 200:
@@ -218,12 +221,10 @@ class Relay:
         await self._record(exchange, answer, "failed" if answer.error else "complete")
         await request.answer(reply.status, body, reply.passed + _run_header(exchange), reply.kind)
 
-    async def _stream(
-        self, request: Request, call: OutsideCall, exchange: _OutsideExchange, reply: ProviderReply
-    ) -> None:
+    async def _stream(self, request: Request, exchange: _OutsideExchange, reply: ProviderReply) -> None:
         """Pass on a stream. What ends it is held back until the call is recorded. A stream that broke off, or whose
         record the log does not take, ends without its last chunk."""
-        answer, held, events = OutsideAnswer(call, reply.table), list[bytes](), EventBuffer()
+        answer, held, events = OutsideAnswer(exchange.call, reply.table), list[bytes](), EventBuffer()
         status: Status = "failed"
         broke_off = True
         await request.start([(b"content-type", reply.kind), *reply.passed, *_run_header(exchange)])
@@ -239,7 +240,7 @@ class Relay:
                         else:
                             await request.write(event)
             broke_off = False
-            finished = answer.ended or (call.dialect == "chat" and answer.finishing)
+            finished = answer.ended or (exchange.call.dialect == "chat" and answer.finishing)
             answer.error = answer.error or ("" if finished else "the stream ended before its last event")
             status = "failed" if answer.error else "complete"
         except ClientGoneError:
@@ -268,6 +269,8 @@ class Relay:
         await self._record(exchange, answer, "cancelled" if gone else "failed")
 
     async def _record(self, exchange: _OutsideExchange, answer: OutsideAnswer, status: Status) -> None:
+        """Record a call if it belongs to a run, also if this task is cancelled. Raises a 503 `ApiError` if the log does
+        not take it."""
         recording = self._begin_record(exchange, answer, status)
         if recording is not None:
             await asyncio.shield(recording)
@@ -275,8 +278,8 @@ class Relay:
     def _begin_record(
         self, exchange: _OutsideExchange, answer: OutsideAnswer, status: Status
     ) -> asyncio.Task[None] | None:
-        """Begin the record of a call; `None` if it belongs to no run. Its task raises a 503 `ApiError` if the log does
-        not take it."""
+        """Begin the record of a call in a task, which goes on if the caller is cancelled; `None` if the call belongs to
+        no run."""
         if status == "failed":
             log.warning("call of an outside model failed", url=exchange.replica, error=answer.error)
         if not exchange.captured:
@@ -304,13 +307,14 @@ async def _repeat(request: Request, call: OutsideCall, before: Fields) -> int:
 
 
 def _run_header(exchange: Exchange) -> list[tuple[bytes, bytes]]:
-    """The header that names the run, which a client without the SDK could not know."""
+    """Return the header that names the run of a captured call, which a client without the SDK could not know."""
     if not exchange.captured:
         return []
     return [(b"x-journeywork-trajectory", quote(exchange.recorded_in.id, safe="").encode())]
 
 
 def _as_api_error(call: OutsideCall, error: UpstreamError) -> ApiError:
+    """Return the error that an agent gets where a provider sent no answer that can be passed on."""
     provider = f"The provider of {call.params.model!r}"
     if isinstance(error, UpstreamInvalidError):
         return ApiError(502, "upstream_invalid", f"{provider} sent an answer that can't be passed on: {error}.")

@@ -1,4 +1,9 @@
-"""A call of an outside model: the bytes for the provider, and the chat completion request for the record."""
+"""A call of an outside model: the bytes for the provider, and the chat completion request for the record.
+
+A dialect is one of the three APIs that providers speak: chat completions, OpenAI's responses, Anthropic's messages.
+`rollout_gateway.outside.relay` reads calls here. The provider gets the agent's bytes with another name of the model;
+the log gets the call as a chat completion, so that the outside model's calls can be judged and compared like the
+policy's."""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pipeline.config import OutsideConfig
-from rollout_gateway.dialects.calls import CHAT, Call, Fields, RequestParams
+from rollout_gateway.dialects.calls import CHAT, Call, Fields, RequestParams, decode_object
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.translate import Translation
@@ -23,8 +28,7 @@ PATHS = {"chat": CHAT, "responses": ResponsesTranslation.path, "messages": Messa
 """Where agents post the calls of a dialect. Providers have the same paths below their own URL."""
 
 _encode = msgspec.json.Encoder().encode
-_fields_decoder = msgspec.json.Decoder(Fields)
-_PASSED = frozenset(
+_HEADERS_TO_PROVIDER = frozenset(
     (
         b"accept",
         b"anthropic-beta",
@@ -36,7 +40,7 @@ _PASSED = frozenset(
     )
 )
 """Headers of an agent that a provider gets, besides those that begin with `x-stainless-`."""
-_NOT_ANSWERED = frozenset(
+_HEADERS_NOT_TO_AGENT = frozenset(
     (
         b"connection",
         b"content-encoding",
@@ -55,14 +59,14 @@ _NOT_ANSWERED = frozenset(
 connection, and cookies, which are another origin's."""
 _NAME = re.compile(rb'[{,]?\s*("(?:[^"\\]|\\.)*")\s*:\s*')
 _SPACE = re.compile(rb"\s*")
-_MOST_FIELDS = 1000
+_MAX_FIELDS = 1000
 
 
 class _Named(msgspec.Struct):
     model: str
 
 
-class _Head(_Named):
+class _UsedFields(_Named):
     """What the gateway reads of a request. Other types than these are the provider's to refuse."""
 
     stream: Any = None
@@ -76,7 +80,7 @@ class OutsideCall(Call):
 
     sent: bytes = b""
     """The body as the agent sent it."""
-    place: tuple[int, int] = (0, 0)
+    model_place: tuple[int, int] = (0, 0)
     """Where the value of `model` begins and ends in it."""
     dialect: str = "chat"
     tables: list[OutsideConfig] = field(default_factory=list)
@@ -93,7 +97,7 @@ class OutsideCall(Call):
 
     def body_for(self, table: OutsideConfig) -> bytes:
         """Return the body for a provider: the agent's bytes with the provider's name of the model."""
-        body, (start, end) = self.sent, self.place
+        body, (start, end) = self.sent, self.model_place
         if table.model not in ("", table.name):
             body = body[:start] + _encode(table.model) + body[end:]
         if self.asks_usage(table):
@@ -112,25 +116,25 @@ def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) ->
         return None
     if known is None:
         return None
-    head = read_body(body, _Head)  # its values are bounded before more of it is decoded
+    head = read_body(body, _UsedFields)  # its values are bounded before more of it is decoded
     speaking = [table for table in known if PATHS[table.dialect] == path]
     if not speaking:
         there = ", ".join(dict.fromkeys(PATHS[table.dialect] for table in known))
         message = f"The outside model {head.model!r} does not speak {path}. Post the call to {there}."
         raise ApiError(400, "wrong_dialect", message, param="model")
-    place = _model_place(body, _fields_decoder.decode(body))
+    model_place = _find_model(body, decode_object(body))
     metadata = head.metadata if isinstance(head.metadata, dict) else None
     params = RequestParams(head.model, head.stream is True, metadata=metadata)
     choices = head.n if isinstance(head.n, int) and 0 < head.n <= 128 else 1
     recorded = _as_chat(speaking[0].dialect, body)
     return OutsideCall(
         recorded,
-        _fields_decoder.decode(recorded),
+        decode_object(recorded),
         params,
         path,
         choices,
         sent=body,
-        place=place,
+        model_place=model_place,
         dialect=speaking[0].dialect,
         tables=speaking,
     )
@@ -142,7 +146,7 @@ def headers_for(headers: Headers, dialect: str, key: str) -> dict[str, str]:
     passed = {}
     for header, value in headers.items():
         with suppress(UnicodeDecodeError):
-            if header in _PASSED or header.startswith(b"x-stainless-"):
+            if header in _HEADERS_TO_PROVIDER or header.startswith(b"x-stainless-"):
                 passed[header.decode()] = value.decode()
     passed["accept-encoding"] = "identity"  # the gateway reads the answer
     if key:
@@ -151,18 +155,18 @@ def headers_for(headers: Headers, dialect: str, key: str) -> dict[str, str]:
     return passed
 
 
-def answers_with(header: bytes) -> bool:
-    """Whether the agent gets a header of the provider's answer."""
-    return header not in _NOT_ANSWERED and not header.startswith(b"x-journeywork-")
+def is_passed_to_agent(header: bytes) -> bool:
+    """Whether the agent gets this header of the provider's answer. `header`: its name in lower case."""
+    return header not in _HEADERS_NOT_TO_AGENT and not header.startswith(b"x-journeywork-")
 
 
-def _model_place(body: bytes, fields: Fields) -> tuple[int, int]:
+def _find_model(body: bytes, fields: Fields) -> tuple[int, int]:
     """Return where the value of `model` begins and ends in a body with these fields. Raises a 400 `ApiError` for a body
     that two programs could read as two models: it has a field twice, or `model` in another case. So is one with too
     many fields to look for that."""
     start = end = 0
     place = _SPACE.match(body).end()  # type: ignore[union-attr]  # also of nothing
-    for name, value in fields.items() if len(fields) <= _MOST_FIELDS else ():
+    for name, value in fields.items() if len(fields) <= _MAX_FIELDS else ():
         if name != "model" and name.lower() == "model":
             raise ApiError(400, "invalid_body", f"The body has {name!r} beside `model`: leave it out.", param=name)
         found, raw = _NAME.match(body, place), bytes(value)
@@ -173,7 +177,7 @@ def _model_place(body: bytes, fields: Fields) -> tuple[int, int]:
             start, end = found.end(), place
         place = _SPACE.match(body, place).end()  # type: ignore[union-attr]
     if not start or body[place:].strip() != b"}":
-        message = f"The body has a field twice, or more than {_MOST_FIELDS:,} fields: send each once."
+        message = f"The body has a field twice, or more than {_MAX_FIELDS:,} fields: send each once."
         raise ApiError(400, "invalid_body", message)
     return start, end
 
@@ -187,21 +191,18 @@ def _as_chat(dialect: str, body: bytes) -> bytes:
         made: Translation
         if dialect == "messages":
             # What the provider runs itself has no schema.
-            _keep(request, "tools", lambda tool: tool.get("input_schema") or tool.get("type", "custom") == "custom")
+            tools = request.get("tools") or []
+            request["tools"] = [t for t in tools if t.get("input_schema") or t.get("type", "custom") == "custom"]
             made = MessagesTranslation(_encode(request))
         else:
             # The gateway wrote none of these ids and sealed none of this reasoning.
             for name in ("previous_response_id", "background"):
                 request.pop(name, None)
-            _keep(request, "input", lambda item: item.get("type") != "item_reference")
-            for item in request["input"] if isinstance(request["input"], list) else ():
-                item.pop("encrypted_content", None)
+            if isinstance(request["input"], list):
+                request["input"] = [item for item in request["input"] if item.get("type") != "item_reference"]
+                for item in request["input"]:
+                    item.pop("encrypted_content", None)
             made = ResponsesTranslation(_encode(request))
         return made.call().body
     except (ApiError, msgspec.DecodeError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError):
         return body
-
-
-def _keep(request: dict[str, Any], name: str, condition: Any) -> None:
-    if isinstance(request.get(name), list):
-        request[name] = [item for item in request[name] if condition(item)]

@@ -1,5 +1,7 @@
 """Shadow calls: an apprentice is asked what an outside model was asked, and its answer is put on the log.
 
+An apprentice is the policy that learns to replace an outside model; the judge compares its answers with that model's
+(`judge.comparing`), which shows when it is good enough. `rollout_gateway.outside.relay` offers each recorded call.
 Nobody waits for a shadow call. It begins when the agent has its answer, at an inference server that answers no agent's
 call, and is broken off when one comes; then it waits for its next turn. Its answer is an event of its own
 (`rollout.shadow`): no exchange, so it is part of no run, no group and no training row."""
@@ -32,11 +34,11 @@ from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway.outside.shadow")
 
-_WAITING, _WAITING_BYTES = 256, 64 << 20
+_MAX_WAITING, _MAX_WAITING_BYTES = 256, 64 << 20
 """Shadow calls that wait, and bytes of their requests and of the outside model's answers, at most."""
-_WAITING_S = 600.0
+_MAX_WAIT_S = 600.0
 """How long a shadow call may wait: what is recorded of a run is not to come long after it."""
-_NOT_ASKED = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
+_FIELDS_OF_FORM = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
 """Fields by which the agent asks for another form of answer: a shadow call has one choice, and is no stream."""
 _encode = msgspec.json.Encoder().encode
 
@@ -73,7 +75,8 @@ class Shadows:
         """Shadow calls by how they ended: `answered`, `failed`, or `dropped` for want of a free server."""
 
     def offer(self, exchange: Exchange) -> None:
-        """Ask the apprentice about this recorded and complete call of an outside model, if it is in the share."""
+        """Have the apprentice asked about this recorded and complete call of an outside model, if the call is in the
+        share `outside.shadow_percent`, which is drawn by its run and number."""
         table = self._tables.get(exchange.call.params.model)
         if table is None or split_point(f"{exchange.recorded_in.id}/{exchange.seq}") >= table.shadow_percent:
             return
@@ -81,7 +84,7 @@ class Shadows:
             len(bytes(c.fields.get("message", b""))) for c in exchange.answer.choices[:1]
         )
         waiting = self._waiting[table.name]
-        if len(waiting) >= _WAITING or self._bytes + size > _WAITING_BYTES:
+        if len(waiting) >= _MAX_WAITING or self._bytes + size > _MAX_WAITING_BYTES:
             self.counts["dropped"] += 1
             return
         run, seq = exchange.recorded_in, exchange.seq
@@ -89,7 +92,7 @@ class Shadows:
             call = apprentice_call(exchange.call, table.apprentice, self._permitted)
             shadow = _Shadow(run, seq, said(exchange.answer), table, call, size, time.monotonic())
         except UNREADABLE as error:
-            self._failed(run, seq, error)
+            self._count_failure(run, seq, error)
             return
         waiting.append(shadow)
         self._bytes += size
@@ -102,13 +105,15 @@ class Shadows:
                 await self._fleet.idle.wait()
                 self._fleet.idle.clear()
                 for name in self._tables:
-                    while (turn := self._next(name)) is not None:
+                    while (turn := self._next_turn(name)) is not None:
                         tasks.start_soon(self._ask, *turn)
 
-    def _next(self, name: str) -> tuple[_Shadow, Lease, anyio.CancelScope] | None:
-        """Return the next shadow call of an outside model that can begin now, with its server and its scope there."""
+    def _next_turn(self, name: str) -> tuple[_Shadow, Lease, anyio.CancelScope] | None:
+        """Return the next shadow call of an outside model that can begin now, with the lease of its server and the
+        scope by which a call of an agent at that server breaks it off; `None` if none can. Calls that have waited too
+        long are dropped."""
         table, waiting = self._tables[name], self._waiting[name]
-        while waiting and time.monotonic() - waiting[0].offered_at > _WAITING_S:
+        while waiting and time.monotonic() - waiting[0].offered_at > _MAX_WAIT_S:
             self._bytes -= waiting.popleft().size
             self.counts["dropped"] += 1
         if not waiting or self._under_way[name] >= table.shadow_calls:
@@ -123,13 +128,15 @@ class Shadows:
         return shadow, lease, scope
 
     async def _ask(self, shadow: _Shadow, lease: Lease, scope: anyio.CancelScope) -> None:
+        """Make one shadow call and record its answer. If it is broken off, it waits again, as the first in its
+        queue."""
         answer, same, started_at = None, False, now_us()
         try:
             with scope:
                 answer = await self._answer(shadow.call, lease)
                 same = said(answer) == shadow.said
         except (UpstreamError, *MALFORMED) as error:
-            self._failed(shadow.run, shadow.seq, error)
+            self._count_failure(shadow.run, shadow.seq, error)
             return
         finally:
             lease.replica.shadows.discard(scope)
@@ -143,7 +150,7 @@ class Shadows:
             self._bytes += shadow.size
 
     async def _answer(self, call: Call, lease: Lease) -> Answer:
-        """Raises `UpstreamError`, and one of `MALFORMED`."""
+        """Return the apprentice's answer. Raises `UpstreamError`, and one of `MALFORMED`."""
         body = upstream_body(call, lease.version, answer_id=new_id("shadow"))
         reply = await lease.replica.upstream.request("POST", call.served_by, body, timeout_s=self._timeout_s)
         data = await reply.read()
@@ -152,6 +159,8 @@ class Shadows:
         return read_answer(data, call)
 
     async def _record(self, shadow: _Shadow, lease: Lease, answer: Answer, same: bool, started_at: int) -> None:
+        """Put the answer on the log. `same`: whether it says what the outside model said; then the judge compares
+        nothing."""
         run, (choice,) = shadow.run, answer.choices
         event = ShadowAnswered(
             project=run.opened.project,
@@ -173,11 +182,12 @@ class Shadows:
         try:
             await run.log.publish(await run.log.masks.apply(event), {"traceparent": run.traceparent})
         except (ApiError, BrokerError) as error:
-            self._failed(run, shadow.seq, error)
+            self._count_failure(run, shadow.seq, error)
         else:
             self.counts["answered"] += 1
 
-    def _failed(self, run: Trajectory, seq: int, error: Exception) -> None:
+    def _count_failure(self, run: Trajectory, seq: int, error: Exception) -> None:
+        """Count and log a shadow call that has no answer on the log."""
         self.counts["failed"] += 1
         log.warning("shadow call failed", trajectory=run.id, call=seq, error=str(error)[:500])
 
@@ -185,7 +195,7 @@ class Shadows:
 def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
     """Return a call of an outside model as one of the policy model `apprentice`: plain, with one choice, without fields
     that no inference server here takes. Raises a 400 `ApiError` for what it can't be asked."""
-    fields = {name: raw for name, raw in call.fields.items() if name in SENT - _NOT_ASKED}
+    fields = {name: raw for name, raw in call.fields.items() if name in SENT - _FIELDS_OF_FORM}
     made = read_chat(_encode({**fields, "model": apprentice}))
     permitted.check(made.fields)
     return made
@@ -197,12 +207,13 @@ def said(answer: Answer) -> Any:
     fields = answer.choices[0].fields if answer.choices else {}
     message = msgspec.json.decode(fields.get("message", b"{}"))
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    calls = [(function.get("name"), _value(function.get("arguments"))) for function in functions]
-    return _value(message.get("content") or ""), calls
+    calls = [(function.get("name"), _comparable(function.get("arguments"))) for function in functions]
+    return _comparable(message.get("content") or ""), calls
 
 
-def _value(text: Any) -> Any:
-    """The value of JSON; other text without the space around it."""
+def _comparable(text: Any) -> Any:
+    """The value of JSON; other text without the space around it. Two answers that differ in spaces only are equal
+    so."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, TypeError):

@@ -1,4 +1,8 @@
-"""Loads and unloads adapters in an inference server, and probes that an adapter changes its logprobs."""
+"""Loads and unloads adapters in an inference server by vLLM's API, and probes that an adapter changes its logprobs.
+
+A server may load an adapter and still answer as the base model does, such as if its weights match no layer, so each
+adapter is probed before gateways send calls for it: next-token logprobs after a few fixed prompts must differ from the
+base version's. `rollout_gateway.sampler.controller` calls these functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Downloads adapters to this machine's disk, where the inference servers read them."""
+"""Downloads adapters from the log's object store to this machine's disk, where the inference servers read them, and
+deletes those that no server has loaded. `rollout_gateway.sampler.controller` asks for the folder of an adapter before
+it has a server load it. An adapter is trusted by its SHA-256, which the trainer signed with the checkpoint's event."""
 
 from __future__ import annotations
 
@@ -113,6 +115,8 @@ def _unchanged(folder: Path, files: Mapping[str, str]) -> bool:
 
 
 def _unpack(data: bytes, path: Path) -> None:
+    """Unpack an adapter's archive into the folder `path`, which appears whole or not at all. Raises
+    `tarfile.TarError`."""
     temporary = path.with_name(path.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

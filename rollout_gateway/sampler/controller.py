@@ -5,6 +5,10 @@ it changes the logprobs, and publishes `policy.loaded`. When the server holds al
 registers it on the log; when the server can't be reached, it removes the record. An adapter is loaded once under its
 versioned name and never replaced in place. The name of its folder contains its SHA-256, so an agent that restarts
 recognises the adapters that the server has loaded.
+
+`rollout_gateway.sampler.service` runs one controller for each server. A version is a policy's `<model>@<step>`, whose
+adapter the trainer published; to adopt an adapter is to take over one that the server had loaded before this agent
+started.
 """
 
 from __future__ import annotations
@@ -89,11 +93,12 @@ class ServerController:
         """When the server's process started; empty until this agent has reached the server."""
         self._base_logprobs: dict[str, list[dict[str, float]]] = {}
         """Of base versions, after the prompts of the probe. They are asked for once per process of the server."""
-        self._checked = 0.0
+        self._checked_at = 0.0
         """Time of the last health check, by `time.monotonic`."""
         self.loaded: dict[str, str] = {}
         """Folders of the loaded adapters, by version."""
-        self._found: set[str] = set()  # folders that the server had loaded when it was reached, until adopted
+        self._folders_to_adopt: set[str] = set()
+        """Folders of adapters that the server had loaded when it was reached, until they are adopted or unloaded."""
         self._newest_folder = ""
         """Folder of the adapter that was or is loaded or checked last."""
         self._has_unused = True
@@ -110,7 +115,7 @@ class ServerController:
     @property
     def folders(self) -> set[str]:
         """Folders of the adapters that the server has loaded or loads now."""
-        return {*self.loaded.values(), *self._found, self._newest_folder}
+        return {*self.loaded.values(), *self._folders_to_adopt, self._newest_folder}
 
     async def run(self) -> None:
         """Control the server until cancelled, then remove its record."""
@@ -124,13 +129,15 @@ class ServerController:
                 await self._registration.remove()
 
     async def _control(self) -> None:
+        """Check the server, load what is wanted and register the server, again and again: when `wake` is set, and at
+        the intervals of `gateway.replicas`. A server or a log that does not answer is tried again."""
         settings = self._config.gateway.replicas
         while True:
             self.wake = anyio.Event()
             try:
                 if not self._up:
                     await self._handshake()
-                elif time.monotonic() - self._checked >= settings.health_interval_s:
+                elif time.monotonic() - self._checked_at >= settings.health_interval_s:
                     await self._check()
                 done = await self._load_wanted()
                 self._complete = self._complete or done
@@ -172,12 +179,12 @@ class ServerController:
         `msgspec.DecodeError`."""
         await server_state.check_health(self._server)
         folders = await server_state.loaded_adapters(self._server)
-        self._checked = time.monotonic()
+        self._checked_at = time.monotonic()
         # A restarted server has lost its adapters. If none was loaded, only the metrics, which cost more, show it.
-        if not self.loaded or not self._expected() <= folders.keys():
+        if not self.loaded or not self._expected_versions() <= folders.keys():
             await self._handshake()
 
-    def _expected(self) -> set[str]:
+    def _expected_versions(self) -> set[str]:
         """Return the versions that the server should hold: what it has loaded, by this agent and by the log."""
         return {*self.loaded, *self._policies.loaded(self.name, self.server_start)}
 
@@ -200,9 +207,9 @@ class ServerController:
             self._base_logprobs.clear()
             self.loaded.clear()
             self._unloading.clear()
-        self._found = set(folders.values())  # none of them is deleted before it is adopted
-        self.server_start, self._checked = server_start, time.monotonic()
-        for version in self._expected() - folders.keys():
+        self._folders_to_adopt = set(folders.values())  # none of them is deleted before it is adopted
+        self.server_start, self._checked_at = server_start, time.monotonic()
+        for version in self._expected_versions() - folders.keys():
             log.warning("the inference server lacks an adapter that it had loaded", replica=self.name, version=version)
             # Until the log says so, gateways send the server no calls. The log may have lost its end, and with it that
             # the adapter was unloaded.
@@ -212,7 +219,7 @@ class ServerController:
         for version, folder in folders.items():
             if version not in self.loaded:
                 await self._adopt(version, folder)
-        self._found.clear()
+        self._folders_to_adopt.clear()
         self._up = True
 
     async def _adopt(self, version: str, folder: str) -> None:
@@ -253,7 +260,8 @@ class ServerController:
         return list(dict.fromkeys(loadable))[: self._config.max_loras()]
 
     async def _load_wanted(self) -> bool:
-        """Load the wanted versions that are missing. Return false if some must be tried again soon."""
+        """Load the wanted versions that are missing. Return false if some must be tried again soon, such as because a
+        call still uses the version that has to go for them."""
         done = True
         for version in self.wanted():
             checkpoint = self._policies.checkpoint(version)
@@ -262,7 +270,7 @@ class ServerController:
             if version in self._unloading and not await self._unload_released(version):
                 done = False
                 continue
-            if not await self._make_room():
+            if not await self._free_slot():
                 return False
             try:
                 await self._load(checkpoint)
@@ -274,9 +282,10 @@ class ServerController:
                     done = False
         return done
 
-    async def _make_room(self) -> bool:
+    async def _free_slot(self) -> bool:
         """If the server holds `vllm.max_loras` adapters, unload the oldest version that no call uses. A version that a
-        model name resolves to is not unloaded. Return false if there is none to unload yet."""
+        model name resolves to is not unloaded. Return whether there is place for one more adapter; false if there is
+        none to unload yet."""
         for version in list(self._unloading):
             await self._unload_released(version)
         wanted, gateways = self.wanted(), self._context.gateways
@@ -320,6 +329,8 @@ class ServerController:
         return True
 
     async def _load(self, checkpoint: Checkpoint) -> None:
+        """Download an adapter, have the server load it, and publish that. Raises `AdapterError`, and unloads an adapter
+        that fails the probe; `UpstreamError`, `BrokerError`."""
         started_at = now_us()
         event, version = checkpoint.event, checkpoint.event.version
         files, self._has_unused = self._context.files, True

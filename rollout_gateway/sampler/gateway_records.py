@@ -1,4 +1,7 @@
-"""Reads the records of all gateways, which list the versions that they use."""
+"""Reads the records of all gateways, which list the versions that they use.
+
+Each gateway renews a record on the log (`rollout_gateway.serving.fleet_records`). From these the controller of a server
+knows which versions calls wait for, and when no call uses one any more, so that it can be unloaded."""
 
 from __future__ import annotations
 

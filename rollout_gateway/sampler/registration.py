@@ -1,4 +1,7 @@
-"""The record of an inference server on the log. Gateways send calls to the servers that have one."""
+"""The record of an inference server on the log. Gateways send calls to the servers that have one.
+
+The controller of a server sets the record when the server holds all wanted adapters, and removes it when the server
+does not answer. It expires by itself, so a server whose agent died gets no calls either."""
 
 from __future__ import annotations
 
@@ -58,6 +61,7 @@ class Registration:
                 log.warning("the server's record stays until it expires", replica=self._name, error=str(error))
 
     async def _write(self) -> None:
+        """Write the record, unless it was removed meanwhile. Raises `BrokerError`."""
         async with self._writing:  # one write at a time, so that the last one on the log is the newest
             if self._record is not None:
                 value = msgspec.json.encode(self._record)

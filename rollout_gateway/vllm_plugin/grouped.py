@@ -1,4 +1,6 @@
-"""LoRA for a batch whose rows (tokens) belong to different adapters: one pair of matrix products per adapter.
+"""LoRA for a batch whose rows (tokens) belong to different adapters: one pair of matrix products per adapter, where
+vLLM's kernels for CPU copy the adapter's matrices for each row. A slot is a place for an adapter in the server's
+stacked matrices. `rollout_gateway.vllm_plugin.punica` calls this for each layer.
 
 Shape letters: N rows of the batch, G rows of one adapter, I inputs, O outputs of a layer, R rank, L adapter slots.
 """

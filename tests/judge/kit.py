@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from pipeline.log.broker import Broker
 from tests.kits import events
 from tests.kits.scoring_server import Answer
 from tests.kits.settings import with_values
+from tests.kits.waiting import until
 
 
 def transcript(name: str, *said: str, task: str = "Win the game.") -> Transcript:
@@ -88,7 +88,7 @@ def loading(transcripts: Iterable[Transcript]) -> LoadTranscript:
 def ruler(model: Model, transcripts: Sequence[Transcript] = (), **settings: Any) -> LlmRuler:
     """A ruler over `model`; given transcripts are what its members said."""
     config, load = with_values(JudgeConfig(model="test/judge"), settings), loading(transcripts)
-    return LlmRuler(config, load_rubric(), model, load, rng=random.Random(7))
+    return LlmRuler(config, load_rubric(), model, load)
 
 
 def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:
@@ -109,26 +109,17 @@ def labelled(path: Path, groups: int = 4, wrong: bool = False) -> Path:
 
 @asynccontextmanager
 async def judging(broker: Broker, config: Config, judge_hash: str = "j") -> AsyncIterator[Judge]:
-    """A judge without a judge model, which runs within the block, with the rewards of `judge.rewards` and the teacher
-    of `[teacher]`."""
-    async with AsyncExitStack() as stack:
-        composed = config.judge.rewards and open_composer_on_log(config, broker)
-        composer = await stack.enter_async_context(composed) if composed else None
-        teacher = await stack.enter_async_context(open_teacher(config, broker))
-        judge = Judge(broker, config, composer, judge_hash, teacher and teacher.teach)
-        await stack.enter_async_context(running(judge, broker))
-        yield judge
-
-
-@asynccontextmanager
-async def running(judge: Judge, broker: Broker) -> AsyncIterator[None]:
+    """A judge, which runs within the block, with the rewards of `judge.rewards` and the teacher of `[teacher]`."""
     async with (
+        open_composer_on_log(config, broker) if config.judge.rewards else nullcontext() as composer,
+        open_teacher(config, broker) as teacher,
         broker.consume("judge") as arrivals,
         broker.consume("judge-timers") as timers,
         anyio.create_task_group() as tg,
     ):
+        judge = Judge(broker, config, composer, judge_hash, teacher and teacher.teach)
         tg.start_soon(judge.run, arrivals, timers)
-        yield
+        yield judge
         tg.cancel_scope.cancel()
 
 
@@ -158,10 +149,11 @@ async def expected_groups(broker: Broker, size: int) -> dict[str, Expected]:
 
 async def groups(broker: Broker, count: int, kind: str = "scored") -> list[Any]:
     """The `count` events there are in the end; no more within a moment."""
-    with anyio.fail_after(60):
-        while True:
-            found = [r.event for r in await broker.read(GroupScored if kind == "scored" else GroupDiscarded)]
-            if len(found) >= count:
-                assert len(found) == count
-                return found
-            await anyio.sleep(0.02)
+
+    async def there() -> list[list[Any]]:
+        found = [r.event for r in await broker.read(GroupScored if kind == "scored" else GroupDiscarded)]
+        return [found] if len(found) >= count else []
+
+    (found,) = await until(there)
+    assert len(found) == count
+    return found

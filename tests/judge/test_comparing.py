@@ -10,13 +10,14 @@ import anyio
 import msgspec
 import pytest
 
-from judge.comparing import ShadowJudge, open_answer_judge
+from judge.comparing import ShadowJudge, open_answer_ruler
 from pipeline.config import Config, JudgeConfig, ModelConfig, NatsConfig, OutsideConfig
 from pipeline.events import AlarmChanged, AnswersCompared, ShadowAnswered, pack_ids, pack_logprobs
 from pipeline.log.broker import Broker
 from tests.judge.kit import exchange
 from tests.kits.scoring_server import Scorer, ScoringServer
 from tests.kits.settings import with_values
+from tests.kits.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -52,7 +53,7 @@ def settings(nats: NatsConfig, server: ScoringServer, **more: Any) -> Config:
 @asynccontextmanager
 async def comparing(broker: Broker, config: Config) -> AsyncIterator[None]:
     async with (
-        open_answer_judge(config) as judge,
+        open_answer_ruler(config) as judge,
         broker.consume("judge-shadows") as arrivals,
         anyio.create_task_group() as tasks,
     ):
@@ -62,9 +63,10 @@ async def comparing(broker: Broker, config: Config) -> AsyncIterator[None]:
 
 
 async def acknowledged(broker: Broker) -> None:
-    with anyio.fail_after(60):
-        while await broker.lag("judge-shadows"):
-            await anyio.sleep(0.02)
+    async def done() -> bool:
+        return not await broker.lag("judge-shadows")
+
+    await until(done)
 
 
 async def test_answers_that_differ_are_scored_in_both_orders_and_the_others_are_not_asked_about(

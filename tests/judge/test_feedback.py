@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import anyio
 import msgspec
 import pytest
 
 from judge.commands.rejudge import Rejudge
 from judge.feedback import RunFeedback, feedback_on
-from judge.groups import GroupKey, read_group
-from judge.rewards.compose import open_composer_on_log
+from judge.groups import GroupKey
+from judge.rewards.compose import open_composer, open_composer_on_log
 from judge.service import Judge
 from pipeline.commands.status import read_log
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import AnyEvent, FeedbackTimedOut, Hint, SignalGiven
-from pipeline.log.broker import Broker, LogEntry
-from pipeline.log.messages import Place
+from pipeline.log.broker import Broker
+from pipeline.log.messages import StoredMessage
 from pipeline.security.signing import Trust
-from tests.judge.kit import completed, groups, judging
+from tests.judge import test_groups
+from tests.judge.kit import completed, groups, judging, loading
 from tests.judge.test_service import drained, timers
+from tests.kits.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -36,8 +38,8 @@ def signal(trajectory: str, value: float | None = None, **fields: Any) -> Signal
     return SignalGiven(project="p", model="m", trajectory=trajectory, value=value, **values)
 
 
-def run(trajectory: str, **fields: Any) -> Any:
-    return completed(trajectory, group="", **fields)
+def run(trajectory: str, group: str = "", **fields: Any) -> Any:
+    return completed(trajectory, group, **fields)
 
 
 def settings(
@@ -168,32 +170,15 @@ async def test_late_feedback_may_be_recorded_only(nats_config: NatsConfig) -> No
         assert await groups(broker, 0) == []
 
 
-async def test_a_group_waits_for_the_feedback_on_each_run_that_has_a_result(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    config = settings(nats_config, wait_s=600, group_size=3)
-    async with judging(broker, config):
-        for name, outcome in (("a", "scored"), ("b", "scored"), ("c", "no_result")):
-            await broker.publish(completed(name, "g", outcome=outcome))
-        await broker.publish(signal("a", 1.0, group="g"))
-        await drained(broker)
-        assert await groups(broker, 0) == []
-        await broker.publish(signal("b", 0.0, group="g"))
-        (group,) = await groups(broker, 1)
-    assert [(m.trajectory, m.reward, m.outcome) for m in group.members] == [
-        ("a", 1.0, "scored"),
-        ("b", 0.0, "scored"),
-        ("c", 0.0, "no_result"),
-    ]
+async def overdue_timers(broker: Broker) -> list[StoredMessage]:
+    return [m async for m in broker.messages("TIMERS", subject="timer.set.rollout.overdue.>")]
 
 
 async def test_a_group_that_timed_out_waits_too(nats_config: NatsConfig) -> None:
     config = settings(nats_config, wait_s=600, group_size=3, timeout_s=0.2)
     async with Broker.connect(nats_config) as broker, judging(broker, config):
         await broker.publish(completed("a", "g"))
-        with anyio.fail_after(60):
-            while not [m async for m in broker.messages("TIMERS", subject="timer.set.rollout.overdue.>")]:
-                await anyio.sleep(0.02)
+        await until(partial(overdue_timers, broker))
         await broker.publish(signal("a", 1.0, group="g"))
         (group,) = await groups(broker, 1)
     assert (group.closed_by, group.members[0].reward) == ("timeout", 1.0)
@@ -220,23 +205,20 @@ async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is
     [("mean", None, 0.75, None), ("min", 1.0, 0.5, 1.0), ("product", -1.0, 0.5, -1.0), ("sum", 0.0, 1.5, 1.0)],
 )
 async def test_feedback_is_one_part_of_a_reward_or_a_veto(
-    nats_config: NatsConfig, combine: str, default: float | None, reward: float, without: float | None
+    combine: Any, default: float | None, reward: float, without: float | None
 ) -> None:
-    result, agent = RewardConfig(name="result", kind="feedback", default=default), RewardConfig(name="own")
-    config = settings(nats_config, result, agent, wait_s=600, combine=combine)
-    async with Broker.connect(nats_config) as broker, judging(broker, config):
-        await broker.publish(run("a", rewards={"own": 1.0}))
-        await broker.publish(signal("a", 0.5))
-        (group,) = await groups(broker, 1)
-    (member,) = group.members
-    assert (member.reward, member.components) == (reward, {"own": 1.0, "agent": 1.0, "result": 0.5})
-    assert member.graded_by == ("desk",)
+    rewards = (RewardConfig(name="result", kind="feedback", default=default), RewardConfig(name="own"))
+    members = [run("a", rewards={"own": 1.0}), run("b", rewards={"own": 1.0})]
+    async with open_composer(Config(judge=JudgeConfig(rewards=rewards, combine=combine)), loading(())) as composer:
+        assert composer is not None
+        found = await composer(members, [signal("a", 0.5)])
+    assert (found.final["a"], found.final.get("b")) == (reward, without)
+    assert found.components["a"] == {"own": 1.0, "agent": 1.0, "result": 0.5}
 
 
 def read(*events: AnyEvent, awaited: frozenset[str] = frozenset({"result"}), until: int = 0) -> tuple[int, int, int]:
-    """Where the run was closed and ready, and how many signals count. The events have the sequences 1, 2, …"""
-    messages = [LogEntry[AnyEvent](e, "ROLLOUTS", Place(seq, 0), e.subject()) for seq, e in enumerate(events, 1)]
-    found = read_group(GroupKey("p", "m", "a", "train"), messages, 3, awaited, until)
+    """Where the group was closed and ready, and how many signals count. The events have the sequences 1, 2, …"""
+    found = test_groups.read(*events, key=GroupKey("p", "m", "a", "train"), awaited=awaited, until=until)
     return found.closed_at, found.ready_at, len(found.group.signals)
 
 
@@ -254,6 +236,10 @@ def test_the_log_alone_says_when_a_group_is_ready() -> None:
     assert read(run("a"), signal("b", 1.0), signal("a", kind="text", text="x")) == (1, 0, 1)
     assert read(OVERDUE, run("a")) == (2, 0, 0)
     assert read(run("a", outcome="no_result")) == (1, 1, 0)
+    failed, other = run("c", group="a", outcome="no_result", group_size=3), run("b", group="a")
+    assert read(run("a"), said, other, signal("b", 1.0, group="a")) == (1, 2, 1)  # a run of its own was closed at once
+    assert read(failed, other, run("a"), said) == (3, 0, 1)
+    assert read(failed, other, run("a"), said, signal("b", 0.0, group="a")) == (3, 5, 2)
     later = run("a"), said, said, said
     assert (read(*later), read(*later, until=3)) == ((1, 2, 1), (1, 2, 2))
 

@@ -16,10 +16,10 @@ KEY = GroupKey("p", "m", "g", "train")
 TIMEOUT = GroupTimedOut(project="p", model="m", group="g")
 
 
-def read(*events: AnyEvent, size: int = 3) -> GroupOnLog:
-    """The group of `events`, which have the sequences 1, 2, …"""
+def read(*events: AnyEvent, key: GroupKey = KEY, **how: Any) -> GroupOnLog:
+    """The group of `events`, which have the sequences 1, 2, …; of 3 runs, unless they say otherwise."""
     messages = [LogEntry[AnyEvent](e, "ROLLOUTS", Place(seq, 0), e.subject()) for seq, e in enumerate(events, 1)]
-    return read_group(KEY, messages, size)
+    return read_group(key, messages, 3, **how)
 
 
 def names(found: GroupOnLog) -> tuple[list[str], list[str]]:
@@ -57,8 +57,7 @@ def test_the_order_of_the_log_decides(
 def test_a_run_that_names_no_group_is_one_of_its_own(group: str, size: int, closed: bool) -> None:
     """The gateway gives a run that was opened without a group the run's own id as the name of its group."""
     event = completed("a", group, group_size=size)
-    message = LogEntry[AnyEvent](event, "ROLLOUTS", Place(1, 0), event.subject())
-    assert bool(read_group(key_of(event), [message], 8).closed_at) == closed
+    assert bool(read(event, key=key_of(event)).closed_at) == closed
 
 
 def test_the_largest_announced_size_counts_as_soon_as_it_is_announced() -> None:
@@ -71,6 +70,4 @@ def test_the_largest_announced_size_counts_as_soon_as_it_is_announced() -> None:
 def test_messages_of_other_groups_are_skipped() -> None:
     val = completed("v", split="val")
     assert names(read(val, completed("a"), GroupTimedOut(project="p", model="m", group="g", split="val")))[0] == ["a"]
-    assert read_group(
-        key_of(val), [LogEntry[AnyEvent](val, "ROLLOUTS", Place(5, 0), "")], 1
-    ).group.trajectories == frozenset("v")
+    assert read(val, key=key_of(val)).group.trajectories == frozenset("v")

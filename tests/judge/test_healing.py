@@ -14,7 +14,7 @@ import anyio
 import msgspec
 import pytest
 
-from judge.comparing import open_answer_judge
+from judge.comparing import open_answer_ruler
 from judge.healing import Healer, open_healer
 from pipeline import streams
 from pipeline.config import (
@@ -52,7 +52,7 @@ def settings(nats: NatsConfig, judge: ScoringServer, gateway: ScoringServer, **m
     return with_values(config, {"judge.healing.max_usd": 1e9, **more})
 
 
-def master(*replies: str | int) -> ScoringServer:
+def master(*replies: str | int | bytes) -> ScoringServer:
     waiting = list(replies)
     return ScoringServer(lambda request: waiting.pop(0) if len(waiting) > 1 else waiting[0], keep=True)
 
@@ -64,7 +64,7 @@ async def healing(
     async with (judge_model or ScoringServer()).run() as judge, gateway.run():
         config = settings(nats, judge, gateway, **more)
         check(config)
-        async with open_answer_judge(config) as answers, open_healer(config, broker, answers) as healer:
+        async with open_answer_ruler(config) as answers, open_healer(config, broker, answers) as healer:
             assert healer is not None
             yield healer, judge
 
@@ -132,18 +132,6 @@ async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_
     assert len(await broker.read(AnswersCompared)) == 1
 
 
-async def test_the_apprentice_corrects_nothing_in_the_name_of_the_model_it_took_over(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    message = {"role": "assistant", "content": "quality=0.9"}
-    said = msgspec.json.encode({"model": "m@3", "choices": [{"index": 0, "message": message}]})
-    async with healing(broker, nats_config, ScoringServer(lambda _: said)) as (healer, _):
-        await play(broker, "quality=0.2")
-        group = scored(0.1)
-        assert await healer.heal(group) == group
-    assert await signals_on_log(broker) == []
-
-
 @pytest.mark.parametrize(
     ("group", "more"),
     [
@@ -167,14 +155,20 @@ async def test_runs_that_are_not_healed(
     assert await signals_on_log(broker) == []
 
 
-@pytest.mark.parametrize("reply", [429, "the second one"])
+MESSAGE = {"role": "assistant", "content": '{"reply": 1}'}
+BY_APPRENTICE = msgspec.json.encode({"model": "m@3", "choices": [{"index": 0, "message": MESSAGE}]})
+"""It has taken over the model's name, and nothing of its own is a correction."""
+
+
+@pytest.mark.parametrize("reply", [429, "the second one", BY_APPRENTICE], ids=["refuses", "names no call", "another"])
 async def test_a_run_is_left_as_it_is_if_the_outside_model_does_not_answer_as_asked(
-    broker: Broker, nats_config: NatsConfig, reply: str | int
+    broker: Broker, nats_config: NatsConfig, reply: str | int | bytes
 ) -> None:
     async with healing(broker, nats_config, master(reply)) as (healer, _):
         await play(broker, "quality=0.2", "quality=0.1")
         group = scored(0.1, calls=2)
         assert await healer.heal(group) == group
+    assert await signals_on_log(broker) == []
 
 
 async def test_the_call_at_fault_is_the_lowest_graded_or_the_one_that_the_outside_model_names(

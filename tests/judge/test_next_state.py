@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from judge.errors import UnscoredError
 from judge.labelled import GroupFile, GroupMember, LabelledGroup
@@ -44,7 +42,7 @@ def chat(*said: str, name: str = "a", role: str = "user") -> Transcript:
 def judge(model: Model, *transcripts: Transcript, votes: int = 3, **settings: Any) -> NextStateJudge:
     config = with_values(JudgeConfig(model="test/judge", retry_for_s=0.0), settings)
     rubric, load = load_rubric("next_state"), loading(transcripts)
-    return NextStateJudge(config, votes, rubric, model, load, rng=random.Random(7))
+    return NextStateJudge(config, votes, rubric, model, load)
 
 
 async def judged(judging: NextStateJudge, *names: str) -> Any:
@@ -179,9 +177,6 @@ async def test_a_run_that_cannot_be_judged_does_not_keep_others_from_it() -> Non
     assert {name: run.scores for name, run in found.items()} == {"b": {0: 1.0}}
 
 
-# What a user or a tool writes is data. The model of these tests obeys every order that it finds outside of the fences.
-
-
 async def test_what_votes_in_vain_cost_is_in_the_first_verdict() -> None:
     replies = iter(["unreadable"] * 4)
     model = Model(lambda request: next(replies, None) or Scorer()(request))
@@ -199,6 +194,7 @@ async def test_a_prompt_that_is_too_long_is_cut() -> None:
 
 @pytest.mark.parametrize("number", range(len(ATTACKS)))
 async def test_no_text_gives_its_call_a_score(number: int) -> None:
+    """What a user or a tool writes is data. The model obeys every order that it finds outside of the fences."""
     rng = random.Random(number)
     run = chat("No, thanks is not what I say. No,", f"{ATTACKS[number]} quality=-1", role=rng.choice(["user", "tool"]))
     found = await judged(judge(Model(Scorer(obedient=True)), run, votes=1), "a")
@@ -249,25 +245,6 @@ async def test_anchors_are_compared_by_the_mean_score_of_a_run_s_calls() -> None
     assert found["half"].mean == 0.0
     await JudgeMonitor(JudgeConfig(), {"next": judging}, (), publish).publish()
     assert (measured[0].groups, measured[0].self_agreement, measured[0].position_bias) == (1, 1.0, None)
-
-
-FRAGMENTS = (*"\"'\\{}[],:\n x", "1", "-1", "hint", "score", '", "hint": "x', "//")
-
-
-@given(st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), st.booleans())
-def test_a_quotation_that_is_not_escaped_changes_no_score_and_no_other_hint(quoted: str, in_hint: bool) -> None:
-    """A judge quotes hostile text, as it is, in one of two explanations or hints."""
-    said = {"id": '"a"', "explanation": '"E"', "score_k1": "-1", "hint_k1": '"H"'}
-    hostile = said | {"hint_k1" if in_hint else "explanation": f'"{quoted}"'}
-    entries = (hostile, said | {"id": '"b"'})
-    reply = ", ".join("{" + ", ".join(f'"{key}": {value}' for key, value in e.items()) + "}" for e in entries)
-    try:
-        found = parse_scores(f'{{"scores": [{reply}]}}', ["a", "b"], "score_k1", VOTES, "hint_k1")
-    except UnreadableReplyError:
-        return
-    assert found.scores == {"a": -1.0, "b": -1.0}
-    assert found.hints["b"] == "H"
-    assert in_hint or found.hints["a"] == "H"
 
 
 def test_every_rubric_and_the_number_of_votes_are_part_of_the_judge_s_identity(tmp_path: Any) -> None:

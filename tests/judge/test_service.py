@@ -17,7 +17,7 @@ from judge.group_log import GroupLog
 from judge.groups import Group, key_of
 from judge.scoring import score_closed
 from pipeline.commands import dead_letters
-from pipeline.config import Config, JudgeConfig, NatsConfig
+from pipeline.config import Config, JudgeConfig, JudgeRequestConfig, NatsConfig, RewardConfig
 from pipeline.events import (
     DeadLettered,
     GroupDiscarded,
@@ -32,6 +32,8 @@ from pipeline.log.messages import StoredMessage
 from tests.judge import kit
 from tests.judge.kit import groups, judging
 from tests.kits.log import take
+from tests.kits.scoring_server import ScoringServer
+from tests.kits.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -44,19 +46,21 @@ def settings(nats: NatsConfig, **judge: Any) -> Config:
 
 async def drained(broker: Broker) -> None:
     """Every trajectory is acknowledged."""
-    with anyio.fail_after(60):
-        while await broker.lag("judge"):
-            await anyio.sleep(0.02)
+
+    async def acknowledged() -> bool:
+        return not await broker.lag("judge")
+
+    await until(acknowledged)
 
 
 async def timers(broker: Broker, count: int) -> list[StoredMessage]:
     """The `count` timers that are set in the end."""
-    with anyio.fail_after(60):
-        while True:
-            found = [m async for m in broker.messages("TIMERS", subject="timer.set.>") if m.payload]
-            if len(found) == count:
-                return found
-            await anyio.sleep(0.02)
+
+    async def there() -> list[list[StoredMessage]]:
+        found = [m async for m in broker.messages("TIMERS", subject="timer.set.>") if m.payload]
+        return [found] if len(found) == count else []
+
+    return (await until(there))[0]
 
 
 async def closed_group(broker: Broker, closing: Delivery) -> Group:
@@ -76,63 +80,37 @@ async def publish(broker: Broker, events: Sequence[TrajectoryCompleted]) -> None
 async def test_a_full_group_passes_its_rewards_through_in_the_order_of_the_log(
     broker: Broker, nats_config: NatsConfig
 ) -> None:
+    """Failed members count towards the size, which the event's own overrides. One without a reward is masked."""
+    steps = {"first_step": 2, "last_step": 3, "exchanges": 4}
     async with judging(broker, settings(nats_config)):
         await publish(
             broker,
             [
-                completed("b", reward=1.0, task="x"),
+                completed("b", reward=1.0, task="x", group_size=6),
                 completed("a", reward=-0.5),
-                completed(
-                    "c",
-                    reward=None,
-                    rewards={"u": 0.25, "v": 0.5},
-                    metrics={"turns": 4.0},
-                    first_step=2,
-                    last_step=3,
-                    exchanges=4,
-                ),
+                completed("c", reward=None, rewards={"u": 0.25, "v": 0.5}, metrics={"turns": 4.0}, **steps),
+                completed("d", outcome="no_result"),
+                completed("e", outcome="masked", reward=9.0),
+                completed("f", reward=None),
             ],
         )
         (group,) = await groups(broker, 1)
         await drained(broker)
     assert isinstance(group, GroupScored)
-    assert [(m.trajectory, m.reward, m.completed_seq) for m in group.members] == [
-        ("b", 1.0, 1),
-        ("a", -0.5, 2),
-        ("c", 0.75, 3),
+    assert [(m.trajectory, m.reward, m.outcome, m.completed_seq) for m in group.members] == [
+        ("b", 1.0, "scored", 1),
+        ("a", -0.5, "scored", 2),
+        ("c", 0.75, "scored", 3),
+        ("d", 0.0, "no_result", 4),
+        ("e", 0.0, "masked", 5),
+        ("f", 0.0, "masked", 6),
     ]
-    assert (group.task, group.closed_by, group.judge, group.verdicts[0].judge_model) == ("x", "size", "j", "agent")
+    (verdict,) = group.verdicts
+    assert (group.task, group.closed_by, group.judge, verdict.judge_model) == ("x", "size", "j", "agent")
+    assert [s.trajectory for s in verdict.scores] == ["b", "a", "c"]
     last = group.members[2]
-    assert (last.components, last.metrics, last.first_step, last.last_step, last.exchanges) == (
-        {"u": 0.25, "v": 0.5, "agent": 0.75},
-        {"turns": 4.0},
-        2,
-        3,
-        4,
-    )
-
-
-async def test_the_event_s_group_size_overrides_the_setting_and_failed_members_count_towards_it(
-    nats_config: NatsConfig,
-) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
-        await publish(
-            broker,
-            [
-                completed("a", reward=1.0, group_size=4),
-                completed("b", outcome="no_result", reward=0.0),
-                completed("c", outcome="masked", reward=9.0),
-                completed("d", reward=0.5),
-            ],
-        )
-        (group,) = await groups(broker, 1)
-    assert [(m.outcome, m.reward) for m in group.members] == [
-        ("scored", 1.0),
-        ("no_result", 0.0),
-        ("masked", 0.0),
-        ("scored", 0.5),
-    ]
-    assert [s.trajectory for s in group.verdicts[0].scores] == ["a", "d"]
+    assert (last.components, last.metrics) == ({"u": 0.25, "v": 0.5, "agent": 0.75}, {"turns": 4.0})
+    assert (last.first_step, last.last_step, last.exchanges) == (2, 3, 4)
 
 
 @pytest.mark.usefixtures("quick_redelivery")
@@ -183,13 +161,6 @@ async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
             (event,) = await groups(broker, 1, "discarded")
             await drained(broker)
     assert (event.reason, event.detail, len(event.trajectories)) == ("too_small", detail, len(members))
-
-
-async def test_members_without_a_reward_are_masked_where_the_rest_can_be_compared(nats_config: NatsConfig) -> None:
-    async with Broker.connect(nats_config) as broker, judging(broker, settings(nats_config)):
-        await publish(broker, [completed("a", reward=1.0), completed("b", reward=None), completed("c")])
-        (group,) = await groups(broker, 1)
-    assert [m.outcome for m in group.members] == ["scored", "masked", "scored"]
 
 
 @pytest.mark.usefixtures("quick_redelivery")
@@ -327,3 +298,17 @@ async def test_the_trainer_gets_every_group_of_a_batch(broker: Broker, nats_conf
         ("s0", "scored", 1.0),
         ("s1", "no_result", 0.0),
     ]
+
+
+async def test_a_group_whose_judge_model_never_answers_is_recorded(broker: Broker, nats_config: NatsConfig) -> None:
+    async with ScoringServer(lambda _: 500).run() as server:
+        model = {"model": "openai/scorer", "api_base": server.url, "retry_for_s": 0.5}
+        once, rewards = JudgeRequestConfig(retries=0), (RewardConfig(name="score", kind="ruler"),)
+        async with judging(broker, settings(nats_config, **model, request=once, rewards=rewards, group_size=2)):
+            for name in "ab":
+                await broker.publish(kit.exchange(name, "quality=0.5"))
+                await broker.publish(completed(name, exchanges=1))
+            (event,) = await groups(broker, 1, "discarded")
+            await drained(broker)
+    assert event.reason == "unscored"
+    assert "InternalServerError" in event.detail

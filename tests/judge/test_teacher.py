@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from judge.commands.rejudge import Rejudge
-from judge.teacher import Teacher, TeacherError, open_teacher, read
+from judge.teacher import Teacher, TeacherError, open_teacher, parse_logprobs
 from pipeline import streams
 from pipeline.config import Config, ConfigError, ModelConfig, NatsConfig, save
 from pipeline.events import (
@@ -217,13 +217,13 @@ def entry(**logprobs: Any) -> dict[str, Any]:
 )
 def test_an_answer_that_is_not_vllms_is_none(said: Any) -> None:
     with pytest.raises(TeacherError):
-        read([said], np.array([5], np.int32), 2, 20)
+        parse_logprobs([said], np.array([5], np.int32), 2, 20)
 
 
 def test_a_logprob_is_bounded_and_padding_is_left_out() -> None:
     """vLLM writes -9999 for a probability of 0."""
     said = entry(_5=-9999.0, _6=-1.0, _19=-2.0, _20=-0.5)
-    logprobs, ids, tops = read([said], np.array([5], np.int32), 2, 20)
+    logprobs, ids, tops = parse_logprobs([said], np.array([5], np.int32), 2, 20)
     assert (logprobs.tolist(), ids.tolist(), tops.tolist()) == ([-50.0], [[6, 19]], [[-1.0, -2.0]])
 
 

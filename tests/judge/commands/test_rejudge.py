@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -69,30 +70,15 @@ async def test_verdicts_of_another_judge_are_published_on_their_own_branch(
     await groups(broker, 4)
 
 
-async def test_late_labels_of_people_become_the_rewards_of_a_verdict_set(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    labels = (RewardConfig(name="label", kind="feedback", default=0.5),)
-    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
-    await history(broker, config)
-    about = {"project": "p", "model": "m", "group": "g1", "name": "label", "by": "ann"}
-    await broker.publish(SignalGiven(**about, signal="1", trajectory="g1-0", value=0.0))
-    await broker.publish(SignalGiven(**about, signal="2", trajectory="g1-2", value=1.0))
-    later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
-    async with open_composer_on_log(later, broker) as judge:
-        report = await Rejudge(broker, later, judge, branch="labels").run()
-    assert report.rejudged == 2
-    found = {g.group: g for g in await groups(broker, 4) if g.branch == "labels"}
-    assert [m.reward for m in found["g1"].members] == [0.0, 0.5, 1.0]
-    assert [m.graded_by for m in found["g1"].members] == [("ann",), (), ("ann",)]
-    assert {m.reward for m in found["g0"].members} == {0.5}
-
-
 async def test_on_main_each_group_trains_once_under_each_verdict_set(broker: Broker, nats_config: NatsConfig) -> None:
-    """Also where the command dies after its first group, and where other verdict sets were made meanwhile."""
+    """Also where the command dies after its first group, and where other verdict sets were made meanwhile. Here
+    people's labels, which came late, become the rewards."""
     labels = (RewardConfig(name="label", kind="feedback", default=0.5),)
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
     await history(broker, config)
+    for run, value in (("g1-0", 0.0), ("g1-2", 1.0)):
+        about = {"group": "g1", "name": "label", "by": "ann", "signal": run}
+        await broker.publish(SignalGiven(project="p", model="m", trajectory=run, value=value, **about))
     later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
     with pytest.raises(ConfigError, match="only groups of main can be judged again on main"):
         Rejudge(broker, later, None, branch="main", source="b")
@@ -115,6 +101,8 @@ async def test_on_main_each_group_trains_once_under_each_verdict_set(broker: Bro
     ]
     assert {g.origin for g in found if g.offline} == {"main/1", "main/2"}
     assert {g.branch for g in found} == {"main"}
+    labelled = {g.group: [(m.reward, m.graded_by) for m in g.members] for g in found if g.judge == "two"}
+    assert labelled == {"g0": [(0.5, ())] * 3, "g1": [(0.0, ("ann",)), (0.5, ()), (1.0, ("ann",))]}
 
 
 async def test_a_command_that_is_killed_goes_on_where_it_stopped(
@@ -122,17 +110,8 @@ async def test_a_command_that_is_killed_goes_on_where_it_stopped(
 ) -> None:
     config = Config(project="p", nats=nats_config, run_dir=str(tmp_path), judge=JudgeConfig(group_size=3))
     configuration.save(config, tmp_path / "config.toml")
-    arguments = [
-        "--run-dir",
-        str(tmp_path),
-        "--nats-url",
-        nats_config.url,
-        "--branch",
-        "main",
-        "--verdicts",
-        "labels",
-        "--json",
-    ]
+    arguments = ["--run-dir", str(tmp_path), "--nats-url", nats_config.url]
+    arguments += ["--branch", "main", "--verdicts", "labels", "--json"]
     # Groups are published beside each other: the second death may leave both on the log, and the third run ends alone.
     deaths = ("broker.before_publish:1", "broker.after_publish:1", "broker.after_publish:1", "")
     await history(broker, config)
@@ -173,20 +152,22 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
     """The trainer waited `trainer.batch_timeout_s` for them, then discarded the others. `small` is named by the batch,
     and its runs name none."""
     config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=2, min_size=2))
-    batch = TrainingBatch(id="b", groups=("good", "failing", "few", "none", "small"))
+    batch = TrainingBatch(id="b", groups=("good", "failing", "few", "none", "void", "small"))
     rewards: dict[str, tuple[float | None, ...]] = {
         "good": (0.0, 1.0),
         "failing": (0.0, 1.0),
         "few": (0.0, None),
         "none": (None, None),
+        "void": (None, None),
         "small": (None, None),
     }
     async with judging(broker, config):
         for group, of_runs in rewards.items():
             for i, reward in enumerate(of_runs):
-                named = None if group == "small" else batch
-                await broker.publish(completed(f"{group}-{i}", group, reward=reward, batch=named))
-        await groups(broker, 4)
+                named = {"batch": None if group == "small" else batch}
+                outcome: Any = "no_result" if group == "void" else "scored"
+                await broker.publish(completed(f"{group}-{i}", group, reward=reward, outcome=outcome, **named))
+        await groups(broker, 5)
         await groups(broker, 1, "discarded")
 
     class Composer:
@@ -198,8 +179,8 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
             return agent_rewards(members)
 
     report = await Rejudge(broker, config, Composer(), branch="b").run()
-    assert (report.rejudged, report.failed) == (3, 1)
-    scored = {g.group: g for g in await groups(broker, 7) if g.branch == "b"}
+    assert (report.rejudged, report.failed) == (4, 1)
+    scored = {g.group: g for g in await groups(broker, 9) if g.branch == "b"}
     assert {m.trajectory: m.outcome for m in scored["few"].members} == {"few-0": "scored", "few-1": "masked"}
     found = [g for g in await groups(broker, 3, "discarded") if g.by == "rejudge"]
     assert {(g.group, g.reason, g.branch, g.judge) for g in found} == {
@@ -212,10 +193,10 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
 
     # A group of main trains under the verdicts that it has.
     on_main = await Rejudge(broker, config, Composer(), branch="main", verdicts="again").run()
-    assert (on_main.rejudged, on_main.failed) == (1, 3)
+    assert (on_main.rejudged, on_main.failed) == (1, 4)
     await groups(broker, 3, "discarded")
     again = await Rejudge(broker, config, None, branch="b").run()  # failed ones are tried again
-    assert (again.rejudged, again.skipped) == (1, 3)
+    assert (again.rejudged, again.skipped) == (1, 4)
 
 
 async def test_groups_whose_history_is_gone_are_recorded_as_discarded(broker: Broker, nats_config: NatsConfig) -> None:

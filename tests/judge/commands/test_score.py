@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from judge.commands.main import main
-from judge.commands.score import score_group
+from judge.commands.score import answer_of, score_group
 from judge.errors import UnscoredError
 from judge.labelled import GroupFile
 from judge.scoring import judge_hash
@@ -47,7 +47,7 @@ def settings(server: ScoringServer, **fields: Any) -> Config:
 async def test_a_group_from_a_file_is_scored() -> None:
     async with ScoringServer(keep=True).run() as server:
         config = settings(server)
-        found = (await score_group(config, msgspec.convert(GROUP, GroupFile))).as_dict()
+        found = answer_of(config, await score_group(config, msgspec.convert(GROUP, GroupFile)))
     assert found["scores"] == pytest.approx({"a": 0.9, "2": 0.2, "c": 0.5})
     assert found["judge"] == judge_hash(config.judge)
     assert found["explanations"]["a"] == ["quality 0.90"] * 2
@@ -61,7 +61,7 @@ async def test_a_reward_function_is_given_every_conversation() -> None:
     parts = (RewardConfig(name="parts", kind="python", entry="tests.judge.functions:parts", isolate="off"),)
     config = Config(judge=JudgeConfig(rewards=parts))
     found = await score_group(config, msgspec.convert(GROUP, GroupFile))
-    assert found.scores == {"a": 1.0, "2": 1.0, "c": 2.0}
+    assert found.final == {"a": 1.0, "2": 1.0, "c": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from judge.commands import serve
 from judge.labelled import GroupFile
+from judge.scoring import GroupRewards
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,7 +41,7 @@ def test_a_request_that_can_not_be_read_is_answered_and_a_reader_that_left_ends_
 
 
 def test_an_answer_is_a_line_of_characters_that_no_terminal_acts_on() -> None:
-    assert serve._failure(1, "a\u009b2J \udc80") == b'{"id":1,"scores":{},"error":"a\\u009b2J \xef\xbf\xbd"}\n'
+    assert serve._failure_line(1, "a\u009b2J \udc80") == b'{"id":1,"scores":{},"error":"a\\u009b2J \xef\xbf\xbd"}\n'
 
 
 @pytest.mark.anyio
@@ -50,14 +50,10 @@ async def test_an_answer_that_no_json_can_hold_is_an_error(
 ) -> None:
     """Otherwise the program that sent the group would wait for ever."""
 
-    class Scored:
-        def as_dict(self) -> dict[str, Any]:
-            return {"scores": {}, "explanations": {"a": "\ud83d"}}
-
-    async def score(*_: object) -> Scored:
-        return Scored()
+    async def score(*_: object) -> GroupRewards:
+        return GroupRewards({}, {}, (), missing="\ud83d")
 
     monkeypatch.setattr(serve, "score_group", score)
     await serve._answer(serve.Request(5, GroupFile([])))
     assert json.loads(capfdbinary.readouterr().out)["error"].startswith("UnicodeEncodeError")
-    assert serve._id_of(b'{"id": "\\ud83d"}') is serve._id_of(b'{"id": 1%s}' % (b"0" * 30)) is None
+    assert serve._read_id(b'{"id": "\\ud83d"}') is serve._read_id(b'{"id": 1%s}' % (b"0" * 30)) is None

@@ -255,4 +255,4 @@ def test_bubblewrap_that_does_not_answer_is_unavailable(
     monkeypatch.setattr(sandbox, "_BWRAP", (str(bwrap),))
     bwrap.write_text(f"#!/bin/sh\nexec {script}\n")
     bwrap.chmod(0o755 if script else 0o644)
-    assert "does not work here" in sandbox._try(str(bwrap))
+    assert "does not work here" in sandbox._fault_of(str(bwrap))

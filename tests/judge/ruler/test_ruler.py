@@ -58,9 +58,7 @@ async def test_each_trajectory_gets_its_own_score() -> None:
 async def test_judging_the_same_history_again_uses_the_same_orders_and_new_ids() -> None:
     first, second = Model(Scorer()), Model(Scorer())
     _, a = await ruler(first).judge(TRANSCRIPTS)
-    judge = ruler(second)
-    judge._rng.random()
-    _, b = await judge.judge(TRANSCRIPTS)
+    _, b = await ruler(second).judge(TRANSCRIPTS)
     assert [v.order for v in a] == [v.order for v in b]
     assert first.requests[0]["messages"] != second.requests[0]["messages"]
 

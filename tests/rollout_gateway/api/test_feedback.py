@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from journeywork import Journeywork, JourneyworkError
-from judge.feedback import RunFeedback, counting, feedback_on
+from judge.feedback import RunFeedback, counted_signals, feedback_on
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, ModelConfig, NatsConfig, RewardConfig, TrainerConfig
 from pipeline.events import GroupDiscarded, GroupScored, Member, SignalGiven, TrajectoryOpened
 from pipeline.log.broker import Broker
@@ -327,5 +327,5 @@ def test_a_reward_of_kind_feedback_that_is_called_reward_replaces_the_owner_s(by
     )
     assert _use(config, signal, "bob", {"run": "completed"}) == use
     run = completed("t", owner="bob")
-    said = feedback_on([run], counting([signal], config.judge), config.judge, {})
+    said = feedback_on([run], counted_signals([signal], config.judge), config.judge, {})
     assert bool(said.get("t", RunFeedback()).call_rewards) == (use == "call_reward")

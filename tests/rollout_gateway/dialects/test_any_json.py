@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from pipeline.chat.conversations import build_conversations
 from rollout_gateway.capture.conversations import quotes
 from rollout_gateway.capture.detection import _conversation
-from rollout_gateway.dialects.calls import Call
+from rollout_gateway.dialects.calls import CHAT, Call
 from rollout_gateway.dialects.endpoints import MALFORMED, read_answer, read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.permitted import Permitted
+from rollout_gateway.dialects.prompts import read_sent, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.shape import malformed
 from rollout_gateway.dialects.streaming import DONE, StreamCapture
@@ -246,13 +247,17 @@ def test_any_stream_is_an_answer_or_malformed(events: list[bytes], logprobs: boo
 def test_any_body_is_a_call_or_a_400(endpoint: str, data: st.DataObject) -> None:
     read, usual = BODIES[endpoint]
     body = data.draw(odd(usual))
+    read_sent(body)
+    for path in (CHAT, *(kind.path for kind in KINDS)):
+        changed = with_prompt(path, body, "s", "t")
+        assert changed is None or json.loads(changed).keys() == json.loads(body).keys()
     try:
         call = read(body)
         if isinstance(call, Translation):
             translation, call = call, call.call()
             translation.merge_system()
             translation.call()
-            msgspec.json.encode(translation.whole())
+            msgspec.json.encode(translation.whole_answer())
         Permitted().check(call.fields)
     except ApiError as error:
         if error.status not in (400, 413):

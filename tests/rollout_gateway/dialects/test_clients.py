@@ -105,6 +105,3 @@ async def test_tools_of_namespaces_are_called_by_their_own_names(
 
 def _last(reply: httpx.Response) -> Any:
     return json.loads([line for line in reply.text.splitlines() if line.startswith("data: ")][-1][6:])
-
-
-# -- run detection -----------------------------------------------------------------------------------------------------

@@ -132,15 +132,11 @@ def test_media_come_from_the_hosts_of_the_setting(url: str, permitted: bool) -> 
             rules.check(fields)
 
 
-def test_tensors_in_messages_are_refused() -> None:
-    for part in ({"type": "image_embeds", "image_embeds": "AA=="}, {"type": "prompt_embeds", "data": "AA=="}):
-        assert check(Permitted(), messages=[{"role": "user", "content": [part]}])[1] == "messages[0].content"
-
-
-def test_no_call_names_an_entry_of_the_servers_cache_of_media() -> None:
+def test_tensors_and_names_in_the_servers_cache_of_media_are_refused() -> None:
     """All keys share the cache: under a `uuid` a call could read another key's image, or put its own in its place."""
     whole = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    for part in ({"type": "image_url", "image_url": None, "uuid": "x"}, {**whole, "uuid": "x"}):
+    tensors = ({"type": "image_embeds", "image_embeds": "AA=="}, {"type": "prompt_embeds", "data": "AA=="})
+    for part in (*tensors, {"type": "image_url", "image_url": None, "uuid": "x"}, {**whole, "uuid": "x"}):
         assert check(Permitted(), messages=[{"role": "user", "content": [part]}])[1] == "messages[0].content"
     assert check(Permitted(), messages=[{"role": "user", "content": [whole]}])[1] == ""
 

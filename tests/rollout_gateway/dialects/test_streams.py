@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.chat.conversations import build_conversations
+from pipeline.events import unpack_ids, unpack_logprobs
 from rollout_gateway.capture.conversations import CallMessages
+from rollout_gateway.dialects.calls import Answer
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.streaming import DONE, StreamCapture
@@ -61,7 +63,7 @@ def calls(draw: st.DrawFn) -> list[list[Delta]]:
 def replies(draw: st.DrawFn) -> list[Delta]:
     """The deltas of a reply: those of each call in their order, by turns with text and reasoning."""
     ways = [[{"tool_calls": [delta]} for delta in deltas] for deltas in draw(calls())]
-    texts = st.sampled_from(("a", "b c", "\n", "", "\n\n"))
+    texts = st.sampled_from(("a", "b c", "\n", "", "\n\n", '","logprobs":', '\\"', "ü☃𝄞", "}]}", "\u2028"))
     ways.append(draw(st.lists(st.fixed_dictionaries({}, optional={"content": texts, "reasoning": texts}), max_size=5)))
     out: list[Delta] = []
     while ways := [way for way in ways if way]:
@@ -95,9 +97,13 @@ def ids(message: dict[str, Any]) -> list[str]:
 
 
 def chunks(deltas: list[Delta]) -> list[dict[str, Any]]:
-    out = [
-        {**HEAD, "choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in ({"role": "assistant"}, *deltas)
-    ]
+    """The chunks of a stream. Each of `deltas` is a token: its number is the token's id, and the eighth of it,
+    negative, its logprob."""
+    first = {"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}
+    out = [{**HEAD, "choices": [first], "prompt_token_ids": [1, 2, 3]}]
+    for number, delta in enumerate(deltas):
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [number]}
+        out.append({**HEAD, "choices": [{**choice, "logprobs": {"content": [{"logprob": -number / 8}]}}]})
     return [*out, {**HEAD, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
 
 
@@ -111,25 +117,26 @@ def server_sent(draw: st.DrawFn, events: list[dict[str, Any]]) -> bytes:
     out = draw(st.sampled_from((b"", b"\xef\xbb\xbf")))
     for event in events:
         space = draw(st.sampled_from((b"", b" ")))
-        lines = json.dumps(event, indent=draw(st.sampled_from((None, 1)))).encode().split(b"\n")
+        lines = json.dumps(event, indent=draw(st.sampled_from((None, 1))), ensure_ascii=False).encode().split(b"\n")
         fields = [*draw(before), *(b"data:" + space + part for part in lines)]
         out += b"".join(field + line for field in (*fields, *draw(before))) + line
     return out + b"data: [DONE]" + line + line
 
 
-def captured(data: bytes, size: int, sink: TranslatedSink) -> tuple[dict[str, Any], bytes]:
-    """Give a stream, in portions of a size, to the record and to the client. Returns the recorded message, and what the
-    client gets."""
+def captured(data: bytes, size: int, sink: TranslatedSink) -> tuple[Answer, bytes]:
+    """Give a stream, in portions of a size, to the record and to the client. Returns the record, and what the client
+    gets."""
     written = b""
     capture = StreamCapture(sink._translation.call())
     for at in range(0, len(data), size):
         if seen := capture.take(data[at : at + size]):
             assert all(event.count(b"\n") == 0 for event in seen.split(b"\n\n"))
+            assert b"token_ids" not in seen
             written += sink.translated(seen)
     assert capture.ended
     assert capture.error_code == 0
     written += sink.translated(capture.last_events + DONE) + sink.last_events()
-    return dict(msgspec.json.decode(capture.answer().client_body())["choices"][0]["message"]), written
+    return capture.answer(), written
 
 
 def translation_of(kind: type[Translation], history: list[Any], **more: Any) -> Translation:
@@ -182,7 +189,12 @@ def test_a_client_sends_back_what_was_recorded(
     kind: type[Translation], data: st.DataObject, deltas: list[Delta], size: int
 ) -> None:
     sink = TranslatedSink(Mock(), translation_of(kind, [USER], stream=True))
-    message, written = captured(data.draw(server_sent(chunks(deltas))), size, sink)
+    answer, written = captured(data.draw(server_sent(chunks(deltas))), size, sink)
+    (choice,) = answer.choices
+    assert unpack_ids(answer.prompt_ids).tolist() == [1, 2, 3]
+    assert unpack_ids(choice.ids).tolist() == list(range(len(deltas)))
+    assert unpack_logprobs(choice.logprobs).tolist() == [-number / 8 for number in range(len(deltas))]
+    message = dict(msgspec.json.decode(answer.client_body())["choices"][0]["message"])
     assert told(message) == expected(deltas)
     assert len(set(ids(message))) == len(ids(message))
     assert all(ids(message))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, OutsideConfig
-from tests.conftest import free_port
-from tests.kits.settings import with_values
-from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
+from pipeline.config import OutsideConfig
+from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.outside.provider import Provider
 
 KEY = "sk-provider-0123456789abcdef"
@@ -38,25 +35,7 @@ def table(provider: Provider, **more: Any) -> OutsideConfig:
 
 
 @pytest.fixture
-def start_outside(tmp_path: Path, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartOutside]:
+def start_outside(start_front: StartGateway, monkeypatch: pytest.MonkeyPatch) -> StartOutside:
     """Starts gateways with these tables of outside models."""
     monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
-    started: list[GatewayProcess] = []
-
-    def start(*tables: OutsideConfig, crash_at: str = "", **settings: Any) -> GatewayProcess:
-        config = Config(
-            project=PROJECT,
-            run_dir=str(tmp_path / f"run-{len(started)}"),
-            nats=nats_config,
-            outside=tables,
-            models=(ModelConfig(name="tictactoe"),),
-            gateway=with_values(GatewayConfig(), {"port": free_port(), "replicas.wait_s": 0.1, **settings}),
-        )
-        gateway = GatewayProcess(config)
-        gateway.start(crash_at)
-        started.append(gateway)
-        return gateway
-
-    yield start
-    for gateway in started:
-        gateway.stop()
+    return lambda *tables, **settings: start_front(outside=tables, **settings)

@@ -33,6 +33,7 @@ from rollout_gateway.outside.requests import read_call
 from rollout_gateway.outside.shadow import Shadows, apprentice_call, said
 from rollout_gateway.serving.replicas import Fleet
 from tests.conftest import free_port
+from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK, exchanges, in_flight
@@ -67,12 +68,11 @@ async def opened(gateway: GatewayProcess, **body: Any) -> dict[str, Any]:
 
 
 async def shadows(broker: Broker, trajectory: str, count: int) -> list[ShadowAnswered]:
-    with anyio.fail_after(60):
-        while True:
-            found = await broker.read(ShadowAnswered, project=PROJECT, trajectory=trajectory)
-            if len(found) >= count:
-                return [recorded.event for recorded in found]
-            await anyio.sleep(0.02)  # the answer is published behind the agent's
+    async def published() -> list[ShadowAnswered]:  # behind the agent's answer
+        found = await broker.read(ShadowAnswered, project=PROJECT, trajectory=trajectory)
+        return [recorded.event for recorded in found] if len(found) >= count else []
+
+    return await until(published)
 
 
 async def counts(gateway: GatewayProcess) -> dict[str, float]:
@@ -82,10 +82,11 @@ async def counts(gateway: GatewayProcess) -> dict[str, float]:
     return {line.split('"')[1]: float(line.split()[-1]) for line in said}
 
 
-async def until_counted(gateway: GatewayProcess, result: str, least: int = 1) -> None:
-    with anyio.fail_after(60):
-        while (await counts(gateway)).get(result, 0) < least:
-            await anyio.sleep(0.02)
+async def until_failed(gateway: GatewayProcess) -> None:
+    async def counted() -> float:
+        return (await counts(gateway)).get("failed", 0)
+
+    await until(counted)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
@@ -101,12 +102,7 @@ async def test_both_answers_are_on_the_log_and_the_shadow_is_part_of_no_run(
     assert [event.seq for event in recorded] == [0, 1]
     assert all(event.policy_version == "outside:master" for event in recorded)
     for event in answered:
-        assert (event.model, event.policy_version, event.step, event.outside) == (
-            "tictactoe",
-            "tictactoe@0",
-            0,
-            "master",
-        )
+        assert (event.model, event.policy_version, event.outside) == ("tictactoe", "tictactoe@0", "master")
         assert unpack_ids(event.sampled_ids).tolist() == [7]
         assert unpack_logprobs(event.logprobs).tolist() == [-0.5]
         assert msgspec.json.decode(event.response)["choices"][0]["message"]["content"] == "hi"
@@ -146,7 +142,7 @@ async def test_shadow_that_its_server_refuses_is_counted(
     fake_vllm.fail_with = 500
     run = await opened(gateway)
     assert (await ask(run)).status_code == 200
-    await until_counted(gateway, "failed")
+    await until_failed(gateway)
     assert "shadow call failed" in gateway.log
     assert await broker.read(ShadowAnswered, project=PROJECT) == []
 
@@ -217,7 +213,7 @@ async def test_an_answer_of_the_provider_that_is_no_chat_completion_ends_no_gate
     provider.says(whole(completion("hi", tool_calls=calls)), whole(completion("hi")))
     run = await opened(gateway)
     assert (await ask(run, "odd")).json()["choices"][0]["message"]["tool_calls"] == calls
-    await until_counted(gateway, "failed")
+    await until_failed(gateway)
     assert (await ask(run, "plain")).status_code == 200
     (event,) = await shadows(broker, run["id"], 1)
     assert (event.call, event.same) == (1, True)
@@ -254,13 +250,13 @@ async def test_queue_is_bounded_and_the_share_is_drawn_by_run_and_call(monkeypat
     assert chosen == [seq for seq in range(400) if split_point(f"run/{seq}") < 30]
     assert 80 < len(chosen) < 160
     every = made(100.0)
-    for seq in range(shadow._WAITING + 5):
+    for seq in range(shadow._MAX_WAITING + 5):
         every.offer(recorded(seq))
-    assert (len(every._waiting["master"]), every.counts["dropped"]) == (shadow._WAITING, 5)
-    monkeypatch.setattr(shadow, "_WAITING_S", -1.0)
-    assert every._next("master") is None  # all of them have waited too long
-    assert (every._bytes, every.counts["dropped"]) == (0, 5 + shadow._WAITING)
-    monkeypatch.setattr(shadow, "_WAITING_BYTES", 100)
+    assert (len(every._waiting["master"]), every.counts["dropped"]) == (shadow._MAX_WAITING, 5)
+    monkeypatch.setattr(shadow, "_MAX_WAIT_S", -1.0)
+    assert every._next_turn("master") is None  # all of them have waited too long
+    assert (every._bytes, every.counts["dropped"]) == (0, 5 + shadow._MAX_WAITING)
+    monkeypatch.setattr(shadow, "_MAX_WAITING_BYTES", 100)
     small = made(100.0)
     for seq in range(5):
         small.offer(recorded(seq))

@@ -4,29 +4,19 @@ record says who answered each call."""
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import anyio
 import httpx
 import pytest
 
-from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, StoreConfig, VllmConfig, save
 from pipeline.events import ExchangeRecorded, GroupDiscarded, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.names import split_point
-from pipeline.running.installations import SETTINGS
-from store.reading import sql
-from store.showing.pages.history import History
-from store.showing.pages.takeover import takeover_texts
-from tests.conftest import free_port
-from tests.kits.sampler import SamplerThread
-from tests.kits.services import service
-from tests.kits.settings import with_values
-from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, publish_adapter
+from tests.kits.waiting import until
+from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import exchanges, key_config
 from tests.rollout_gateway.outside.conftest import KEY, table
@@ -88,33 +78,21 @@ Open = Callable[..., Awaitable[Shop]]
 
 @pytest.fixture
 async def start(
-    tmp_path: Path, nats_config: NatsConfig, broker: Broker, provider: Provider, monkeypatch: pytest.MonkeyPatch
+    start_gateway_alone: StartGateway, broker: Broker, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Open]:
     monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
     provider.says(whole(completion()))
-    closing: list[Callable[[], Any]] = []
     shops: list[Shop] = []
 
-    async def open_shop(*, promote: bool = True, crash_at: str = "", tables: Any = (), **settings: Any) -> Shop:
+    async def open_shop(*, promote: bool = True, crash_at: str = "", table_of: Any = None, **settings: Any) -> Shop:
         server = Apprentice()
         await server.start()
-        of_table = {"apprentice": "tictactoe", **settings.pop("table", {})}
-        config = Config(
-            project=PROJECT,
-            run_dir=str(tmp_path / "run"),
-            nats=nats_config,
-            vllm=VllmConfig(urls=(server.url,)),
-            models=(ModelConfig(name="tictactoe"),),
-            store=StoreConfig(flush_s=0.2),
-            outside=tuple(table(provider, **of_table, **more) for more in tables or ({},)),
-            gateway=with_values(GatewayConfig(), {"port": free_port(), "replicas.wait_s": 5.0, **settings}),
-        )
-        gateway = GatewayProcess(config)
-        await anyio.to_thread.run_sync(gateway.start, crash_at)
-        closing.append(gateway.stop)
-        agent = SamplerThread(with_values(config, {"run_dir": str(tmp_path / "sampler")}))
-        await anyio.to_thread.run_sync(agent.start)
-        closing.append(agent.stop)
+        of_master = table(provider, **{"apprentice": "tictactoe", **(table_of or {})})
+        more = {"urls": (server.url,), "outside": (of_master,), "replicas.wait_s": 5.0, **settings}
+        gateway = await anyio.to_thread.run_sync(partial(start_gateway_alone, **more))
+        if crash_at:
+            await anyio.to_thread.run_sync(gateway.stop)
+            await anyio.to_thread.run_sync(gateway.start, crash_at)
         shop = Shop(gateway, server, provider, broker)
         shops.append(shop)
         await publish_adapter(broker, 1)
@@ -123,10 +101,9 @@ async def start(
         return shop
 
     yield open_shop
-    for close in reversed(closing):
-        await anyio.to_thread.run_sync(close)
     for shop in shops:
         await shop.client.aclose()
+        await anyio.to_thread.run_sync(shop.gateway.stop)
         await shop.server.stop()
 
 
@@ -207,7 +184,7 @@ async def test_the_master_answers_where_the_apprentice_does_not(start: Open, pat
         "responses": (RESPONSE, {"input": "a1=x"}, "responses"),
     }
     answer, body, dialect = said[path]
-    shop = await start(table={"dialect": dialect, "apprentice_wait_s": 4.0})
+    shop = await start(table_of={"dialect": dialect, "apprentice_wait_s": 4.0})
     shop.provider.says(whole(answer))
     body = {k: v for k, v in {**CHAT, **body}.items() if path != "responses" or k != "messages"}
 
@@ -253,9 +230,11 @@ async def test_no_provider_is_paid_for_a_run_that_was_completed_meanwhile(start:
                 project=PROJECT, trajectory="r", model=opened.model, group="", outcome="scored", exchanges=0
             )
         )
-        with anyio.fail_after(30):
-            while (await shop.call("r", temperature=0.5)).status_code != 409:
-                await anyio.sleep(0.05)
+
+        async def refused() -> bool:
+            return (await shop.call("r", temperature=0.5)).status_code == 409
+
+        await until(refused)
         shop.server.held.set()
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (409, "trajectory_completed")
     assert not shop.provider.got
@@ -276,7 +255,7 @@ async def test_a_runs_own_key_gives_feedback_whoever_answers_the_run(start: Open
 
 
 async def test_without_the_setting_the_agent_gets_the_error(start: Open) -> None:
-    shop = await start(table={"apprentice_wait_s": 0.0})
+    shop = await start(table_of={"apprentice_wait_s": 0.0})
     await shop.open("r")
     shop.server.fail_with = 500
     assert (await shop.call("r")).status_code >= 500
@@ -340,71 +319,6 @@ async def test_detected_runs_are_taken_over_too(start: Open) -> None:
     assert [e.policy_version for e in await shop.calls(opened.trajectory)] == [APPRENTICE, MASTER, APPRENTICE]
 
 
-_WATCH = (
-    "import sys; from store.evidence import decide; decide._SETTLED_S = 0; raise SystemExit(decide.main(sys.argv[1:]))"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-async def test_a_takeover_is_decided_once_whoever_is_killed(start: Open) -> None:
-    """Also the share is raised once. The watcher is killed before and after each decision, the gateway between."""
-    shop = await start(promote=False)
-    config = shop.gateway.config
-    save(config, Path(config.run_dir, SETTINGS))
-    where = ["--run-dir", config.run_dir, "--url", shop.gateway.url]
-
-    async def decide_by(*args: str, crash_at: str = "") -> int:
-        """As a process of its own."""
-        command = [sys.executable, "-c", _WATCH, *args, *([] if args[0] == "check" else where)]
-        environment = {**os.environ, "JOURNEYWORK_CRASH": crash_at}
-        return (await anyio.run_process(command, env=environment, check=False)).returncode
-
-    async def play(name: str, runs: int) -> None:
-        for number in range(runs):
-            await shop.open(f"{name}-{number}")
-            answer = await shop.call(f"{name}-{number}")
-            reward = float(answer.json()["model"] == APPRENTICE)
-            done = f"{shop.gateway.url}/v1/trajectories/{name}-{number}/complete"
-            assert (await shop.client.post(done, json={"reward": reward})).status_code == 200
-        query = f"SELECT count(*) = {runs} FROM takeovers WHERE model = 'master' AND outcome = 'scored' AND "
-        query += f"reward IS NOT NULL AND trajectory LIKE '{name}-%'"
-        with anyio.fail_after(120):
-            while not sql.connect(config).execute(query).fetchall()[0][0]:
-                await anyio.sleep(0.2)  # what the history holds are files, which appear without a word
-
-    async def decisions() -> list[tuple[str, str, float]]:
-        return [(e.event.action, e.event.version, e.event.percent) for e in await shop.broker.read(PolicyPromoted)]
-
-    with service("store", config):
-        plan = ("--steps", "40,60", "--metric", "reward", "--margin", "0.5", "--alpha", "0.4", "--deadline", "1e6")
-        assert await decide_by("begin", APPRENTICE, MASTER, *plan, "--guard", "cost_usd:0:1:higher:0.5") == 0
-        assert await decide_by("watch", "master", "--once") == 3
-        expected = [("split", APPRENTICE, 40.0)]
-        for name, further in (("first", ("split", APPRENTICE, 60.0)), ("second", ("promote", APPRENTICE, 100.0))):
-            await play(name, 20)
-            for crash_at in ("decide.before_publish", "decide.after_publish"):
-                assert await decisions() == expected
-                assert await decide_by("watch", "master", "--once", crash_at=crash_at) == -9
-                await anyio.to_thread.run_sync(shop.gateway.kill)
-                await anyio.to_thread.run_sync(shop.gateway.start)
-            expected.append(further)
-        assert await decisions() == expected
-        assert await decide_by("watch", "master", "--once") == 2  # it is over
-        await shop.open("last")
-        assert (await shop.opened("last")).pinned == APPRENTICE
-        for name in [f"{part}-{number}" for part in ("first", "second") for number in range(20)]:
-            percent = 40 if name.startswith("first") else 60
-            opened, (call,) = await shop.opened(name), await shop.calls(name)
-            assert call.policy_version == (opened.pinned or MASTER)
-            assert (opened.pinned == APPRENTICE) == (split_point(name) < percent)
-        assert await decide_by("check", "--run-dir", config.run_dir) == 0
-        history = History(config)
-        (text,) = takeover_texts(history)
-        history.close()
-        assert text.startswith("The apprentice of master answered ")
-
-
 async def test_a_group_keeps_the_name_that_it_was_opened_with(start: Open) -> None:
     """Its agent knows the master only, and so may its key."""
     keys = (key_config("a", models=("master",)), key_config("b"), key_config("op", role="operator"))
@@ -432,9 +346,11 @@ async def test_a_group_keeps_the_name_that_it_was_opened_with(start: Open) -> No
         "reason": "no_variance",
     }
     await publish_adapter(shop.broker, 2, groups=("g",))
-    with anyio.fail_after(60):
-        while (await get("groups/g?model=master", "op"))[1]["version"] != "tictactoe@2":
-            await anyio.sleep(0.05)  # the gateway reads the checkpoint
+
+    async def trained() -> bool:  # the gateway reads the checkpoint
+        return bool((await get("groups/g?model=master", "op"))[1]["version"] == "tictactoe@2")
+
+    await until(trained)
     assert (await get("groups/g", "a"))[1] == {**group, "model": "master", "status": "trained"}
     (policy,) = (await get("policies", "a"))[1]["data"]
     assert "tictactoe" not in json.dumps(policy)

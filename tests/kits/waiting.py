@@ -1,0 +1,18 @@
+"""Waiting for what another service does."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
+Found = TypeVar("Found")
+
+
+async def until(probe: Callable[[], Awaitable[Found]], seconds: float = 60) -> Found:
+    """Return what `probe` returns once it is true. The test fails after so many seconds."""
+    with anyio.fail_after(seconds):
+        while not (found := await probe()):
+            await anyio.sleep(0.02)  # a server or a process can only be asked
+    return found
