@@ -26,8 +26,8 @@ def default_rate(parameters: int) -> float:
 
     Measured here (docs/training.md): 2e-3 for 0.9 million, where 6e-4 and 6e-3 learned less and 2e-2 collapsed, and
     3e-4 for the demo's 106 million, where 5e-4 collapsed and 1.5e-4 was slower. Between them and above, the rate falls
-    with the parameters, to the least that others use for GRPO with LoRA at 4 billion and more. It does not depend on the rank, as `alpha / rank` scales the adapter (LoRA
-    Without Regret, Thinking Machines Lab, 2025)."""
+    with the parameters, to the least that others use for GRPO with LoRA at 4 billion and more. It does not
+    depend on the rank, as `alpha / rank` scales the adapter (LoRA Without Regret, Thinking Machines Lab, 2025)."""
     return min(max(_RATE_TIMES_PARAMETERS / parameters, _LEAST_RATE), _MOST_RATE)
 
 
