@@ -1,4 +1,11 @@
-"""Answers HTTP requests: checks the key, runs the route or the model call, maps errors."""
+"""From an HTTP request to its answer. `http.server` calls the one `App` with each request whose head has come.
+
+A request goes to a route of the control API (`api.routes`), or it is a model call. By the head, the request's origin,
+URL and key are checked; only then is its body read. A model call is then read (`dialects`), its trajectory found
+(`capture.identity`), and it is answered by a policy (`capture.handler`) or by an outside model, which is a provider's
+(`outside.relay`). An outside model whose run was given to a policy, its apprentice, is that policy's master. Errors of
+all these become answers here.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +27,12 @@ from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError, check_name
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api.control_request import ControlRequest, RawAnswer
-from rollout_gateway.api.gateway import Gateway
-from rollout_gateway.api.routes import Route, decode_segment, find, not_allowed
+from rollout_gateway.api.gateway import ControlRequest, Gateway, RawAnswer
+from rollout_gateway.api.routes import Route, decode_segment, find_route, not_allowed
 from rollout_gateway.api.trajectories import traceparent
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import UnsureError
-from rollout_gateway.capture.identity import named_run
+from rollout_gateway.capture.identity import KeyKind, named_run
 from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
 from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
@@ -51,30 +57,30 @@ _MODEL_CALLS = _READERS.keys() | _TRANSLATIONS.keys()
 
 _Read = TypeVar("_Read")
 _LARGE_BODY = 256 * 1024
-"""Bytes. Smaller bodies are read within a few milliseconds."""
+"""Bytes. Smaller bodies are decoded within a few milliseconds."""
 LEFT_OUT_HEADER = b"x-journeywork-left-out"
 """Types of tools that a call named and the model was not shown."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
-_FINAL = ("not_recorded", "stopping", "trajectory_completed", "trajectory_expired")
-"""Errors of an apprentice's call that its master's answer would not mend: it could not be recorded either."""
+_NOT_FOR_MASTER = ("not_recorded", "stopping", "trajectory_completed", "trajectory_expired")
+"""Errors of an apprentice's call for which its master is not asked: its answer could not be recorded either."""
 SIDE_CALL_HEADER = b"x-journeywork-side-call"
 ROLE_HEADER = b"x-journeywork-role"
 
 
 @dataclass(eq=False, slots=True)
 class _Admitted:
-    """The parsed head of a request whose key was checked."""
+    """A request whose head was checked."""
 
     access: Access
     path: str
-    """Without the trajectory."""
+    """Path of the URL, without the trajectory that it may begin with."""
     trajectory: str | None
     """The trajectory that the URL names."""
     route: Route | None = None
     """`None` for a model call."""
     values: list[str] = field(default_factory=list)
     prompt: str = ""
-    """Id of the promoted prompt that was put into a model call."""
+    """Id of the promoted prompt that `_put_prompt` put into a model call; empty if it put none."""
     sent: Sent | None = None
     """What the call said before that."""
 
@@ -91,7 +97,7 @@ class App:
         self._large_bodies = anyio.CapacityLimiter(1)
 
     def stop(self) -> None:
-        """From now on, answer model calls and openings with a 503 `stopping`."""
+        """From now on, answer model calls and openings with a 503 `stopping`: the gateway ends once the others did."""
         self._stopping = True
 
     def cut_off(self) -> None:
@@ -114,18 +120,20 @@ class App:
         if path in _MODEL_CALLS:
             if request.method != "POST":
                 raise not_allowed("POST")
-            access = self._identity.admit(request.headers, "call", named, _announced(request))
-            request.owner = self._owner(access)
-            return _Admitted(access, path, named)
-        route, values = find(request.method, path)
-        if route.auth != "call":
-            request.max_body = min(request.max_body, self._gateway.config.gateway.http.max_control_body_bytes)
-        if route.auth == "none":
-            return _Admitted(Access(), path, named, route, values)
-        about = values[0] if values and route.auth in ("trajectory", "completion", "feedback") else named
-        access = self._identity.admit(request.headers, route.auth, about, _announced(request))
-        request.owner = self._owner(access)
-        return _Admitted(access, path, named, route, values)
+            admitted = _Admitted(Access(), path, named)
+            wanted: KeyKind = "call"
+        else:
+            route, values = find_route(request.method, path)
+            admitted, wanted = _Admitted(Access(), path, named, route, values), route.auth
+            if wanted != "call":
+                request.max_body = min(request.max_body, self._gateway.config.gateway.http.max_control_body_bytes)
+            if wanted == "none":
+                return admitted
+            if values and wanted in ("trajectory", "completion", "feedback"):
+                named = values[0]
+        admitted.access = self._identity.admit(request.headers, wanted, named, _announced(request))
+        request.owner = self._owner(admitted.access)
+        return admitted
 
     def _owner(self, access: Access) -> str:
         """The key by which a request is sent: of a trajectory's key, the one that opened the trajectory. All
@@ -136,10 +144,11 @@ class App:
         return "" if run is None else run.opened.owner
 
     async def __call__(self, request: Request) -> None:
+        """Answer a request whose head has come."""
         try:
             try:
                 admitted = self._admit(request)
-            except ApiError as error:
+            except ApiError as error:  # `_model_call` counts the calls whose heads are good
                 if (path := _split_path(request)[1]) in _MODEL_CALLS:
                     self._gateway.metrics.count_call(path, error.status, 0.0)
                 raise
@@ -155,6 +164,7 @@ class App:
     # -- control -------------------------------------------------------------------------------------------------
 
     async def _control_call(self, request: Request, admitted: _Admitted, route: Route) -> None:
+        """Answer a request to the control API, by the handler of its route."""
         await request.read()
         if route.opens and self._stopping:
             raise stopping()
@@ -177,7 +187,7 @@ class App:
     # -- model calls ---------------------------------------------------------------------------------------------
 
     async def _model_call(self, request: Request, admitted: _Admitted) -> None:
-        path = admitted.path
+        """Answer a model call, and count it with its status."""
         started, status = time.perf_counter(), 500
         self._running.add(request)
         try:
@@ -186,18 +196,7 @@ class App:
             self._check_calls(request.owner)
             await request.read()
             await self._identity.charge_body(admitted.access, request)
-            await self._put_prompt(request, admitted)
-            call, translation = await self._read(request, path)
-            if translation is not None:
-                status = await self._translated_call(request, admitted, translation, call)
-                return
-            caller = await self._caller(call, admitted, request)
-            if isinstance(call, OutsideCall):
-                ask = partial(self._ask_apprentice, request, admitted, call, caller)
-                own = ask if _is_apprentices(caller, call) else None
-                status = await self._gateway.relay.answer(request, call, caller, admitted.access, own)
-                return
-            status = await self._plain_call(request, call, caller)
+            status = await self._answer_call(request, admitted)
         except ClientGoneError:
             status = 499
             raise
@@ -206,24 +205,40 @@ class App:
             raise
         finally:
             self._running.discard(request)
-            self._gateway.metrics.count_call(path, status, time.perf_counter() - started)
+            self._gateway.metrics.count_call(admitted.path, status, time.perf_counter() - started)
+
+    async def _answer_call(self, request: Request, admitted: _Admitted) -> int:
+        """Answer a model call whose body has come. Returns the status."""
+        await self._put_prompt(request, admitted)
+        call, translation = await self._read_call(request, admitted.path)
+        if translation is not None:
+            return await self._translated_call(request, admitted, translation, call)
+        caller = await self._caller(call, admitted, request)
+        if isinstance(call, OutsideCall):
+            ask = partial(self._ask_apprentice, request, admitted, call, caller)
+            apprentice = ask if _apprentice_has_run(caller, call) else None
+            return await self._gateway.relay.answer(request, call, caller, admitted.access, apprentice)
+        return await self._plain_call(request, call, caller)
 
     async def _plain_call(self, request: Request, call: Call, caller: Caller) -> int:
         """Answer a call of vLLM's own API. Returns the status."""
         status, answer = await self._calls.answer(call, caller, StreamSink(request) if call.stream else None)
-        _check_answered(caller, status)
+        _check_apprentice_answered(caller, status)
         if not request.started:
             await request.answer(status, answer)
         return status
 
     async def _ask_apprentice(self, request: Request, admitted: _Admitted, call: OutsideCall, caller: Caller) -> int:
-        """Answer a call of an outside model by the apprentice that has its run. Returns the status. Raises
-        `NotAnsweredError` if its master is to answer, and `ApiError`."""
+        """Answer a call of an outside model by the apprentice that has its run. Returns the status.
+
+        Raises `NotAnsweredError` if its master is to answer, because the apprentice is unsure, late or refused; and
+        `ApiError`. `Relay.answer` calls it."""
         assert caller.trajectory is not None
         opened, wait_s, detector = caller.trajectory.opened, call.tables[0].apprentice_wait_s, self._gateway.detector
         own: Call = call
         try:
-            own, translation = await self._reading(request, partial(self._read_own, admitted.path, request.body))
+            read = partial(self._read_for_policy, admitted.path, request.body)
+            own, translation = await self._read_large_in_thread(request, read)
             own.params.model, own.held = opened.model, opened.min_logprob is not None and own.stream
             caller = replace(caller, wait_s=wait_s, min_logprob=opened.min_logprob)
             if detector is not None:
@@ -232,7 +247,7 @@ class App:
                 return await self._translated_call(request, admitted, translation, own, caller)
             return await self._plain_call(request, own, caller)
         except (ApiError, UnsureError) as error:
-            final = isinstance(error, ApiError) and (not wait_s or error.code in _FINAL)
+            final = isinstance(error, ApiError) and (not wait_s or error.code in _NOT_FOR_MASTER)
             if request.started or final:
                 raise
             if detector is not None:
@@ -240,11 +255,11 @@ class App:
             raise NotAnsweredError(opened.pinned or opened.model, str(error)) from error
 
     async def _put_prompt(self, request: Request, admitted: _Admitted) -> None:
-        """Put a promoted prompt in place of the agent's, if there is one for the call."""
+        """Put a promoted prompt in place of the agent's, if a decision in force has one for the call."""
         if not self._gateway.router.has_prompts():
             return
         access = admitted.access
-        sent = await self._reading(request, partial(read_sent, request.body))
+        sent = await self._read_large_in_thread(request, partial(read_sent, request.body))
         metadata = None if admitted.path in _TRANSLATIONS else sent.metadata  # its `metadata` names no run
         run = access.trajectory or named_run(admitted.trajectory, request.headers, metadata).trajectory
         opening = await self._gateway.registry.opening(run) if run else None
@@ -254,29 +269,29 @@ class App:
         if decision is None:
             return
         put = partial(with_prompt, admitted.path, request.body, decision.replaces, decision.prompt)
-        if (body := await self._reading(request, put)) is not None:
+        if (body := await self._read_large_in_thread(request, put)) is not None:
             request.body, admitted.prompt, admitted.sent = body, decision.prompt_id, sent
 
-    def _read_own(self, path: str, body: bytes) -> tuple[Call, Translation | None]:
+    def _read_for_policy(self, path: str, body: bytes) -> tuple[Call, Translation | None]:
         """Read and check the body of a call that a policy answers."""
         translation = _TRANSLATIONS[path](body) if path in _TRANSLATIONS else None
         call = translation.call() if translation is not None else _READERS[path](body)
         self._gateway.permitted.check(call.fields)
         return call, translation
 
-    async def _read(self, request: Request, path: str) -> tuple[Call, Translation | None]:
+    async def _read_call(self, request: Request, path: str) -> tuple[Call, Translation | None]:
         """Read and check the body of a model call."""
 
         def read() -> tuple[Call, Translation | None]:
             if (outside := self._gateway.relay.read(path, request.body)) is not None:
                 return outside, None
-            return self._read_own(path, request.body)
+            return self._read_for_policy(path, request.body)
 
-        return await self._reading(request, read)
+        return await self._read_large_in_thread(request, read)
 
-    async def _reading(self, request: Request, read: Callable[[], _Read]) -> _Read:
-        """Return what `read` makes of the body. Large ones are read in a thread, one at a time, so that other requests
-        are answered meanwhile."""
+    async def _read_large_in_thread(self, request: Request, read: Callable[[], _Read]) -> _Read:
+        """Return what `read` makes of the request's body. Large bodies are decoded in a thread, one at a time, so that
+        other requests are answered meanwhile."""
         if len(request.body) < _LARGE_BODY:
             return read()
         return await anyio.to_thread.run_sync(read, limiter=self._large_bodies)
@@ -290,12 +305,14 @@ class App:
         if calls[owner] > max(1, self._max_calls // len(calls)):
             raise ApiError(429, "too_many_calls", "The gateway has reached gateway.max_calls. Try again.")
 
-    async def _caller(self, call: Call, admitted: _Admitted, request: Request) -> Caller:
+    async def _caller(self, call: Call, admitted: _Admitted, request: Request, *, detect: bool = True) -> Caller:
+        """Find the trajectory of a call, check that the call may name its model, and read the request's headers.
+        `detect`: whether the call's messages may tell the trajectory. Raises `ApiError`."""
         headers = request.headers
-        trajectory = await self._identity.trajectory(admitted.access, admitted.trajectory, headers, call)
+        trajectory = await self._identity.trajectory(admitted.access, admitted.trajectory, headers, call, detect=detect)
         self._gateway.router.check(call.params.model, trajectory.opened if trajectory is not None else None)
         if trajectory is not None:
-            self._gateway.router.check_named(call.params.model, trajectory.opened)
+            self._gateway.router.check_agents_name(call.params.model, trajectory.opened)
         return Caller(
             trajectory,
             traceparent(headers),
@@ -309,8 +326,8 @@ class App:
     async def _translated_call(
         self, request: Request, admitted: _Admitted, translation: Translation, call: Call, known: Caller | None = None
     ) -> int:
-        """Answer a call of another API as the chat completion `call`. `known`: its caller, if that was found already.
-        Returns the status."""
+        """Answer a call of `/v1/responses` or `/v1/messages` as the chat completion `call` that it was translated into.
+        `known`: its caller, if that was found already. Returns the status."""
         if admitted.sent is not None:
             translation.instructions = admitted.sent.instructions
         if translation.continued:
@@ -326,7 +343,7 @@ class App:
             call.body, call.fields = merged.body, merged.fields
             self._gateway.permitted.check(call.fields)
             status, answer = await self._calls.answer(call, caller, sink)
-        _check_answered(caller, status)
+        _check_apprentice_answered(caller, status)
         if status == 200 and not call.stream:
             await request.answer(200, _encode(translation.answer(msgspec.json.decode(answer))), headers)
         if not request.started:
@@ -337,25 +354,26 @@ class App:
         self, translation: Translation, call: Call, admitted: _Admitted, request: Request, known: Caller | None
     ) -> Caller:
         """Put the recorded answers that a call refers to into it, from the log. Return its caller."""
-        del call.fields["messages"]  # they are not complete, so no trajectory can be detected by them
-        caller = known or await self._caller(call, admitted, request)
+        # Its messages are not complete yet. A trajectory that the call names otherwise says what it may refer to.
+        caller = known or await self._caller(call, admitted, request, detect=False)
         async with self._gateway.api_keys.reading(request.owner) as read:
             exchanges = await self._gateway.registry.exchanges_of(translation.continued, admitted.access, read)
         for missing in translation.continued - exchanges.keys():
             raise unknown_reference(missing)
         whole = translation.call(exchanges)
-        call.body, call.fields = whole.body, whole.fields  # it stays the call for which a trajectory was found
+        call.body, call.fields = whole.body, whole.fields  # the same object: the detector knows the call by it
         return await self._caller(call, admitted, request) if caller.trajectory is None else caller
 
 
-def _is_apprentices(caller: Caller, call: OutsideCall) -> bool:
+def _apprentice_has_run(caller: Caller, call: OutsideCall) -> bool:
     """Whether the call is of a run that an apprentice has taken over from the outside model."""
     opened = caller.trajectory.opened if caller.trajectory is not None else None
     return opened is not None and opened.asked == call.params.model != opened.model
 
 
-def _check_answered(caller: Caller, status: int) -> None:
-    """Raise an `ApiError` for an error of the inference server, if someone else can be asked."""
+def _check_apprentice_answered(caller: Caller, status: int) -> None:
+    """Raise an `ApiError` for an error of the inference server, if an apprentice is asked: its master answers then.
+    Other clients get the error as it is."""
     if status != 200 and caller.wait_s:
         raise ApiError(status, "apprentice_refused", f"the inference server answered {status}")
 
@@ -375,6 +393,7 @@ def _split_path(request: Request) -> tuple[str, str]:
 
 
 def _as_api_error(error: ApiError | BrokerError | InvalidNameError) -> ApiError:
+    """The error that a client gets."""
     match error:
         case BrokerError():
             return ApiError(503, "log_unavailable", f"The log does not answer: {error}")

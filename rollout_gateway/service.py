@@ -1,4 +1,7 @@
-"""The gateway as a service: connects its parts, serves, and lets running calls end before it stops."""
+"""The gateway as a service: makes its parts, serves, and lets running calls end before it stops.
+
+`pipeline.running.service.main` calls `check` and `serve`. At the start the gateway reads from the log which policy
+versions and groups there are; then it follows the log, so that all gateways know the same."""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from rollout_gateway.serving.policies import Policies
 log = get_logger("rollout_gateway")
 
 _SETTLE_S = 10
-"""How long the records of answered calls may take to reach the log when the gateway stops."""
+"""Seconds that the records of answered calls may take to reach the log when the gateway stops."""
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -101,9 +104,10 @@ async def _gateway_from_log(
 
 
 async def _follow_log(gateway: Gateway) -> None:
-    """Apply new events as they arrive. Never returns. Raises `LogShrankError`."""
+    """Apply new events of all gateways, trainer and sampler agents as they arrive. Never returns. Raises
+    `LogShrankError`."""
 
-    def changed(recorded: LogEntry[Event]) -> None:
+    def policy_changed(recorded: LogEntry[Event]) -> None:
         event = recorded.event
         gateway.members.policies_changed(event)
         if isinstance(event, CheckpointPublished):
@@ -112,7 +116,7 @@ async def _follow_log(gateway: Gateway) -> None:
             gateway.metrics.loads.inc()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(gateway.policies.follow, gateway.broker, changed)
+        tasks.start_soon(gateway.policies.follow, gateway.broker, policy_changed)
         tasks.start_soon(gateway.registry.follow_completions)
         tasks.start_soon(gateway.registry.log.until_shrunk)
         tasks.start_soon(gateway.pacing.follow)

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from pipeline.events.base import Event
+from pipeline.events.types import Number
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,16 +15,16 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """`reward`, or the name of a metric."""
-    mean: float
-    low: float | None = None
+    mean: Number
+    low: Number | None = None
     """`null` if there are too few tasks for an interval."""
-    high: float | None = None
+    high: Number | None = None
     count: int = 0
     """Number of tasks with a value."""
-    difference: float | None = None
+    difference: Number | None = None
     """Mean over tasks of this entrant's value minus the baseline's. `null` for the baseline itself."""
-    difference_low: float | None = None
-    difference_high: float | None = None
+    difference_low: Number | None = None
+    difference_high: Number | None = None
     pairs: int = 0
     """Number of tasks for which both have a value."""
 
@@ -32,9 +33,9 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """The attempts of one entrant at one task."""
 
     task: str
-    reward: float | None = None
+    reward: Number | None = None
     """Mean over the attempts that have a reward."""
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Number] = {}
     attempts: int = 1
     failed: int = 0
     trajectories: tuple[str, ...] = ()
@@ -72,13 +73,13 @@ class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
     """Model calls that the gateway served: 0 for an external entrant."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    call_s: float | None = None
+    call_s: Number | None = None
     """Mean seconds of a model call."""
-    run_p50_s: float | None = None
+    run_p50_s: Number | None = None
     """Median seconds of a run."""
-    run_p95_s: float | None = None
-    wall_s: float = 0.0
-    cost_usd: float | None = None
+    run_p95_s: Number | None = None
+    wall_s: Number = 0.0
+    cost_usd: Number | None = None
     """Cost, if the client that recorded the event reported it."""
     by: str = ""
     """Name of the API key that recorded it."""

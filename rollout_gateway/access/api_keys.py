@@ -1,8 +1,10 @@
 """API keys: stored as hashes, each with a role, a scope, an expiry and a rate. `journeywork keys` manages them.
 
-Runs belong to the name of the key that opened them. Keys of one name share their runs and their rate, so that a key
-can be replaced by another. Keys come from the settings and from a file that is read again when it changes. Without
-any key, everyone may call, and the gateway listens on the loopback interface only."""
+`capture.identity` checks the key of every request here, by the request's head. A key's name is the `owner` of the runs
+that the key opens. Keys of one name share their runs and their rate, so that a key can be replaced by another. The rate
+counts "calls": a request is one call, and requests that cost the gateway more are several. Keys come from the settings
+and from a file that is read again when it changes. Without any key, everyone may call, and the gateway listens on the
+loopback interface only."""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ from rollout_gateway.http.errors import ApiError, invalid_key
 log = get_logger("rollout_gateway.access.api_keys")
 
 _FILE_CHECK_S = 1.0
-_REPEATABLE = 64
-"""Paid requests about several runs of which a key's name may repeat each once for a single call."""
+_REMEMBERED_PAID = 64
+"""Requests about several runs that are remembered for each name, so that they can be repeated for a single call."""
 _FileVersion = tuple[int, ...] | None
 """Modification time, size and inode of the file of keys. `None` if there is no file."""
 
@@ -42,7 +44,7 @@ class Access:
     operator: bool = False
     """May read and complete every run, read metrics, and decide which versions are served."""
     calls_only: bool = False
-    """May only make model calls."""
+    """May make model calls, and nothing else."""
     feedback_only: bool = False
     """May give feedback on every run, and do nothing else."""
     models: frozenset[str] = frozenset()
@@ -50,7 +52,8 @@ class Access:
     trajectory: str = ""
     """The trajectory whose token this is. Empty for an API key."""
     charged: bool = False
-    """Of a token: the request was counted for the key that opened the trajectory."""
+    """Of a trajectory's token: whether the request was counted already as a call of the key that opened the
+    trajectory. Without reading the log it can be only if the trajectory is in memory."""
 
     def owns(self, owner: str) -> bool:
         """Whether it may use the runs that `owner` opened."""
@@ -72,8 +75,7 @@ FULL_ACCESS = Access(operator=True)
 
 @dataclass(eq=False)
 class _Account:
-    """The limits that all keys of one name share: a rate for their calls, and the limits of their trajectories'
-    tokens."""
+    """What all keys of one name share: their rate, and the models and expiry of their trajectories' tokens."""
 
     per_minute: int
     """0: no limit."""
@@ -82,12 +84,13 @@ class _Account:
     refilled_at: float
     models: frozenset[str]
     expires_at: float
-    paid: deque[int] = field(default_factory=lambda: deque(maxlen=_REPEATABLE))
-    """Requests about several runs that were paid for and not repeated since, the newest last."""
+    paid: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_PAID))
+    """Hashes of requests about several runs that were counted in full and not repeated since, the newest last."""
 
     def spend(self, name: str, calls: int = 1, counted: int = 0) -> None:
-        """Count so many calls, of which `counted` were counted before. Raises a 429 `ApiError` if none is left. One is
-        enough for a larger number; those that follow wait for the rest."""
+        """Count so many calls of the keys named `name`, of which `counted` were counted before. Raises a 429 `ApiError`
+        if no call is left. One that is left is enough for any number: `left` falls below 0, and later requests wait
+        longer."""
         if not self.per_minute:
             return
         now, rate = time.monotonic(), self.per_minute / 60
@@ -100,7 +103,7 @@ class _Account:
         self.left -= calls
 
     def extend(self, key: KeyConfig, models: frozenset[str]) -> None:
-        """Add a key of the name, and have all calls left. The largest of the keys' limits holds."""
+        """Add a key of the name, and have all calls left. Of different limits the widest holds."""
         limited = self.per_minute and key.calls_per_minute
         self.per_minute = max(self.per_minute, key.calls_per_minute) if limited else 0
         self.left = float(self.per_minute)
@@ -112,6 +115,7 @@ class ApiKeys:
     """Authenticates API keys and limits their rates. Raises `ConfigError` for invalid settings or an invalid file."""
 
     def __init__(self, config: GatewayConfig, file: Path | None = None) -> None:
+        """`file`: the file of keys, which need not exist yet; `None`: the keys of the settings only."""
         self._settings, self._file = config.keys, file
         self._file_version: _FileVersion = None
         """Version of the key file when it was last read."""
@@ -122,7 +126,7 @@ class ApiKeys:
         self._accounts: dict[tuple[str, bool], _Account] = {}
         """By the keys' name, and whether they are for feedback only: such a key keeps no run's token valid."""
         self._reading: defaultdict[tuple[str, bool], asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Held by the key's name while a run is read for it."""
+        """As `_accounts`; each is held while a run is read for a request of these keys."""
         if not self.reload():
             self._use(())
         if not self.required and not is_loopback(config.host):
@@ -144,41 +148,39 @@ class ApiKeys:
         self._accounts[access.owner, access.feedback_only].spend(access.owner, calls)
         return access
 
+    def _account(self, owner: str, feedback_only: bool = False) -> _Account:
+        """The account of the keys named `owner`. It is to be looked up again after each `await`: another file of keys
+        makes others. If there is no key of the name any more, an account without a limit, which nothing else uses."""
+        return self._accounts.get((owner, feedback_only)) or _Account(0, 0.0, 0.0, frozenset(), -math.inf)
+
     def spend(self, owner: str, calls: int, *, feedback_only: bool = False) -> None:
         """Count further calls of the keys named `owner`. Raises a 429 `ApiError` if none is left."""
-        if account := self._accounts.get((owner, feedback_only)):
-            account.spend(owner, calls)
+        self._account(owner, feedback_only).spend(owner, calls)
 
     @asynccontextmanager
     async def reading(self, owner: str, *, feedback_only: bool = False) -> AsyncIterator[Callable[[int], None]]:
         """Count what is read of a run for a request of the keys named `owner`. The block gets a function and calls it
-        with the bytes of each part. Each MiB counts as a further call. The keys of a name read one run at a time, and
-        those that follow need a call that is left. Raises a 429 `ApiError` if none is."""
-        size, which = 0, (owner, feedback_only)
-
-        def count(part: int) -> None:
-            nonlocal size
-            size += part
-
-        async with self._reading[which]:
-            if account := self._accounts.get(which):
-                account.spend(owner, 0)
+        with the bytes of each part. Each MiB counts as a further call, after the block. Requests of one name read one
+        after the other, and each needs a call that is left, so that many at once can't read more than the rate pays
+        for. Raises a 429 `ApiError` if none is left."""
+        sizes = [0]
+        async with self._reading[owner, feedback_only]:
+            self.spend(owner, 0, feedback_only=feedback_only)
             try:
-                yield count
+                yield sizes.append
             finally:
-                if account := self._accounts.get(which):
-                    account.left -= size >> 20
+                self._account(owner, feedback_only).left -= sum(sizes) >> 20
 
     @contextmanager
     def charging(self, access: Access, request: int, runs: int) -> Iterator[list[str]]:
-        """Count a request of a key, which `authenticate` counted as one call, as a call for each of so many `runs`. The
-        block appends the runs that it looks at; if it raises, those that it left out are given back. `request` tells
-        equal requests: one that was paid for may come again for a single call, since its answer may have been lost,
-        but once only, since it costs the gateway as much. Raises a 429 `ApiError` if requests that were checked at the
-        same time left no call."""
-        which, looked_at = (access.owner, access.feedback_only), list[str]()
-        account = self._accounts.get(which)
-        if account is None or runs < 2:
+        """Count a request about so many `runs`, which `authenticate` counted as one call, as a call for each of them.
+
+        The block gets a list and appends the runs that it looks at; if it raises, the calls for the others are given
+        back. `request`: a hash of the request. A request that was paid for in full may be repeated for a single call,
+        as its answer may have been lost, but once only, as it costs the gateway as much again. Raises a 429 `ApiError`
+        if requests that were checked at the same time left no call."""
+        looked_at, account = list[str](), self._account(access.owner, access.feedback_only)
+        if runs < 2:
             yield looked_at
         elif request in account.paid:
             account.paid.remove(request)
@@ -189,14 +191,12 @@ class ApiKeys:
                 yield looked_at
                 account.paid.append(request)
             finally:
-                # The file of keys may have been read meanwhile.
-                self._accounts.get(which, account).left += runs - max(1, len(looked_at))
+                self._account(access.owner, access.feedback_only).left += runs - max(1, len(looked_at))
 
     def count_calls(self, owner: str, calls: int) -> None:
-        """Count further calls of the keys named `owner`, for a call that was let in. The next ones wait for them."""
-        account = self._accounts.get((owner, False))
-        if account is not None:
-            account.left -= calls
+        """Count further calls of the keys named `owner`, for a call that was let in already: it is not refused, and
+        later ones wait longer."""
+        self._account(owner).left -= calls
 
     def charge(self, owner: str, model: str, calls: int = 1) -> None:
         """Count a request with a trajectory's token as calls of the key that opened the trajectory, named `owner`.
@@ -205,8 +205,8 @@ class ApiKeys:
         `owner` is empty if the trajectory was opened without a key, which limits nothing."""
         if not owner or not self.required:
             return
-        account = self._accounts.get((owner, False))
-        if account is None or account.expires_at <= time.time():
+        account = self._account(owner)
+        if account.expires_at <= time.time():
             raise invalid_key()
         Access(models=account.models).check_model(model)
         account.spend(owner, calls)
@@ -219,7 +219,8 @@ class ApiKeys:
         return self._apply(self._read_changed())
 
     def _read_changed(self) -> tuple[_FileVersion, tuple[KeyConfig, ...]] | None:
-        """Read the file if it has changed since it was last read."""
+        """Read the file if it has changed since it was last read. Returns its version and keys; `None` if it has not
+        changed. `watch` calls it in a thread, so it changes nothing."""
         if self._file is None:
             return None
         try:
@@ -230,6 +231,7 @@ class ApiKeys:
             return None if self._file_version is None else (None, ())
 
     def _apply(self, changed: tuple[_FileVersion, tuple[KeyConfig, ...]] | None) -> bool:
+        """Use what `_read_changed` returned. Returns whether the file has changed."""
         if changed is None:
             return False
         self._use(changed[1])
@@ -263,8 +265,8 @@ class ApiKeys:
             keys[digest] = access, expiry
             account = _Account(key.calls_per_minute, 0.0, now, models, expiry)
             accounts.setdefault((name, feedback_only), account).extend(key, models)
-        for which, account in accounts.items():
-            before = self._accounts.get(which)
+        for name_and_kind, account in accounts.items():
+            before = self._accounts.get(name_and_kind)
             if before is not None and before.per_minute == account.per_minute:
                 account.left, account.refilled_at, account.paid = before.left, before.refilled_at, before.paid
         self._keys, self._accounts = keys, accounts

@@ -16,7 +16,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -48,14 +48,14 @@ def _parser() -> argparse.ArgumentParser:
     file = argparse.ArgumentParser(add_help=False)
     file.add_argument("--run-dir", type=Path, help="default: the running one under runs/, else the newest")
     file.add_argument("--file", type=Path, help="path of the file of keys")
-    key = argparse.ArgumentParser(add_help=False)
-    key.add_argument("--name", required=True, help="owner of the runs that the key opens")
-    key.add_argument("--role", choices=("agent", "feedback", "operator"), default="agent")
-    key.add_argument("--calls-per-minute", type=int, default=0, help="default: 0, no limit")
-    key.add_argument("--model", action="append", default=[], help="may be repeated; default: all")
-    key.add_argument("--calls-only", action="store_true", help="it may not open, read or complete runs")
-    key.add_argument("--expires", default="", help="30m, 12h, 30d or 2w from now")
-    commands.add_parser("add", parents=[key, file], help="make a key and add it to the file").set_defaults(run=_add)
+    add = commands.add_parser("add", parents=[file], help="make a key and add it to the file")
+    add.add_argument("--name", required=True, help="owner of the runs that the key opens")
+    add.add_argument("--role", choices=("agent", "feedback", "operator"), default="agent")
+    add.add_argument("--calls-per-minute", type=int, default=0, help="default: 0, no limit")
+    add.add_argument("--model", action="append", default=[], help="may be repeated; default: all")
+    add.add_argument("--calls-only", action="store_true", help="it may not open, read or complete runs")
+    add.add_argument("--expires", default="", help="30m, 12h, 30d or 2w from now")
+    add.set_defaults(run=_add)
     revoke = commands.add_parser("revoke", parents=[file], help="remove keys from the file")
     which = revoke.add_mutually_exclusive_group(required=True)
     which.add_argument("--name", help="all keys of this name")
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _path(args: argparse.Namespace) -> Path:
+    """Return the path of the file of keys: `--file`, else that of the installation. Raises `ConfigError`."""
     if args.file is not None:
         return Path(args.file)
     folder = find_installation(args.run_dir)
@@ -109,12 +110,6 @@ def _expiry(text: str) -> str:
     return end.isoformat(timespec="seconds")
 
 
-def _table(key: KeyConfig) -> dict[str, object]:
-    """The key's settings for TOML, without defaults."""
-    settings: dict[str, object] = msgspec.to_builtins(key)
-    return {name: value for name, value in settings.items() if name in ("sha256", "name", "role") or value}
-
-
 @contextmanager
 def _editing(path: Path) -> Iterator[list[KeyConfig]]:
     """Give the keys of a file for editing, and write them afterwards. The file is locked against other commands
@@ -125,11 +120,10 @@ def _editing(path: Path) -> Iterator[list[KeyConfig]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = list(read_keys(path)) if path.exists() else []
         yield keys
-        _write(path, keys)
-
-
-def _write(path: Path, keys: Iterable[KeyConfig]) -> None:
-    write_whole(path, tomli_w.dumps({"keys": [_table(key) for key in keys]}), durable=True, mode=0o600)
+        tables = [
+            {name: value for name, value in msgspec.to_builtins(key).items() if name == "role" or value} for key in keys
+        ]
+        write_whole(path, tomli_w.dumps({"keys": tables}), durable=True, mode=0o600)
 
 
 def _add(args: argparse.Namespace) -> None:

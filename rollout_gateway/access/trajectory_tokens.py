@@ -1,4 +1,6 @@
-"""API keys of single trajectories. A token holds the trajectory's id and an HMAC of it, so no token is ever stored."""
+"""Trajectory tokens: API keys of single trajectories, which agents get in place of the opener's key.
+
+A token is `jwr-<id>.<HMAC of project and id>`, so none is ever stored, and a gateway with the same secret knows it."""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ class TrajectoryTokens:
     prefix = "jwr-"
 
     def __init__(self, secret: bytes, project: str) -> None:
+        """`secret`: the same for all gateways of the project; who knows it can make tokens."""
         self._secret, self._project = secret, project
 
     def issue(self, trajectory: str) -> str:
@@ -22,7 +25,8 @@ class TrajectoryTokens:
         return f"{self.prefix}{name}.{base64.urlsafe_b64encode(mac[:24]).decode()}"
 
     def group_name(self, text: str) -> str:
-        """Return a group's name for a text: the same one for the same text, and one that no client can predict."""
+        """Return the name of a detected group for a text that its runs share: always the same one, and one that no
+        client can predict, as whoever opens a group first owns it."""
         return self._mac(f"group\0{text}").hex()[:20]
 
     def _mac(self, text: str) -> bytes:

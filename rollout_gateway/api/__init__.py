@@ -1,10 +1,10 @@
-"""The control API: its routes, their handlers, bodies and answers.
+"""The control API: its routes, their handlers, bodies and answers. Clients open, complete, grade and read runs by it,
+and operators decide about versions. Model calls are not routes: `app` takes them.
 
 | module | what lives there |
 | --- | --- |
-| `gateway` | the parts of a gateway, as every handler gets them |
+| `gateway` | the parts of a gateway, and a request, as every handler gets them |
 | `routes` | the table: each path with its handler and the key that it takes |
-| `control_request` | a request as its handler gets it |
 | `schemas` | the bodies |
 | `trajectories` | opening, completing and reading trajectories |
 | `demonstrations` | conversations that the model did not have, as calls |

@@ -1,20 +1,18 @@
-"""Conversations that the model did not have, as calls of a trajectory: what supervised fine-tuning trains."""
+"""Demonstrations: conversations that the model did not have, recorded as calls of a trajectory. Supervised fine-tuning
+trains them. They come as members of a group that is completed (`groups`)."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.chat.demonstrations import UntrainableReplyError, demonstrated_replies
-from pipeline.events import ExchangeRecorded, TrajectoryOpened, now_us, pack_ids
+from pipeline.events import ExchangeRecorded, now_us, pack_ids
 from pipeline.names import parse_version, version_name
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api.control_request import ControlRequest
-from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import GroupMember
 from rollout_gateway.api.tokens import token_ids
 from rollout_gateway.http.errors import ApiError
@@ -22,48 +20,6 @@ from rollout_gateway.http.errors import ApiError
 _encode = msgspec.json.Encoder().encode
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Recorded with a demonstration: its tokens are trained under the model's own distribution."""
-
-
-class DemonstratedTurn(NamedTuple):
-    """One reply of a demonstration."""
-
-    request: dict[str, Any]
-    reply: dict[str, Any]
-    prompt_ids: list[int]
-    reply_ids: list[int]
-    step: int
-    """Of the version that is served now."""
-
-    @property
-    def request_hash(self) -> str:
-        return hashlib.sha256(_encode([self.request, self.reply])).hexdigest()[:32]
-
-
-def _events(opened: TrajectoryOpened, turn: DemonstratedTurn, seq: int) -> list[ExchangeRecorded]:
-    """A turn as a call without logprobs, under the sequence number `seq`."""
-    now = now_us()
-    choice = {"index": 0, "message": turn.reply, "finish_reason": "stop"}
-    return [
-        ExchangeRecorded(
-            project=opened.project,
-            trajectory=opened.trajectory,
-            seq=seq,
-            model=opened.model,
-            policy_version=f"{opened.model}@{turn.step}",
-            step=turn.step,
-            group=opened.group,
-            request=_encode(turn.request),
-            response=_encode({"object": "chat.completion", "choices": [choice]}),
-            prompt_ids=pack_ids(turn.prompt_ids),
-            sampled_ids=pack_ids(turn.reply_ids),
-            logprobs=b"",
-            finish_reason="stop",
-            endpoint="demonstration",
-            request_hash=turn.request_hash,
-            started_at=now,
-            first_token_at=now,
-        )
-    ]
 
 
 def check_demonstration(member: GroupMember, access: Access) -> None:
@@ -81,10 +37,15 @@ def check_demonstration(member: GroupMember, access: Access) -> None:
         raise ApiError(400, "invalid_body", message, param="demonstration")
 
 
-async def demonstrated_turns(request: ControlRequest, model: str, member: GroupMember) -> list[DemonstratedTurn]:
-    """A conversation's replies, each with the prompt that the model would have got, in the tokens of the model's chat
-    template. A completed trajectory, as a retry names it, has none to record. Raises an `ApiError`: 400 for a
-    conversation that the template can't render so, 502 or 503 where no inference server answers."""
+async def demonstrated_calls(
+    request: ControlRequest, model: str, group: str, member: GroupMember
+) -> list[ExchangeRecorded]:
+    """Return the replies of a member's demonstration as calls of its trajectory, in the tokens of the model's chat
+    template: each with the prompt that the model would have got, and without logprobs. There is none to record for a
+    completed trajectory, which a retry may name.
+
+    Raises an `ApiError`: 400 for a conversation that the template can't render so, 502 or 503 where no inference server
+    answers."""
     gateway, chat = request.gateway, member.demonstration
     assert chat is not None
     if (opened := await gateway.registry.opening(member.id)) is not None:
@@ -92,28 +53,51 @@ async def demonstrated_turns(request: ControlRequest, model: str, member: GroupM
             return []
         model = opened.model
     gateway.router.refuse_outside(model)
-    step = parse_version(gateway.policies.newest_loaded(model) or version_name(model, 0))[1]
-    turns = []
+    version = gateway.policies.newest_loaded_anywhere(model) or version_name(model, 0)
+    calls = []
     for reply in demonstrated_replies(chat.messages, chat.tools):
         prompt = await token_ids(request, model, reply.prompt)
         whole = await token_ids(request, model, reply.whole)
         try:
-            ids = reply.reply_ids(prompt, whole)
+            reply_ids = reply.reply_ids(prompt, whole)
         except UntrainableReplyError as error:
             message = f"Trajectory {member.id!r}: {error}."
             raise ApiError(400, "invalid_body", message, param="demonstration") from error
-        sent = {"model": model, **reply.request, **_SAMPLING}
-        turns.append(DemonstratedTurn(sent, reply.message, prompt, ids, step))
-    return turns
+        asked = {"model": model, **reply.request, **_SAMPLING}
+        choice = {"index": 0, "message": reply.message, "finish_reason": "stop"}
+        now = now_us()
+        calls.append(
+            ExchangeRecorded(
+                project=gateway.project,
+                trajectory=member.id,
+                seq=0,
+                model=model,
+                policy_version=version,
+                step=parse_version(version)[1],
+                group=group,
+                request=_encode(asked),
+                response=_encode({"object": "chat.completion", "choices": [choice]}),
+                prompt_ids=pack_ids(prompt),
+                sampled_ids=pack_ids(reply_ids),
+                logprobs=b"",
+                finish_reason="stop",
+                endpoint="demonstration",
+                request_hash=hashlib.sha256(_encode([asked, reply.message])).hexdigest()[:32],
+                started_at=now,
+                first_token_at=now,
+            )
+        )
+    return calls
 
 
-async def record_demonstration(gateway: Gateway, trajectory: str, turns: Sequence[DemonstratedTurn]) -> None:
-    """Record the replies as calls of an open trajectory. The same again records nothing more."""
-    if not turns:
+async def record_demonstration(gateway: Gateway, trajectory: str, calls: Sequence[ExchangeRecorded]) -> None:
+    """Record the calls of a demonstration in its trajectory, which is open, but for those that are recorded already:
+    the request may be a retry."""
+    if not calls:
         return
     run = await gateway.registry.find(trajectory)
     await run.refresh()
-    done = {call.request_hash async for call in run.log.calls(run.id)}
-    for turn in turns:
-        if turn.request_hash not in done:
-            await run.record(partial(_events, run.opened, turn))
+    recorded = {call.request_hash async for call in run.log.calls(run.id)}
+    for call in calls:
+        if call.request_hash not in recorded:
+            await run.record([call])

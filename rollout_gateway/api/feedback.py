@@ -1,5 +1,9 @@
-"""Feedback: what somebody says about a run or about one of its calls becomes a signal on the log, whenever it comes.
-Handlers raise `ApiError`."""
+"""Feedback: what a client says about a run or about one of its calls becomes a "signal", an event that judge and
+trainer use as the settings say, whenever it comes.
+
+`on_trajectory` and `on_answers` are the handlers of the two routes. They read the body into one `_Target` for each run
+that it is about, check all of them, and then record the signals. Whose feedback counts for what is decided elsewhere;
+`_use_of` tells the sender in advance. All functions raise `ApiError`."""
 
 from __future__ import annotations
 
@@ -19,17 +23,16 @@ from pipeline.events.signal import OWN_REWARD
 from pipeline.log.subjects import keys_of, stream_of, subject_filter
 from pipeline.names import check_name, is_outside, name_of_token, new_id, outside_model
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api.control_request import ControlRequest
-from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import LONGEST_TEXT, AnswerFeedback, Feedback, RunFeedback
 from rollout_gateway.capture.answer_ids import trajectory_of
 from rollout_gateway.capture.trajectory import size_of
-from rollout_gateway.http.errors import ApiError, check_shared, unknown_trajectory
+from rollout_gateway.http.errors import ApiError, check_repeated_text, unknown_trajectory
 from rollout_gateway.serving.idempotency import publish_once, refuse_different
 
 _LONG_TEXT = 4096
-"""Characters of a text above which the texts of its key on the run are counted."""
-_MOST_TEXT = 4 * 1024 * 1024
+"""Characters. If a text is longer, all texts of its key on the run are read and counted."""
+_MAX_TEXT = 4 * 1024 * 1024
 """Characters of one key's texts on one run, in requests that are not simultaneous: whatever takes the run reads all of
 them."""
 _RANKING_BYTES = 1024 * 1024
@@ -38,7 +41,7 @@ _RUN_ADVICE = "Feedback on a run by its id goes to POST /v1/trajectories/<id>/fe
 
 
 class _Grade(NamedTuple):
-    """What a body says, as a signal has it."""
+    """What the feedback says, in the form of a signal's fields."""
 
     kind: Literal["number", "text", "correction"]
     value: float | None
@@ -47,59 +50,58 @@ class _Grade(NamedTuple):
 
 @dataclass(frozen=True)
 class _Target:
-    """What feedback is about."""
+    """One run, or one call of it, that feedback is about, with what it says."""
 
     trajectory: str
     call: int | str
-    """`seq` of a call, or an answer's id. -1: the whole run."""
+    """Number (`seq`) of a call, or the id of its answer. -1: the whole run."""
     grade: _Grade
     role: str = ""
-    """The agent of the run whose last call it is."""
+    """In place of `call`: the agent of the run whose last call is meant."""
     answer: str = ""
-    """Id of an answer that stands for its run: the log must hold it."""
+    """If the run was named by the id of an answer: this id. The log must hold the answer."""
 
 
 async def on_trajectory(request: ControlRequest) -> dict[str, Any]:
-    """Record feedback on a run, or on one call of it."""
+    """`POST /v1/trajectories/{trajectory}/feedback`: on a run, or on one call of it."""
     body = request.read(RunFeedback)
     grade = _grade(body, request.gateway.config.gateway.max_reward)
     if body.role and body.call != -1:
         raise ApiError(400, "invalid_body", "Send either `call` or `role`: each names a call.", param="role")
     (trajectory,) = request.values
-    return await _give(request, body, [_Target(trajectory, body.call, grade, body.role)])
+    return await _record_signals(request, body, [_Target(trajectory, body.call, grade, body.role)])
 
 
 async def on_answers(request: ControlRequest) -> dict[str, Any]:
-    """Record feedback on the call that an answer belongs to, or a ranking of runs and answers."""
+    """`POST /v1/feedback`: on the call that an answer belongs to, or a ranking of runs and answers."""
     try:
         body = request.read(AnswerFeedback)
     except ApiError as error:
-        if "`trajectory`" not in str(error):
+        if error.param != "trajectory":
             raise
         raise ApiError(error.status, error.code, f"{error} {_RUN_ADVICE}", param="trajectory") from error
     if bool(body.answer) == bool(body.ranking):
-        message = (
-            "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first. "
-        ) + _RUN_ADVICE
-        raise ApiError(400, "invalid_body", message, param="answer")
+        message = "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first."
+        raise ApiError(400, "invalid_body", f"{message} {_RUN_ADVICE}", param="answer")
     if body.answer:
         trajectory = trajectory_of(body.answer)
         if trajectory is None:
             raise _unknown_answer(body.answer)
         grade = _grade(body, request.gateway.config.gateway.max_reward)
-        return await _give(request, body, [_by_answer(body, trajectory, grade, body.answer)])
-    return await _give(request, body, _ranked(body))
+        return await _record_signals(request, body, [_target_of_answer(body, trajectory, grade, body.answer)])
+    return await _record_signals(request, body, _targets_of_ranking(body))
 
 
-def _by_answer(body: AnswerFeedback, trajectory: str, grade: _Grade, answer: str) -> _Target:
-    """Return what feedback by the id of an answer is about: its call, or the whole run."""
+def _target_of_answer(body: AnswerFeedback, trajectory: str, grade: _Grade, answer: str) -> _Target:
+    """Return what feedback by the id of an answer of a run is about: the answer's call, or the whole run."""
     if body.about == "call":
         return _Target(trajectory, answer, grade)
     return _Target(trajectory, -1, grade, answer=answer)
 
 
 def _grade(body: Feedback, limit: float) -> _Grade:
-    """Read what a body says. Raises a 400 `ApiError` unless it says one thing, within its bounds."""
+    """Read what a body says. `limit`: `gateway.max_reward`. Raises a 400 `ApiError` unless it says one thing, within
+    its bounds."""
     said = (body.value is not None, body.thumb is not None, bool(body.correction), bool(body.corrected_by))
     if sum(said) > 1 or not (any(said) or body.text) or (any(said[2:]) and body.text):
         message = (
@@ -127,8 +129,8 @@ def _grade(body: Feedback, limit: float) -> _Grade:
     return _Grade("number", value, body.text)
 
 
-def _ranked(body: AnswerFeedback) -> list[_Target]:
-    """Return the members of a ranking with their numbers, from 1 for the first to 0 for the last."""
+def _targets_of_ranking(body: AnswerFeedback) -> list[_Target]:
+    """Return the members of a ranking as numbers in equal steps, from 1 for the first to 0 for the last."""
     others = (body.value, body.scale, body.thumb, body.correction or None, body.corrected_by or None)
     if any(other is not None for other in others):
         message = "A `ranking` says what it thinks of each run. Leave the other fields out, except `text`."
@@ -136,11 +138,11 @@ def _ranked(body: AnswerFeedback) -> list[_Target]:
     last = len(body.ranking) - 1
     if not last:
         raise ApiError(400, "invalid_body", "A `ranking` has two members or more.", param="ranking")
-    check_shared("text", body.text, len(body.ranking), _RANKING_BYTES)
+    check_repeated_text("text", body.text, len(body.ranking), _RANKING_BYTES)
     targets = []
     for place, name in enumerate(body.ranking):
         trajectory, grade = trajectory_of(name), _Grade("number", 1 - place / last, body.text)
-        targets.append(_by_answer(body, trajectory, grade, name) if trajectory else _Target(name, -1, grade))
+        targets.append(_target_of_answer(body, trajectory, grade, name) if trajectory else _Target(name, -1, grade))
     run, times = Counter(target.trajectory for target in targets).most_common(1)[0]
     if times > 1:
         message = f"`ranking` names the run {run!r} more than once: name one answer of each run."
@@ -148,8 +150,8 @@ def _ranked(body: AnswerFeedback) -> list[_Target]:
     return targets
 
 
-async def _give(request: ControlRequest, body: Feedback, targets: list[_Target]) -> dict[str, Any]:
-    """Record the signals, all of them or, if one is refused, none."""
+async def _record_signals(request: ControlRequest, body: Feedback, targets: list[_Target]) -> dict[str, Any]:
+    """Record a signal for each target: all of them or, if one is refused, none. Returns the answer to the request."""
     gateway = request.gateway
     key = body.key or new_id("f")
     check_name(body.name)
@@ -159,7 +161,7 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
         for target in targets:
             looked_at.append(target.trajectory)
             checked.append(await _checked_signal(request, body, key, target))
-    if body.key and len(targets) > 1:
+    if body.key and len(targets) > 1:  # else `publish_once` refuses it, before anything is recorded
         for event, _ in checked:
             recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event))
             if recorded is not None:
@@ -175,17 +177,17 @@ async def _give(request: ControlRequest, body: Feedback, targets: list[_Target])
 async def _checked_signal(
     request: ControlRequest, body: Feedback, key: str, target: _Target
 ) -> tuple[SignalGiven, dict[str, Any]]:
-    """Return a signal as it may be recorded, and what its sender is told about it. Raises `ApiError`."""
+    """Return a signal as it may be recorded, and what its sender is told about it."""
     gateway, access = request.gateway, request.access
-    opened = await _opened(gateway, target.trajectory, access)
+    opened = await _opening_to_grade(gateway, target.trajectory, access)
     by = opened.owner if access.trajectory else access.owner
     if target.answer:
-        await _call(request, opened, target.answer)
+        await _call_number(request, opened, target.answer)
     grade, source = target.grade._asdict(), body.source
     if source == "healing" or is_outside(source):
         raise ApiError(400, "invalid_body", f"`source` {source!r} is the installation's own.", param="source")
     if body.corrected_by:
-        grade["text"], source = await _correcting_answer(request, body.corrected_by, opened.owner)
+        grade["text"], source = await _last_answer_of(request, body.corrected_by, opened.owner)
     event = SignalGiven(
         project=gateway.project,
         # The `:` of a key's name is escaped, so no two names make the same id.
@@ -201,24 +203,25 @@ async def _checked_signal(
         source=source,
         copied_from=body.corrected_by,
     )
-    if target.role:
+    if target.role:  # a repeated request means the same call, though the agent may have made others since
         recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event)) if body.key else None
         given = recorded.event.call if recorded is not None else -1
-        call = await _last_call(request, opened, target.role, given)
+        call = await _last_call_of_role(request, opened, target.role, given)
     else:
-        call = await _call(request, opened, target.call)
+        call = await _call_number(request, opened, target.call)
     event = await gateway.registry.log.masks.apply(msgspec.structs.replace(event, call=call))
-    await _check_number(gateway, event)
-    state = await _state(gateway, opened)
-    use = _use(gateway.config, event, opened.owner, state)
+    await _check_amount(gateway, event)
+    state = await _state_of(gateway, opened)
+    use = _use_of(gateway.config, event, opened.owner, state)
     return event, {"trajectory": event.trajectory, "call": event.call, **state, "use": use}
 
 
-async def _correcting_answer(request: ControlRequest, trajectory: str, owner: str) -> tuple[str, str]:
-    """Return the last answer of a run of `owner` as text, with its tool calls as JSON, and the version that gave it.
-    Raises an `ApiError`: 404 if there is none, 403 if nothing may learn from it."""
+async def _last_answer_of(request: ControlRequest, trajectory: str, owner: str) -> tuple[str, str]:
+    """Return the last answer of a run of `owner` as text, with its tool calls as JSON, and the version that gave it: it
+    is what another run's call should have answered (`corrected_by`). Raises an `ApiError`: 404 if there is none, 403 if
+    nothing may learn from it."""
     gateway, access, last = request.gateway, request.access, None
-    opened = await _opened(gateway, trajectory, access)
+    opened = await _opening_to_grade(gateway, trajectory, access)
     if opened.owner != owner and not access.operator:
         raise unknown_trajectory(trajectory, "`corrected_by` is the id of a run that the same key opened.")
     async with request.reading(opened) as read:
@@ -245,7 +248,7 @@ async def _correcting_answer(request: ControlRequest, trajectory: str, owner: st
     return text, last.policy_version
 
 
-async def _opened(gateway: Gateway, trajectory: str, access: Access) -> TrajectoryOpened:
+async def _opening_to_grade(gateway: Gateway, trajectory: str, access: Access) -> TrajectoryOpened:
     """Return the opening of a run that the caller may give feedback on. Raises an `ApiError`: 404 if there is none, 410
     if the log no longer holds all of it, 403 for a trajectory's key of another run."""
     check_name(trajectory)
@@ -262,18 +265,18 @@ async def _opened(gateway: Gateway, trajectory: str, access: Access) -> Trajecto
     return opened
 
 
-async def _check_number(gateway: Gateway, event: SignalGiven) -> None:
-    """Raise a 409 `ApiError` if the key has given as many signals, or as much text, on the run as it may: whatever
-    takes a run reads all of them. Requests at the same moment may exceed the number by a few."""
+async def _check_amount(gateway: Gateway, event: SignalGiven) -> None:
+    """Raise a 409 `ApiError` if the key has given as many signals, or as much text, on the run as it may: judge and
+    trainer read all signals of a run. Requests at the same moment may exceed the number by a few."""
     named = ("project", "model", "group", "trajectory")
     of_run = subject_filter(SignalGiven, **{name: getattr(event, name) for name in named})
     given = await gateway.broker.subjects(stream_of(SignalGiven), of_run)
     if len(event.text) > _LONG_TEXT:
         own = await gateway.broker.read(SignalGiven, **{name: getattr(event, name) for name in named})
         others = sum(len(r.event.text) for r in own if r.event.by == event.by and r.event.signal != event.signal)
-        if others + len(event.text) > _MOST_TEXT:
+        if others + len(event.text) > _MAX_TEXT:
             message = (
-                f"The texts of this key on the run {event.trajectory!r} exceed {_MOST_TEXT:,} characters. "
+                f"The texts of this key on the run {event.trajectory!r} exceed {_MAX_TEXT:,} characters. "
                 "Send a shorter one."
             )
             raise ApiError(409, "too_many_signals", message, param="text")
@@ -287,9 +290,9 @@ async def _check_number(gateway: Gateway, event: SignalGiven) -> None:
         raise ApiError(409, "too_many_signals", message)
 
 
-async def _last_call(request: ControlRequest, opened: TrajectoryOpened, role: str, given: int) -> int:
-    """Return the `seq` of the last call of an agent of a run, or `given` if that is a call of the agent: the one that
-    was the last when an earlier request with the same key came. Raises a 404 `ApiError`."""
+async def _last_call_of_role(request: ControlRequest, opened: TrajectoryOpened, role: str, given: int) -> int:
+    """Return the number of the last call of the agent `role` of a run. `given`: the call that an earlier request with
+    the same key was about, or -1; it is returned if it is one of this agent. Raises a 404 `ApiError`."""
     last: dict[str, int] = {}
     async with request.reading(opened) as read:
         async for call in request.gateway.registry.log.calls(opened.trajectory):
@@ -304,8 +307,9 @@ async def _last_call(request: ControlRequest, opened: TrajectoryOpened, role: st
     return last[role]
 
 
-async def _call(request: ControlRequest, opened: TrajectoryOpened, call: int | str) -> int:
-    """Return the `seq` of a call of a run, by its number or by the id of its answer. Raises a 404 `ApiError`."""
+async def _call_number(request: ControlRequest, opened: TrajectoryOpened, call: int | str) -> int:
+    """Return the number of a call of a run, given as such or as the id of its answer; -1, the whole run, stays. Raises
+    a 404 `ApiError`."""
     if call == -1:
         return -1
     gateway, trajectory = request.gateway, opened.trajectory
@@ -329,11 +333,12 @@ async def _call(request: ControlRequest, opened: TrajectoryOpened, call: int | s
     return call
 
 
-def _use(
+def _use_of(
     config: Config, event: SignalGiven, owner: str, state: Mapping[str, str]
 ) -> Literal["reward", "call_reward", "hint", "history"]:
-    """Return what the settings make of a signal on a run in this state (`_state`). `history`: no setting uses it, or it
-    comes too late. A group that lacked rewards is scored once they come (`feedback.late`)."""
+    """Return what the settings make of a signal on a run of `owner` in this state (`_state_of`): the run's reward, the
+    reward of a call, or a hint for training. `history`: no setting uses it, or it comes too late."""
+    # A group that was discarded for want of rewards is scored once they come.
     rescued = state.get("reason") == "unscored" and any(r.kind == "feedback" for r in config.judge.rewards)
     if state["run"] in ("scored", "discarded") and not (rescued and config.feedback.late == "train"):
         return "history"
@@ -348,7 +353,7 @@ def _use(
     return "call_reward" if is_own and event.call >= 0 else "history"
 
 
-async def _state(gateway: Gateway, opened: TrajectoryOpened) -> dict[str, str]:
+async def _state_of(gateway: Gateway, opened: TrajectoryOpened) -> dict[str, str]:
     """Return what has become of a run: `open`, `completed`, `scored`, or `discarded` with the reason."""
     if await gateway.registry.log.completion(opened) is None:
         return {"run": "open"}
@@ -368,6 +373,7 @@ async def _state(gateway: Gateway, opened: TrajectoryOpened) -> dict[str, str]:
 
 
 def _unknown_answer(answer: str, where: str = "The log") -> ApiError:
+    """`where`: what was searched for the answer."""
     message = (
         f"{where} has no answer {answer!r}. Send the id as the client got it. An answer is recorded only if its call "
         "belongs to a run (docs/gateway.md says how a call names its run), and the log keeps it for "

@@ -1,8 +1,18 @@
-"""The parts of a gateway and their connections. `rollout_gateway.service` runs them."""
+"""The parts of a gateway with their connections, and a request to the control API as its handler gets it.
+
+`service` makes the parts that read the log first, then the `Gateway`, and runs what has to run beside the requests.
+`app` gives a `ControlRequest` to the handler of its route (`routes`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import parse_qsl
+
 from pipeline.config import Config
+from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.names import new_id
 from pipeline.security.server_key import api_key
@@ -14,8 +24,10 @@ from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.capture.identity import Identity
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.dialects.permitted import Permitted
+from rollout_gateway.http.body import read_body
 from rollout_gateway.http.errors import ApiError, unknown_model
 from rollout_gateway.http.origins import OriginPolicy
+from rollout_gateway.http.request import HeaderList, Request
 from rollout_gateway.outside.relay import Relay
 from rollout_gateway.outside.shadow import Shadows
 from rollout_gateway.serving.membership import Membership
@@ -25,9 +37,11 @@ from rollout_gateway.serving.promotion import Promotion
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 
+_T = TypeVar("_T")
+
 
 class Gateway:
-    """The objects of a gateway that run beside each other."""
+    """The objects of a gateway process, each made once."""
 
     def __init__(
         self,
@@ -39,7 +53,7 @@ class Gateway:
         pacing: Pacing,
         registry: Registry,
     ) -> None:
-        """`policies`, `pacing` and `registry` have read the log."""
+        """`policies`, `pacing` and `registry` have read the log already, which the others rely on."""
         settings, project = config.gateway, config.project
         self.config, self.broker, self.origins, self.api_keys = config, broker, origins, api_keys
         self.policies, self.pacing, self.registry = policies, pacing, registry
@@ -72,3 +86,45 @@ class Gateway:
     def unknown_model(self, model: str, access: Access) -> ApiError:
         """Return the 404 about a model that does not exist, or that the key may not use."""
         return unknown_model(model, self.models_of(access))
+
+
+@dataclass(eq=False, slots=True)
+class ControlRequest:
+    """A request to the control API. Its key permits its route, and its body has been read."""
+
+    gateway: Gateway
+    http: Request
+    access: Access
+    values: list[str]
+    """Values of the path's parameters, decoded."""
+
+    @property
+    def query(self) -> dict[str, str]:
+        """Parameters of the URL's query. Of repeated ones the last one counts."""
+        return dict(parse_qsl(self.http.target.partition("?")[2], keep_blank_values=True))
+
+    def read(self, kind: type[_T]) -> _T:
+        """The body as `kind`; an empty body is an empty object. Raises an `ApiError` as `read_body`."""
+        return read_body(self.http.body or b"{}", kind)
+
+    def charging(self, runs: int) -> AbstractContextManager[list[str]]:
+        """Count the request as a call of its key for each of so many runs. The block appends the runs that it looks at
+        to the list that it gets (`ApiKeys.charging`)."""
+        return self.gateway.api_keys.charging(self.access, hash((self.http.target, self.http.body)), runs)
+
+    def reading(self, opened: TrajectoryOpened) -> AbstractAsyncContextManager[Callable[[int], None]]:
+        """Count what the block reads of a run as calls of the request's key. The block calls the function that it gets
+        with the bytes of each part (`ApiKeys.reading`)."""
+        access = self.access
+        owner = opened.owner if access.trajectory else access.owner
+        return self.gateway.api_keys.reading(owner, feedback_only=access.feedback_only)
+
+
+@dataclass(eq=False, slots=True)
+class RawAnswer:
+    """An answer of a handler that is encoded already. Other answers are encoded as JSON, with the route's status."""
+
+    status: int
+    body: bytes
+    content_type: bytes = b"application/json"
+    headers: HeaderList = ()

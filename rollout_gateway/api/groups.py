@@ -1,7 +1,12 @@
-"""Completing the trajectories of a group, and reading what became of a group. All handlers raise `ApiError`."""
+"""Completing the trajectories of a group in one request, and reading what became of a group.
+
+A "member" is a trajectory in the body of the first route. It may be open already, or be opened by the request: then it
+is made of calls that other trajectories recorded (`exchanges`), of a demonstration, or of nothing but a reward. All
+handlers raise `ApiError`."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -10,20 +15,14 @@ from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, Trajector
 from pipeline.names import check_name
 from pipeline.statistics.metric_names import named
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api.control_request import ControlRequest
-from rollout_gateway.api.demonstrations import (
-    DemonstratedTurn,
-    check_demonstration,
-    demonstrated_turns,
-    record_demonstration,
-)
-from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.demonstrations import check_demonstration, demonstrated_calls, record_demonstration
+from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import GroupCompletion, GroupMember
 from rollout_gateway.api.trajectories import check_batch, check_completion, complete_checked, runs_named
-from rollout_gateway.http.errors import ApiError, check_group_size, check_shared, unknown_trajectory
+from rollout_gateway.http.errors import ApiError, check_group_size, check_repeated_text, unknown_trajectory
 
 _TASK_BYTES = 16 * 1024 * 1024
-"""Bytes that the task of one request may take on the log: each member's opening has it."""
+"""Bytes that the task of one request may take on the log, in the openings of all members together."""
 
 
 async def complete_group(request: ControlRequest) -> dict[str, Any]:
@@ -35,57 +34,67 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     gateway, access, (group,) = request.gateway, request.access, request.values
     body = request.read(GroupCompletion)
     check_group_size("trajectories", len(body.trajectories), gateway.config.gateway.max_group_size)
-    check_shared("task", body.task, len(body.trajectories), _TASK_BYTES)
-    ids = [member.id for member in body.trajectories]
-    if repeated := next((name for i, name in enumerate(ids) if name in ids[:i]), None):
+    check_repeated_text("task", body.task, len(body.trajectories), _TASK_BYTES)
+    ids = Counter(member.id for member in body.trajectories)
+    if repeated := next((name for name, times in ids.items() if times > 1), None):
         message = f"Trajectory {repeated!r} is named twice. Name each trajectory once."
         raise ApiError(400, "invalid_body", message, param="trajectories")
     with request.charging(sum(map(runs_named, body.trajectories))) as looked_at:
         for member in body.trajectories:
-            try:
-                await check_completion(gateway, member, access, looked_at)
-            except ApiError as error:
-                error.message = f"Trajectory {member.id!r}: {error.message}"
-                raise
-            if not member.exchanges:
-                looked_at.append(member.id)
-            opened = await gateway.registry.opening(member.id)
-            if member.demonstration is not None:
-                check_demonstration(member, access)
-            if opened is None and _may_be_opened(member):
-                check_name(group)
-                if body.model not in gateway.models_of(access):
-                    raise gateway.unknown_model(body.model, access)
-                await gateway.registry.check_references(member.id, body.model, member.exchanges)
-            elif opened is None or not access.owns(opened.owner):
-                raise unknown_trajectory(member.id)
-            elif opened.group != group:
-                message = f"Trajectory {member.id!r} belongs to group {opened.group!r}, not {group!r}."
-                raise ApiError(400, "wrong_group", message)
-            check_batch(member, group)
-    turns: dict[str, list[DemonstratedTurn]] = {}
-    for member in body.trajectories:
-        if member.demonstration is not None:
-            turns[member.id] = await demonstrated_turns(request, body.model, member)
+            await _check_member(request, group, body.model, member, looked_at)
+    calls = {
+        member.id: await demonstrated_calls(request, body.model, group, member)
+        for member in body.trajectories
+        if member.demonstration is not None
+    }
     data = []
     for number, member in enumerate(body.trajectories, 1):
-        if _may_be_opened(member):
-            await _open(gateway, group, body, member, number, access)
-        await record_demonstration(gateway, member.id, turns.get(member.id, ()))
+        if _opened_by_completing(member):
+            await _open_member(gateway, group, body, member, number, access)
+        await record_demonstration(gateway, member.id, calls.get(member.id, ()))
         data.append(await complete_checked(gateway, member.id, member))
     return {"group": group, "data": data}
 
 
-def _may_be_opened(member: GroupMember) -> bool:
-    """Whether a member is made of calls of other trajectories or of a demonstration, or of nothing but a reward that
-    counts in the baseline of a requested batch."""
+async def _check_member(
+    request: ControlRequest, group: str, model: str, member: GroupMember, looked_at: list[str]
+) -> None:
+    """Raise an `ApiError` if a member can't be completed, or, if it is not open, not be opened for `model`. Appends the
+    runs that are looked at to `looked_at` (`ControlRequest.charging`)."""
+    gateway, access = request.gateway, request.access
+    try:
+        await check_completion(gateway, member, access, looked_at)
+    except ApiError as error:
+        error.message = f"Trajectory {member.id!r}: {error.message}"
+        raise
+    if not member.exchanges:  # else `check_completion` appended what they name
+        looked_at.append(member.id)
+    opened = await gateway.registry.opening(member.id)
+    if member.demonstration is not None:
+        check_demonstration(member, access)
+    if opened is None and _opened_by_completing(member):
+        check_name(group)
+        if model not in gateway.models_of(access):
+            raise gateway.unknown_model(model, access)
+        await gateway.registry.check_references(member.id, model, member.exchanges)
+    elif opened is None or not access.owns(opened.owner):
+        raise unknown_trajectory(member.id)
+    elif opened.group != group:
+        message = f"Trajectory {member.id!r} belongs to group {opened.group!r}, not {group!r}."
+        raise ApiError(400, "wrong_group", message)
+    check_batch(member, group)
+
+
+def _opened_by_completing(member: GroupMember) -> bool:
+    """Whether the request opens a member that is not open. One that is made of nothing but a reward must be of a
+    requested batch, in whose baseline the reward counts."""
     return bool(member.exchanges or member.demonstration or member.batch)
 
 
-async def _open(
+async def _open_member(
     gateway: Gateway, group: str, body: GroupCompletion, member: GroupMember, number: int, access: Access
 ) -> None:
-    """Open a member, unless an earlier request did."""
+    """Open a member, unless an earlier request did. `number`: its place in the group, from 1."""
     if (opened := await gateway.registry.opening(member.id)) is not None:
         if not access.owns(opened.owner) or opened.group != group:  # it was opened since the members were checked
             raise unknown_trajectory(member.id)
@@ -104,21 +113,24 @@ async def _open(
     # The first call says who answers the run: a decision that was made since does not count.
     for reference in member.exchanges[:1]:
         source = await gateway.registry.opening_for(reference.trajectory, access)
-        sides = {name: getattr(source, name) for name in ("model", "asked", "pinned", "min_logprob") if source.asked}
-        event = msgspec.structs.replace(event, **sides)
+        decided = ("model", "asked", "pinned", "min_logprob") if source.asked else ()
+        event = msgspec.structs.replace(event, **{name: getattr(source, name) for name in decided})
     # The groups of a requested batch wait for each other; the trainer bounds how many may.
     paced, assigned = member.batch is None, bool(member.exchanges)
     await gateway.registry.open(event, "", access, paced=paced, assigned=assigned)
 
 
 async def get_group(request: ControlRequest) -> dict[str, Any]:
-    """Whether a group was trained or discarded. `model` in the query may be left out if there is one model only."""
+    """What became of a group: `GET /v1/groups/{group}`. `model` in the query may be left out if there is one model
+    only."""
     gateway, access, (group,) = request.gateway, request.access, request.values
     models = gateway.models_of(access)
     model = request.query.get("model", models[0] if len(models) == 1 else "")
     if model not in models:
         raise gateway.unknown_model(model, access)
-    owners = {name: await gateway.registry.groups.owner(name, group) for name in gateway.policies.sides(model)}
+    owners = {
+        name: await gateway.registry.groups.owner(name, group) for name in gateway.policies.answering_models(model)
+    }
     own = [name for name, owner in owners.items() if owner is not None and access.owns(owner)]
     if not own and not access.operator:
         message = f"Group {group!r} is unknown: it was not opened here, or another API key opened it."
@@ -126,7 +138,7 @@ async def get_group(request: ControlRequest) -> dict[str, Any]:
     unknown = {"version": "", "metrics": {}, "reason": "", "detail": ""}
     outcomes = []
     for name in own or [model]:
-        outcome = await _outcome(gateway, name, group)
+        outcome = await _outcome_of(gateway, name, group)
         if not access.sees(name):  # the version of a model that took over
             outcome = {field: value for field, value in outcome.items() if field not in ("version", "metrics")}
         outcomes.append(outcome)
@@ -135,9 +147,10 @@ async def get_group(request: ControlRequest) -> dict[str, Any]:
     return {"group": group, "model": model, **unknown, **outcome}
 
 
-async def _outcome(gateway: Gateway, model: str, group: str) -> dict[str, Any]:
-    """What the log says of a group. `waiting`: no checkpoint, discard or dead letter names it. `dead`: the trainer
-    could not use it, or the judge that scored it ended, and it is among the dead letters."""
+async def _outcome_of(gateway: Gateway, model: str, group: str) -> dict[str, Any]:
+    """What the log says of a group, as the answer's fields. `status` is `trained`, `discarded`, `dead` (the trainer
+    could not use it, or the judge that scored it ended, and it is among the dead letters) or `waiting` (none of
+    these)."""
     state = gateway.policies.models.get(model)  # `None`: an outside model
     for checkpoint in reversed(state.checkpoints.values() if state is not None else ()):
         event = checkpoint.event

@@ -1,4 +1,4 @@
-"""Whether the log takes writes, for `/health`, so that a load balancer can send calls to another gateway."""
+"""Whether the log takes writes. `/health` tells it, so that a load balancer can send calls to another gateway."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _STREAM = streams.stream_of_subject("rollout.exchange")
 
 
 class LogHealth:
-    """Probes the log. `trouble` says why it takes no writes; it is empty while the log takes them."""
+    """Probes the log."""
 
-    def __init__(self) -> None:
-        self.trouble = ""
+    trouble = ""
+    """Why the log takes no writes; empty while it takes them."""
 
     async def run(self, broker: Broker) -> None:
         """Probe every 5 seconds. Never returns."""

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus."""
+"""The gateway's metrics, which Prometheus reads from `/metrics`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 
 
 class Metrics(Collector):
-    """What is counted, and the state of a gateway whenever it is asked for."""
+    """Counts of calls and loads, and the state of servers and runs at the moment when it is asked for."""
 
     def __init__(self, fleet: Fleet, registry: Registry, shadows: Mapping[str, int]) -> None:
         """`shadows`: shadow calls by how they ended."""
@@ -29,6 +29,7 @@ class Metrics(Collector):
         to.register(self)
 
     def count_call(self, endpoint: str, status: int, seconds: float) -> None:
+        """Count a model call that was answered, by the path and the status of its answer."""
         self._calls.labels(endpoint, status).inc()
         self._seconds.observe(seconds)
 
@@ -37,6 +38,7 @@ class Metrics(Collector):
         return generate_latest(self._collectors)
 
     def collect(self) -> Iterator[Metric]:
+        """The state now. `generate_latest` calls it."""
         yield GaugeMetricFamily(
             "journeywork_trajectories_known", "Open trajectories in this replica's memory.", len(self._registry)
         )

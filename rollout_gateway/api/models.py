@@ -1,4 +1,5 @@
-"""Models, their versions, decisions about them, and the state of the inference servers. All raise `ApiError`."""
+"""Handlers about models, their versions, decisions about them, and the gateway's health and metrics. All raise
+`ApiError`. A model that a key may not use (`Access.sees`) looks as if it did not exist."""
 
 from __future__ import annotations
 
@@ -6,24 +7,25 @@ from typing import Any
 
 from pipeline.names import is_outside, parse_version
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api.control_request import ControlRequest, RawAnswer
-from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.gateway import ControlRequest, Gateway, RawAnswer
 from rollout_gateway.api.metrics import CONTENT_TYPE
 from rollout_gateway.http.errors import unknown_model
 from rollout_gateway.serving.promotion import BODIES, Action
 
-_DECISION = ("action", "version", "other", "percent", "min_logprob", "by", "reason", "at")
+_DECISION_FIELDS = ("action", "version", "other", "percent", "min_logprob", "by", "reason", "at")
 """Fields of a decision that are told."""
-_OPERATORS = ("request", "evidence")
-"""Fields of it that operators are told."""
+_OPERATOR_FIELDS = ("request", "evidence")
+"""Fields of a decision that operators are told, too."""
 
 
 def _visible_names(gateway: Gateway, access: Access) -> list[str]:
+    """What a key may put into `model`."""
     names = (*gateway.policies.names(), *sorted(gateway.router.outside))
     return [name for name in names if access.sees(gateway.router.name(name))]
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+    """A model object of OpenAI's."""
     owner = "outside" if name in gateway.router.outside else "journeywork"
     return {"id": name, "object": "model", "created": 0, "owned_by": owner}
 
@@ -51,11 +53,12 @@ async def get_policies(request: ControlRequest) -> dict[str, Any]:
 
 
 def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
+    """What `GET /v1/policies` tells of a policy's name, or of an outside model that has an apprentice."""
     policies, version = gateway.policies, gateway.router.current(model)
     decided = (policies.masters.get(model) or policies.models[model]).decided
     trained = policies.apprentices.get(model, model)
     loaded = {v for r in gateway.fleet.ready() for v in r.loaded if parse_version(v)[0] == trained}
-    fields = _DECISION + (_OPERATORS if access.operator else ())
+    fields = _DECISION_FIELDS + (_OPERATOR_FIELDS if access.operator else ())
     policy: dict[str, Any] = {
         "model": model,
         "apprentice": policies.apprentices.get(model),
@@ -76,7 +79,7 @@ def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
 
 
 async def decide(request: ControlRequest, action: Action) -> dict[str, Any]:
-    """Change the version that a model's name is routed to."""
+    """Change the version that a model's name is routed to: `POST /v1/policies/{model}/{action}`."""
     (model,) = request.values
     request.access.check_model(model)
     decision = request.read(BODIES[action])

@@ -1,4 +1,8 @@
-"""Recording evaluations, which an SDK client plays. Raises `ApiError`."""
+"""`POST /v1/evaluations`: records the results of one entrant of an evaluation.
+
+`journeywork eval` plays the held-out tasks and computes the results; the gateway checks and publishes them. An
+evaluation compares several entrants (versions, or models of others) and has one request, and so one event, for each.
+The handler raises `ApiError`."""
 
 from __future__ import annotations
 
@@ -9,23 +13,20 @@ import msgspec
 from pipeline.events import PolicyEvaluated
 from pipeline.names import InvalidNameError, check_name, parse_version
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api.control_request import ControlRequest
-from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import EvaluationBody
-from rollout_gateway.http.body import check_numbers
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.idempotency import publish_once
 
 
 async def record_evaluation(request: ControlRequest) -> dict[str, Any]:
-    """Publish an evaluation. The same entrant again is the same event. The evaluation belongs to the key that
+    """Publish the results of one entrant. A repeated request is one event. The evaluation belongs to the key that
     recorded its first entrant."""
     gateway, access = request.gateway, request.access
     fields = msgspec.structs.asdict(request.read(EvaluationBody))
     event = PolicyEvaluated(project=gateway.project, by=access.owner, **fields)
     check_name(event.model)
     check_name(event.evaluation)
-    check_numbers(msgspec.to_builtins(fields))
     for measure in event.measures:
         check_name(measure.name)
     outside = event.model in gateway.router.outside
@@ -46,7 +47,8 @@ async def record_evaluation(request: ControlRequest) -> dict[str, Any]:
 
 
 def _check_version(gateway: Gateway, event: PolicyEvaluated) -> None:
-    """Raise a 400 `ApiError` unless `version` is one that the model has, or empty: versions changed meanwhile."""
+    """Raise a 400 `ApiError` if the model never had the event's `version`. It is empty if the version changed while the
+    evaluation was played."""
     if not event.version:
         return
     newest = gateway.policies.newest(event.model, ())

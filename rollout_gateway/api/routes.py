@@ -1,4 +1,5 @@
-"""The routes of the control API, one row each. Requests are dispatched by them."""
+"""The routes of the control API, one row each. `app` finds the row of a request, checks its key, and calls the
+handler."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, get_args
 from urllib.parse import unquote_to_bytes
 
 from rollout_gateway.api import feedback, groups, models, records, tokens, trajectories
-from rollout_gateway.api.control_request import ControlRequest
+from rollout_gateway.api.gateway import ControlRequest
 from rollout_gateway.capture.identity import KeyKind
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.promotion import Action
@@ -21,14 +22,16 @@ Handler = Callable[[ControlRequest], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Route:
-    """One row."""
+    """One row: a method and path, and what answers it."""
 
     method: str
     path: str
     """A parameter `{name}` is one segment of the path, `{name+}` may hold slashes."""
     handler: Handler
     auth: KeyKind = "agent"
+    """The key that it takes."""
     status: int = 200
+    """Of a successful answer."""
     opens: bool = False
     """Whether it opens a run. Such a request is refused while the gateway stops."""
 
@@ -62,7 +65,7 @@ ROUTES = (
 )
 
 
-def find(method: str, path: str) -> tuple[Route, list[str]]:
+def find_route(method: str, path: str) -> tuple[Route, list[str]]:
     """Return the route of a path, and the decoded values of its parameters. `path`: still percent-encoded, without the
     query, as Latin-1 text. Raises a 400, 404 or 405 `ApiError`."""
     allowed = []
@@ -90,6 +93,7 @@ def decode_segment(segment: str) -> str:
 
 
 def not_allowed(*allowed: str) -> ApiError:
+    """The URL exists for other methods, which are `allowed`."""
     methods = ", ".join(dict.fromkeys(allowed))
     headers = ((b"allow", methods.encode()),)
     return ApiError(405, "method_not_allowed", f"This URL takes {methods}.", headers=headers)

@@ -1,4 +1,5 @@
-"""Bodies of the control API. A field that they don't have is an error."""
+"""Bodies of the control API's requests (docs/gateway.md describes them for clients). A field that they don't have is an
+error. The body of a completion is `capture.registry.Completion`; those of decisions are in `serving.promotion`."""
 
 from __future__ import annotations
 
@@ -119,3 +120,4 @@ EvaluationBody = msgspec.defstruct(
     forbid_unknown_fields=True,
     namespace={"__doc__": "Body of `POST /v1/evaluations`: the event, without what the gateway adds."},
 )
+"""Made of the event's fields, with bounds for integers."""

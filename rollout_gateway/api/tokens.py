@@ -1,5 +1,5 @@
-"""Token counts: requests that sample nothing and so record nothing. vLLM answers them; the gateway only resolves the
-model's name to a version first. Both handlers raise `ApiError`."""
+"""Token counts: requests that sample nothing and so record nothing. vLLM answers them at `/tokenize`; the gateway
+resolves the model's name to a version first. All functions raise `ApiError`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_gateway.api.control_request import ControlRequest, RawAnswer
+from rollout_gateway.api.gateway import ControlRequest, RawAnswer
 from rollout_gateway.dialects.calls import Call, Fields, RequestParams, read_fields
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.http.errors import ApiError, bad_answer
@@ -17,8 +17,8 @@ from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.serving.replicas import least_loaded
 
 _encode = msgspec.json.Encoder().encode
-_WAIT_S = 60.0
-_ANSWER_S = 30.0
+_REPLICA_WAIT_S = 60.0
+_TIMEOUT_S = 30.0
 
 
 async def tokenize(request: ControlRequest) -> RawAnswer:
@@ -40,10 +40,11 @@ async def count_tokens(request: ControlRequest) -> RawAnswer:
         answer = await _tokenize_call(request, translation.call())
     if answer.status != 200:
         return RawAnswer(answer.status, messages_error(answer.body, answer.status))
-    return RawAnswer(200, _encode({"input_tokens": _read(answer.body).count}))
+    return RawAnswer(200, _encode({"input_tokens": _read_tokens(answer.body).count}))
 
 
 async def _tokenize_call(request: ControlRequest, call: Call) -> RawAnswer:
+    """vLLM's answer about the prompt of a chat completion."""
     request.gateway.permitted.check(call.fields)
     prompt: Fields = {name: call.fields[name] for name in ("messages", "tools") if name in call.fields}
     return await _tokenize(request, call.params.model, prompt)
@@ -56,7 +57,7 @@ async def token_ids(request: ControlRequest, model: str, prompt: Mapping[str, An
     if answer.status != 200:
         text = answer.body.decode(errors="replace")
         raise ApiError(400, "invalid_body", f"The inference server refuses the prompt: {text}", param="messages")
-    return _read(answer.body).tokens
+    return _read_tokens(answer.body).tokens
 
 
 class _Tokens(msgspec.Struct):
@@ -64,7 +65,8 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-def _read(body: bytes) -> _Tokens:
+def _read_tokens(body: bytes) -> _Tokens:
+    """Decode vLLM's answer. Raises a 502 `ApiError`."""
     try:
         return msgspec.json.decode(body, type=_Tokens)
     except msgspec.DecodeError as error:
@@ -72,13 +74,15 @@ def _read(body: bytes) -> _Tokens:
 
 
 async def _tokenize(request: ControlRequest, model: str, fields: Mapping[str, Any]) -> RawAnswer:
+    """Ask the least loaded server that serves `model`. Returns its answer as it is, errors included. Raises a 503
+    `ApiError` if there is no server, and a 502 one if it does not answer."""
     gateway = request.gateway
-    router, deadline = gateway.router, time.monotonic() + _WAIT_S
+    router, deadline = gateway.router, time.monotonic() + _REPLICA_WAIT_S
     request.access.check_model(router.name(model))
     lease = await gateway.fleet.acquire(lambda: router.resolve(model, None), least_loaded, deadline)
     try:
         body = _encode({**fields, "model": lease.version})
-        return RawAnswer(*await lease.replica.upstream.fetch("POST", "/tokenize", body, timeout_s=_ANSWER_S))
+        return RawAnswer(*await lease.replica.upstream.fetch("POST", "/tokenize", body, timeout_s=_TIMEOUT_S))
     except UpstreamError as error:
         lease.replica.suspect()
         message = f"The inference server did not answer: {error}"

@@ -1,4 +1,5 @@
-"""Opening, completing and reading trajectories. All handlers raise `ApiError`."""
+"""Opening, completing and reading trajectories; `groups` completes several by the same checks. All handlers raise
+`ApiError`."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from pipeline.config import ConfigError, with_batch_settings
 from pipeline.events import TrajectoryOpened
 from pipeline.names import InvalidNameError, check_name, new_dated_id, parse_version
 from rollout_gateway.access.api_keys import Access
-from rollout_gateway.api.control_request import ControlRequest
-from rollout_gateway.api.gateway import Gateway
+from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import Opening
 from rollout_gateway.capture.registry import BatchRequest, Completion
 from rollout_gateway.http.errors import ApiError, check_group_size, retired_version
@@ -46,7 +46,7 @@ async def open_trajectory(request: ControlRequest) -> dict[str, Any]:
 
 
 def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
-    """Raises a 404 `ApiError` if `model` is not a model's name, or `pinned` not one of its versions."""
+    """Raise a 404 `ApiError` if `model` is not a model's name, or `pinned` not a version of it that can be served."""
     model, pinned, policies = opening.model, opening.pinned, gateway.policies
     if model not in gateway.router.outside and policies.state(model) is None:
         name = gateway.router.name(model)
@@ -78,22 +78,23 @@ async def complete(request: ControlRequest) -> dict[str, Any]:
 
 
 async def complete_checked(gateway: Gateway, trajectory: str, completion: Completion) -> dict[str, Any]:
-    """Complete a trajectory whose results were checked."""
+    """Complete a trajectory whose results were checked. Returns the answer to the request."""
     event = await gateway.registry.complete(trajectory, completion)
     names = ("outcome", "reward", "exchanges", "calls", "prompt_tokens", "sampled_tokens", "calls_s")
     return {"id": trajectory, **{name: getattr(event, name) for name in names}}
 
 
 def runs_named(completion: Completion) -> int:
-    """How many runs a completion makes the gateway look at."""
+    """How many runs a completion makes the gateway look at, as its key pays for each: itself, or those whose calls it
+    names."""
     return len({reference.trajectory for reference in completion.exchanges}) or 1
 
 
-async def check_completion(gateway: Gateway, completion: Completion, access: Access, seen: list[str]) -> None:
-    """Append the trajectories that `exchanges` name to `seen`, up to the first wrong one. Raises an `ApiError`.
-    400: a reward is out of range, or a reward or metric has a name that tables and labels can't hold. 403: a
-    trajectory's own key sets `exchanges` or `batch`, or another key than an operator's sets a batch's `settings`. 404:
-    `exchanges` name a trajectory of another key."""
+async def check_completion(gateway: Gateway, completion: Completion, access: Access, looked_at: list[str]) -> None:
+    """Check the results of a run. Appends the trajectories that `exchanges` name to `looked_at`, up to the first wrong
+    one (`ControlRequest.charging`). Raises an `ApiError`. 400: a reward is out of range, or a reward or metric has a
+    name that tables and labels can't hold. 403: a trajectory's own key sets `exchanges` or `batch`, or another key than
+    an operator's sets a batch's `settings`. 404: `exchanges` name a trajectory of another key."""
     _check_rewards(completion, gateway.config.gateway.max_reward)
     for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
         for name in numbers:
@@ -110,11 +111,13 @@ async def check_completion(gateway: Gateway, completion: Completion, access: Acc
             check_name(name)
         _check_settings(gateway, batch, access)
     for trajectory in {reference.trajectory for reference in completion.exchanges}:
-        seen.append(trajectory)
+        looked_at.append(trajectory)
         await gateway.registry.opening_for(trajectory, access)
 
 
 def _check_settings(gateway: Gateway, batch: BatchRequest, access: Access) -> None:
+    """Raise an `ApiError` for settings of a batch: 403 without an operator's key, 400 for some that the installation
+    does not permit."""
     if not batch.settings:
         return
     if not access.operator:
@@ -127,6 +130,7 @@ def _check_settings(gateway: Gateway, batch: BatchRequest, access: Access) -> No
 
 
 def _check_rewards(completion: Completion, limit: float) -> None:
+    """Raise a 400 `ApiError` if a reward, or the sum of the named ones where there is no `reward`, exceeds `limit`."""
     rewards = {f"rewards.{name}": value for name, value in completion.rewards.items()}
     if completion.reward is not None:
         rewards["reward"] = completion.reward
@@ -151,7 +155,7 @@ def check_batch(completion: Completion, group: str) -> None:
 
 
 async def get_trajectory(request: ControlRequest) -> dict[str, Any]:
-    """Answer with a trajectory as recorded on the log."""
+    """What the log says of a trajectory: `GET /v1/trajectories/{trajectory}`."""
     opened, completed, exchanges = await request.gateway.registry.describe(*request.values)
     if not request.access.sees(opened.model):  # an apprentice, of which the key is told nothing
         opened = opened.as_asked()

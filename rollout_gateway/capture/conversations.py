@@ -1,34 +1,45 @@
 """What the messages of a call tell about its run: what was said before, and what of an earlier answer they quote.
 
-Clients change what they send: they cut old messages off, replace them by a summary, hand over to an agent with another
-system prompt, or start agents of their own. `Quote` keeps of an answer what such a call would repeat.
+`detection` compares calls by `CallMessages`. Clients change what they send: they cut old messages off, replace them by
+a summary, hand over to an agent with another system prompt, or start agents of their own. A `Quote` keeps of an answer
+what such a call would repeat. It is stored on the log under a fingerprint, a hash of a part of the quote; a later call
+looks the fingerprints of its own texts up there.
+
+A "history" is a hash of all messages up to some message. "Instructions" are system and developer messages. A "program"
+is what the client runs, told by its tools or its system prompt.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-Canonical = tuple[str, str, str]
-"""Role, text and tool calls: what clients keep of a message when they send it back. Arguments of tool calls are
-compared as JSON, since clients parse them and write them again in their own way."""
-
 _INSTRUCTIONS = ("system", "developer")
-_QUOTE_CHARS = 40
+_MIN_QUOTE_CHARS = 40
 """Shorter texts may be the same in two runs by chance."""
-_COMPARED = 64
+_MAX_COMPARED = 64
 """Messages of a history that are compared, the newest ones."""
-_LOOKED_UP = 32
+_MAX_LOOKED_UP = 32
 """Lines of a call, the longest first, that are looked up as quotations."""
-_NOT_QUOTED = "analysis"
+_ANALYSIS_TAG = "analysis"
 """Tag around the part of a summary that Claude Code leaves out when it goes on."""
-_REMINDERS = "system-reminder"
+_REMINDER_TAG = "system-reminder"
 """Tag around what Claude Code adds to the user's texts."""
+
+
+class Message(NamedTuple):
+    """What clients keep of a message when they send it back."""
+
+    role: str
+    text: str
+    calls: str
+    """Names and arguments of its tool calls, as JSON. Arguments are decoded for it, since clients parse them and write
+    them again in their own way."""
 
 
 @dataclass(frozen=True)
@@ -37,35 +48,35 @@ class CallMessages:
 
     owner: str
     model: str
-    messages: tuple[Canonical, ...]
+    messages: tuple[Message, ...]
     tools: tuple[str, ...]
     """Names of its tools, sorted."""
-    call_ids: tuple[str, ...]
+    tool_call_ids: tuple[str, ...]
     """Ids of the tool calls in its last message of the assistant."""
-    texts: frozenset[str]
+    user_texts: frozenset[str]
     """Texts of the user, each part of a message by itself."""
 
     @classmethod
     def read(cls, owner: str, model: str, messages: Any, tools: Any) -> CallMessages:
-        """`messages` and `tools` are those of a chat completion, decoded."""
+        """`messages` and `tools` are those of a chat completion, decoded and of any form: no server has read them."""
         valid = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
         users = [m.get("content") for m in valid if m.get("role") == "user"]
         names = {str(_function(t).get("name")) for t in tools} if isinstance(tools, list) else set()
-        said = [m for m in valid if m.get("role") == "assistant" and _canonical(m) != _EMPTY]
+        answers = [m for m in valid if m.get("role") == "assistant" and _message(m) != _EMPTY_ANSWER]
         return cls(
             owner,
             model,
-            canonicals(valid),
+            _messages(valid),
             tuple(sorted(names)),
-            _call_ids(said[-1]) if said else (),
-            frozenset(_without(_REMINDERS, text).strip() for content in users for text in _texts(content)),
+            _tool_call_ids(answers[-1]) if answers else (),
+            frozenset(_without_tagged(_REMINDER_TAG, text).strip() for content in users for text in _texts(content)),
         )
 
     def with_answer(self, message: dict[str, Any]) -> CallMessages:
         """The conversation with an answer at its end."""
-        said = canonicals([message])
-        ids = _call_ids(message) if said else self.call_ids
-        return replace(self, messages=(*self.messages, *said), call_ids=ids)
+        answer = _messages([message])
+        ids = _tool_call_ids(message) if answer else self.tool_call_ids
+        return replace(self, messages=(*self.messages, *answer), tool_call_ids=ids)
 
     @cached_property
     def histories(self) -> list[str]:
@@ -84,46 +95,53 @@ class CallMessages:
         return [
             history
             for index, history in reversed(list(enumerate(histories)))
-            if self.messages[index][0] == "assistant" or index == len(histories) - 1
+            if self.messages[index].role == "assistant" or index == len(histories) - 1
         ]
 
     @cached_property
-    def spoken(self) -> list[Canonical]:
-        """The messages without instructions, up to the last one of the assistant."""
-        spoken = [m for m in self.messages if m[0] not in _INSTRUCTIONS]
-        while spoken and spoken[-1][0] != "assistant":
-            spoken.pop()
-        return spoken
+    def up_to_answer(self) -> list[Message]:
+        """The messages without instructions, up to the last answer."""
+        messages = self._without_instructions()
+        while messages and messages[-1].role != "assistant":
+            messages.pop()
+        return messages
+
+    def _without_instructions(self) -> list[Message]:
+        return [m for m in self.messages if m.role not in _INSTRUCTIONS]
 
     @property
     def program(self) -> str:
-        """A hash of what the client's program is told by: the names of its tools, else its system prompt. A system
-        prompt beside tools often has the time in it."""
-        return self.digest("program", self.tools or [m for m in self.messages if m[0] in _INSTRUCTIONS])
+        """A hash of what tells the client's program: the names of its tools, else its system prompt. A system prompt
+        beside tools often has the time in it."""
+        return self.digest("program", self.tools or [m for m in self.messages if m.role in _INSTRUCTIONS])
 
     @property
     def group(self) -> str:
         """A hash that is the same for runs that begin alike: with the same tools and messages, whatever their
         instructions."""
-        return self.digest(self.tools, [m for m in self.messages if m[0] not in _INSTRUCTIONS])
+        return self.digest(self.tools, self._without_instructions())
 
     @cached_property
-    def lines(self) -> frozenset[str]:
+    def user_lines(self) -> frozenset[str]:
         """The long lines of the user."""
-        return frozenset(line for text in self.texts for line in _long_lines(text))
+        return frozenset(line for text in self.user_texts for line in _long_lines(text))
 
     def fingerprints(self) -> list[str]:
-        """Fingerprints of the quotes that may be in these messages."""
-        history = [self.digest("history", self.spoken[-2:])] if self.spoken else []
-        longest = sorted(self.lines, key=len, reverse=True)[:_LOOKED_UP]
+        """Fingerprints of the quotes that may be in these messages. That of a history is the first one."""
+        history = [self.digest("history", self.up_to_answer[-2:])] if self.up_to_answer else []
+        longest = sorted(self.user_lines, key=len, reverse=True)[:_MAX_LOOKED_UP]
         return [*history, *(self.digest("line", line) for line in longest)]
 
     def digest(self, *what: Any) -> str:
+        """A hash of anything in the messages. Those of other owners or models hash differently."""
         data = msgspec.msgpack.encode((self.owner, self.model, what))
         return hashlib.sha256(data).hexdigest()[:20]
 
 
 Match = Literal["certain", "likely", "branch", "copy", "none"]
+"""What a call is to a run of which it has a quote. `certain`, `likely`: it goes on with the run. `branch`: it is made
+by an agent that the run's agent started. `copy`: it may be one of these, or belong to another run that says the same.
+`none`: it only looked like a quote."""
 
 
 class Quote(msgspec.Struct, array_like=True):
@@ -131,17 +149,17 @@ class Quote(msgspec.Struct, array_like=True):
 
     kind: Literal["history", "summary", "task"]
     fingerprint: str
-    said: list[str]
+    quoted: list[str]
     """`history`: a hash of each message that is no instruction, the newest ones. `summary`: the long lines of the
     answer, hashed. `task`: the text that the answer hands to a tool, hashed."""
-    call_ids: tuple[str, ...]
+    tool_call_ids: tuple[str, ...]
+    """Of the answer."""
     programs: list[str]
     """Hashes of the programs that made the run's calls."""
 
     def match(self, call: CallMessages, *, newest: bool) -> Match:
-        """Whether a call with this quote's fingerprint goes on with the conversation, `certain`ly or `likely`, is a
-        `branch` of its run by an agent that the answer starts, or may be a `copy` of one of the two. `newest`: the run
-        has not gone on since. If it has, the ids of its tool calls tell that the call goes on from before that."""
+        """What a call with this quote's fingerprint is to the run. `newest`: the run has not gone on since the quote.
+        If it has, only ids of tool calls tell that the call steps back to there, and a branch may begin at any time."""
         match = self._match(call)
         return match if newest or match in ("certain", "branch") else "none"
 
@@ -150,59 +168,64 @@ class Quote(msgspec.Struct, array_like=True):
             case "history":
                 return self._match_history(call)
             case "summary":
-                if not {call.digest("line", line) for line in call.lines}.issuperset(self.said):
+                if not {call.digest("line", line) for line in call.user_lines}.issuperset(self.quoted):
                     return "none"
                 return "likely" if call.program in self.programs else "none"
             case "task":
-                if self.said[0] not in {call.digest("text", text) for text in call.texts}:
+                if self.quoted[0] not in {call.digest("text", text) for text in call.user_texts}:
                     return "none"
                 return "copy" if call.program in self.programs else "branch"
 
     def _match_history(self, call: CallMessages) -> Match:
-        spoken = _message_hashes(call)
-        if spoken == self.said:  # only the instructions differ
-            return "certain" if call.call_ids and call.call_ids == self.call_ids else "likely"
-        answers, before = ([s for s in said if s[0] == "a"] for said in (spoken, self.said))
+        """The fingerprint says that the last two messages are the same. Here the ones before are compared: all of them,
+        or, where the client cut or cleared some, the answers that it still sends."""
+        sent = _message_hashes(call)
+        if sent == self.quoted:  # only the instructions differ
+            return "certain" if call.tool_call_ids and call.tool_call_ids == self.tool_call_ids else "likely"
+        answers, before = ([h for h in hashes if h[0] == "a"] for hashes in (sent, self.quoted))
         if before[-len(answers) :] != answers:
             return "none"
-        if self.call_ids:
-            return "certain" if call.call_ids == self.call_ids else "copy"
-        return "likely" if sum(len(text) for _, text, _ in call.spoken[-2:]) >= _QUOTE_CHARS else "copy"
+        if self.tool_call_ids:
+            return "certain" if call.tool_call_ids == self.tool_call_ids else "copy"
+        return "likely" if sum(len(m.text) for m in call.up_to_answer[-2:]) >= _MIN_QUOTE_CHARS else "copy"
 
 
 def quotes(answered: CallMessages, programs: list[str]) -> list[Quote]:
-    """What later calls may quote of a conversation whose last message is an answer."""
-    if not answered.spoken or answered.messages[-1][0] != "assistant":
+    """What later calls may quote of a conversation whose last message is an answer. `programs`: as in `Quote`."""
+    if not answered.up_to_answer or answered.messages[-1].role != "assistant":
         return []
-    _, text, calls = answered.messages[-1]
-    before = "\n".join(f"{text}\n{calls}" for _, text, calls in answered.messages[:-1])
+    *earlier, answer = answered.messages
+    before = "\n".join(f"{m.text}\n{m.calls}" for m in earlier)
 
-    def quote(kind: Literal["history", "summary", "task"], fingerprint: str, said: list[str]) -> Quote:
-        return Quote(kind, fingerprint, said, answered.call_ids, programs)
+    def quote(kind: Literal["history", "summary", "task"], fingerprint: str, quoted: list[str]) -> Quote:
+        return Quote(kind, fingerprint, quoted, answered.tool_call_ids, programs)
 
     out = [quote("history", answered.fingerprints()[0], _message_hashes(answered))]
     # A text that the run was given may be in the prompt of any other run of its task.
-    new = [line for line in _long_lines(_without(_NOT_QUOTED, text)) if line not in before]
-    if new and not calls:
-        said = [answered.digest("line", line) for line in new]
-        out.append(quote("summary", answered.digest("line", max(new, key=len)), said))
-    for task in {t.strip() for _, arguments in msgspec.json.decode(calls or "[]") for t in _strings(arguments)}:
+    new = [line for line in _long_lines(_without_tagged(_ANALYSIS_TAG, answer.text)) if line not in before]
+    if new and not answer.calls:
+        longest = answered.digest("line", max(new, key=len))
+        out.append(quote("summary", longest, [answered.digest("line", line) for line in new]))
+    for task in {t.strip() for _, arguments in msgspec.json.decode(answer.calls or "[]") for t in _strings(arguments)}:
         if (lines := _long_lines(task)) and task not in before:
-            fingerprint = answered.digest("line", max(lines, key=len))
-            out.append(quote("task", fingerprint, [answered.digest("text", task)]))
+            longest = answered.digest("line", max(lines, key=len))
+            out.append(quote("task", longest, [answered.digest("text", task)]))
     return out
 
 
 def _message_hashes(conversation: CallMessages) -> list[str]:
-    """Return a hash of each of the newest `_COMPARED` messages up to the last answer, without instructions, the oldest
-    first. `a` before the hash marks an answer, `-` any other message. Messages of other owners or models hash
-    differently."""
-    newest = conversation.spoken[-_COMPARED:]
-    return [("a" if m[0] == "assistant" else "-") + conversation.digest(m)[:10] for m in newest]
+    """Return a hash of each of the newest `_MAX_COMPARED` messages up to the last answer, without instructions, the
+    oldest first. `a` before the hash marks an answer, `-` any other message."""
+    newest = conversation.up_to_answer[-_MAX_COMPARED:]
+    return [("a" if m.role == "assistant" else "-") + conversation.digest(m)[:10] for m in newest]
 
 
 def _long_lines(text: str) -> list[str]:
-    return [stripped for line in text.splitlines() if len(stripped := line.strip()) >= _QUOTE_CHARS]
+    """The lines that are long enough to be known again as a quotation."""
+    return [stripped for line in text.splitlines() if len(stripped := line.strip()) >= _MIN_QUOTE_CHARS]
+
+
+# -- messages as clients send them, of any form ----------------------------------------------------------------------
 
 
 def _strings(arguments: Any) -> list[str]:
@@ -212,38 +235,41 @@ def _strings(arguments: Any) -> list[str]:
 
 
 def _texts(content: Any) -> list[str]:
+    """The texts in a message's content, which is one or a list of parts."""
     parts = content if isinstance(content, list) else [{"text": content}]
     return [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
 
 
-def _call_ids(message: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(call.get("id")) for call in _calls(message))
+def _tool_call_ids(message: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(call.get("id")) for call in _tool_calls(message))
 
 
-def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _tool_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
     calls = message.get("tool_calls")
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
 def _function(tool: Any) -> dict[str, Any]:
+    """The `function` of a tool or of a tool call; empty if it has none."""
     function = tool.get("function") if isinstance(tool, dict) else None
     return function if isinstance(function, dict) else {}
 
 
-_EMPTY = ("assistant", "", "")
+_EMPTY_ANSWER = Message("assistant", "", "")
 
 
-def canonicals(messages: Sequence[Any]) -> tuple[Canonical, ...]:
-    """The messages without empty ones of the assistant, which some clients leave out of the history they send."""
-    said = (_canonical(m) for m in messages if isinstance(m, dict))
-    return tuple(m for m in said if m != _EMPTY)
+def _messages(sent: Iterable[Any]) -> tuple[Message, ...]:
+    """The messages without empty answers, which some clients leave out of the history they send."""
+    messages = (_message(m) for m in sent if isinstance(m, dict))
+    return tuple(message for message in messages if message != _EMPTY_ANSWER)
 
 
-def _canonical(message: dict[str, Any]) -> Canonical:
-    calls = [(f.get("name"), _arguments(f.get("arguments"))) for call in _calls(message) if (f := _function(call))]
-    return (
-        str(message.get("role")),
-        "".join(_texts(message.get("content"))).strip(),  # some clients leave out white space at the ends
+def _message(sent: dict[str, Any]) -> Message:
+    functions = [function for call in _tool_calls(sent) if (function := _function(call))]
+    calls = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
+    return Message(
+        str(sent.get("role")),
+        "".join(_texts(sent.get("content"))).strip(),  # some clients leave out white space at the ends
         msgspec.json.encode(calls, order="sorted").decode() if calls else "",
     )
 
@@ -251,23 +277,23 @@ def _canonical(message: dict[str, Any]) -> Canonical:
 def _arguments(sent: Any) -> Any:
     """The arguments of a tool call, parsed if they are JSON. Clients send empty ones as `""` or `{}`."""
     if not isinstance(sent, str):
-        return _numbers(sent) or {}
+        return _as_javascript(sent) or {}
     try:
-        return _numbers(msgspec.json.decode(sent)) or {} if sent.strip() else {}
+        return _as_javascript(msgspec.json.decode(sent.strip() or "{}")) or {}
     except (msgspec.DecodeError, RecursionError):
         return sent
 
 
-def _numbers(value: Any) -> Any:
+def _as_javascript(value: Any) -> Any:
     """`value` with 1.0 replaced by 1, as JavaScript writes it."""
     if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
+        return {key: _as_javascript(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
+        return [_as_javascript(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _without(tag: str, text: str) -> str:
+def _without_tagged(tag: str, text: str) -> str:
     """Return `text` without what stands between a tag and its end, in time in proportion to its length, which a regular
     expression would not take."""
     begin, end = f"<{tag}>", f"</{tag}>"

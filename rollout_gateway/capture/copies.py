@@ -8,11 +8,9 @@ copy has the tokens, logprobs and policy version of the original.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
-from pipeline.events import ExchangeRecorded, TrajectoryOpened
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.http.errors import ApiError
 
@@ -30,19 +28,13 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     choice: int = 0
 
 
-def _copied(original: ExchangeRecorded, opened: TrajectoryOpened, seq: int) -> list[ExchangeRecorded]:
-    """The copy of a call. `at` stays that of the original, so that a copy that is published again is the same event."""
-    source = f"{original.trajectory}/{original.seq}"
-    place = {"trajectory": opened.trajectory, "group": opened.group, "seq": seq}
-    return [msgspec.structs.replace(original, copied_from=source, **place)]
-
-
 async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Reference]]) -> None:
     """Copy calls into a trajectory, in this order. `references` holds each with the trajectory that recorded it.
 
     A copy that broke off is continued where it ended. Raises a 409 `ApiError` if the trajectory has calls of its own,
     a 404 one if a call is not on the log, and a 413 one if the calls are too large together."""
     await into.refresh()
+    # Of an earlier request for the same copies that broke off.
     done = [(call.copied_from, call.choice) async for call in into.log.calls(into.id)]
     size = 0
     for number, (source, reference) in enumerate(references):
@@ -56,15 +48,18 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
                 "Complete another trajectory, with fewer or shorter ones."
             )
             raise ApiError(413, "body_too_large", message, param="exchanges")
+        copied_from, place = f"{source.id}/{original.seq}", {"trajectory": into.id, "group": into.opened.group}
         if number >= len(done):
-            await into.record(partial(_copied, original, into.opened))
-        elif done[number] != (f"{source.id}/{original.seq}", original.choice):
+            # `at` stays that of the original: a copy that is published again is the same event.
+            await into.record([msgspec.structs.replace(original, copied_from=copied_from, **place)])
+        elif done[number] != (copied_from, original.choice):
             raise _calls_of_its_own(into)
     if into.recorded.exchanges != len(references):
         raise _calls_of_its_own(into)
 
 
 def no_such_call(reference: Reference) -> ApiError:
+    """The log has no complete call that `reference` names."""
     reply = f"choice {reference.choice} of a reply {reference.reply!r}"
     message = f"Trajectory {reference.trajectory!r} has no recorded {reply}."
     return ApiError(404, "exchange_not_found", message, param="exchanges")

@@ -1,20 +1,20 @@
-"""Detects the trajectories of agents that name none, by the messages of their calls (opt-in:
-`gateway.detection.enabled`).
+"""Detects the trajectories ("runs") of agents that name none, by the messages of their calls (opt-in:
+`gateway.detection.enabled`). `identity` has the run of a call found, and `handler` reports its answer.
 
 A call whose messages begin with everything that a run had said and been answered so far belongs to that run. A run
 without a call for `gateway.detection.idle_s` is completed. Two runs that have said exactly the same can't be told
 apart; which of them a call continues is then arbitrary, and harmless, since both are equal up to there.
 
 A call that changed its history belongs to the run whose answer it quotes (`conversations`): one that was cut, handed
-over or summarized takes the run over, an agent that the run's agent started becomes a branch of it. If several runs may
-be meant, the call begins a part. So does a call whose history no run has. A part is in no group with whole runs, and a
-run whose rest it may be is masked. Any other call begins a run, in the group of those that began alike
-(`gateway.detection.grouped`).
+over or summarized takes the run over, an agent that the run's agent started becomes a "branch" of it. If several runs
+may be meant, the call begins a "part": a run whose beginning is recorded as another run. So does a call whose history
+no run has. A part is in no group with whole runs, and a run whose rest it may be is masked, so not trained. Any other
+call begins a run, in the group of those that began alike (`gateway.detection.grouped`).
 
 Any gateway process may get the next call of a run, also at the same time as others: a run that waits for its next call
-is a message on the log (`waiting_runs`), and only the process that takes it away has the run. Any process completes
-runs that waited too long. A gateway that starts has those runs wait again that no process seems to have: theirs was
-killed in the middle of a call.
+is a message on the log (`waiting_runs`), and only the process that takes it away has the run until the call is
+answered. Any process completes runs that waited too long. A gateway that starts "restores" the runs that no process
+seems to have, because theirs was killed in the middle of a call: it has them wait again.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from rollout_gateway.http.errors import ApiError
 log = get_logger("rollout_gateway.capture.detection")
 
 _CHECK_S = 1.0
-_LEFT_S = 2.0
-"""How long a run may have no call in flight in the process that took it. After that its call has failed."""
+_CALL_FAILED_S = 2.0
+"""A run that was taken and has had no call in flight for so long will get no answer: its call has failed."""
 _RESTART_S = 60.0
 """How much longer quotes are kept than runs wait, for the time in which no gateway may be there."""
-_PROGRAMS = 8
+_MAX_PROGRAMS = 8
 """Programs of a run that are remembered, the newest ones."""
 _PREFIX = "i"
 """Ids of detected trajectories begin with it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Taken:
-    """A run whose next call this process serves."""
+class _TakenRun:
+    """A run that this process took for a call, until the call is answered."""
 
     call: Call
     run: Trajectory
     conversation: CallMessages
-    waited: WaitingRun
-    """As it waits again if the call fails."""
+    waits_again_as: WaitingRun
+    """What is put back if the call fails; after an answer, with the history that the answer makes."""
     branch_number: int
-    """Of `WaitingRuns.begin_branch`; 0: no branch."""
+    """Of `WaitingRuns.begin_branch`; 0: the call is of no branch."""
 
 
 class TrajectoryDetector:
@@ -77,11 +77,12 @@ class TrajectoryDetector:
         # Another gateway may have a call of a restored run in flight; it is recorded only when it ends.
         self._restored_idle_s = config.detection.idle_s + config.replicas.timeout_s
         self._waiting = WaitingRuns(registry.log.broker, project, self._idle_s + _RESTART_S, self._restored_idle_s)
-        self._taken: dict[int, _Taken] = {}
-        """By `id` of the call."""
-        self._to_put: list[WaitingRun] = []
-        """Runs whose message could not be published again because the log did not answer."""
+        self._taken: dict[int, _TakenRun] = {}
+        """By `id()` of the call."""
+        self._unpublished: list[WaitingRun] = []
+        """Runs that are to wait and whose message the log did not take yet."""
         self._ready = asyncio.Event()
+        """Set once unfinished runs are restored: a call before that could be taken for the beginning of a new run."""
         self._began = 0.0
         """Unix time at which this process began to serve calls. The idle time of a run counts from then at the
         earliest, because agents could not call before."""
@@ -92,7 +93,7 @@ class TrajectoryDetector:
         await self._ready.wait()
         conversation = _conversation(owner, model, call.fields)
         for history in conversation.possible_histories():
-            while (waiting := await self._waiting.find(history)) is not None:
+            while (waiting := await self._waiting.find(f"{history}.*")) is not None:
                 if (run := await self._take(call, conversation, waiting)) is not None:
                     return run
         run, is_part = await self._find_quoted(call, conversation)
@@ -110,69 +111,70 @@ class TrajectoryDetector:
         )
         # Its client knows nothing of groups.
         run = await self._registry.open(event, "", paced=False, named=False)
-        self._taken[id(call)] = _Taken(call, run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0)
+        self._taken[id(call)] = _TakenRun(call, run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0)
         return run
 
     async def _find_quoted(self, call: Call, conversation: CallMessages) -> tuple[Trajectory | None, bool]:
-        """Return the run whose answer the messages quote, and, if it is none or can't be told, whether they are part of
-        some run."""
+        """Return the run whose answer the messages quote. If there is none or several may be meant, return `None`, and
+        whether the call begins a part."""
         quoting: dict[Match, list[tuple[str, WaitingRun]]] = {}
+        """By what the call is to them: runs of which it has a quote, each with the quote's fingerprint."""
         for fingerprint in conversation.fingerprints():
-            for quote, waiting, newest in await self._waiting.quoted(fingerprint):
-                match = quote.match(conversation, newest=newest)
-                quoting.setdefault(match, []).append((fingerprint, waiting))
-        rests = quoting.get("certain") or quoting.get("likely") or []
-        branches = {waiting.place: waiting for _, waiting in quoting.get("branch", ())}
-        if len({waiting.history for _, waiting in rests}) == 1:
+            for quoted in await self._waiting.quoted(fingerprint):
+                match = quoted.quote.match(conversation, newest=quoted.newest)
+                quoting.setdefault(match, []).append((fingerprint, quoted.run))
+        continued = quoting.get("certain") or quoting.get("likely") or []
+        branches = {waiting.subject_end: waiting for _, waiting in quoting.get("branch", ())}
+        if len({waiting.history for _, waiting in continued}) == 1:
             # Runs with the same history are equal up to here.
-            for _, waiting in rests:
+            for _, waiting in continued:
                 if (run := await self._take(call, conversation, waiting)) is not None:
                     return run, False
-        elif len({fingerprint for fingerprint, _ in rests}) == 1:  # several runs said the same in the end
-            for _, waiting in rests:
-                if await self._waiting.claim(waiting):
-                    await self._put(replace(waiting, cut=True))
-        elif len(branches) == 1 and not rests:
+        elif len({fingerprint for fingerprint, _ in continued}) == 1:  # several runs said the same in the end
+            for _, waiting in continued:
+                if await self._waiting.take(waiting):
+                    await self._let_wait(replace(waiting, cut=True))
+        elif len(branches) == 1 and not continued:
             (parent,) = branches.values()
             if (run := await self._branch(call, conversation, parent)) is not None:
                 return run, False
-        return None, bool(quoting.keys() - {"none"} or conversation.spoken)
+        return None, bool(quoting.keys() - {"none"} or conversation.up_to_answer)
 
     async def _take(self, call: Call, conversation: CallMessages, waiting: WaitingRun) -> Trajectory | None:
         """Take a waiting run for a call. Returns `None` if another gateway took it, or it can't go on."""
         number = await self._waiting.begin_branch(waiting.run) if waiting.branch else 0
-        run = await self._resume(waiting) if await self._waiting.claim(waiting) else None
+        run = await self._resume(waiting) if await self._waiting.take(waiting) else None
         if run is None:
             await self._end_branch(number)
             return None
         run.used_at = time.monotonic()
-        waited = replace(waiting, calls=run.recorded.next_seq, restored=False)
-        self._taken[id(call)] = _Taken(call, run, conversation, waited, number)
+        waits_again_as = replace(waiting, calls=run.recorded.next_seq, restored=False)
+        self._taken[id(call)] = _TakenRun(call, run, conversation, waits_again_as, number)
         return run
 
     async def _branch(self, call: Call, conversation: CallMessages, parent: WaitingRun) -> Trajectory | None:
         """Begin a branch of a run that waits for it. Returns `None` if the run waits no longer."""
         number = await self._waiting.begin_branch(parent.run)
         # From now on no gateway completes the run, unless one took it before.
-        still = await self._waiting.find(parent.place)
-        run = await self._resume(replace(still, restored=False)) if still is not None else None
+        still_waiting = await self._waiting.find(parent.subject_end)
+        run = await self._resume(replace(still_waiting, restored=False)) if still_waiting is not None else None
         if run is None:
             await self._end_branch(number)
             return None
         run.used_at = time.monotonic()
-        waited = WaitingRun(run.id, no_history(new_id("branch")), 0, branch=True)
-        self._taken[id(call)] = _Taken(call, run, conversation, waited, number)
+        waits_again_as = WaitingRun(run.id, no_history(new_id("branch")), 0, branch=True)
+        self._taken[id(call)] = _TakenRun(call, run, conversation, waits_again_as, number)
         return run
 
     async def _end_branch(self, number: int) -> None:
-        """A note that can't be deleted expires."""
+        """End what `begin_branch` began, if it was called. A note that can't be deleted now expires."""
         if number:
             with contextlib.suppress(BrokerError):
                 await self._waiting.end_branch(number)
 
     async def _resume(self, waiting: WaitingRun) -> Trajectory | None:
-        """Return the run that was taken; `None` if it was completed, or restored although it went on with another
-        call."""
+        """Return the run that was taken, up to date with the log; `None` if it can't go on: it was completed, or it was
+        restored although its process lived, and went on with another call."""
         try:
             run = await self._registry.find(waiting.run)
             if waiting.restored or run.recorded.next_seq != waiting.calls:
@@ -181,12 +183,13 @@ class TrajectoryDetector:
             log.info("detected trajectory can't be continued", trajectory=waiting.run, reason=error.code)
             return None
         except BrokerError:
-            self._to_put.append(waiting)
+            self._unpublished.append(waiting)
             raise
         return None if waiting.restored and run.recorded.next_seq > waiting.calls else run
 
     def replace(self, call: Call, other: Call) -> None:
-        """Have `other` be answered in place of `call`."""
+        """Take the answer to `other` for the answer to `call`, whose run was found: an apprentice is asked in place of
+        its master."""
         if taken := self._taken.pop(id(call), None):
             self._taken[id(other)] = dataclasses.replace(taken, call=other)
 
@@ -197,49 +200,51 @@ class TrajectoryDetector:
         taken = self._taken.pop(id(call))
         said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
         answered = taken.conversation.with_answer(said)
-        programs = [*dict.fromkeys([*taken.waited.programs, answered.program])][-_PROGRAMS:]
+        programs = [*dict.fromkeys([*taken.waits_again_as.programs, answered.program])][-_MAX_PROGRAMS:]
         history, calls = answered.histories[-1], trajectory.recorded.next_seq
-        waiting = replace(taken.waited, history=history, calls=calls, programs=programs, cut=False)
-        await self._put(waiting, quotes(answered, programs))
+        waiting = replace(taken.waits_again_as, history=history, calls=calls, programs=programs, cut=False)
+        await self._let_wait(waiting, quotes(answered, programs))
         await self._end_branch(taken.branch_number)
 
-    async def _put(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
+    async def _let_wait(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
+        """Have a run wait, now or, if the log does not answer, in a later turn of `run`."""
         try:
             await self._waiting.put(waiting, quotes)
         except BrokerError as error:
             log.warning("detected trajectory waits for the log", trajectory=waiting.run, error=str(error))
-            self._to_put.append(waiting)
+            self._unpublished.append(waiting)
 
     # -- completing ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Restore runs that nobody has, then complete those that fall silent. Never returns."""
+        """Restore runs that no process has, then, for ever, put back those whose call failed and complete those that
+        were silent for too long. `service` starts it; calls wait until runs are restored."""
         await self._restore()
         self._began = time.time()
         self._ready.set()
         while True:
             # Not all gateways at the same moment: they would try to complete the same runs.
             await asyncio.sleep(min(_CHECK_S, self._idle_s / 2) * random.uniform(0.5, 1.0))
-            to_put, self._to_put = self._to_put, []
-            for waiting in to_put:
-                await self._put(waiting)
-            await self._put_left()
+            unpublished, self._unpublished = self._unpublished, []
+            for waiting in unpublished:
+                await self._let_wait(waiting)
+            await self._put_back_failed()
             try:
                 await self._complete_idle()
             except BrokerError as error:
                 log.warning("detected trajectories are completed later", error=str(error))
 
-    async def _put_left(self) -> None:
+    async def _put_back_failed(self) -> None:
         """Have the runs whose call ended without an answer wait for a call again."""
-        before = time.monotonic() - _LEFT_S
+        before = time.monotonic() - _CALL_FAILED_S
         for key, taken in list(self._taken.items()):
             if key in self._taken and not taken.run.in_flight and taken.run.used_at < before:
                 del self._taken[key]  # a call may have been answered while another run was put back
-                await self._put(replace(taken.waited, calls=taken.run.recorded.next_seq))
+                await self._let_wait(replace(taken.waits_again_as, calls=taken.run.recorded.next_seq))
                 await self._end_branch(taken.branch_number)
 
     async def _restore(self) -> None:
-        """Have the unfinished runs wait that do not."""
+        """Have the unfinished runs wait that do not. Tries until the log answers."""
         while True:
             try:
                 waiting = await self._waiting.names()
@@ -261,7 +266,7 @@ class TrajectoryDetector:
             except (ApiError, BrokerError, InvalidNameError) as error:
                 log.warning("detected trajectory not restored", trajectory=name, error=str(error))
                 continue
-            await self._put(WaitingRun(name, history, trajectory.recorded.next_seq, restored=True))
+            await self._let_wait(WaitingRun(name, history, trajectory.recorded.next_seq, restored=True))
             restored += 1
         log.info("detected trajectories", waiting=len(waiting), restored=restored)
 
@@ -275,24 +280,25 @@ class TrajectoryDetector:
             after = waiting.seq
             if waiting.restored and waited_s < self._restored_idle_s:
                 continue
-            if await self._waiting.claim(waiting) and not waiting.branch:
+            if await self._waiting.take(waiting) and not waiting.branch:
                 await self._complete(waiting)
 
     async def _complete(self, waiting: WaitingRun) -> None:
+        """Complete a run that was taken, unless another process had a call of it or of a branch meanwhile."""
         try:
             run = await self._resume(waiting)
             if run is None:
                 return
             await run.refresh()
             if run.recorded.next_seq > waiting.calls or await self._waiting.has_branch(run.id):
-                await self._put(replace(waiting, calls=run.recorded.next_seq))
+                await self._let_wait(replace(waiting, calls=run.recorded.next_seq))
                 return
             completion = Completion(outcome="masked" if waiting.cut else self._outcome)
             await self._registry.complete(waiting.run, completion, inferred=True)
         except BrokerError as error:
             log.warning("detected trajectory is completed later", trajectory=waiting.run, error=str(error))
-            if waiting not in self._to_put:
-                self._to_put.append(waiting)
+            if waiting not in self._unpublished:
+                self._unpublished.append(waiting)
         except ApiError as error:
             log.warning("detected trajectory not completed", trajectory=waiting.run, error=error.message)
 
@@ -306,5 +312,6 @@ def _history_of(trajectory: Trajectory, last: ExchangeRecorded) -> str:
 
 
 def _conversation(owner: str, model: str, fields: Fields) -> CallMessages:
+    """The messages of a call with these fields. Raises a 400 `ApiError` if they can't be decoded."""
     messages, tools = (decode_field(fields.get(n, msgspec.Raw(b"null")), n) for n in ("messages", "tools"))
     return CallMessages.read(owner, model, messages, tools)

@@ -1,4 +1,5 @@
-"""Sends a call to an inference server: waits for a free replica, and retries if the server fails."""
+"""Sends a model call to an inference server ("replica"): waits for one that serves the call's version, and asks another
+one if it fails. `handler` has every call of a policy answered here. A "lease" keeps the version loaded meanwhile."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ class Attempt:
 
     @property
     def status(self) -> int:
+        """Of the response."""
         return self.reply.status
 
     def close(self) -> None:
@@ -55,7 +57,7 @@ class Dispatcher:
         returned read. Raises `ApiError`."""
         deadline = time.monotonic() + self._gateway.replicas.wait_s
         failed: list[str] = []
-        """Servers that the call was sent to and that failed."""
+        """Names of the servers that the call was sent to and that failed."""
         while True:
             lease = await self._lease(exchange, deadline)
             replica = lease.replica
@@ -70,14 +72,14 @@ class Dispatcher:
                 log.warning("server suspected", replica=replica.name, status=attempt.status)
                 replica.suspect()
             elif not attempt.sent:
-                continue
+                continue  # no server had the call, so this counts as no failure
             failed.append(replica.name)
             if len(failed) == 2:
                 raise _both_failed(failed)
 
     async def _lease(self, exchange: Exchange, deadline: float) -> Lease:
-        """Wait for a replica."""
-        # Also if nothing is captured: the trajectory's pin and its side of a split hold.
+        """Wait for a replica until `deadline`, by `time.monotonic`. Calls of a run go to the same one while they can,
+        for its prefix cache. Raises `ApiError`."""
         trajectory = exchange.caller.trajectory
         opened = trajectory.opened if trajectory is not None else None
         prefer = least_loaded if trajectory is None else partial(replica_of, trajectory.id)

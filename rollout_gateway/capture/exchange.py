@@ -1,4 +1,7 @@
-"""One model call: its caller, request and answer, and its events on the log."""
+"""One model call on its way: its caller, its request, its answer, and the events that record it.
+
+`app` makes the `Caller` from the request's headers. `handler` makes an `Exchange` of the call, fills it while the call
+is dispatched and answered, and records it. `outside.relay` extends it for providers' models."""
 
 from __future__ import annotations
 
@@ -13,19 +16,23 @@ from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.serving.replicas import Lease
 
 Status = Literal["complete", "cancelled", "failed", "unsure"]
+"""How a call ended, as its event says it. `cancelled`: its client left. `unsure`: its answer was not shown."""
 
 _NO_ANSWER = Answer({}, b"", [])
 
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """What the HTTP headers of a request say about a model call."""
+    """Who makes a model call, and what the headers of the request say about it."""
 
     trajectory: Trajectory | None = None
+    """`None`: the call belongs to no run, and is answered without being recorded."""
     traceparent: str = ""
+    """W3C trace context; empty if the request has none."""
     is_retry: bool = False
     """The client marked this call as a retry."""
     side_call: bool = False
+    """The client marked it as no part of the task: it is recorded and never trained."""
     role: str = ""
     """The agent of the run that calls, in a run of several."""
     cancellation: Cancellation = field(default_factory=Cancellation)
@@ -33,7 +40,7 @@ class Caller:
     wait_s: float = 0.0
     """Seconds until the answer has to come or its stream to begin. 0: as long as the inference server may take."""
     min_logprob: float | None = None
-    """Least mean logprob of an answer that is shown."""
+    """Least mean logprob of an answer that is shown; `None`: any is."""
     prompt: str = ""
     """Id of the promoted prompt that was put into the call."""
 
@@ -75,19 +82,19 @@ class Exchange:
         return self._hash
 
     def mark_sent(self, lease: Lease, started_at: int) -> None:
-        """Record that the request was sent, when (Unix microseconds), and to which server and version."""
+        """Note that the request was sent, when (Unix microseconds), and to which server and version."""
         self.version, self.replica, self.started_at = lease.version, lease.replica.name, started_at
 
-    def events(self, seq: int) -> list[ExchangeRecorded]:
-        """One event for each choice, under the sequence number `seq`."""
-        return [self._event(choice, seq) for choice in self.answer.choices or [SampledChoice(0)]]
+    def events(self) -> list[ExchangeRecorded]:
+        """One event for each choice, for `Trajectory.record`. A call without an answer has one, too."""
+        return [self._event(choice) for choice in self.answer.choices or [SampledChoice(0)]]
 
-    def _event(self, choice: SampledChoice, seq: int) -> ExchangeRecorded:
+    def _event(self, choice: SampledChoice) -> ExchangeRecorded:
         opened, answer, call = self.recorded_in.opened, self.answer, self.call
         return ExchangeRecorded(
             project=opened.project,
             trajectory=opened.trajectory,
-            seq=seq,
+            seq=0,
             choice=choice.index,
             model=opened.model,
             policy_version=self.version,
@@ -109,7 +116,7 @@ class Exchange:
         )
 
     def _own_fields(self, choice: SampledChoice) -> dict[str, Any]:
-        """Return the fields of an event that only a policy's answer has."""
+        """Return the fields of an event that only a policy's answer has. Providers' models have others."""
         return {
             "step": parse_version(self.version)[1],
             "prompt_ids": choice.prompt_ids or self.answer.prompt_ids,

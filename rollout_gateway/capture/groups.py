@@ -1,5 +1,7 @@
-"""Whose groups are whose, and how many trajectories they have. The first opening of a group says it, for ever: it is an
-event of its own (`rollout.group`), of which the log keeps one."""
+"""Which key a group belongs to, and how many trajectories it has.
+
+The first opening of a group says it, for ever: it is an event of its own (`rollout.group`), of which the log keeps one,
+so gateways that open the same group at once agree. `Registry.open` has each run join its group here."""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from rollout_gateway.capture.run_log import RunLog
 from rollout_gateway.http.errors import ApiError
 
 _REMEMBERED = 10_000
+"""Openings of groups that are kept in memory."""
 
 
 class Groups:
@@ -32,8 +35,7 @@ class Groups:
         with the group's size.
 
         Raises a 409 `ApiError` if the group belongs to another key or has another size."""
-        own_group = opened.group in ("", opened.trajectory)
-        group = await self._open(opened, own_group)
+        group = await self._open(opened)
         if not access.owns(group.owner):
             message = f"Group {opened.group!r} belongs to another API key. Choose another name."
             raise ApiError(409, "group_exists", message, param="group")
@@ -45,7 +47,8 @@ class Groups:
             raise ApiError(409, "group_exists", message, param="group_size")
         return msgspec.structs.replace(opened, group_size=group.group_size)
 
-    async def _open(self, opened: TrajectoryOpened, own_group: bool) -> GroupOpened:
+    async def _open(self, opened: TrajectoryOpened) -> GroupOpened:
+        """Return the opening of a trajectory's group, published now if the group is new."""
         event = GroupOpened(
             project=opened.project,
             model=opened.model,
@@ -58,8 +61,8 @@ class Groups:
         if known is not None:
             self._openings.move_to_end(subject)
             return known
-        if not own_group and time_of_id(event.group):
-            # The group may be that of a trajectory, whose id names it.
+        if opened.group not in ("", opened.trajectory) and time_of_id(event.group):
+            # The name looks like a run's id: it may be the group of a run that was opened without naming a group.
             named = await self._log.opening(event.group)
             if named is not None and (named.event.group, named.event.model) == (event.group, event.model):
                 event = msgspec.structs.replace(event, owner=named.event.owner, group_size=named.event.group_size)
@@ -78,8 +81,8 @@ class Groups:
         return event
 
     async def _owner_by_outcome(self, keys: dict[str, Any]) -> str | None:
-        """Return the owner of a group by what became of it. ROLLOUTS, which has its opening, keeps days; GROUPS, which
-        has its outcome, keeps months."""
+        """Return the owner of a group by what became of it; `None` if the log has no outcome of it. The stream
+        ROLLOUTS, which has its opening, keeps days; GROUPS, which has its outcome, keeps months."""
         broker = self._log.broker
         recorded: LogEntry[GroupScored] | LogEntry[GroupDiscarded] | None = await broker.read_last(
             GroupScored, **keys

@@ -1,5 +1,9 @@
-"""Handles one model call. The record is acknowledged by the log before the client gets the answer; other code relies
-on this order.
+"""Answers one model call: has it sampled (`dispatch`), recorded (`Trajectory.record`) and only then delivered.
+
+The record is acknowledged by the log before the client gets the answer, or the end of a stream; if the log does not
+take it, the client gets an error. Other code relies on this order. `app` calls `CallHandler.answer` for calls of
+policies; `outside.relay` uses the parts that record. A "captured" call is one that belongs to a run, and so is
+recorded.
 
 A client that repeats a call whose answer was recorded and never arrived gets the recorded answer, not a second sample.
 """
@@ -45,19 +49,20 @@ class CallHandler:
         self._detector = detector
         self._dispatcher = Dispatcher(gateway, fleet, router)
         self._recording: set[asyncio.Task[None]] = set()
-        """The records of streams, which are made even if their calls are cancelled."""
+        """Records of streams and of providers' answers that are being made, even if their calls are cancelled."""
 
     async def answer(self, call: Call, caller: Caller, sink: StreamSink | None = None) -> tuple[int, bytes]:
-        """Status and body of the answer. A streamed one with status 200 is written to `sink`, and the body is empty.
+        """Answer a call. Returns status and body; a streamed answer with status 200 is written to `sink`, and the body
+        is empty.
 
         Raises `ApiError`, and `ClientGoneError` if the client left before the end, unless `sink` was started.
         `UnsureError`: the answer is not shown."""
         if caller.trajectory is not None:
             caller.trajectory.begin()
         try:
-            exchange = await self._exchange(call, caller)
+            exchange = await self._new_exchange(call, caller)
             if caller.is_retry and (before := await self.answered_before(exchange)) is not None:
-                return await _give(msgspec.json.encode(before), sink)
+                return await _deliver(msgspec.json.encode(before), sink)
             attempt = await self._answer_or_record_failure(exchange)
             if attempt.status != 200:
                 return attempt.status, attempt.body
@@ -71,15 +76,16 @@ class CallHandler:
             except MALFORMED as error:
                 raise bad_answer(call.served_by, error) from error
             if exchange.captured:
-                await self._check_sure(exchange)
+                await self._hold_back_unsure(exchange)
                 await self._record(exchange, "complete")
                 await self._report_answer(exchange)
-            return await _give(exchange.answer.client_body(), sink)
+            return await _deliver(exchange.answer.client_body(), sink)
         finally:
             if caller.trajectory is not None:
                 caller.trajectory.end()
 
-    async def _exchange(self, call: Call, caller: Caller) -> Exchange:
+    async def _new_exchange(self, call: Call, caller: Caller) -> Exchange:
+        """Raises a 400 `ApiError` for a call that could not be recorded masked."""
         exchange = Exchange(call, caller)
         if exchange.captured:
             await exchange.recorded_in.log.masks.check_call(call.body)
@@ -107,8 +113,9 @@ class CallHandler:
                 await self._record(exchange, "cancelled" if isinstance(error, ClientGoneError) else "failed")
             raise
 
-    async def _check_sure(self, exchange: Exchange) -> None:
-        """Raise `UnsureError` if a choice of the answer has a mean logprob below the least one, once it is recorded."""
+    async def _hold_back_unsure(self, exchange: Exchange) -> None:
+        """If a choice of the answer has a mean logprob below `Caller.min_logprob`, record the answer as unsure and
+        raise `UnsureError`."""
         least = exchange.caller.min_logprob
         logprob = min(choice.mean_logprob() for choice in exchange.answer.choices)
         if least is not None and logprob < least:
@@ -118,10 +125,13 @@ class CallHandler:
     # -- streams -------------------------------------------------------------------------------------------------
 
     async def _stream(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
+        """Pass the server's stream on to the client, record what came of it, and then write its last events: a client
+        that knows the end finds the call on the log. However the stream ends, what was sampled is recorded."""
         capture = StreamCapture(exchange.call)
         status: Status = "failed"
-        error_event, server_failed, size = b"", False, 0
-
+        failure: ApiError | None = None
+        """What the client is told in place of the stream's end."""
+        size = 0
         try:
             with exchange.caller.cancellation:
                 while data := await attempt.reply.read_some():
@@ -134,13 +144,13 @@ class CallHandler:
             status = "cancelled"
         except (ApiError, UpstreamError, *MALFORMED) as error:
             if not capture.ended:
-                error_event, server_failed = _stream_error(attempt, error)
+                failure = _stream_error(attempt, error)
         finally:
             if capture.ended:
                 status = "failed" if capture.error_code else "complete"
             exchange.first_token_at = capture.first_token_at
             attempt.close()
-            if server_failed or capture.server_failed:
+            if capture.server_failed or (failure is not None and failure.code == "upstream_broke_off"):
                 attempt.lease.replica.suspect()
             if exchange.captured:
                 recording = self.begin_record(exchange, status, capture.answer)
@@ -148,8 +158,8 @@ class CallHandler:
             try:
                 await asyncio.shield(recording)  # the record is made even if this task is cancelled
             except ApiError as error:
-                error_event = b"data: %b\n\n" % error.body()
-        await sink.write(error_event or capture.last_events + DONE)
+                failure = error
+        await sink.write(b"data: %b\n\n" % failure.body() if failure is not None else capture.last_events + DONE)
 
     # -- records -------------------------------------------------------------------------------------------------
 
@@ -162,6 +172,7 @@ class CallHandler:
         return recording
 
     async def _record_and_report(self, exchange: Exchange, status: Status, answer: Callable[[], Answer]) -> None:
+        """What the task of `begin_record` does. Raises a 503 `ApiError`."""
         try:
             exchange.answer = answer()
             await self._record(exchange, status)
@@ -171,7 +182,7 @@ class CallHandler:
             exchange.recorded_in.end()
 
     async def answered_before(self, exchange: Exchange) -> Fields | None:
-        """The recorded reply to the same request, or `None`."""
+        """The recorded reply to the same request, for a client that repeats it; `None` if there is none."""
         if not exchange.captured:
             return None
         trajectory = exchange.recorded_in
@@ -182,6 +193,7 @@ class CallHandler:
         return merged([e.response for e in events])
 
     async def _report_answer(self, exchange: Exchange) -> None:
+        """Tell the detector, which finds the run's next call by this answer."""
         if self._detector is not None:
             await self._detector.answered(exchange.recorded_in, exchange.call, exchange.answer)
 
@@ -189,19 +201,19 @@ class CallHandler:
         """Put the call on the log. Raises a 503 `ApiError` if the log does not take it."""
         exchange.status = status
         try:
-            exchange.seq = await exchange.recorded_in.record(exchange.events, exchange.caller.traceparent)
+            exchange.seq = await exchange.recorded_in.record(exchange.events(), exchange.caller.traceparent)
         except BrokerError as error:
             log.error("call not recorded", trajectory=exchange.recorded_in.id, error=str(error))
             raise ApiError(503, "not_recorded", f"The answer could not be recorded: {error}") from error
         crash.point("gateway.before_answer")
 
     async def settle(self) -> None:
-        """Wait until every record that was begun is on the log."""
+        """Wait until every record that was begun has ended, before the gateway stops."""
         while self._recording:
             await asyncio.wait(self._recording)
 
 
-async def _give(body: bytes, sink: StreamSink | None) -> tuple[int, bytes]:
+async def _deliver(body: bytes, sink: StreamSink | None) -> tuple[int, bytes]:
     """Return status and body of a whole chat completion, or write it to `sink` as a stream."""
     if sink is None:
         return 200, body
@@ -211,15 +223,14 @@ async def _give(body: bytes, sink: StreamSink | None) -> tuple[int, bytes]:
     return 200, b""
 
 
-def _stream_error(attempt: Attempt, error: Exception) -> tuple[bytes, bool]:
-    """The event that ends a stream early, and whether the server failed. A timeout and too long an answer
-    do not count as a server failure."""
-    if isinstance(error, UpstreamTimeoutError):
-        error = timed_out()
-    if isinstance(error, UpstreamInvalidError):
-        error = answer_too_long(error)
-    if isinstance(error, ApiError):
-        return b"data: %b\n\n" % error.body(), False
+def _stream_error(attempt: Attempt, error: Exception) -> ApiError:
+    """The error that ends a stream early. Only `upstream_broke_off` is the server's failure."""
+    match error:
+        case ApiError():
+            return error
+        case UpstreamTimeoutError():
+            return timed_out()
+        case UpstreamInvalidError():
+            return answer_too_long(error)
     log.warning("stream broke off", replica=attempt.lease.replica.name, error=str(error))
-    message = f"The inference server ended the stream early: {error}"
-    return b"data: %b\n\n" % ApiError(502, "upstream_broke_off", message).body(), True
+    return ApiError(502, "upstream_broke_off", f"The inference server ended the stream early: {error}")

@@ -1,4 +1,8 @@
-"""Finds the trajectory of a call (by URL, key, header, body or messages), and checks what the caller's key permits."""
+"""Finds the trajectory of a call (by key, URL, body, header or messages), and checks what the caller's key permits.
+
+`app` calls `admit` when a request's head has come, before anything is read for it, and the other methods once its body
+is there. A "token" is the API key of a single trajectory (`access.trajectory_tokens`). Requests are counted as calls of
+the key, or of the key that opened the token's trajectory (`access.api_keys`)."""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ trajectory in the path; `completion`: the same, of a token only if the trajector
 at."""
 
 _CALL_BYTES = 1 << 20
-"""Bytes of a body that count as a further call."""
+"""Bytes of a body for which a further call is counted."""
 TRAJECTORY_HEADER = b"x-journeywork-trajectory"
 GROUP_HEADER = b"x-journeywork-group"
 ATTEMPT_HEADER = b"x-journeywork-attempt"
@@ -37,12 +41,13 @@ class NamedRun:
     """The trajectory and group that a call names; empty if it names none."""
 
     trajectories: tuple[str, str, str]
-    """By URL, body and header."""
+    """The ones that URL, body and header name."""
     group: str
     attempt: int
 
     @property
     def trajectory(self) -> str:
+        """The one that counts."""
         by_url, by_body, by_header = self.trajectories
         return by_url or by_body or by_header
 
@@ -66,8 +71,8 @@ class Identity:
 
     def admit(self, headers: Headers, wanted: KeyKind, trajectory: str | None, size: int = 0) -> Access:
         """Check a request's key, count the request as one call and one for each MiB of its body, and return the key's
-        permissions. `trajectory` is the one named in its path, `size` the bytes of its body as far as its head says
-        them. The token of a trajectory that is not in memory is counted by `charge_body`.
+        permissions. `wanted`: the kind of key that the route takes. `trajectory`: the one named in the path, if any.
+        `size`: bytes of the body as far as the head says them. What can't be counted yet, `charge_body` counts.
 
         Raises an `ApiError`: 401 for an invalid key, 403 for one that does not permit this, 429 for too many
         requests."""
@@ -97,12 +102,11 @@ class Identity:
     # -- with the body ---------------------------------------------------------------------------------------------
 
     async def authorize(self, access: Access, wanted: KeyKind, trajectory: str) -> Access:
-        """Check that the caller may use a control route, about `trajectory` if `wanted` is `trajectory` or
-        `completion`. Returns what it may see: a trajectory's key sees the model of its trajectory. The request was
-        counted by `charge_body`.
+        """Check that the caller may use a control route, which is about `trajectory` if `wanted` is `trajectory` or
+        `completion`. Returns its permissions; those of a token with the model of its trajectory, which it may see.
 
-        Raises `ApiError`: a 404 one for a trajectory of another key, as for one that does not
-        exist."""
+        Raises `ApiError`: a 403 for a token that may not complete its trajectory, and a 404 for a trajectory of another
+        key, as for one that does not exist."""
         if access.trajectory:
             opened = await self._opening(access)
             if wanted in ("completion", "feedback") and not opened.key_completes:
@@ -117,14 +121,16 @@ class Identity:
         return access
 
     async def _opening(self, access: Access) -> TrajectoryOpened:
+        """The opening of a token's trajectory. Raises a 404 `ApiError`."""
         opened = await self._registry.opening(access.trajectory)
         if opened is None:
             raise unknown_trajectory(access.trajectory)
         return opened
 
     async def charge_body(self, access: Access, request: Request) -> None:
-        """Count what `admit` could not: the token of a trajectory that was not in memory, and a body in chunks. Raises
-        an `ApiError`: 401 if the key behind the token is revoked or expired, 403 if it no longer permits the model, 429
+        """Count what `admit` could not, now that the log may be read and the body is there: a request with the token of
+        a trajectory that was not in memory, and a body in chunks, whose size the head does not say. Raises an
+        `ApiError`: 401 if the key behind the token is revoked or expired, 403 if it no longer permits the model, 429
         for too many."""
         calls = len(request.body) // _CALL_BYTES
         if access.trajectory and not access.charged:
@@ -133,8 +139,12 @@ class Identity:
         elif calls and b"content-length" not in request.headers:
             self._api_keys.spend(request.owner, calls, feedback_only=access.feedback_only)
 
-    async def trajectory(self, access: Access, url: str | None, headers: Headers, call: Call) -> Trajectory | None:
-        """The open trajectory of a call, or `None`. `url` is the one that the path names. Raises `ApiError`."""
+    async def trajectory(
+        self, access: Access, url: str | None, headers: Headers, call: Call, *, detect: bool = True
+    ) -> Trajectory | None:
+        """The open trajectory of a call, opened if the call may open it; `None` if the call belongs to none. `url`: the
+        one that the path names. `detect`: whether the call's messages, which are all there, may tell it. Raises
+        `ApiError`."""
         named = named_run(url, headers, call.params.metadata)
         if access.trajectory:
             for name in named.trajectories:
@@ -145,7 +155,7 @@ class Identity:
             access.check_model(model)
         if named.trajectory:
             return await self._find_or_open(named, call, access)
-        if self._detector is not None and call.fields.get("messages") is not None:
+        if detect and self._detector is not None and call.fields.get("messages") is not None:
             self._router.check(call.params.model, None)
             return await self._detector.find(call, model, access.owner)
         return None

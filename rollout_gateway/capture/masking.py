@@ -1,4 +1,5 @@
-"""Masks: what matches a pattern (`gateway.masks`) is replaced before an event is made of it.
+"""Masks: what matches a pattern of the settings (`gateway.masks`), such as a mail address, is replaced in every event
+before the gateway publishes it. All that publish texts of clients or models call `Masks.apply`.
 
 The agent gets what was sampled; log, judge, lake and data sets get `[name of the mask]`. A call with masked text is
 recorded without its tokens: they hold the text too, and without them nothing that follows in its conversation can be
@@ -25,36 +26,30 @@ from rollout_gateway.http.errors import ApiError
 
 E = TypeVar("E", bound=Event)
 T = TypeVar("T")
-_VALUES = (
-    "task",
-    "text",
-    "role",
-    "name",
-    "source",
-    "scenarios",
-    "rollout",
-    "prompt",
-    "rewards",
-    "metrics",
-    "tasks",
-    "measures",
-    "error",
-)
-_JSON = ("metadata", "request", "response")
-"""The numbers of a response are the inference server's, such as times: a pattern of digits would match each."""
-_TOKENS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "token_ids"))
+_RUN_FIELDS = ("task", "text", "role", "name", "source", "rewards", "metrics", "error")
+_EVALUATION_FIELDS = ("scenarios", "rollout", "prompt", "tasks", "measures")
+_TEXT_FIELDS = (*_RUN_FIELDS, *_EVALUATION_FIELDS)
+"""Fields of events that hold texts of clients, by themselves or in structures. Those that an event lacks are
+skipped."""
+_JSON_FIELDS = ("metadata", "request", "response")
+"""Fields of events that hold JSON. The numbers of a response are the inference server's, such as times: a pattern of
+digits would match each."""
+_TOKEN_FIELDS = frozenset(("logprobs", "prompt_logprobs", "prompt_token_ids", "token_ids"))
 """Fields of a response that hold its tokens, one by one."""
-_PERSON = (("user",), ("safety_identifier",), ("metadata", "user_id"), ("metadata", "subject"))
-"""Where a call names the person whose run it is; `journeywork erase` looks there."""
+_PERSON_PATHS = (("user",), ("safety_identifier",), ("metadata", "user_id"), ("metadata", "subject"))
+"""Where a call names the person whose run it is: `journeywork erase` finds a person's runs by it, so it can't be
+masked. A call that names the person by what a mask matches is refused."""
 _ESCAPE = re.compile(
     r'\\(?:["\\/bfnrt]|u(?:(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))'
 )
 """A character in a text of JSON, as JSON defines it. Half of a surrogate pair is none."""
-_VALUE = re.compile(r'"(?:[^"\\]|\\.)*+"|-?[0-9][0-9.eE+-]*+')
+_JSON_VALUE = re.compile(r'"(?:[^"\\]|\\.)*+"|-?[0-9][0-9.eE+-]*+')
 """A text or number in valid JSON."""
 _Mask = tuple[str, str]
 """Pattern and replacement, in which a backslash is written twice: RE2 reads `\\1` as a group of the match."""
 _LARGE_BYTES = 32 * 1024
+"""Bytes of JSON from which masking would hold up the event loop for more than a millisecond or two: it gets a
+thread."""
 _LARGE_JSON = 256 * 1024
 """Characters. The values of larger JSON in a text would take gigabytes one by one: the text is masked as a whole."""
 
@@ -67,23 +62,24 @@ class Masks:
         self._masks = [(mask.pattern, "[" + mask.name.replace("\\", r"\\") + "]") for mask in masks]
         for mask in masks:
             try:
-                _masked_raw([""], (mask.pattern, ""))
+                _replaced([""], (mask.pattern, ""))
             except ValueError as error:  # pyarrow's is one
                 raise ConfigError(f"gateway.masks: the pattern of {mask.name!r} can't be used: {error}") from error
 
     async def check_call(self, body: bytes) -> None:
         """Raise a 400 `ApiError` for a call that could not be recorded with its texts masked."""
         if self._masks:
-            await _beside(len(body), self._check_call, body)
+            await _maybe_in_thread(len(body), self._check_call, body)
 
     async def apply(self, event: E) -> E:
         """Return the event as it may be recorded. Raises a 400 `ApiError` if a mask matches the person that
         `metadata` names."""
         if not self._masks:
             return event
-        return await _beside(sum(len(getattr(event, name, b"")) for name in _JSON), self._masked, event)
+        return await _maybe_in_thread(sum(len(getattr(event, name, b"")) for name in _JSON_FIELDS), self._apply, event)
 
     def _check_call(self, body: bytes) -> None:
+        """What `check_call` does, maybe in a thread."""
         try:
             fields = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -92,10 +88,11 @@ class Masks:
         if isinstance(prompt, list) and not all(isinstance(text, str) for text in prompt):
             message = "Token ids can't be searched for what gateway.masks names. Send the prompt as text."
             raise ApiError(400, "tokens_not_masked", message, param="prompt")
-        for path in _PERSON:
+        for path in _PERSON_PATHS:
             self._check_person(fields, path)
 
     def _check_person(self, fields: Any, path: tuple[str, ...]) -> None:
+        """Raise a 400 `ApiError` if a mask matches the person that decoded JSON names at `path`."""
         person = fields
         for name in path:
             person = person.get(name) if isinstance(person, dict) else None
@@ -106,22 +103,25 @@ class Masks:
             )
             raise ApiError(400, "person_masked", message, param=".".join(path))
 
-    def _masked(self, event: E) -> E:
+    def _apply(self, event: E) -> E:
+        """What `apply` does, maybe in a thread."""
         changed: dict[str, Any] = {}
+        """Fields in which a mask matched."""
         rewritten: dict[str, Any] = {}
-        for name in _VALUES:
+        """Fields in which a mask matched only what no reader of the JSON sees. The call keeps its tokens."""
+        for name in _TEXT_FIELDS:
             if value := getattr(event, name, None):
                 document = [msgspec.json.decode(msgspec.json.encode(value))]  # lists in place of tuples
                 if self._mask_in_place(document):
                     kind = tuple[type(value[0]), ...] if isinstance(value, tuple) else type(value)  # type: ignore[misc]
                     changed[name] = msgspec.convert(document[0], kind)
         response: Any = {}
-        for name in _JSON:
+        for name in _JSON_FIELDS:
             if raw := bytes(getattr(event, name, b"")):
                 try:
                     document = [msgspec.json.decode(raw)]
                     if name == "metadata":
-                        self._check_person({name: document[0]}, _PERSON[-1])
+                        self._check_person({name: document[0]}, _PERSON_PATHS[-1])
                     if self._mask_in_place(document, numbers=name != "response"):
                         changed[name] = msgspec.json.encode(document[0])
                     elif name == "request" and self._mask_texts([text := raw.decode()]) != [text]:
@@ -135,7 +135,7 @@ class Masks:
         if isinstance(event, ExchangeRecorded | ShadowAnswered) and changed:
             for container in _containers([response]):
                 if isinstance(container, dict):
-                    for name in _TOKENS & container.keys():
+                    for name in _TOKEN_FIELDS & container.keys():
                         del container[name]
             changed["response"] = msgspec.json.encode(response)
             for name in ("prompt_ids", "sampled_ids", "logprobs", "forced", "request_hash"):
@@ -145,11 +145,13 @@ class Masks:
         return msgspec.structs.replace(event, **changed) if changed else event
 
     def _mask_in_place(self, document: list[Any], *, numbers: bool = False) -> bool:
-        """Mask all texts of decoded JSON in place, keys of objects included. Returns whether one matched. `numbers`:
-        whether a number is a text, too."""
+        """Mask all texts of decoded JSON in place, keys of objects included. Returns whether a mask matched one.
+        `numbers`: whether numbers are searched as texts, too."""
         kinds = (str, int, float) if numbers else (str,)
         places: list[tuple[Any, Any]] = []
+        """Container and key or index of each text that is a value."""
         keys: list[tuple[dict[str, Any], str]] = []
+        """Object and key of each text that is a key."""
         for container in _containers(document):
             if isinstance(container, dict):
                 keys += [(container, key) for key in container]
@@ -158,7 +160,7 @@ class Masks:
                 places += [(container, at) for at, value in enumerate(container) if isinstance(value, kinds)]
         texts = [str(container[key]) for container, key in places] + [key for _, key in keys]
         masked = self._mask_texts(texts)
-        # `masked` goes on with the keys, which the next loop takes.
+        # `masked` holds the values first, then the keys, which the next loop takes.
         for (container, key), text, new in zip(places, texts, masked, strict=False):
             if new != text:
                 container[key] = new
@@ -170,31 +172,30 @@ class Masks:
     def _mask_texts(self, texts: list[str]) -> list[str]:
         """Mask texts. JSON, such as the arguments of a tool call, stays valid JSON."""
         for mask in self._masks:
-            texts = _masked(texts, mask)
+            texts = _masked_texts(texts, mask)
         return texts
 
 
-def _masked(texts: list[str], mask: _Mask) -> list[str]:
-    """Mask texts, in JSON the single values. If the mask matches more than single values, `_raw` has the masked
-    text."""
-    masked = _masked_also_decoded(texts, mask)
-    changed = [i for i, text in enumerate(texts) if masked[i] != text and _is_json(text)]
-    places = [i for i in changed if len(texts[i]) <= _LARGE_JSON]
-    written = list({value for i in places for value in _VALUE.findall(texts[i])})
+def _masked_texts(texts: list[str], mask: _Mask) -> list[str]:
+    """Apply one mask to texts. A text that is JSON, such as the arguments of a tool call, stays JSON: its single values
+    are masked. If the mask matches more than single values, the JSON becomes `{"_raw": <the masked text>}`."""
+    masked = _replaced_also_decoded(texts, mask)
+    json_texts = [i for i, text in enumerate(texts) if masked[i] != text and _is_json(text)]
+    """Indexes of the JSON in which the mask matched."""
+    small = [i for i in json_texts if len(texts[i]) <= _LARGE_JSON]
+    written = list({value for i in small for value in _JSON_VALUE.findall(texts[i])})
     values = [str(msgspec.json.decode(value)) for value in written]
     new = {
         before: before if text == value else msgspec.json.encode(text).decode()
-        for before, value, text in zip(written, values, _masked_raw(values, mask), strict=True)
+        for before, value, text in zip(written, values, _replaced(values, mask), strict=True)
     }
-    with_values = [_VALUE.sub(lambda match: new[match[0]], texts[i]) for i in places]
-    by_value = dict(zip(places, _masked_also_decoded(with_values, mask), strict=True))
-    for i in changed:
-        masked[i] = text if _is_json(text := by_value.get(i, "")) else _as_json(masked[i])
+    with_new_values = [_JSON_VALUE.sub(lambda match: new[match[0]], texts[i]) for i in small]
+    # The mask may match across values still: then the result is no JSON any more.
+    by_value = dict(zip(small, _replaced_also_decoded(with_new_values, mask), strict=True))
+    for i in json_texts:
+        candidates = (by_value.get(i, ""), masked[i], msgspec.json.encode({"_raw": masked[i]}).decode())
+        masked[i] = next(filter(_is_json, candidates))
     return masked
-
-
-def _as_json(masked: str) -> str:
-    return masked if _is_json(masked) else msgspec.json.encode({"_raw": masked}).decode()
 
 
 def _is_json(text: str) -> bool:
@@ -205,18 +206,19 @@ def _is_json(text: str) -> bool:
         return False
 
 
-def _masked_also_decoded(texts: list[str], mask: _Mask) -> list[str]:
-    """Mask texts with escapes of JSON decoded once, of which a match would else leave the part before an escape, then
-    as they are. A text that matches when decoded comes back decoded, so it may be JSON no more."""
+def _replaced_also_decoded(texts: list[str], mask: _Mask) -> list[str]:
+    """Apply a mask to texts with escapes of JSON decoded once, of which a match would else leave the part before an
+    escape, then as they are. A text that matches when decoded comes back decoded, so it may be JSON no more."""
     masked = list(texts)
     plains = {i: plain for i, text in enumerate(texts) if (plain := _decoded(text)) != text}
-    for i, new in zip(plains, _masked_raw(list(plains.values()), mask), strict=True):
+    for i, new in zip(plains, _replaced(list(plains.values()), mask), strict=True):
         if new != plains[i]:
             masked[i] = new
-    return _masked_raw(masked, mask)
+    return _replaced(masked, mask)
 
 
-def _masked_raw(texts: list[str], mask: _Mask) -> list[str]:
+def _replaced(texts: list[str], mask: _Mask) -> list[str]:
+    """Apply a mask to texts as they are. Raises a `ValueError` for a pattern that RE2 does not know."""
     if not texts:
         return []
     import pyarrow as pa  # a gateway without masks does not load it
@@ -249,6 +251,6 @@ def _containers(document: list[Any]) -> list[Any]:
     return containers
 
 
-async def _beside(size: int, work: Callable[..., T], *args: Any) -> T:
+async def _maybe_in_thread(size: int, work: Callable[..., T], *args: Any) -> T:
     """Call `work`, in a thread if it is about many bytes: the event loop goes on."""
     return await anyio.to_thread.run_sync(work, *args) if size > _LARGE_BYTES else work(*args)

@@ -1,7 +1,8 @@
-"""The trajectories that this replica knows: found, opened and completed.
+"""The trajectories ("runs") that this gateway process knows: found, opened and completed.
 
-Any gateway replica can serve any trajectory at any time. A trajectory that is not in memory is read from the log. A
-completion has a subject of its own, so of two completions the log keeps one.
+`identity` finds the run of each call here, and the routes of `api` open and complete runs. Any gateway can serve any
+run at any time: one that is not in memory is read from the log (`run_log`). The completions of a run have one subject,
+of which the log keeps one message, so of two completions one succeeds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -29,21 +29,20 @@ from rollout_gateway.capture.copies import Reference, copy_calls, no_such_call
 from rollout_gateway.capture.groups import Groups
 from rollout_gateway.capture.masking import Masks
 from rollout_gateway.capture.run_log import STREAM, RunLog, same_opening
-from rollout_gateway.capture.trajectory import Trajectory, opened_differently
+from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.http.errors import ApiError, already_completed, unknown_trajectory
 from rollout_gateway.serving.pacing import Pacing
 
 _OWNER_BYTES = 64 * 1024 * 1024
-"""Bytes of openings, mostly their metadata, that the runs of one key take in memory."""
+"""Bytes that the runs of one key take in memory, by their openings."""
 _SETTLE_S = 30.0
 """How long a completion waits for the calls that are in flight."""
 NOT_RECORDED = "exchanges_not_recorded"
 """Metric of a completed trajectory: calls that can't be read from the log, because what they continue is gone."""
 Numbers = Annotated[dict[str, Number], msgspec.Meta(max_length=256)]
-"""Numbers by name."""
-
-
+"""Rewards or metrics by name."""
 Rates = Annotated[list[float], msgspec.Meta(max_length=4096)]
+"""Learning rates, one for each update of a step."""
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,9 +55,14 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of the step by their names below `trainer`, such as `loss.type`. They take an operator's key, and the
     installation says which it permits (`trainer.batch_settings`)."""
 
+    def of_owner(self, owner: str) -> TrainingBatch:
+        """Return the batch as its completions record it, for the key named `owner`."""
+        settings = msgspec.json.encode(self.settings, order="sorted")
+        return TrainingBatch(id=self.id, groups=self.groups, settings=settings, owner=owner)
+
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /v1/trajectories/{trajectory}/complete`."""
+    """Body of `POST /v1/trajectories/{trajectory}/complete`: the results of a run (docs/gateway.md has the fields)."""
 
     reward: float | None = None
     rewards: Numbers = {}
@@ -81,20 +85,21 @@ class Registry:
         pacing: Pacing | None = None,
         *,
         masks: Masks | None = None,
-        keep: int = 100_000,
     ) -> None:
-        """`pacing`: admits new groups; `None`: all. `keep`: trajectories in memory at most."""
+        """`pacing` admits new groups; `None`: all are admitted. `masks`: none by default."""
         self.pacing = pacing
         self.log = RunLog(broker, project, masks)
         self.groups = Groups(self.log)
-        self.project, self.tokens, self._keep = project, tokens, keep
+        self.project, self.tokens = project, tokens
         self.assign: Callable[[TrajectoryOpened], TrajectoryOpened] = lambda opened: opened
-        """Decides who answers a run that is about to be opened."""
+        """Decides who answers a run that is about to be opened (`VersionRouter.assign`)."""
         self._known: dict[str, Trajectory] = {}
         self._bytes: Counter[str] = Counter()
         """Bytes of the openings in memory, by the key that opened them."""
         self._loading: dict[str, asyncio.Task[Trajectory]] = {}
+        """Trajectories that are being read from the log: simultaneous calls of one wait for the same task."""
         self._followed_from = 1
+        """Stream sequence from which `follow_completions` reads."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -118,8 +123,8 @@ class Registry:
         return await asyncio.shield(task)
 
     async def find_to_read(self, trajectory: str) -> Trajectory:
-        """An open or completed trajectory. One that is not in memory comes without its calls. Raises a 404
-        `ApiError`."""
+        """An open or completed trajectory, for its recorded calls only. One that is not in memory comes without them,
+        until its `refresh`. Raises a 404 `ApiError`."""
         run = self._known.get(trajectory) or await self._read_opening(trajectory)
         if run is None:
             raise unknown_trajectory(trajectory)
@@ -174,12 +179,14 @@ class Registry:
         return opened, None, exchanges
 
     async def _read_opening(self, trajectory: str) -> Trajectory | None:
+        """The trajectory without its calls, from the log; `None` if it was never opened."""
         opening = await self.log.opening(trajectory)
         if opening is None:
             return None
         return Trajectory(self.log, opening.event, opening.headers.get("traceparent", ""))
 
     async def _load(self, trajectory: str) -> Trajectory:
+        """Read an open trajectory and its calls from the log. Raises as `find`."""
         run = await self._read_opening(trajectory)
         if run is None:
             raise unknown_trajectory(trajectory)
@@ -190,32 +197,25 @@ class Registry:
         return self._remember(run)
 
     def _remember(self, run: Trajectory) -> Trajectory:
-        """Keep a trajectory in memory. At the limits, forget those unused longest, which the log knows."""
+        """Keep a trajectory in memory. If its key has too many there, forget those unused longest that are not in use:
+        the log knows them."""
         known = self._known.setdefault(run.id, run)
         known.used_at = time.monotonic()
         owner = run.opened.owner
         if known is run:
-            self._bytes[owner] += _size(run)
-        if len(self._known) > self._keep:
-            self._forget_idle(lambda _: True, lambda: len(self._known) <= 0.9 * self._keep)
+            self._bytes[owner] += _opening_bytes(run)
         if self._bytes[owner] > _OWNER_BYTES:
-            self._forget_idle(
-                lambda t: t.opened.owner == owner and t is not known, lambda: self._bytes[owner] <= 0.9 * _OWNER_BYTES
-            )
+            own = [t for t in self._known.values() if t.opened.owner == owner and t is not known]
+            for trajectory in sorted(own, key=lambda t: t.used_at):
+                if self._bytes[owner] > 0.9 * _OWNER_BYTES and not (trajectory.in_flight or trajectory.completing):
+                    self._forget(trajectory.id)
         return known
 
-    def _forget_idle(self, which: Callable[[Trajectory], bool], enough: Callable[[], bool]) -> None:
-        """Forget trajectories that are not in use, those unused longest first, until there are few enough."""
-        idle = [t for t in self._known.values() if which(t) and not (t.in_flight or t.completing)]
-        for trajectory in sorted(idle, key=lambda t: t.used_at):
-            if enough():
-                return
-            self._forget(trajectory.id)
-
     def _forget(self, trajectory: str) -> Trajectory | None:
+        """Drop a trajectory from memory, and return it if it was there."""
         run = self._known.pop(trajectory, None)
         if run is not None:
-            self._bytes[run.opened.owner] -= _size(run)
+            self._bytes[run.opened.owner] -= _opening_bytes(run)
         return run
 
     # -- completions by other replicas ---------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Registry:
         self._followed_from = (await self.log.broker.stream_info(STREAM)).state.last_seq + 1
 
     async def follow_completions(self) -> None:
-        """Forget trajectories that other replicas complete, so that their calls are refused here too. Never returns."""
+        """Forget trajectories that other gateways complete, so that their calls are refused here too. Never returns."""
         completions = follow_messages(
             self.log.broker, [TrajectoryCompleted], lambda: self._followed_from, project=self.project
         )
@@ -248,9 +248,12 @@ class Registry:
         assigned: bool = False,
     ) -> Trajectory:
         """Open a trajectory: publish `event` and keep the trajectory in memory. A client's retry, which opens it in the
-        same way, returns the trajectory that is open already. `access`: of the key `event.owner`; `None`: an agent's.
-        `paced`: whether a new group has to wait while too many are untrained. `named`: whether a client chose the id,
-        which then may have been used before. `assigned`: whether `event` says already who answers the run.
+        same way, returns the trajectory that is open already.
+
+        `traceparent`: W3C trace context of the request; empty: the trajectory's own. `access`: of the key
+        `event.owner`; `None`: an agent's. `paced`: whether a new group has to wait while too many are untrained.
+        `named`: whether a client chose the id, which then may have been used before. `assigned`: whether `event` says
+        already who answers the run.
 
         Raises an `ApiError`: 409 if the id belongs to a completed trajectory or to one that was opened differently, or
         the group to another key, 410 if the id belonged to a trajectory that expired, 429 if too many groups are
@@ -273,7 +276,8 @@ class Registry:
         # The log already holds an opening with this id.
         run = await self.find_to_read(event.trajectory)
         if not same_opening(run.opened, event):
-            raise opened_differently(event.trajectory)
+            message = f"Trajectory {event.trajectory!r} was opened before with other settings. Choose another id."
+            raise ApiError(409, "trajectory_exists", message)
         if await self.log.completion(run.opened) is not None:
             raise already_completed(event.trajectory, "choose another id")
         if event.trajectory not in self._known:
@@ -293,7 +297,8 @@ class Registry:
             return await self._complete_again(trajectory, completion, inferred)
         self.log.check_age(trajectory, run.opened.at)
         await self._wait_until_idle(run)
-        with run.closed_to_calls():
+        run.completions += 1  # from now on no call begins, unless this fails
+        try:
             if completion.exchanges:
                 sources = await self._sources(trajectory, run.opened.named, completion.exchanges)
                 await copy_calls(run, [(sources[r.trajectory], r) for r in completion.exchanges])
@@ -301,6 +306,8 @@ class Registry:
             event = await _completed(run, completion, inferred)
             ack = await self.log.publish(event, {"traceparent": run.traceparent})
             run.completed = True
+        finally:
+            run.completions -= 1
         self._forget(trajectory)
         return await self._complete_again(trajectory, completion, inferred) if ack.duplicate else event
 
@@ -333,7 +340,8 @@ class Registry:
         return sources
 
     async def _wait_until_idle(self, run: Trajectory) -> None:
-        """Wait until no call is in flight when this returns: one may begin before a waiter has its turn."""
+        """Wait until no call is in flight. Once more where one began before this task had its turn. Raises a 409
+        `ApiError`."""
         try:
             async with asyncio.timeout(_SETTLE_S):
                 while run.in_flight:
@@ -343,6 +351,7 @@ class Registry:
             raise ApiError(409, "calls_in_flight", message) from None
 
     async def _complete_again(self, trajectory: str, body: Completion, inferred: bool) -> TrajectoryCompleted:
+        """Return the completion of a completed trajectory. Raises a 409 `ApiError` if `body` has other results."""
         opened, before, _ = await self.describe(trajectory)
         run = Trajectory(self.log, opened)
         if before is not None:  # its calls are not read again
@@ -352,18 +361,20 @@ class Registry:
         return before
 
 
-def _size(run: Trajectory) -> int:
-    return len(run.opened.metadata) + len(run.opened.task)
-
-
-_named_results = attrgetter("outcome", "reward", "rewards", "metrics", "batch")
+def _opening_bytes(run: Trajectory) -> int:
+    """About how many bytes of memory a trajectory takes by its opening: at least a KiB."""
+    return 1024 + len(run.opened.metadata) + len(run.opened.task)
 
 
 def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
-    return _named_results(completed), bytes(completed.metadata)
+    """What a repeated completion has to say again."""
+    c = completed
+    return c.outcome, c.reward, c.rewards, c.metrics, c.batch, bytes(c.metadata)
 
 
 async def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
+    """The event that completes a run with these results. `inferred`: the gateway completes a detected run, and no
+    client asked for it."""
     opened, outcome, metrics, calls = run.opened, body.outcome, body.metrics, run.recorded
     if missing := calls.not_whole:
         # Calls that can't be read can't be trained. That is a failure of infrastructure, which never becomes a reward.
@@ -381,7 +392,7 @@ async def _completed(run: Trajectory, body: Completion, inferred: bool) -> Traje
         last_step=max(calls.last_step, 0),
         opened_at=opened.at,
         inferred=inferred,
-        batch=_batch(body.batch, opened.owner),
+        batch=body.batch.of_owner(opened.owner) if body.batch is not None else None,
         calls=calls.next_seq,
         prompt_tokens=calls.prompt_tokens,
         sampled_tokens=calls.sampled_tokens,
@@ -389,13 +400,6 @@ async def _completed(run: Trajectory, body: Completion, inferred: bool) -> Traje
         cost_usd=calls.cost_usd,
     )
     return await run.log.masks.apply(completed)
-
-
-def _batch(request: BatchRequest | None, owner: str) -> TrainingBatch | None:
-    if request is None:
-        return None
-    settings = msgspec.json.encode(request.settings, order="sorted")
-    return TrainingBatch(id=request.id, groups=request.groups, settings=settings, owner=owner)
 
 
 _COPIED = ("project", "trajectory", "model", "group", "task", "attempt", "split", "group_size", "owner")

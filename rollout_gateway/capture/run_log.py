@@ -1,4 +1,8 @@
-"""How the runs of a project were opened and completed. Every read is answered by the log's leader."""
+"""How the runs of a project were opened and completed, on the stream ROLLOUTS; and whether this stream lost its end.
+
+`registry`, `trajectory` and `groups` publish and read here. Every read is answered by the stream's leader, so it never
+misses what was acknowledged. The log's server may lose its newest messages in a power cut, and gives their numbers
+again to other messages; what this process has in memory is wrong then, so it ends and starts anew."""
 
 from __future__ import annotations
 
@@ -23,6 +27,7 @@ from rollout_gateway.http.errors import expired_trajectory
 
 STREAM = stream_of(ExchangeRecorded)
 _END_CHECK_S = 0.5
+"""How often `until_shrunk` looks whether the connection was renewed."""
 
 
 class RunLog:
@@ -38,7 +43,10 @@ class RunLog:
         self._newest: tuple[int, Event] | None = None
         """The newest event that this process published or read, with its stream sequence."""
         self._checked_reconnects = 0
+        """Number of reconnections of the client when the log's end was last checked. Only a reconnection can have led
+        to a server that lost something."""
         self._shrank = anyio.Event()
+        """Set once the log was found to have lost its end."""
 
     # -- the log's end -------------------------------------------------------------------------------------------
 
@@ -57,6 +65,7 @@ class RunLog:
             self._newest = seq, event
 
     def _is_checked(self) -> bool:
+        """Whether the log's end was checked since the last reconnection."""
         return self._checked_reconnects == int(self.broker.client.stats["reconnects"])
 
     async def check_end(self) -> None:
@@ -75,6 +84,7 @@ class RunLog:
             self._checked_reconnects = reconnects
 
     async def _holds(self, seq: int, event: Event) -> bool:
+        """Whether message `seq` of the log is `event`, or was before retention removed it."""
         message = await self.broker.leader_get(STREAM, {"seq": seq})
         if message is None:  # retention removes messages too, but never gives their numbers again
             return int((await self.broker.stream_info(STREAM)).state.last_seq) >= seq
@@ -82,7 +92,8 @@ class RunLog:
         return message.subject == event.subject() and (recorded is None or recorded.event.at == event.at)
 
     async def until_shrunk(self) -> None:
-        """Check the log's end after each reconnection. Raises `LogShrankError` if the log lost it."""
+        """Check the log's end after each reconnection, for ever. Raises `LogShrankError` if the log lost it, which ends
+        the gateway. `service` starts it."""
         while not self._shrank.is_set():
             with anyio.move_on_after(_END_CHECK_S):
                 await self._shrank.wait()
@@ -101,10 +112,8 @@ class RunLog:
             raise expired_trajectory(trajectory, config.rollouts_max_age_h)
 
     async def check_new(self, opened: TrajectoryOpened) -> None:
-        """Raise a 410 `ApiError` if an expired trajectory had the id of one that is about to be opened.
-
-        It may be used again once the log holds nothing of the expired trajectory: what it still held would belong to
-        both."""
+        """Raise a 410 `ApiError` if the id of a trajectory that is about to be opened was that of an expired one, of
+        which the log still holds something: that would belong to both."""
         self.check_age(opened.trajectory)
         try:
             keys = {"project": self.project, "trajectory": opened.trajectory}

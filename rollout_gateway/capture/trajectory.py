@@ -1,7 +1,9 @@
-"""One agent run in memory: its calls, recorded on the log under sequence numbers that no other replica gives twice.
+"""One agent run in memory: its calls, recorded on the log under sequence numbers that no other gateway gives twice.
 
-An exchange is published on the condition that the last one this replica knows of is still the last on the log. A
-replica that is behind notices, reads again and takes the next free number.
+`registry` keeps the runs, and `handler` records their calls here. An "exchange" is the event of one call, or of one
+choice of it; all choices have the call's number `seq`. A "stream sequence" is the number of a message on the log. An
+exchange is published on the condition that the last one which this gateway knows is still the last on the log. A
+gateway that is behind is refused, reads what others wrote, and takes the next free number.
 """
 
 from __future__ import annotations
@@ -9,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,8 +27,9 @@ from rollout_gateway.http.errors import ApiError, already_completed
 log = get_logger("rollout_gateway.capture.trajectory")
 
 _REMEMBERED_CALLS = 8
+"""Newest complete calls of a run that can be answered again from the log."""
 _CALL_BYTES = 1024 * 1024
-"""So many bytes that the calls of a run add to the log count as one more call of the key that opened it."""
+"""Bytes that the calls of a run add to the log, for which one more call of the key that opened it is counted."""
 
 
 def size_of(event: ExchangeRecorded) -> int:
@@ -44,11 +46,13 @@ class RecordedCalls:
     bytes: int = 0
     """Their size (`size_of`)."""
     next_seq: int = 0
+    """Number for the next call."""
     last_stream_seq: int = 0
     """Stream sequence of the last message on the run's subject; 0 if there is none."""
     not_whole: int = 0
     """Number of further exchange events, whose tokens can't be read because what they continue is gone."""
     first_step: int = -1
+    """The oldest policy step that answered; -1: none did."""
     last_step: int = -1
     prompt_tokens: int = 0
     sampled_tokens: int = 0
@@ -62,6 +66,7 @@ class RecordedCalls:
     references. `None` in any other run."""
 
     def add(self, event: ExchangeRecorded, stream_seq: int) -> None:
+        """Count an exchange that was published or read. They come in the order of the log."""
         self.exchanges += 1
         self.bytes += size_of(event)
         self.next_seq = max(self.next_seq, event.seq + 1)
@@ -123,15 +128,6 @@ class Trajectory:
         """Whether it is completed or about to be, and takes no further calls."""
         return self.completed or self.completions > 0
 
-    @contextmanager
-    def closed_to_calls(self) -> Iterator[None]:
-        """Let no call begin. After a failure, calls may begin again once no other completion is under way."""
-        self.completions += 1
-        try:
-            yield
-        finally:
-            self.completions -= 1
-
     def begin(self) -> None:
         """Count a call that begins. Raises an `ApiError`: 409 if the trajectory is being completed, 410 if it
         expired."""
@@ -153,37 +149,34 @@ class Trajectory:
         self.idle.clear()
 
     def end(self) -> None:
+        """End a call, or the work that `begin_work` began."""
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
 
     # -- recording -----------------------------------------------------------------------------------------------
 
-    async def record(self, events_of: Callable[[int], list[ExchangeRecorded]], traceparent: str = "") -> int:
-        """Publish a call under the next free sequence number, and return that number.
+    async def record(self, events: Sequence[ExchangeRecorded], traceparent: str = "") -> int:
+        """Publish a call under the next free sequence number, and return that number. It is on the log then.
 
-        `events_of` returns the events of the call, one for each choice, under a sequence number. `traceparent`: W3C
-        trace context of the call; empty for that of the trajectory. Safe beside other calls of the trajectory, on this
-        replica and on others. Raises `BrokerError` if the log does not take the call, and a 409 `ApiError` if another
-        gateway process completed the trajectory."""
+        `events`: one for each choice of the call. Their `seq` is set here. `traceparent`: W3C trace context of the
+        call; empty for that of the trajectory. Safe beside other calls of the trajectory, at this gateway and at
+        others. Raises `BrokerError` if the log does not take the call, and a 409 `ApiError` if another gateway
+        completed the trajectory."""
         async with self.lock:
-            masked = [await self.log.masks.apply(event) for event in events_of(self.recorded.next_seq)]
+            masked = [await self.log.masks.apply(event) for event in events]
             while True:
                 if self.completed:
                     raise already_completed(self.id, "this call was not recorded")
                 await self.log.check_end()
-                events = [msgspec.structs.replace(event, seq=self.recorded.next_seq) for event in masked]
-                if await self._publish_all(events, traceparent or self.traceparent):
-                    return events[0].seq
-
-    async def _publish_all(self, events: list[ExchangeRecorded], traceparent: str) -> bool:
-        if not await self._publish(events[0], traceparent):
-            return False
-        for event in events[1:]:
-            # The first choice reserved the number. Another replica that writes between two choices takes a later one.
-            while not await self._publish(event, traceparent):
-                pass
-        return True
+                first, *others = [msgspec.structs.replace(event, seq=self.recorded.next_seq) for event in masked]
+                if await self._publish(first, traceparent or self.traceparent):
+                    break
+            # The first choice has the number now. Another gateway that writes between two choices takes a later one.
+            for event in others:
+                while not await self._publish(event, traceparent or self.traceparent):
+                    pass
+            return first.seq
 
     async def _publish(self, event: ExchangeRecorded, traceparent: str) -> bool:
         """Publish one event, on the condition that the trajectory's last message on the log is the one known here.
@@ -197,8 +190,7 @@ class Trajectory:
         ack = await broker.publish(event, headers, form=form, after=known.last_stream_seq)
         # A duplicate: the condition did not hold. What was written after the known message may be this event, by an
         # earlier attempt of this publish whose acknowledgement was lost.
-        published = not ack.duplicate or await self._is_at(event, ack.seq)
-        if published:
+        if not ack.duplicate or await self._events_at([ack.seq]) == [event]:
             known.add(event, ack.seq)
             self.log.note(event, ack.seq)
             broker.exchanges.add(event, form)
@@ -217,22 +209,18 @@ class Trajectory:
         return False
 
     def _count_bytes(self, event: ExchangeRecorded, form: Form) -> None:
+        """Count what an event added to the log as calls of the key that opened the run. `form`: how it was written,
+        whole or as the continuation of an earlier exchange."""
         size = size_of(event)
         saved = form.saved if isinstance(form, Continuation) else 0
         calls, self.uncounted_bytes = divmod(self.uncounted_bytes + size - saved, _CALL_BYTES)
         self.log.count_calls(self.opened.owner, calls)
 
-    async def _is_at(self, event: ExchangeRecorded, stream_seq: int) -> bool:
-        """Whether message `stream_seq` of the log is `event`."""
-        try:
-            return (await self.log.broker.read_at(ExchangeRecorded, stream_seq)).event == event
-        except HistoryGoneError:  # gone, another event, or not whole: nothing that counts as recorded
-            return False
-
     # -- keeping up with the log ---------------------------------------------------------------------------------
 
     async def read_calls(self) -> None:
-        """Read the calls that are on the log and not in `recorded`."""
+        """Read the calls that are on the log and not in `recorded`. The caller holds `lock`, or is the only one that
+        knows the trajectory."""
         into, more = self.recorded, True
         while more:
             page = await self.log.broker.read_page(
@@ -258,12 +246,14 @@ class Trajectory:
 
     async def recorded_call(self, request_hash: str) -> list[ExchangeRecorded]:
         """The events of a recent complete call, one for each choice. Empty if there is none."""
-        seqs = self.recorded.recent.get(request_hash, [])
+        return await self._events_at(self.recorded.recent.get(request_hash, []))
+
+    async def _events_at(self, stream_seqs: Iterable[int]) -> list[ExchangeRecorded]:
+        """The exchanges at these stream sequences; none if one of them is gone, another event or not whole."""
         try:
-            events = [(await self.log.broker.read_at(ExchangeRecorded, seq)).event for seq in seqs]
+            return [(await self.log.broker.read_at(ExchangeRecorded, seq)).event for seq in stream_seqs]
         except HistoryGoneError:
             return []
-        return events
 
     async def last_answer(self) -> ExchangeRecorded | None:
         """The first choice of the newest complete call, or `None`."""
@@ -273,30 +263,25 @@ class Trajectory:
         return None
 
     async def stream_seq_of(self, reply: str, choice: int) -> int | None:
-        """The stream sequence of the complete exchange that a reference names, or `None`. The run must have
-        been opened with `references`."""
+        """The stream sequence of the complete exchange that a reference names by the id of the answer (`reply`) and the
+        choice, or `None`. The run must have been opened with `references`."""
         assert self.recorded.replies is not None
         if (reply, choice) not in self.recorded.replies:
             await self.refresh()  # another replica may have answered
         return self.recorded.replies.get((reply, choice))
 
     async def exchange_referenced(self, reply: str, choice: int) -> ExchangeRecorded | None:
-        """The complete exchange that a reference in an answer names, or `None`. The run must have been opened with
-        `references`."""
+        """The exchange that `stream_seq_of` finds, or `None`."""
         seq = await self.stream_seq_of(reply, choice)
-        if seq is None:
-            return None
-        try:
-            return (await self.log.broker.read_at(ExchangeRecorded, seq)).event
-        except HistoryGoneError:
-            return None
+        events = await self._events_at([seq] if seq is not None else [])
+        return events[0] if events else None
 
     async def exchanges_of(
         self, replies: Iterable[str], *, complete: bool = True, read: Callable[[int], None] = lambda size: None
     ) -> dict[str, ExchangeRecorded]:
         """The exchanges whose answers have these ids, by id. An id may have the prefix of any API (`unwrapped`).
         `complete`: only if the answer was complete. Reads the whole run, once, if one of them is not a recent one, and
-        then calls `read` with the size of each exchange."""
+        then calls `read` with the size of each exchange, for which the caller's key pays."""
         left, out = defaultdict[str, list[str]](list), dict[str, ExchangeRecorded]()
         for reply in replies:
             left[unwrapped(reply)].append(reply)
@@ -318,8 +303,3 @@ class _ReplyId(msgspec.Struct):
 
 def _reply_id(event: ExchangeRecorded) -> str:
     return msgspec.json.decode(event.response, type=_ReplyId).id
-
-
-def opened_differently(trajectory: str) -> ApiError:
-    message = f"Trajectory {trajectory!r} was opened before with other settings. Choose another id."
-    return ApiError(409, "trajectory_exists", message)

@@ -1,31 +1,32 @@
-"""Detected runs that wait for their next call, in stream DETECTED. Each is one message, on a subject with the hash of
-all messages and answers of the run so far.
+"""Detected runs that wait for their next call, in the stream DETECTED, for all gateways together.
 
-A gateway takes a run, to continue or to complete it, by deleting its message. The NATS server lets only one of several
-deletions succeed, so any gateway can take any run and no two gateways take the same one. The oldest message is the run
-that has waited longest. A run whose agent started others waits once for each: the agents are its branches.
+Each waiting run is one message, on the subject `<prefix>.<history>.<run>`: the history is a hash of all messages and
+answers of the run so far, so a call that continues them finds the run by it. A gateway takes a run, to continue or to
+complete it, by deleting its message. The NATS server lets only one of several deletions succeed, so any gateway can
+take any run, and no two take the same one. The oldest message is the run that has waited longest. A run whose agent
+started others waits once for each: these agents are its "branches".
 
-The stream holds two kinds of hints beside them, which expire by themselves: what a call may quote of a waiting run
-(`Quote`), and which runs have a call of a branch in flight.
+The stream holds two kinds of hints beside the runs, which expire by themselves: what a call may quote of a waiting run
+(`Quote`), and which runs have a call of a branch in flight. `detection` is the only user.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline import streams
 from pipeline.log.broker import Broker
-from pipeline.log.messages import StoredMessage
 from pipeline.names import name_of_token, new_id, subject_token
 from rollout_gateway.capture.conversations import Quote
 
 _BRANCH = "~"
 """End of the last token of a branch's subject."""
 _MOST_QUOTED = 32
-"""Runs and quotes that are looked at for one fingerprint. What more runs have said tells none of them."""
+"""Runs and quotes that are looked at for one fingerprint. What more runs have said does not tell which one is meant."""
 
 
 class WaitingRun(msgspec.Struct, frozen=True, array_like=True):
@@ -39,9 +40,9 @@ class WaitingRun(msgspec.Struct, frozen=True, array_like=True):
     restored: bool = False
     """A gateway that started put it there, because no other seemed to have it."""
     branch: bool = False
-    """An agent that the run's agent started. The run does not end with it."""
+    """It is a branch of the run. The run does not end with it."""
     cut: bool = False
-    """Its rest may be in another run."""
+    """The rest of the run may be recorded as another run, so it is not trained."""
     programs: list[str] = []
     """`CallMessages.program` of the calls so far, at most eight."""
     since: float = 0.0
@@ -50,9 +51,19 @@ class WaitingRun(msgspec.Struct, frozen=True, array_like=True):
     """Sequence of its message."""
 
     @property
-    def place(self) -> str:
-        """Where it waits: its subject after the project's prefix."""
+    def subject_end(self) -> str:
+        """History and run, as its subject ends with them, and so do those of its quotes."""
         return f"{self.history}.{subject_token(self.run)}{_BRANCH if self.branch else ''}"
+
+
+class Quoted(NamedTuple):
+    """A quote that a call may continue, and the run that left it."""
+
+    quote: Quote
+    run: WaitingRun
+    """As it waits now."""
+    newest: bool
+    """Whether it still waits at the answer that is quoted."""
 
 
 def no_history(run: str) -> str:
@@ -72,76 +83,78 @@ class WaitingRuns:
     async def put(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
         """Have a run wait, with what calls may quote of it. It waits once, if it waits there already."""
         for quote in quotes:
-            hint = f"{self._prefix}.quoted.{quote.fingerprint}.{waiting.place}"
+            hint = f"{self._prefix}.quoted.{quote.fingerprint}.{waiting.subject_end}"
             await self._broker.publish_raw(hint, msgspec.msgpack.encode(quote), self._quotes_expire)
-        subject = f"{self._prefix}.{waiting.place}"
+        subject = f"{self._prefix}.{waiting.subject_end}"
         await self._broker.publish_raw(subject, msgspec.msgpack.encode(waiting), {}, message_id=new_id("waits"))
 
-    async def find(self, which: str) -> WaitingRun | None:
-        """The run that waits under `which`, a history or a `WaitingRun.place`; of several, the one that came last. The
-        history in a place may be `*`."""
-        subject = f"{self._prefix}.{which}" + ("" if "." in which else ".*")
-        message = await self._broker.leader_get(streams.DETECTED.name, {"last_by_subj": subject})
-        return _read(message) if message is not None else None
-
-    async def claim(self, waiting: WaitingRun) -> bool:
-        """Take this run. Returns whether it still waited."""
-        return await self._broker.delete(streams.DETECTED.name, waiting.seq)
+    async def find(self, subject_end: str) -> WaitingRun | None:
+        """The run that waits at this `WaitingRun.subject_end`, in which history or run may be `*`; of several, the one
+        that came last."""
+        return await self._get({"last_by_subj": f"{self._prefix}.{subject_end}"})
 
     async def next(self, after: int) -> WaitingRun | None:
         """The run that waits longest of those whose message comes after sequence `after`."""
-        request = {"seq": after + 1, "next_by_subj": f"{self._prefix}.*.*"}
+        return await self._get({"seq": after + 1, "next_by_subj": f"{self._prefix}.*.*"})
+
+    async def _get(self, request: dict[str, Any]) -> WaitingRun | None:
         message = await self._broker.leader_get(streams.DETECTED.name, request)
-        return _read(message) if message is not None else None
+        if message is None:
+            return None
+        waiting = msgspec.msgpack.decode(message.payload, type=WaitingRun)
+        return msgspec.structs.replace(waiting, since=message.place.at / 1e6, seq=message.seq)
+
+    async def take(self, waiting: WaitingRun) -> bool:
+        """Take this run, so that it waits no longer. Returns false if another gateway took it first."""
+        return await self._broker.delete(streams.DETECTED.name, waiting.seq)
 
     async def names(self) -> set[str]:
         """Ids of all runs that wait, other than with a branch."""
-        tokens = {_run_token(place) for place in await self._places("*.*")}
+        tokens = {_run_token(end) for end in await self._subject_ends("*.*")}
         return {name_of_token(token) for token in tokens if not token.endswith(_BRANCH)}
 
     # -- hints -----------------------------------------------------------------------------------------------------
 
-    async def quoted(self, fingerprint: str) -> list[tuple[Quote, WaitingRun, bool]]:
-        """Find the runs that a call with this fingerprint may continue although its messages differ from theirs.
-
-        For each quote: the quote, its run as it waits now, and whether the run still waits at the answer that is
-        quoted; the run that waits longest comes first. Runs that no longer wait are left out. Of a branch, only the
-        same place counts."""
-        quoted = await self._places(f"quoted.{fingerprint}.*.*")
-        run_tokens = {_run_token(place) for place in quoted}
+    async def quoted(self, fingerprint: str) -> list[Quoted]:
+        """Find the runs that a call with this fingerprint may continue although its messages differ from theirs. The
+        run that waits longest comes first. Runs that wait no longer are left out."""
+        quoted = await self._subject_ends(f"quoted.{fingerprint}.*.*")
+        run_tokens = {_run_token(end) for end in quoted}
         if not run_tokens:
             return []
-        waits = await self._places(f"*.{run_tokens.pop() if len(run_tokens) == 1 else '*'}")
-        waiting_tokens = {_run_token(place) for place in waits}
-        # Another branch of the run may be anywhere else.
-        earlier = (p for p in quoted - waits if not p.endswith(_BRANCH) and _run_token(p) in waiting_tokens)
-        places = [*(quoted & waits), *earlier]
-        if len({_run_token(place) for place in places}) > _MOST_QUOTED:
+        waiting = await self._subject_ends(f"*.{run_tokens.pop() if len(run_tokens) == 1 else '*'}")
+        waiting_tokens = {_run_token(end) for end in waiting}
+        # Runs that went on since. What another branch of the same run says tells nothing of this one.
+        earlier = (end for end in quoted - waiting if not end.endswith(_BRANCH) and _run_token(end) in waiting_tokens)
+        ends = [*(quoted & waiting), *earlier]
+        if len({_run_token(end) for end in ends}) > _MOST_QUOTED:
             return []
-        out: list[tuple[Quote, WaitingRun, bool]] = []
+        out: list[Quoted] = []
         # A run whose last messages repeat, such as one that polls, left a quote at each of its calls.
-        for place in places[:_MOST_QUOTED]:
-            request = {"last_by_subj": f"{self._prefix}.quoted.{fingerprint}.{place}"}
+        for end in ends[:_MOST_QUOTED]:
+            request = {"last_by_subj": f"{self._prefix}.quoted.{fingerprint}.{end}"}
             message = await self._broker.leader_get(streams.DETECTED.name, request)
-            waiting = await self.find(place)
-            if waiting is None and not place.endswith(_BRANCH):
-                waiting = await self.find(f"*.{_run_token(place)}")
-            if message is not None and waiting is not None:
+            run = await self.find(end)
+            if run is None and not end.endswith(_BRANCH):
+                run = await self.find(f"*.{_run_token(end)}")
+            if message is not None and run is not None:
                 quote = msgspec.msgpack.decode(message.payload, type=Quote)
-                out.append((quote, waiting, waiting.place == place))
-        return sorted(out, key=lambda found: found[1].seq)
+                out.append(Quoted(quote, run, run.subject_end == end))
+        return sorted(out, key=lambda found: found.run.seq)
 
-    async def _places(self, pattern: str) -> set[str]:
-        """`WaitingRun.place` of the messages whose subject after the project's prefix matches."""
+    async def _subject_ends(self, pattern: str) -> set[str]:
+        """The last two tokens, history and run, of the subjects that match `pattern` after the project's prefix."""
         subjects = await self._broker.subjects(streams.DETECTED.name, f"{self._prefix}.{pattern}")
         return {".".join(subject.split(".")[-2:]) for subject in subjects}
 
     async def begin_branch(self, run: str) -> int:
-        """Note that a call of a branch is in flight. Returns the number for `end_branch`."""
+        """Note that a call of a branch is in flight: meanwhile no gateway completes the run. Returns the number for
+        `end_branch`."""
         subject = f"{self._prefix}.busy.{subject_token(run)}.{new_id('b')}"
         return (await self._broker.publish_raw(subject, b"", self._branches_expire)).seq
 
     async def end_branch(self, number: int) -> None:
+        """Delete the note that `begin_branch` made."""
         await self._broker.delete(streams.DETECTED.name, number)
 
     async def has_branch(self, run: str) -> bool:
@@ -150,11 +163,6 @@ class WaitingRuns:
         return bool(await self._broker.subjects(streams.DETECTED.name, busy))
 
 
-def _run_token(place: str) -> str:
-    """The part of a `WaitingRun.place` that names the run or branch."""
-    return place.partition(".")[2]
-
-
-def _read(message: StoredMessage) -> WaitingRun:
-    waiting = msgspec.msgpack.decode(message.payload, type=WaitingRun)
-    return msgspec.structs.replace(waiting, since=message.place.at / 1e6, seq=message.seq)
+def _run_token(subject_end: str) -> str:
+    """The last token of a subject, which names the run, and says whether it is a branch of it."""
+    return subject_end.partition(".")[2]

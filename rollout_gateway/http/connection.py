@@ -1,7 +1,10 @@
-"""Clients' connections: uvicorn's, with the limits that its settings do not have.
+"""Clients' connections: uvicorn's protocol class, with the limits that uvicorn's settings do not have.
 
-Only the framing headers decide where a body ends. An `Upgrade` is ignored, so nothing inside a body can become a
-request. Trailers are counted and dropped. A request that two programs could read in two ways is refused."""
+`server` makes a `Connection` for each client. httptools parses the bytes and calls the `on_` methods; uvicorn then runs
+the handler of each request. Requests that a client sends before it has the answer to an earlier one ("pipelined") wait
+for their turn. A proxy in front of the gateway may read a request in another way than the gateway and so let one
+request pass as two ("request smuggling"). Therefore only the framing headers (Content-Length, Transfer-Encoding) decide
+where a body ends, an `Upgrade` is ignored, trailers are dropped, and what can be read in two ways is refused."""
 
 from __future__ import annotations
 
@@ -21,83 +24,82 @@ log = get_logger("rollout_gateway.http.server")
 
 _HEAD_LIMIT = 65536
 """Bytes of a request's URL and headers, and of trailers or chunk extensions before the next byte of a body."""
-_CHUNKS, _LEAST_CHUNK = 10_000, 16
-"""With more chunks than that, a body needs so many bytes a chunk: each costs time on the loop of all connections."""
-_AHEAD = 32
+_FREE_CHUNKS, _MIN_CHUNK_BYTES = 10_000, 16
+"""A body of more chunks than `_FREE_CHUNKS` needs `_MIN_CHUNK_BYTES` a chunk on average: each chunk costs time on the
+event loop, which all connections share."""
+_MAX_PIPELINED = 32
 """Requests that may wait for their answers on one connection."""
 _LENGTH_DIGITS = 20
 _ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^/?]+)(.*)")
-_UNIQUE = frozenset(
-    (
-        b"host",
-        b"authorization",
-        b"x-api-key",
-        b"content-length",
-        b"transfer-encoding",
-        b"origin",
-        b"forwarded",
-        b"x-journeywork-trajectory",
-        b"x-journeywork-group",
-        b"x-journeywork-attempt",
-    )
+_SENT_ONCE = frozenset(
+    b"host authorization x-api-key content-length transfer-encoding origin forwarded x-journeywork-trajectory "
+    b"x-journeywork-group x-journeywork-attempt".split()
 )
 """Headers that decide who sent a request or where it ends. A request with two of one kind is refused."""
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection. The methods that begin with `on_` are called by httptools; an `ApiError` that they raise
-    refuses the request."""
+    """One client's connection. An `ApiError` that an `on_` method raises refuses the request.
+
+    Of uvicorn's attributes, `cycle` is the request whose head came last, `pipeline` the requests that wait for their
+    turn, and `flow` pauses the reading from the socket."""
 
     server_state: State
 
     def __init__(self, config: uvicorn.Config, state: State) -> None:
         super().__init__(config, state, {})
-        self._waiting: deque[tuple[RequestResponseCycle, Request]] = deque()
-        """Requests that are not answered. The first one is being answered, or its body is being read."""
-        self._since = self.loop.time()
-        """Since when the connection is idle, or the last request has been coming."""
+        self._unanswered: deque[tuple[RequestResponseCycle, Request]] = deque()
+        """Requests whose head has come. The first one is being answered, or its body is being read."""
+        self._state_since = self.loop.time()
+        """The loop's time at which the connection became idle, or the last request began to arrive."""
         self._in_head = False
-        self._silent = 0
-        """Bytes since the last complete head or byte of a body."""
+        """A request has begun to arrive, and its head is not complete."""
+        self._bytes_beside_bodies = 0
+        """Bytes since the last complete head or byte of a body: of an incomplete head, trailers or chunk extensions."""
         self._chunks = self._body_size = 0
-        self._ignoring = False
-        """Further input is thrown away."""
-        self._unsent, self._unsent_at = 0, 0.0
+        """Of the request that arrives."""
+        self._input_ignored = False
+        """Further input is thrown away: a request was refused, or the client left."""
+        self._unsent_bytes, self._unsent_since = 0, 0.0
         """Bytes that wait for a slow client, and since when it has taken none of them."""
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: object) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]  # uvloop's are no subclass
+        """Called when a client has connected: refuse it if there are too many connections and none can be closed."""
+        super().connection_made(transport)  # type: ignore[arg-type]  # uvloop's are no subclass; counts it, too
         if not self._make_room():
             message = "The gateway has reached gateway.http.max_connections. Try again."
             self.refuse(ApiError(503, "too_many_connections", message, retry_after_s=1))
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Called when the connection has ended: tell the handlers of its requests that their client is gone."""
         super().connection_lost(exc)
-        self._ignoring = True
-        for cycle, request in self._waiting:
+        self._input_ignored = True
+        for cycle, request in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
             request.cancellation.cancel(ClientGoneError())
-        self._waiting.clear()
+        self._unanswered.clear()
 
     def data_received(self, data: bytes) -> None:
-        if self._ignoring:
+        """Called with each piece of input: have it parsed, and refuse the request if anything is wrong with it."""
+        if self._input_ignored:
             return
-        self._silent += len(data)
+        self._bytes_beside_bodies += len(data)
         try:
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
-                self._read_body(data[upgrade.args[0] :])
-            if self._silent > _HEAD_LIMIT:
-                if not self._waiting or not self._waiting[-1][0].more_body:
+                self._read_body_of_upgrade(data[upgrade.args[0] :])
+            if self._bytes_beside_bodies > _HEAD_LIMIT:
+                if not self._unanswered or not self._unanswered[-1][0].more_body:
                     raise _head_too_large()
                 message = f"Trailers or chunk extensions are longer than {_HEAD_LIMIT} bytes."
                 raise ApiError(431, "trailers_too_large", message)
         except (httptools.HttpParserError, ApiError) as error:
+            # What an `on_` method raised comes wrapped.
             cause = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else error
             if isinstance(cause, httptools.HttpParserError | UnicodeError):
                 cause = ApiError(400, "bad_http", "The request is not valid HTTP/1.1.")
@@ -106,9 +108,10 @@ class Connection(HttpToolsProtocol):
                 cause = internal_error()
             self.refuse(cause)
 
-    def _read_body(self, data: bytes) -> None:
-        """Read the body of a request with an `Upgrade` header, behind which httptools parses nothing. A fresh parser is
-        given only the framing headers. The connection ends with the answer."""
+    def _read_body_of_upgrade(self, data: bytes) -> None:
+        """Read the body of a request with an `Upgrade` header: `data` is the first of it, and httptools parses nothing
+        behind such a head. So a new parser gets a head with the framing headers only, then the body, and calls the
+        same methods for it. The connection ends with the answer."""
         self.cycle.keep_alive = False
         lines = [b"POST / HTTP/1.1\r\nConnection: close\r\n"]
         for name, value in self.scope["headers"]:
@@ -122,16 +125,19 @@ class Connection(HttpToolsProtocol):
     # -- httptools callbacks
 
     def on_message_begin(self) -> None:
+        """Called with the first byte of a request."""
         super().on_message_begin()
-        self._in_head, self._since = True, self.loop.time()
+        self._in_head, self._state_since = True, self.loop.time()
         self._chunks = self._body_size = 0
 
     def on_headers_complete(self) -> None:
+        """Called when the head of a request has come: check it, and let uvicorn run the handler, or queue the request
+        behind earlier ones."""
         size = len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers])
         if size > _HEAD_LIMIT:
             raise _head_too_large()
-        if len(self._waiting) == _AHEAD:
-            raise ApiError(400, "bad_http", f"{_AHEAD} requests of this connection wait for their answers.")
+        if len(self._unanswered) == _MAX_PIPELINED:
+            raise ApiError(400, "bad_http", f"{_MAX_PIPELINED} requests of this connection wait for their answers.")
         method, version = self.parser.get_method().decode("latin-1"), self.parser.get_http_version()
         headers = _read_headers(self.headers, method, version)
         target = self.url.decode("latin-1")
@@ -141,53 +147,58 @@ class Connection(HttpToolsProtocol):
                 raise ApiError(400, "bad_http", "The target of the request must be a path or an absolute URL.")
             target, headers[b"host"] = "/" + absolute[2].removeprefix("/"), absolute[1].encode("latin-1")
             self.url = target.encode("latin-1")  # uvicorn fails on a URL without a path
-        request = Request(self.server_state, method, target, headers, version, self.server)
+        request = Request(self.server_state, method, target, headers, version)
         self.scope["state"]["request"] = request
         super().on_headers_complete()
-        self._waiting.append((self.cycle, request))
-        self._in_head, self._silent = False, 0
+        self._unanswered.append((self.cycle, request))
+        self._in_head, self._bytes_beside_bodies = False, 0
         self.flow.resume_reading()  # uvicorn pauses it while requests wait, and would not notice that the client left
         self.headers = []  # of trailers, which uvicorn would add to those of the request
 
     def on_chunk_header(self) -> None:
+        """Called at each chunk of a chunked body."""
         self._chunks += 1
-        if self._chunks > _CHUNKS and self._body_size < self._chunks * _LEAST_CHUNK:
-            message = f"The body is in over {_CHUNKS:,} chunks of less than {_LEAST_CHUNK} bytes: send larger ones."
+        if self._chunks > _FREE_CHUNKS and self._body_size < self._chunks * _MIN_CHUNK_BYTES:
+            size = f"{_FREE_CHUNKS:,} chunks of less than {_MIN_CHUNK_BYTES} bytes"
+            message = f"The body is in over {size}: send larger ones."
             raise ApiError(400, "chunks_too_small", message)
 
     def on_body(self, body: bytes) -> None:
+        """Called with each piece of a body."""
         super().on_body(body)
-        self._silent = 0
+        self._bytes_beside_bodies = 0
         self._body_size += len(body)
 
     def on_message_complete(self) -> None:
+        """Called when a request has come to its end."""
         if not self.parser.should_upgrade():  # else its body is still to come
             super().on_message_complete()
-            self._silent = 0
+            self._bytes_beside_bodies = 0
 
     # -- the end of a request
 
     def on_response_complete(self) -> None:
         """Begin the next request. uvicorn's own method would start a timer for each idle connection too."""
-        self._waiting.popleft()
-        self._since = self.loop.time()
+        self._unanswered.popleft()
+        self._state_since = self.loop.time()
         if self.transport.is_closing():
             return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
             return
         self.flow.resume_reading()
-        if (self._ignoring or self.server_state.closing) and not self._waiting:
+        if (self._input_ignored or self.server_state.closing) and not self._unanswered:
             self._end()
 
     def refuse(self, error: ApiError) -> None:
-        """Answer the request that is coming with an error, and end the connection. If there are requests before it,
-        their answers are the last ones."""
-        if self._ignoring:
+        """Answer the request that is arriving with an error, and end the connection after the answers to the requests
+        before it. If its handler runs already, because its head was complete, the handler gets the error. If others
+        come first, the refused request itself gets no answer: it would be taken for theirs."""
+        if self._input_ignored:
             return
-        self._ignoring = True
-        if self._waiting:
-            cycle, request = self._waiting[-1]
+        self._input_ignored = True
+        if self._unanswered:
+            cycle, request = self._unanswered[-1]
             if cycle.more_body:
                 request.cancellation.cancel(error)
         else:
@@ -198,8 +209,9 @@ class Connection(HttpToolsProtocol):
             self._end()
 
     def _end(self) -> None:
-        """Close the connection once the client has read its last answer."""
-        self._ignoring = True
+        """End the connection in order: say that nothing more comes, and leave the client `LINGER_S` to read its last
+        answer, which an immediate close could discard."""
+        self._input_ignored = True
         if not self.transport.is_closing():
             self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.abort)
@@ -208,33 +220,33 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _closable(self) -> bool:
-        """The connection is idle, or its only request is still coming."""
-        return not self._waiting or (len(self._waiting) == 1 and self._waiting[0][0].more_body)
+        """Whether it may be closed to make room: it is idle, or its only request is still arriving."""
+        return not self._unanswered or (len(self._unanswered) == 1 and self._unanswered[0][0].more_body)
 
     def _make_room(self) -> bool:
-        """At the limit of connections, close those that have been idle longest, or else have been sending a request
-        longest. Returns false if all are being answered. A hundredth is closed at once, so that the search does not
-        cost every new connection its time."""
+        """At the limit of connections, close those that have been idle longest, or else those whose request has been
+        arriving longest. Returns false if all others are being answered, so that this one has to be refused. A
+        hundredth of the limit is closed at once: the search takes time, and not each new connection shall need one."""
         connections, most = self.server_state.connections, self.server_state.limits.max_connections
         if len(connections) <= most:
             return True
         others = [c for c in connections if isinstance(c, Connection) and c is not self and c._closable]
-        by_age = sorted(others, key=lambda c: (c._in_head or bool(c._waiting), c._since))
+        by_age = sorted(others, key=lambda c: (c._in_head or bool(c._unanswered), c._state_since))
         for connection in by_age[: max(1, most // 100)]:
             connections.discard(connection)
             connection.transport.abort()
         return bool(others)
 
     def check_deadlines(self, now: float) -> None:
-        """Close the connection if its client has been silent or slow for too long. `now` is the loop's time. The
-        deadline of a body is `Request.read`'s."""
-        limits, waited = self.server_state.limits, now - self._since
+        """Close the connection if its client has been silent or slow for too long. `server` calls it about once a
+        second; `now` is the loop's time. The deadline of a body is `Request.read`'s."""
+        limits, waited = self.server_state.limits, now - self._state_since
         unsent = self.transport.get_write_buffer_size()
-        if not unsent or unsent != self._unsent:
-            self._unsent, self._unsent_at = unsent, now
-        elif now - self._unsent_at > limits.write_timeout_s:
+        if not unsent or unsent != self._unsent_bytes:
+            self._unsent_bytes, self._unsent_since = unsent, now
+        elif now - self._unsent_since > limits.write_timeout_s:
             self.transport.abort()
-        if self._waiting or self._ignoring:
+        if self._unanswered or self._input_ignored:
             return
         if self._in_head:
             if waited > limits.head_timeout_s:
@@ -252,7 +264,7 @@ def _read_headers(pairs: list[tuple[bytes, bytes]], method: str, version: str) -
     """Return the headers of a request. Raises an `ApiError` for one that two programs could read in two ways."""
     headers: Headers = {}
     for name, value in pairs:
-        if name in headers and name in _UNIQUE:
+        if name in headers and name in _SENT_ONCE:
             message = f"The header {name.decode('latin-1')!r} came twice: send it once."
             raise ApiError(400, "repeated_header", message)
         # RFC 9112 takes white space off both ends; httptools only off the beginning.

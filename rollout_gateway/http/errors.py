@@ -1,4 +1,7 @@
-"""Errors that are answered to clients, in OpenAI's format."""
+"""The errors that clients get, in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
+
+Any room of the gateway raises an `ApiError`, and `app` answers with it. Errors that several modules raise are made by
+a function here, so that a client reads the same sentence. docs/gateway.md lists all codes."""
 
 from __future__ import annotations
 
@@ -47,13 +50,15 @@ class ApiError(Exception):
         self.headers = (*headers, (b"retry-after", b"%d" % retry_after_s)) if retry_after_s else headers
 
     def body(self) -> bytes:
+        """The answer's body."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 
-def check_shared(field: str, text: str, runs: int, most: int) -> None:
-    """Raise a 413 `ApiError` if a text that each of so many runs gets takes more than `most` bytes together."""
+def check_repeated_text(field: str, text: str, runs: int, most: int) -> None:
+    """Raise a 413 `ApiError` if `text`, the value of the body's `field`, takes more than `most` bytes on the log when
+    it is recorded for each of so many runs."""
     if (size := len(text.encode()) * runs) > most:
         message = (
             f"Each of the {runs} runs gets the `{field}`, {size:,} bytes together: at most {most:,} are taken. Send a "
@@ -63,18 +68,21 @@ def check_shared(field: str, text: str, runs: int, most: int) -> None:
 
 
 def check_group_size(field: str, runs: int, most: int) -> None:
-    """Raise a 413 `ApiError` for a group of more runs than `gateway.max_group_size`, which is `most`."""
+    """Raise a 413 `ApiError` if the body's `field` makes a group of more runs than `most`, which is
+    `gateway.max_group_size`."""
     if runs > most:
         message = f"`{field}` makes a group of {runs:,} runs; gateway.max_group_size is {most:,}. Make smaller groups."
         raise ApiError(413, "group_too_large", message, param=field)
 
 
 def unknown_model(model: str, known: Sequence[str], param: str = "model") -> ApiError:
+    """`known`: names that could be meant. `param`: the field that names the model."""
     message = f"The model {model!r} does not exist. Available models: {', '.join(known)}."
     return ApiError(404, "model_not_found", message, param=param)
 
 
 def retired_version(version: str, known: Sequence[str], param: str) -> ApiError:
+    """`known`: versions that can be named instead. `param`: the field that names the version."""
     message = (
         f"The adapter of {version} is no longer kept (`retention.adapters`). Name a version that is: "
         f"{', '.join(known)}. To serve this one again, make it the newest: `journeywork train --adopt`."
@@ -83,6 +91,7 @@ def retired_version(version: str, known: Sequence[str], param: str) -> ApiError:
 
 
 def unknown_trajectory(trajectory: str, advice: str = "Open one with POST /v1/trajectories.") -> ApiError:
+    """The same error for a trajectory of another key, so that ids of others can't be tried out."""
     message = (
         f"Trajectory {trajectory!r} is unknown: it was not opened in this project, or another API key opened it. "
         + advice
@@ -91,6 +100,7 @@ def unknown_trajectory(trajectory: str, advice: str = "Open one with POST /v1/tr
 
 
 def expired_trajectory(trajectory: str, max_age_h: float) -> ApiError:
+    """`max_age_h`: hours that the log keeps runs."""
     message = (
         f"Trajectory {trajectory!r} expired: it was opened more than {max_age_h:g} hours ago, so the log no longer "
         "holds all of it (nats.rollouts_max_age_h). It takes no calls and no feedback, it can't be completed, and its "
@@ -109,15 +119,17 @@ def invalid_key() -> ApiError:
 
 
 def already_completed(trajectory: str, what: str) -> ApiError:
+    """`what`: what can't be done any more, as a sentence about the trajectory."""
     return ApiError(409, "trajectory_completed", f"Trajectory {trajectory!r} is completed: {what}.")
 
 
 def stopping() -> ApiError:
+    """The gateway was told to stop: another one, or this one after its restart, takes the call."""
     return ApiError(503, "stopping", "The gateway is stopping. Try again.", retry_after_s=1)
 
 
 def timed_out(wait_s: float = 0.0) -> ApiError:
-    """`wait_s`: the time that an apprentice has, if it was that which passed."""
+    """`wait_s`: the time that an apprentice had, if that passed; 0: the inference server's time passed."""
     limit = f"outside.apprentice_wait_s ({wait_s:g} s)" if wait_s else "gateway.replicas.timeout_s"
     message = f"The inference server did not answer within {limit}."
     return ApiError(504, "upstream_timeout", message)

@@ -1,4 +1,4 @@
-"""Splits a stream of server-sent events, of an inference server or a provider."""
+"""Splits what an inference server or a provider streams into server-sent events."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ _EVENT_BYTES = 64 * 2**20
 
 
 class EventBuffer:
-    """What came of a stream and is no whole event yet."""
+    """Collects the parts of a stream, as they come from the socket, into whole events."""
 
     def __init__(self) -> None:
         self.rest = bytearray()
         """The beginning of an event whose end has not come."""
 
     def add(self, data: bytes) -> list[bytes]:
-        """Add what came of the stream. Returns the events that are whole, with the blank lines behind them. Raises
-        `UpstreamError` for an event of more than 64 MiB."""
+        """Add the next part of the stream. Returns the events that are whole now, each with the blank line behind it.
+        Raises `UpstreamError` for an event of more than 64 MiB."""
+        # An event's end may lie across two parts. What is before was searched already.
         events, start, searched = list[bytes](), 0, max(0, len(self.rest) - 3)
         self.rest += data
         for end in _EVENT_END.finditer(self.rest, searched):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from pipeline.config import ConfigError, GatewayConfig
+from pipeline.running.ports import host_and_port
 from pipeline.security.host_names import address_of, is_loopback, name_in_host
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.request import Request
@@ -21,6 +22,7 @@ class OriginPolicy:
         self._loopback = is_loopback(config.host)
         self._names = {name.lower() for name in (*config.http.hosts, config.host)}
         self._public = config.public_url.rstrip("/")
+        self._address = host_and_port(config.host, config.port)
         if self._public:
             url = urlsplit(self._public)
             if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
@@ -50,6 +52,7 @@ class OriginPolicy:
             raise _foreign("other web pages")
 
     def _check_host(self, host: bytes) -> None:
+        """Raise a 400 `ApiError` for a `Host` that is none, and a 421 one for one that is not the gateway's."""
         text = host.decode("latin-1")
         name = name_in_host(text)
         if name is None:
@@ -63,10 +66,11 @@ class OriginPolicy:
                 raise ApiError(421, "unknown_host", message)
 
     def base_url(self, request: Request) -> str:
-        """Return the start of the URL by which clients reach this gateway: `gateway.public_url`, else the request's
-        `Host`."""
-        return self._public or f"http://{request.headers.get(b'host', b'').decode('latin-1') or request.server}"
+        """Return the start of the URL by which the client of a request reaches this gateway: `gateway.public_url`, else
+        the request's `Host`, which HTTP/1.0 may lack, else the address of the settings."""
+        return self._public or f"http://{request.headers.get(b'host', b'').decode('latin-1') or self._address}"
 
 
 def _foreign(source: str) -> ApiError:
+    """`source`: whose requests are refused, for the message."""
     return ApiError(403, "foreign_origin", f"Requests of {source} are refused: the gateway serves programs only.")

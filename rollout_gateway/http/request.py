@@ -1,4 +1,7 @@
-"""One HTTP request and its answer, over ASGI; and the bound on the bodies of all requests together."""
+"""One HTTP request and its answer, over ASGI; and the bound on the bodies of all requests together.
+
+`connection` makes a `Request` when its head has come, and `server` calls the handler, `app`, with it. The handler
+checks the key by the head, reads the body and answers. `State` is what all connections share."""
 
 from __future__ import annotations
 
@@ -12,18 +15,16 @@ from typing import Any
 from uvicorn.server import ServerState
 
 from pipeline.config import HttpConfig
-from pipeline.running.ports import host_and_port
 from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.http.errors import ApiError, ClientGoneError
 
-Address = tuple[str, int | None] | None
 Headers = dict[bytes, bytes]
 HeaderList = Iterable[tuple[bytes, bytes]]
 SSE_HEADERS: HeaderList = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 CLOSE = (b"connection", b"close")
 JSON = b"application/json"
 LINGER_S = 2.0
-"""How long a client that is still sending has to read why it was refused."""
+"""Seconds that a client which is still sending has to read why it was refused."""
 
 _DISCARD_LIMIT = 65536
 """Bytes of a refused request's body that are read, so that its connection can be used again."""
@@ -32,17 +33,17 @@ _BODY_RATE = 65536
 
 
 class Bodies:
-    """The incomplete bodies of all requests, bounded together."""
+    """Counts the bytes of all bodies that are arriving, and refuses requests when they are too many together."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._total = limit, 0
         self._sizes: dict[Request, int] = {}
-        """Oldest request first."""
+        """Bytes that have arrived, by request, the oldest first."""
 
     def count(self, request: Request, size: int) -> None:
-        """Count `size` bytes for the body of `request`. While all bodies exceed the limit, refuse the newest request of
-        the owner whose bodies are the largest together: an owner that fills the limit with bodies that never end holds
-        up itself."""
+        """Note that `size` bytes of the body of `request` have arrived. While all bodies exceed the limit, refuse the
+        newest request of the owner (the API key) whose bodies are the largest together: an owner that fills the limit
+        with bodies that never end holds up itself."""
         self._total += size - self._sizes.get(request, 0)
         self._sizes[request] = size
         while self._total > self._limit:
@@ -56,6 +57,7 @@ class Bodies:
             newest.cancellation.cancel(ApiError(503, "too_many_bodies", message, retry_after_s=1))
 
     def remove(self, request: Request) -> None:
+        """Count the body of `request` no more: it is complete, refused or given up."""
         self._total -= self._sizes.pop(request, 0)
 
 
@@ -76,16 +78,14 @@ class Request:
     """ASGI's functions for this request, set when its handler begins."""
     send: Any
 
-    def __init__(
-        self, state: State, method: str, target: str, headers: Headers, version: str, address: Address
-    ) -> None:
+    def __init__(self, state: State, method: str, target: str, headers: Headers, version: str) -> None:
+        """`version`: of HTTP, `1.0` or `1.1`."""
         self._state = state
         self.method = method
         self.target = target
         """Path and query, not decoded."""
         self.headers = headers
         """Names in lower case. Values of repeated headers are joined with `, `. Trailers are dropped."""
-        self._address = address
         self.body = b""
         self.max_body = state.limits.max_body_bytes
         """Bytes. A larger body is not read."""
@@ -97,17 +97,12 @@ class Request:
         """The head of the answer was written."""
         self._unread = True
         """Some of the body may not have been received."""
-        self._abandoned = False
-        """`read` has begun, so a body that is not complete can't be used any more."""
-        self._held = bytearray() if version == "1.0" else None
-        """What was written to a stream, for HTTP/1.0, which has no chunks. It is sent as a whole."""
-        self._head: HeaderList = ()
-
-    @property
-    def server(self) -> str:
-        """`host:port` that the client connected to."""
-        host, port = self._address or ("", None)
-        return host_and_port(host, port or 0)
+        self._reading_began = False
+        """`read` was called. If it raised, the rest of the body is not worth waiting for."""
+        self._unchunked = bytearray() if version == "1.0" else None
+        """What was written to a stream so far, for a client of HTTP/1.0, which has no chunks: it is sent as a whole at
+        the end. `None` for others."""
+        self._stream_headers: HeaderList = ()
 
     @property
     def announced(self) -> int:
@@ -117,7 +112,7 @@ class Request:
     async def read(self) -> None:
         """Read the body. Raises an `ApiError`: 413 for a body larger than `max_body`, 408 for one that comes too
         slowly, 503 for one for which there is no room; and `ClientGoneError`."""
-        self._abandoned = True
+        self._reading_began = True
         limits, bodies, began = self._state.limits, self._state.bodies, asyncio.get_running_loop().time()
         body, size = bytearray(), self.announced
         bodies.count(self, 0)
@@ -139,6 +134,8 @@ class Request:
         self.body = bytes(body)
 
     async def _receive(self, deadline: float) -> bytes:
+        """Wait for the next part of the body. `deadline`: by the loop's time. Raises `TimeoutError`,
+        `ClientGoneError`, and what the request is cancelled with."""
         async with asyncio.timeout_at(deadline):
             with self.cancellation:
                 message = await self.receive()
@@ -148,18 +145,20 @@ class Request:
         body: bytes = message["body"]
         return body
 
-    async def _discard(self, most: float) -> None:
-        """Receive and drop the rest of the body, or about `most` bytes of it, for `LINGER_S` at most."""
+    async def _discard(self, max_bytes: float) -> None:
+        """Receive and drop the rest of the body, but not much more than `max_bytes`, for `LINGER_S` at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while self._unread and most > 0:
+                while self._unread and max_bytes > 0:
                     message = await self.receive()
                     self._unread = message.get("more_body", False)
-                    most -= len(message.get("body", b""))
+                    max_bytes -= len(message.get("body", b""))
 
     async def answer(self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = JSON) -> None:
-        """Write a whole answer. If the body of the request is not complete, the connection ends with it."""
-        if not self._abandoned and b"expect" not in self.headers and self.announced <= _DISCARD_LIMIT:
+        """Write a whole answer. If the body of the request is still incomplete, the connection ends with it, as the
+        next request could not be told from the body's rest."""
+        # The rest of a small body is received first, so that a refused request does not cost its connection.
+        if not self._reading_began and b"expect" not in self.headers and self.announced <= _DISCARD_LIMIT:
             await self._discard(_DISCARD_LIMIT)
         kind = ((b"content-type", content_type),) if body else ()
         length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
@@ -171,25 +170,26 @@ class Request:
             await self.send({"type": "http.response.body"})
 
     async def _start(self, status: int, headers: HeaderList, last: bool = False) -> None:
+        """Write the head of an answer. `last`: the connection ends with this answer."""
         close = (CLOSE,) if last or self._state.closing else ()
         await self.send({"type": "http.response.start", "status": status, "headers": (*headers, *close)})
         self.started = True
 
     async def start(self, headers: HeaderList) -> None:
         """Begin a streamed answer."""
-        self._head, self.started = headers, True
-        if self._held is None:
+        self._stream_headers, self.started = headers, True
+        if self._unchunked is None:
             await self._start(200, headers)
 
     async def write(self, data: bytes) -> None:
         """Write a part of a streamed answer. Waits while the client takes it too slowly."""
-        if self._held is not None:
-            self._held += data
+        if self._unchunked is not None:
+            self._unchunked += data
         elif data:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         """End a streamed answer."""
-        if self._held is not None:
-            await self._start(200, (*self._head, (b"content-length", b"%d" % len(self._held))))
-        await self.send({"type": "http.response.body", "body": bytes(self._held or b"")})
+        if self._unchunked is not None:
+            await self._start(200, (*self._stream_headers, (b"content-length", b"%d" % len(self._unchunked))))
+        await self.send({"type": "http.response.body", "body": bytes(self._unchunked or b"")})

@@ -1,7 +1,8 @@
-"""The HTTP/1.1 server: uvicorn's protocol in front of one handler. TLS and HTTP/2 are left to a reverse proxy.
+"""The HTTP/1.1 server: uvicorn's protocol (`connection`) in front of one handler, `App`. TLS and HTTP/2 are left to a
+reverse proxy.
 
-A handler is called when the head of a request is complete, before its body is read. When a client goes away,
-`Request.cancellation` is cancelled. The handler itself runs on, since it may have something to record."""
+`service` runs it. The handler is called when the head of a request is complete, before its body is read. When a client
+goes away, `Request.cancellation` is cancelled. The handler's task itself is not: it may have something to record."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ _CUT_OFF_S = 10.0
 
 
 def checked_limits(config: HttpConfig) -> HttpConfig:
-    """Raise the process's limit of open files to its hard limit, and lower `max_connections` to what that allows.
+    """Return the limits as this process can hold them: raise its limit of open files to the hard limit, and lower
+    `max_connections` to what that allows, as a client's connection may need another one to an inference server.
 
-    A client's connection may need another one to an inference server. Raises `ConfigError` if one body may be larger
-    than all bodies together."""
+    Raises `ConfigError` if one body may be larger than all bodies together."""
     if config.max_buffered_bytes < config.max_body_bytes:
         raise ConfigError(
             f"gateway.http.max_buffered_bytes ({config.max_buffered_bytes}) is less than "
@@ -55,6 +56,7 @@ def checked_limits(config: HttpConfig) -> HttpConfig:
 
 
 async def _check_deadlines(state: State) -> None:
+    """Close connections that are silent or slow, for ever. One task for all costs less than a timer for each."""
     limits = state.limits
     timeouts = (limits.head_timeout_s, limits.idle_timeout_s, limits.write_timeout_s)
     pause_s = min(_CHECK_S, *(timeout / 4 for timeout in timeouts))
@@ -67,7 +69,8 @@ async def _check_deadlines(state: State) -> None:
 
 
 async def _wait(tasks: set[asyncio.Task[None]], wait_s: float) -> list[asyncio.Task[None]]:
-    """Wait until no task is left, for at most `wait_s`. Returns those that still run."""
+    """Wait until `tasks`, the handlers that run, is empty, for at most `wait_s`. Handlers leave it when they end, and
+    new ones join it. Returns those that still run."""
     loop = asyncio.get_running_loop()
     until = loop.time() + wait_s
     while tasks and (left := until - loop.time()) > 0:
@@ -95,6 +98,7 @@ async def run_server(
     them. Meanwhile new requests still reach the handler, and each connection ends with its next answer."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        """The ASGI application that uvicorn calls for each request. `connection` has put the `Request` into `scope`."""
         request: Request = scope["state"].pop("request")
         request.receive, request.send = receive, send
         try:

@@ -1,7 +1,7 @@
-"""The client for inference servers: aiohttp's, with one retry.
+"""The HTTP client for inference servers and providers: aiohttp's, with one retry.
 
 A server may close a pooled connection just as a request goes out on it. A request whose connection ends before its
-reply's head has come is sent once more, on a new connection."""
+reply's head has come is sent once more, on a new connection. "Upstream" is the server that the gateway asks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class UpstreamError(Exception):
     """The server could not be reached, or it broke off."""
 
     sent = True
-    """The request had been sent."""
+    """The server may have the request. False if there was no connection, so that it can safely be sent again."""
     lost = False
-    """The connection ended before the head of a reply had come."""
+    """The connection ended before the head of a reply had come: a pooled one may have been closed already."""
 
 
 class UpstreamTimeoutError(UpstreamError):
@@ -93,6 +93,8 @@ class Upstream:
     """One server and the connections to it."""
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
+        """`api_key`: sent with every request as a bearer token; empty: none. Raises `ValueError` for what is no http(s)
+        URL, or can't be sent."""
         parts = urlsplit(url)
         plain = _PLAIN.fullmatch(url + api_key) and "@" not in parts.netloc and parts.port != 0
         if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
@@ -102,9 +104,11 @@ class Upstream:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
-        """By whether they keep connections. The other one opens a new connection for each request."""
+        """By whether the session keeps connections for later requests. The one that does not is for the retry."""
 
     def _session(self, *, pooled: bool) -> aiohttp.ClientSession:
+        """The session that keeps connections, or the one that does not. It is made at its first use, in the event
+        loop."""
         session = self._sessions.get(pooled)
         if session is None:
             connector = aiohttp.TCPConnector(limit=0, force_close=not pooled)
@@ -129,7 +133,7 @@ class Upstream:
         try:
             return await self._send(self._session(pooled=False), method, path, body, left_s)
         except UpstreamError as error:
-            error.sent = True
+            error.sent = True  # the first time, perhaps
             raise
 
     async def _send(

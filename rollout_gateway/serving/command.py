@@ -40,6 +40,7 @@ _DONE = {
     "split": "split",
     "follow": "follows the newest",
 }
+"""By action, how `list` names the last decision."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,63 +54,57 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("policy", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="action")
-    common = argparse.ArgumentParser(add_help=False)
-    add_arguments(common)
-    decision = argparse.ArgumentParser(add_help=False, parents=[common])
+    gateway = argparse.ArgumentParser(add_help=False)
+    add_arguments(gateway)
+    decision = argparse.ArgumentParser(add_help=False, parents=[gateway])
     decision.add_argument("--reason", default="", help="it is kept on the log, and `list` shows it")
     decision.add_argument("--by", default="", help="who decides; with API keys, the key's name is recorded instead")
-
-    unsure: Any = {
-        "type": float,
-        "metavar": "L",
-        "help": "about an outside model: its apprentice's answers with a lower mean logprob are not shown",
-    }
-
-    def command(name: str, help_text: str, *, listing: bool = False) -> argparse.ArgumentParser:
-        return commands.add_parser(name, parents=[common if listing else decision], help=help_text)
-
-    version = "exact version, such as support@12"
-    models = command("list", "show the version of each model name, and why", listing=True)
-    models.add_argument("model", nargs="?", help="one model; default: all")
+    of_version = argparse.ArgumentParser(add_help=False, parents=[decision])
+    of_version.add_argument(
+        "--min-logprob",
+        type=float,
+        metavar="L",
+        help="about an outside model: its apprentice's answers with a lower mean logprob are not shown",
+    )
+    of_version.add_argument(
+        "version", help="exact version, such as support@12; in a split it gets --percent of the runs"
+    )
+    listing = commands.add_parser("list", parents=[gateway], help="show the version of each model name, and why")
+    listing.add_argument("model", nargs="?", help="one model; default: all")
     for name, help_text in (
         ("promote", "route a model name to a version"),
         ("pin", "keep serving a version while newer ones are trained"),
     ):
-        of_one = command(name, help_text)
-        of_one.add_argument("version", help=version)
+        of_one = commands.add_parser(name, parents=[of_version], help=help_text)
         of_one.add_argument("--of", metavar="MODEL", help="outside model that its apprentice's version answers for")
-        of_one.add_argument("--min-logprob", **unsure)
         of_one.add_argument("--prompt", metavar="FILE", help="system prompt that the version gets")
         of_one.add_argument("--replaces", metavar="FILE", help="the agent's system prompt in whose place it is put")
-    command("rollback", "take back the last decision; again: the one before it").add_argument(
-        "model", help="name of the model"
-    )
-    split = command("split", "divide trajectories between two versions")
-    split.add_argument("version", help=f"{version}: it gets --percent of the trajectories")
+    split = commands.add_parser("split", parents=[of_version], help="divide trajectories between two versions")
     split.add_argument("other", help="the version that gets the rest")
     split.add_argument("--percent", type=float, required=True, help="from 0 to 100")
-    split.add_argument("--min-logprob", **unsure)
-    follow = command("follow", "route a model name to the newest version again")
-    follow.add_argument("model", help="name of the model")
+    for name, help_text in (
+        ("rollback", "take back the last decision; again: the one before it"),
+        ("follow", "route a model name to the newest version again"),
+    ):
+        commands.add_parser(name, parents=[decision], help=help_text).add_argument("model", help="name of the model")
     return parser
 
 
 def _decide(gateway: GatewayApi, args: argparse.Namespace) -> str:
     """Make a decision. Returns the name of the model that it is about."""
     body: dict[str, Any] = {"by": args.by, "reason": args.reason}
-    model: str
     if args.action in ("follow", "rollback"):
-        model = args.model
+        model = str(args.model)
     else:
-        model, body["version"] = getattr(args, "of", None) or named_model(args.version), args.version
-        body["min_logprob"] = args.min_logprob
-        files = {name: getattr(args, name, None) for name in ("prompt", "replaces")}
-        body |= {name: Path(file).read_text("utf-8") for name, file in files.items() if file}
-    if args.action == "split":
-        model = named_model(args.other) if is_outside(args.other) else model
-        body |= {"other": args.other, "percent": args.percent}
-    if named := [str(body[name]) for name in ("version", "other") if name in body]:
-        say_what_is_awaited(*named)
+        body |= {"version": args.version, "min_logprob": args.min_logprob}
+        if args.action == "split":
+            body |= {"other": args.other, "percent": args.percent}
+            model = _answered_name(args.other if is_outside(args.other) else args.version)
+        else:
+            model = args.of or _answered_name(args.version)
+            files = {"prompt": args.prompt, "replaces": args.replaces}
+            body |= {name: Path(file).read_text("utf-8") for name, file in files.items() if file}
+        say_what_is_awaited(*(body[name] for name in ("version", "other") if name in body))
     gateway.ask("POST", f"/v1/policies/{quote(model, safe='')}/{args.action}", body)
     return model
 
@@ -119,32 +114,39 @@ def _list(gateway: GatewayApi, model: str | None) -> None:
     if model is not None and not policies:
         raise GatewayError(f"the gateway serves no model {model!r}; `journeywork policy list` shows the models")
     for policy in policies:
-        sys.stdout.write(visible(describe(policy)) + "\n")
+        sys.stdout.write(visible(_description(policy)) + "\n")
 
 
-def named_model(version: str) -> str:
-    """Return the name whose calls a version answers, if that is not said otherwise. Raises `InvalidNameError`."""
+def _answered_name(version: str) -> str:
+    """Return the model name whose calls `version` answers, unless `--of` names another one. Raises
+    `InvalidNameError`."""
     return outside_model(version) if is_outside(version) else parse_version(version)[0]
 
 
-def describe(policy: dict[str, Any]) -> str:
-    """Return a text about the version that a model name is routed to, and why. `policy`: an item of
-    `GET /v1/policies`."""
-    model, decision = policy["model"], policy.get("decision")
-    routed = policy["version"]
+def _description(policy: dict[str, Any]) -> str:
+    """Return the lines about one model name that `list` prints. `policy`: an item of `GET /v1/policies`."""
+    model, decision, version = policy["model"], policy.get("decision"), policy["version"]
     if decision and decision["other"]:
-        routed = f"{decision['percent']:g} % {decision['version']}, {100 - decision['percent']:g} % {decision['other']}"
-    why = "it is an outside model; there was no decision" if is_outside(routed) and not decision else _why(decision)
+        version = (
+            f"{decision['percent']:g} % {decision['version']}, {100 - decision['percent']:g} % {decision['other']}"
+        )
+    if decision:
+        why = _why(decision)
+    elif is_outside(version):
+        why = "it is an outside model; there was no decision"
+    else:
+        why = "it follows the newest version that enough servers hold; there was no decision"
     prompt = f" with the prompt {policy['prompt']}" if policy.get("prompt") else ""
-    lines = [f"{model}: {routed}{prompt}", f"  why: {why}"]
-    lines.append(f"  newest {policy['newest']}, loaded {', '.join(policy['loaded']) or 'none'}")
-    lines += [f"  refused {version}: {why}" for version, why in policy["refused"].items()]
+    lines = [
+        f"{model}: {version}{prompt}",
+        f"  why: {why}",
+        f"  newest {policy['newest']}, loaded {', '.join(policy['loaded']) or 'none'}",
+        *(f"  refused {refused}: {why}" for refused, why in policy["refused"].items()),
+    ]
     return "\n".join(lines)
 
 
-def _why(decision: dict[str, Any] | None) -> str:
-    if decision is None:
-        return "it follows the newest version that enough servers hold; there was no decision"
+def _why(decision: dict[str, Any]) -> str:
     at = datetime.fromtimestamp(decision["at"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
     by = f" by {decision['by']}" if decision["by"] else ""
     reason = f": {decision['reason']}" if decision["reason"] else ""

@@ -1,5 +1,6 @@
-"""Requests that carry an idempotency id: the log keeps the first one, a repetition of it changes nothing, and a
-different request with the same id is refused."""
+"""Requests that carry an idempotency id, by which a client can safely repeat them: the log keeps the first one (the id
+is part of the event's message id), a repetition changes nothing, and a different request with the same id is refused.
+Decisions, feedback and evaluations are such requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Maintains the list of replicas, checks their health, and reports to sampler agents which versions this gateway uses.
 
-A replica joins when its sampler agent writes a record for it, and leaves when the record is deleted or expires.
+A replica is an inference server. It joins when its sampler agent, a process beside it, writes a record for it to the
+key-value bucket FLEET, and leaves when the record is deleted or expires. `service` starts `Membership.run`.
 
 Sampler agents load and unload adapters. The gateway reads from `policy.loaded` and `policy.unloaded` events which
 versions a replica holds. Before an agent unloads a version, it publishes `policy.unloaded` and waits until the record
@@ -49,11 +50,12 @@ class Membership:
         self._settings, self._ttl_s = config.gateway.replicas, config.sampler.ttl_s
         self._broker, self._policies, self._fleet, self._router = broker, policies, fleet, router
         self._serving: tuple[str, ...] = ()
-        """The versions that model names resolved to when this was last looked at."""
+        """The versions that model names resolved to at the last change."""
         self._samplers = sampler_key(config.project, "*")
         self._key = gateway_key(config.project, gateway)
-        self._by_key: dict[str, tuple[Replica, anyio.CancelScope]] = {}
-        """By the key of a sampler agent's record, the replica and the cancel scope of the task that checks it."""
+        self._registered: dict[str, tuple[Replica, anyio.CancelScope]] = {}
+        """By the key of a sampler agent's record in the bucket, the replica and the cancel scope of the task that
+        checks it."""
 
     async def run(self) -> None:
         """Follow the records of sampler agents, check replicas and write this gateway's record, until cancelled. Then
@@ -62,7 +64,7 @@ class Membership:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._report)
                 async for key, value in key_value.follow(self._broker, _BUCKET, self._samplers):
-                    self._apply(key, value, tasks)
+                    self._apply_record(key, value, tasks)
         finally:
             with anyio.move_on_after(2, shield=True):
                 try:
@@ -79,10 +81,11 @@ class Membership:
                 if replica.name == event.replica and not replica.ready:
                     replica.check_now.set()  # it may have loaded again the adapters that it had lost
             self._fleet.use_changed.set()  # the agents wait until this gateway's record shows the event
-        self._wake_waiting()
+        self._replicas_changed()
 
-    def _wake_waiting(self) -> None:
-        """Wake the calls that wait for a version, and report the versions that model names resolve to."""
+    def _replicas_changed(self) -> None:
+        """After a change of a replica or a policy: wake the calls that wait for a version, and have this gateway's
+        record written if model names resolve to other versions now."""
         if (serving := self._router.serving()) != self._serving:
             self._serving = serving
             self._fleet.use_changed.set()
@@ -90,7 +93,7 @@ class Membership:
 
     # -- replicas --------------------------------------------------------------------------------------------------
 
-    def _apply(self, key: str, value: bytes, tasks: anyio.abc.TaskGroup) -> None:
+    def _apply_record(self, key: str, value: bytes, tasks: anyio.abc.TaskGroup) -> None:
         """Apply a sampler agent's record. An empty value means that the record was deleted or has expired."""
         if not value:
             self._remove(key)
@@ -101,25 +104,26 @@ class Membership:
         except (msgspec.DecodeError, ValueError) as error:
             log.error("record of a sampler agent ignored: it is not valid", key=key, error=str(error))
             return
-        if key in self._by_key and self._by_key[key][0] is not replica:
+        if key in self._registered and self._registered[key][0] is not replica:
             self._remove(key)  # the URL has changed, but not the name in the key, which leaves out the scheme
-        registered = self._by_key.get(key)
+        known = key in self._registered
         restarted = replica.server_start != record.server_start
         replica.server_start, replica.models = record.server_start, record.models
         replica.refused = dict(record.refused)
         replica.loaded = self._policies.loaded(replica.name, record.server_start)
         self._policies.refused = self._fleet.refused()
-        if registered is None:
+        if not known:
             log.info("replica joined", replica=replica.name, server_start=record.server_start)
             scope = anyio.CancelScope()
-            self._by_key[key] = replica, scope
+            self._registered[key] = replica, scope
             tasks.start_soon(self._check, replica, scope)
         elif restarted:
             replica.suspect()
-        self._wake_waiting()
+        self._replicas_changed()
 
     def _remove(self, key: str) -> None:
-        registered = self._by_key.pop(key, None)
+        """Take the replica of a sampler agent's record out of the fleet, if the record was applied."""
+        registered = self._registered.pop(key, None)
         if registered is not None:
             replica, scope = registered
             log.warning(
@@ -131,7 +135,8 @@ class Membership:
             self._policies.refused = self._fleet.refused()
 
     async def _check(self, replica: Replica, scope: anyio.CancelScope) -> None:
-        """Check a replica's health until `scope` is cancelled."""
+        """Check a replica again and again until `scope` is cancelled: its health, or, while it takes no calls, whether
+        it may take some."""
         with scope:
             while True:
                 replica.check_now.clear()
@@ -146,7 +151,7 @@ class Membership:
                         log.warning("replica takes no calls", replica=replica.name, error=str(error))
                     replica.ready, replica.problem = False, str(error)
                     pause_s = self._settings.health_retry_s
-                self._wake_waiting()
+                self._replicas_changed()
                 with anyio.move_on_after(pause_s):
                     await replica.check_now.wait()
 
@@ -172,13 +177,15 @@ class Membership:
         while True:
             self._fleet.use_changed.clear()
             try:
-                await key_value.put(self._broker, _BUCKET, self._key, _encode(self._record()), self._ttl_s)
+                await key_value.put(self._broker, _BUCKET, self._key, _encode(self._own_record()), self._ttl_s)
             except BrokerError as error:
                 log.warning("the gateway's record was not renewed", error=str(error))
             with anyio.move_on_after(self._ttl_s / 3):
                 await self._fleet.use_changed.wait()
 
-    def _record(self) -> GatewayRecord:
+    def _own_record(self) -> GatewayRecord:
+        """This gateway's record as of now. What it reports as in flight is remembered: `Lease.release` compares with
+        it."""
         fleet, now = self._fleet, time.monotonic()
         fleet.wanted = {v: at for v, at in fleet.wanted.items() if now - at < _WANTED_S}
         fleet.reported = {r.name: tuple(r.in_flight) for r in fleet.replicas if r.in_flight}

@@ -31,18 +31,21 @@ _MAX_DONE = 100_000
 """Number of trained and discarded groups that are remembered. The oldest is forgotten first."""
 
 
-class _Model:
-    """The groups of one model that are ahead of the trainer."""
+class _GroupsAhead:
+    """The groups of one model that are ahead of the trainer, as this process knows them."""
 
     def __init__(self) -> None:
         self.groups: dict[str, GroupAhead] = {}
-        """By group."""
+        """By name of the group."""
         self.done: OrderedDict[str, int] = OrderedDict()
-        """By group, the stream time of the checkpoint or discard in microseconds."""
+        """Groups that were trained or discarded: by name, the stream time of the checkpoint or discard in microseconds.
+        A group may be opened again afterwards."""
         self.last_seq = 0
         """Stream sequence of the newest admission that was read."""
         self.was_read = False
+        """Whether the newest admission was read since this process started."""
         self.admitting = asyncio.Lock()
+        """Held while a group is admitted: calls of one process need not compete on the log."""
 
     def apply(self, admitted: LogEntry[GroupAdmitted]) -> None:
         """Set `groups` to those in the newest admission, without groups that are done."""
@@ -52,7 +55,8 @@ class _Model:
         ahead = {group.group: group for group in (*event.ahead, admission)}
         self.groups = {name: group for name, group in ahead.items() if self.done.get(name, -1) < group.at}
 
-    def end(self, group: str, at: int) -> None:
+    def mark_done(self, group: str, at: int) -> None:
+        """Count a group no more: a checkpoint or a discard of stream time `at` names it."""
         self.done[group] = max(at, self.done.pop(group, 0))
         if len(self.done) > _MAX_DONE:
             self.done.popitem(last=False)
@@ -68,10 +72,11 @@ class Pacing:
         a group no longer counts."""
         self._project, self._broker, self._limit = project, broker, limit
         self._forget_us = int(forget_s * 1e6)
-        self._models = {model: _Model() for model in models}
+        self._models = {model: _GroupsAhead() for model in models}
         self._waiting: dict[tuple[str, str], float] = {}
         """By model and group, when the group was first refused, by `time.monotonic`."""
         self._next_seq = 0
+        """Stream sequence from which `follow` reads discards."""
 
     async def admit(self, model: str, group: str, split: str, owner: str) -> float:
         """Admit a trajectory of a group. Further trajectories of an admitted group are always admitted. `owner`: the
@@ -80,33 +85,34 @@ class Pacing:
         Returns the seconds between the group's first refusal by this process and its admission; 0 for its further
         trajectories. Raises a 429 `ApiError` if too many groups are ahead, and `BrokerError` if the log does not
         answer."""
-        # A branch's runs are not trained.
+        # Other models are outside models and branches, which are not trained.
         if not self._limit or split != "train" or model not in self._models:
             return 0.0
         state = self._models[model]
         while not self._is_ahead(state, group):
             async with state.admitting:
                 if self._must_refuse(state, owner) or not state.was_read:
-                    await self._read(model, state)
+                    await self._read(model, state)  # another process may know better
                 if self._is_ahead(state, group):
                     break
                 if self._must_refuse(state, owner):
                     self._refuse(state, model, group, owner)
                 await self._publish(model, state, group, owner)
-                if group in state.groups:
+                if group in state.groups:  # else another process published first
                     break
         since = self._waiting.pop((model, group), None)
         return 0.0 if since is None else time.monotonic() - since
 
-    def _is_ahead(self, state: _Model, group: str) -> bool:
+    def _is_ahead(self, state: _GroupsAhead, group: str) -> bool:
+        """Whether a group is admitted, and not for too long."""
         return group in state.groups and state.groups[group].at > now_us() - self._forget_us
 
-    def _must_refuse(self, state: _Model, owner: str) -> bool:
+    def _must_refuse(self, state: _GroupsAhead, owner: str) -> bool:
         """Return whether a new group of `owner`, the name of an API key, must be refused.
 
         It must if as many groups are ahead of the trainer as the limit allows, and `owner` has opened its share of
-        them: the limit divided by the number of owners with groups ahead, itself included, and at least 1. If the
-        limit is reached, this first removes groups from `state` that are older than `forget_s`."""
+        them: the limit divided by the number of owners with groups ahead, itself included, and at least 1. Groups that
+        no longer count, because they are older than `forget_s`, are dropped from `state` before."""
         if len(state.groups) < self._limit:
             return False
         oldest = now_us() - self._forget_us
@@ -115,7 +121,8 @@ class Pacing:
         share = max(1, self._limit // len({*counts, owner}))
         return len(state.groups) >= self._limit and counts[owner] >= share
 
-    def _refuse(self, state: _Model, model: str, group: str, owner: str) -> None:
+    def _refuse(self, state: _GroupsAhead, model: str, group: str, owner: str) -> None:
+        """Note when the group was first refused, and raise the 429 `ApiError`."""
         self._waiting.setdefault((model, group), time.monotonic())
         if len(self._waiting) > _MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
@@ -129,7 +136,7 @@ class Pacing:
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
-    async def _publish(self, model: str, state: _Model, group: str, owner: str) -> None:
+    async def _publish(self, model: str, state: _GroupsAhead, group: str, owner: str) -> None:
         """Publish an admission of `group`, which fails if there is a newer one than the last that was read. In either
         case, read the newest one then."""
         event = GroupAdmitted(
@@ -138,7 +145,7 @@ class Pacing:
         await self._broker.publish(event, after=state.last_seq)
         await self._read(model, state)
 
-    async def _read(self, model: str, state: _Model) -> None:
+    async def _read(self, model: str, state: _GroupsAhead) -> None:
         """Read the newest admission."""
         admitted = await self._broker.read_last(GroupAdmitted, project=self._project, model=model)
         state.was_read = True
@@ -149,7 +156,7 @@ class Pacing:
         """Stop counting groups that were trained or discarded. `at`: stream time of that event in microseconds."""
         if self._limit and model in self._models:
             for group in groups:
-                self._models[model].end(group, at)
+                self._models[model].mark_done(group, at)
 
     async def rebuild(self) -> None:
         """Read from the log which groups are ahead. `follow` continues from the log's present end."""
@@ -164,7 +171,7 @@ class Pacing:
             for group in list(state.groups):
                 for discarded in await broker.read(GroupDiscarded, project=project, model=model, group=group):
                     if _ends(discarded.event):
-                        state.end(group, discarded.place.at)
+                        state.mark_done(group, discarded.place.at)
 
     async def follow(self) -> None:
         """Follow discards, and stop counting their groups. Never returns."""

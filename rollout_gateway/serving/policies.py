@@ -1,10 +1,11 @@
 """The policy versions that exist, decisions about them, and the servers that have loaded them.
 
-What was trained on another branch than `main` is served under a name of its own, `<model>+<branch>`. It is loaded when
-a call names it, and no decision can be made about it.
-
 All of it is built from the events of the stream POLICY. Every gateway and every sampler agent reads the whole stream
-when it starts, so a restart loses nothing.
+when it starts (`rebuild`) and applies what follows (`follow`), so a restart loses nothing.
+
+A "branch" is training beside `main`; it is served under a name of its own, `<model>+<branch>`. It is loaded when a call
+names it, and no decision can be made about it. An "apprentice" is a policy that may answer in place of an outside
+model, its "master". A "replica" is an inference server.
 """
 
 from __future__ import annotations
@@ -61,14 +62,17 @@ class ModelState:
     decided: PolicyPromoted | None = None
     """The last decision, of any kind."""
     decided_seq: int = 0
-    _in_order: list[tuple[int, str]] = field(default_factory=list)
+    """Stream sequence of the last decision."""
+    _by_step: list[tuple[int, str]] = field(default_factory=list)
+    """Step and version of all checkpoints, sorted."""
 
     def add(self, checkpoint: Checkpoint) -> None:
+        """Add a checkpoint, or replace the one of the same version."""
         event = checkpoint.event
         known = event.version in self.checkpoints
         self.checkpoints[event.version] = checkpoint
         if not known:
-            bisect.insort(self._in_order, (event.step, event.version))
+            bisect.insort(self._by_step, (event.step, event.version))
 
     def decide(self, event: PolicyPromoted, seq: int) -> bool:
         """Apply a decision, which is message `seq` of the log. Return false if it or a later one was applied
@@ -81,7 +85,7 @@ class ModelState:
 
     def newest_first(self) -> Iterator[str]:
         """Yield the versions, the newest first, without the base version."""
-        return (version for _, version in reversed(self._in_order))
+        return (version for _, version in reversed(self._by_step))
 
 
 class Policies:
@@ -97,7 +101,8 @@ class Policies:
         dead_letters: bool = True,
     ) -> None:
         """`trust` checks the signatures of checkpoints. A checkpoint without a valid signature is never served; with
-        `dead_letters` it also becomes a dead letter. `apprentices`: as `Config.apprentices`."""
+        `dead_letters`, as in gateways, it also becomes a dead letter. `apprentices`: by outside model, the policy that
+        may answer in its place."""
         self.project = project
         self._trust, self._dead_letters = trust or Trust(SigningConfig()), dead_letters
         self._unsigned: list[tuple[LogEntry[Event], str]] = []
@@ -112,15 +117,18 @@ class Policies:
         self.loads_seq = 0
         """Sequence of the last `policy.loaded` or `policy.unloaded` event that was applied."""
         self.next_seq = 1
+        """Stream sequence of the next event to apply."""
         self._last: Place | None = None
+        """Place of the last event that was applied: `follow` notices by it if the log has lost its end."""
         self.refused: dict[str, str] = {}
         """Versions that failed a check on every inference server, with the reason."""
         self.retired: set[str] = set()
         """Versions whose adapter is about to be deleted. Calls that use them continue; new trajectories and decisions
         can't name them."""
 
-    def sides(self, model: str) -> tuple[str, ...]:
-        """Return the models that answer the runs which agents open under a name: an outside model's apprentice too."""
+    def answering_models(self, model: str) -> tuple[str, ...]:
+        """Return the models that answer the runs which agents open under the name `model`: itself, and the apprentice
+        of an outside model."""
         return tuple(filter(None, (model, self.apprentices.get(model))))
 
     def decided(self) -> list[str]:
@@ -168,7 +176,7 @@ class Policies:
                 return version
         return version_name(model, 0)
 
-    def newest_loaded(self, model: str) -> str:
+    def newest_loaded_anywhere(self, model: str) -> str:
         """Return the newest version of the model that any server has loaded; empty if there is none."""
         loaded = {version for version, sha256 in self._loaded.anywhere() if self.published(version, sha256)}
         return next((version for version in self.models[model].newest_first() if version in loaded), "")
@@ -187,26 +195,27 @@ class Policies:
         return out
 
     def apply(self, recorded: LogEntry[Event]) -> bool:
-        """Apply an event. Return whether it changes the versions, decisions or loaded adapters of these models."""
+        """Apply an event of the stream, in its order. Return whether it changes the versions, decisions or loaded
+        adapters of these models. What is not about them, or names no version, changes nothing."""
         event = recorded.event
         self.next_seq, self._last = recorded.seq + 1, recorded.place
-        master = self.masters.get(event.model) if isinstance(event, PolicyPromoted) else None
-        if not isinstance(event, _FOLLOWED) or (master is None and self.state(event.model) is None):
-            return False
-        if isinstance(event, PolicyLoaded | PolicyUnloaded):
-            self._loaded.apply(event)
-            self.loads_seq = recorded.seq
-            return True
-        if master is None and event.model not in self.models:
-            return False
-        named = {event.version, event.other} if isinstance(event, PolicyPromoted) else {event.version}
-        if master is not None:
-            named.discard(outside_version(event.model))
-        if not all(is_version(name) for name in named if name):
-            log.error("event ignored: it names no policy version", versions=sorted(named), seq=recorded.seq)
-            return False
-        if isinstance(event, PolicyPromoted):
-            return (master or self.models[event.model]).decide(event, recorded.seq)
+        match event:
+            case PolicyLoaded() | PolicyUnloaded() if self.state(event.model) is not None:
+                self._loaded.apply(event)
+                self.loads_seq = recorded.seq
+                return True
+            case PolicyPromoted() if master := self.masters.get(event.model):
+                named = {event.version, event.other} - {outside_version(event.model)}
+                return _are_versions(named, recorded.seq) and master.decide(event, recorded.seq)
+            case PolicyPromoted() if model := self.models.get(event.model):
+                named = {event.version, event.other}
+                return _are_versions(named, recorded.seq) and model.decide(event, recorded.seq)
+            case CheckpointPublished() | PolicyRetired() if event.model in self.models:
+                return _are_versions({event.version}, recorded.seq) and self._apply_version(event, recorded)
+        return False
+
+    def _apply_version(self, event: CheckpointPublished | PolicyRetired, recorded: LogEntry[Event]) -> bool:
+        """Apply an event about a version, of `main` or of a branch. Return whether there is a new one to serve."""
         name = event.model if event.branch == "main" else branch_model(event.model, event.branch)
         version = f"{name}@{event.version.rpartition('@')[2]}"
         if event.branch != "main" and (name in self.models or not is_name(version)):
@@ -265,3 +274,12 @@ class Policies:
                 payload=encode(recorded.event),
             )
             await broker.publish_raw(f"{letter.subject()}.{place.seq}-{place.at}", encode(letter), {})
+
+
+def _are_versions(names: set[str], seq: int) -> bool:
+    """Whether all names in an event but empty ones are policy versions. Log an error if not: whoever may write to the
+    log may write any name."""
+    if all(is_version(name) for name in names if name):
+        return True
+    log.error("event ignored: it names no policy version", versions=sorted(names), seq=seq)
+    return False

@@ -1,8 +1,10 @@
 """Decisions about which version a model name is routed to: promote, pin, roll back, split, or follow the newest
 version.
 
-Each decision is an event on the log, so all gateways apply it and it survives restarts. A version is loaded before the
-decision is published, so no call waits for the load.
+`api.models` has the requests decided here. Each decision is an event on the log, so all gateways apply it
+(`policies`) and it survives restarts. A version is loaded before the decision is published, so no call waits for the
+load. A decision that depends on the last one is published on the condition that this is still the last: of several
+gateways that decide at once, one succeeds, and the others read and decide again.
 """
 
 from __future__ import annotations
@@ -95,42 +97,48 @@ class Promotion:
         Return the answer to the request: `version` is the one that the model's name is routed to now, `other` the one
         that gets the rest in a split.
 
-        Raises `ApiError`: 404 for an unknown model or version, 409 if there is no decision to roll back or another one
-        than `after` was made, and 503 if a version is not loaded in time."""
-        states = self._policies.models | self._policies.masters
-        if model not in states:
-            raise unknown_model(model, list(states))
-        if model in self._policies.models and getattr(decision, "min_logprob", None) is not None:
-            message = f"{model!r} is no outside model: nobody else can answer where its answers are not shown."
-            raise ApiError(400, "invalid_body", message, param="min_logprob")
-        prompt, replaces = getattr(decision, "prompt", ""), getattr(decision, "replaces", "")
-        if bool(prompt) != bool(replaces) or (prompt and action == "split"):
-            message = "A prompt needs `replaces`, the agent's prompt in whose place it is put, and goes to all runs."
-            raise ApiError(400, "invalid_body", message, param="prompt")
-        if decision.request:
-            check_name(decision.request)
-        by = {"by": owner or decision.by, "request": decision.request or new_id("d")}
-        fields: dict[str, Any] = {"version": "", **msgspec.structs.asdict(decision), **by}
+        Raises `ApiError`: 400 for fields that do not go together, 404 for an unknown model or version, 409 if there is
+        no decision to roll back or another one than `after` was made, and 503 if a version is not loaded in time."""
+        fields: dict[str, Any] = {"version": "", **msgspec.structs.asdict(decision)}
+        fields |= {"by": owner or decision.by, "request": decision.request or new_id("d")}
         expected = fields.pop("after", "")
-        before: dict[str, Any] = {}
-        last: int | None = None
-        while True:
+        self._check(model, action, fields)
+        while True:  # once more if another decision was published since this one read the last
+            last: int | None = None
+            routing: dict[str, Any] = {}
             if action == "rollback":
-                before, last = await self._before_last_decision(model, decision.request)
+                routing, last = await self._routing_to_restore(model, fields["request"])
             elif expected:
-                last = await self._last_decision(model, expected, decision.request)
-            event = PolicyPromoted(project=self._project, model=model, action=action, **fields | before)
+                last = await self._last_decision(model, expected, fields["request"])
+            event = PolicyPromoted(project=self._project, model=model, action=action, **fields | routing)
             for param, version in (("other", event.other), ("version", event.version)):
                 if version:
                     await self._load(model, version, param)
             if await self._publish(event, last):
-                break
-        version = self._router.current(model)
-        return {"model": model, "action": action, "version": version, "other": event.other or None}
+                return {
+                    "model": model,
+                    "action": action,
+                    "version": self._router.current(model),
+                    "other": event.other or None,
+                }
+
+    def _check(self, model: str, action: Action, fields: dict[str, Any]) -> None:
+        """Raise a 404 `ApiError` for an unknown model, and a 400 one for fields that do not go together."""
+        known = [*self._policies.models, *self._policies.masters]
+        if model not in known:
+            raise unknown_model(model, known)
+        if model in self._policies.models and fields.get("min_logprob") is not None:
+            message = f"{model!r} is no outside model: nobody else can answer where its answers are not shown."
+            raise ApiError(400, "invalid_body", message, param="min_logprob")
+        prompt = fields.get("prompt")
+        if bool(prompt) != bool(fields.get("replaces")) or (prompt and action == "split"):
+            message = "A prompt needs `replaces`, the agent's prompt in whose place it is put, and goes to all runs."
+            raise ApiError(400, "invalid_body", message, param="prompt")
+        check_name(fields["request"])
 
     async def _last_decision(self, model: str, expected: str, request: str) -> int:
-        """Return the sequence of the last decision. Raises a 409 `ApiError` unless that is `expected`, or `request`,
-        which is repeated."""
+        """Return the sequence of the last decision about a model. Raises a 409 `ApiError` unless its request id is
+        `expected`, or `request`: then this one is a repetition of it."""
         recorded = await self._broker.read_last(PolicyPromoted, project=self._project, model=model)
         if recorded is None or recorded.event.request not in (expected, request):
             message = f"Another decision about {model} was made since. Look at `GET /v1/policies`, and decide again."
@@ -138,8 +146,10 @@ class Promotion:
         return recorded.seq
 
     async def _publish(self, event: PolicyPromoted, last: int | None) -> bool:
-        """Publish a decision. Return false if it has to follow message `last` of the log and another one came first,
-        here or at another gateway. Raises `ApiError` as `refuse_different` does."""
+        """Publish a decision, if message `last` is still the last decision about its model; `None`: in any case.
+
+        Return false if another one came first, here or at another gateway. A decision that the log holds already is not
+        published again: its request is a repetition. Raises `ApiError` as `refuse_different` does."""
         ack = await self._broker.publish(event, after=last, message_id=event.message_id())
         if ack.duplicate:
             stored = (await self._broker.read_at(PolicyPromoted, ack.seq)).event
@@ -152,14 +162,15 @@ class Promotion:
             self._fleet.changed()
         return True
 
-    async def _before_last_decision(self, model: str, request: str) -> tuple[dict[str, Any], int]:
-        """Return the routing (`_routing`) of the decision before the last one that stands, and the sequence of the last
-        decision. Before the first decision a policy's name has no routing (empty), and an outside model answers itself.
-        A repeated `request` gets what it got before. Raises a 409 `ApiError` without a decision."""
+    async def _routing_to_restore(self, model: str, request: str) -> tuple[dict[str, Any], int]:
+        """Return the routing (`_routing`) that a rollback restores, that of the decision before the last one that
+        stands, and the sequence of the last decision. Before the first decision a policy's name has no routing (empty),
+        and an outside model answers itself. If `request` was made before, return what it restored then. Raises a 409
+        `ApiError` if no decision stands."""
         recorded = await self._broker.read(PolicyPromoted, project=self._project, model=model)
         decisions = [r.event for r in recorded]
         for event in decisions:
-            if request and event.request == request:
+            if event.request == request:
                 return _routing(event), recorded[-1].seq
         standing = standing_decisions(decisions)
         if not standing:

@@ -48,17 +48,20 @@ class Replica:
         """Shadow calls in flight, which are also in `in_flight`. The next agent's call breaks them off."""
         self.check_now = asyncio.Event()
         """Set to make `Membership` check the server now."""
-        self._hash_key = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
-        """Key of the hash by which `score` ranks the server for a conversation. All gateways make it of the name."""
+        self.hash_key = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
+        """For `replica_of`; the same at all gateways."""
 
     @property
     def load(self) -> int:
+        """Number of calls in flight."""
         return self.in_flight.total()
 
     def serves(self, version: str) -> bool:
+        """Whether it can take a call for `version` now."""
         return self.ready and self.holds(version)
 
     def holds(self, version: str) -> bool:
+        """Whether it has loaded `version`, or `version` is the base version of a model that it serves."""
         if is_base_version(version):
             return self.serves_model(version[:-2])
         return version in self.loaded
@@ -67,14 +70,9 @@ class Replica:
         return not self.models or model in self.models
 
     def suspect(self) -> None:
-        """Stop sending calls until the server has been checked, because it may have crashed or lost its adapters."""
+        """Send it no calls until `Membership` has checked it, because it may have crashed or lost its adapters."""
         self.ready = False
         self.check_now.set()
-
-    def score(self, conversation: bytes) -> bytes:
-        """Return the score of this replica for a conversation, by rendezvous hashing. The replica with the highest
-        score serves the conversation. All gateways compute the same score; other replicas do not change it."""
-        return hashlib.blake2b(conversation, digest_size=8, key=self._hash_key).digest()
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +84,7 @@ class Lease:
     version: str
 
     def release(self) -> None:
+        """End the use. If a sampler agent may be waiting for that, have this gateway's record written now."""
         in_flight = self.replica.in_flight
         in_flight[self.version] -= 1
         if in_flight[self.version] <= 0:
@@ -107,7 +106,7 @@ class Fleet:
         self._departed: list[Replica] = []
         """Replicas that were removed and still have calls in flight."""
         self._closings: set[asyncio.Task[None]] = set()
-        """Close the connections to replicas that were removed."""
+        """Tasks that close the connections to replicas that were removed."""
         self.wanted: dict[str, float] = {}
         """Versions that calls wait for because no replica serves them, with the time at which a call last asked for it,
         by `time.monotonic`."""
@@ -116,9 +115,11 @@ class Fleet:
         self.reported: dict[str, tuple[str, ...]] = {}
         """By replica, the versions that calls used according to the record that was written last."""
         self.closing = False
+        """The gateway stops: no call waits for a replica any more."""
         self.idle = asyncio.Event()
         """Set when a server may have no call in flight any more, or takes calls again; `Shadows` clears it."""
         self._changed = asyncio.Event()
+        """Set, and replaced by a new one, at each change of a replica or a version."""
 
     def add(self, url: str) -> Replica:
         """Add the replica at `url`, or return it if it is known."""
@@ -130,7 +131,8 @@ class Fleet:
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Send no further call to `replica`. Calls in flight continue."""
+        """Send no further call to `replica`. Calls in flight continue. Close the connections to all replicas that were
+        removed and have no call in flight."""
         replica.ready = False
         self.replicas = [r for r in self.replicas if r is not replica]
         departed = (*self._departed, replica)
@@ -152,6 +154,7 @@ class Fleet:
             await replica.upstream.close()
 
     def ready(self) -> list[Replica]:
+        """Return the replicas that take calls."""
         return [r for r in self.replicas if r.ready]
 
     def changed(self) -> None:
@@ -189,10 +192,10 @@ class Fleet:
         of `resolve`."""
         while True:
             version = resolve()
-            able = [r for r in self.replicas if r.serves(version)]
-            if able:
-                replica = able[0] if len(able) == 1 else prefer(able)
-                for shadow in replica.shadows:
+            serving = [r for r in self.replicas if r.serves(version)]
+            if serving:
+                replica = prefer(serving)
+                for shadow in replica.shadows:  # an agent's call goes first
                     shadow.cancel()
                 replica.in_flight[version] += 1
                 return Lease(self, replica, version)
@@ -245,7 +248,9 @@ def least_loaded(replicas: list[Replica]) -> Replica:
 
 
 def replica_of(conversation: str, replicas: list[Replica]) -> Replica:
-    """Return the replica for a conversation. All gateways choose the same one, so the server's prefix cache holds the
-    conversation. When a replica is added or removed, only the conversations of that replica move."""
-    key = conversation.encode()
-    return max(replicas, key=lambda r: r.score(key))
+    """Return the replica for a conversation, by rendezvous hashing: the one whose hash of the conversation is largest.
+
+    All gateways choose the same one, so the server's prefix cache holds the conversation. When a replica is added or
+    removed, only the conversations of that replica move."""
+    text = conversation.encode()
+    return max(replicas, key=lambda r: hashlib.blake2b(text, digest_size=8, key=r.hash_key).digest())

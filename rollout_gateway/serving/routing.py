@@ -1,4 +1,9 @@
-"""Resolves the model name in a call to an exact version."""
+"""Resolves the model name in a call to the exact policy version that answers it.
+
+`capture.dispatch` asks for every call, again whenever a server or a decision changes. An "outside model" is a
+provider's; where a policy, its "apprentice", may answer in its place it is that policy's "master". An "opening" is the
+event that opened the trajectory of a call.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ class VersionRouter:
             for model, base in (bases or {}).items()
             if base and base not in policies.models
         }
-        self._reached = {model: policies.newest_loaded(model) for model in policies.models}
+        self._newest_resolved = {model: policies.newest_loaded_anywhere(model) for model in policies.models}
         """The newest version that each model name has resolved to; empty if there is none."""
 
     def name(self, model: str) -> str:
@@ -55,14 +60,15 @@ class VersionRouter:
         if opening is not None and self.name(model) != opening.model:
             raise _mismatch(opening, self.name(model))
 
-    def check_named(self, model: str, opening: TrajectoryOpened) -> None:
-        """Check that a call of a run that a decision gave to an apprentice names the outside model that the run asked
-        for, so that the cascade stands between the apprentice's answers and the agent. Raises a 400 `ApiError`."""
+    def check_agents_name(self, model: str, opening: TrajectoryOpened) -> None:
+        """Check that an agent's call of a run that a decision gave to an apprentice names an outside model, not the
+        apprentice: it would get answers that are to be held back (`min_logprob`). Raises a 400 `ApiError`."""
         if opening.asked and opening.asked != opening.model and model not in self.outside:
             raise _mismatch(opening, self.name(model))
 
     def _names(self, opening: TrajectoryOpened | None) -> list[str]:
-        """Return the names that a call may have. That of a run's apprentice is not told: its key may not use it."""
+        """Return the names that a call may use, for an error. The name of a run's apprentice is not told: the run's key
+        may not use it."""
         if opening is not None and opening.named in self.outside:
             return [opening.named]
         return self._policies.names(opening.model if opening else "")
@@ -73,8 +79,7 @@ class VersionRouter:
         `model` is the name in the call, `opening` the opening event of its trajectory, if any. A pinned trajectory gets
         its pinned version, even if the call names another one. A pinned version of this model that is not known here
         is returned as well: the call then waits for it, because another gateway may have read its checkpoint first.
-        Without a pin, an exact version is returned as it is, and a model name as `current` resolves it, which
-        remembers the version as reached.
+        Without a pin, an exact version is returned as it is, and a model name as `current` resolves it.
 
         Raises as `check` does, a 404 `ApiError` if the pin is no version of the trajectory's model, and a 409
         `ApiError` if the gateway refuses to serve the version because its adapter failed a check, even if the version
@@ -100,9 +105,12 @@ class VersionRouter:
         return version
 
     def assign(self, opened: TrajectoryOpened) -> TrajectoryOpened:
-        """Return the opening with the model that answers the run, if there is a decision about the outside model that
-        it is opened for. The whole run keeps it, and all runs of a group get the same, as they are compared with each
-        other; if a decision comes between their openings, those of each model are a group of their own."""
+        """Decide who answers a run that is about to be opened for an outside model: return its opening, with the
+        apprentice as its model if the decision in force says so, and the outside model as `asked`. Unchanged if there
+        was no decision.
+
+        The whole run keeps its model. All runs of a group get the same one, as they are compared with each other; if a
+        decision comes between their openings, those of each model are a group of their own."""
         state = self._policies.masters.get(opened.model)
         if state is None or state.decided is None or opened.pinned:
             return opened
@@ -115,7 +123,7 @@ class VersionRouter:
         return msgspec.structs.replace(opened, asked=name, model=apprentice, pinned=version, min_logprob=least)
 
     def has_prompts(self) -> bool:
-        """Return whether a decision in force has a prompt."""
+        """Return whether a decision in force has a prompt: if not, no call needs to be read for `prompt_for`."""
         states = (*self._policies.models.values(), *self._policies.masters.values())
         return any(state.promoted is not None and state.promoted.prompt for state in states)
 
@@ -130,9 +138,10 @@ class VersionRouter:
             return decision
         if opening.named != model:
             return None
-        answers = outside_version(model) if opening.model in self.outside else opening.pinned
-        by_client = bool(opening.pinned) and not opening.asked
-        return decision if not by_client and answers in ("", decision.version) else None
+        if opening.pinned and not opening.asked:  # its client pinned it
+            return None
+        version = outside_version(model) if opening.model in self.outside else opening.pinned
+        return decision if version in ("", decision.version) else None
 
     def refuse_outside(self, model: str) -> None:
         """Raise a 400 `ApiError` if `model` is an outside model, which no inference server here can be asked about."""
@@ -141,19 +150,18 @@ class VersionRouter:
             raise ApiError(400, "outside_model", message, param="model")
 
     def current(self, model: str) -> str:
-        """Return the version that the model name `model` resolves to, of an A/B split the one that the decision calls
-        `version`. Remember it as reached if no decision named it: the name does not fall back to an older version
-        later."""
+        """Return the version that the model name `model` resolves to; in an A/B split, the one that the decision calls
+        `version`. Without a decision, remember the version: the name resolves to no older one later."""
         state = self._policies.masters.get(model) or self._policies.models[model]
         if state.promoted is not None:
             return state.promoted.version
-        if model in self._policies.masters:  # it answers until a decision was made
+        if model in self._policies.masters:  # the outside model answers itself until a decision is made
             return outside_version(model) if state.decided is None else self.current(self._policies.apprentices[model])
         for version in state.newest_first():
             if version in self._policies.refused:
                 continue
-            if version == self._reached[model] or self._fleet.available(version):
-                self._reached[model] = version
+            if version == self._newest_resolved[model] or self._fleet.available(version):
+                self._newest_resolved[model] = version
                 return version
         return version_name(model, 0)
 
@@ -164,13 +172,14 @@ class VersionRouter:
         return next(usable, version_name(model, 0))
 
     def serving(self) -> tuple[str, ...]:
-        """Return the versions that the model names resolve to, without base versions."""
+        """Return the versions that the model names resolve to, without base versions: sampler agents must keep them."""
         models = self._policies.models.items()
-        followed = [self.current(model) for model, state in models if state.promoted is None]
-        return tuple(v for v in (*followed, *self._policies.decided()) if not is_base_version(v))
+        undecided = [self.current(model) for model, state in models if state.promoted is None]
+        return tuple(v for v in (*undecided, *self._policies.decided()) if not is_base_version(v))
 
 
 def _mismatch(opening: TrajectoryOpened, model: str) -> ApiError:
+    """A call of a trajectory names `model`, which did not open it."""
     message = f"This trajectory was opened for the model {opening.named!r}, not {model!r}."
     return ApiError(400, "model_mismatch", message, param="model")
 

@@ -15,6 +15,8 @@ import httpx
 from pipeline.config import KeyConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
+from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture.registry import Registry
 from tests.conftest import VllmServer, free_port
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 
@@ -24,6 +26,14 @@ ASK: Any = {
     "temperature": 1.0,
     "messages": [{"role": "user", "content": "a1=x b2=o"}],
 }
+
+
+TOKENS = TrajectoryTokens(b"0" * 32, "p")
+
+
+def registry_of(broker: Broker) -> Registry:
+    """The runs of a gateway of its own, of project `p` as `tests.kits.events` makes them."""
+    return Registry(broker, "p", TOKENS)
 
 
 async def exchanges(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:

@@ -50,9 +50,7 @@ async def record(trajectory: Trajectory, exchanges: Sequence[ExchangeRecorded]) 
     """Record each of `exchanges` under the next number; return them as recorded."""
     out = []
     for one in exchanges:
-        seq = await trajectory.record(
-            lambda seq, one=one: [msgspec.structs.replace(one, seq=seq)]  # type: ignore[misc]
-        )
+        seq = await trajectory.record([one])
         out.append(msgspec.structs.replace(one, seq=seq))
     return out
 

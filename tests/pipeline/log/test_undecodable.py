@@ -150,12 +150,7 @@ async def test_a_run_goes_on_behind_it(broker: Broker) -> None:
     await registry.open(TrajectoryOpened(project="p", trajectory="t1", model="m", group="g"), "")
 
     async def call(registry: Registry) -> None:
-        found = await registry.find("t1")
-
-        def make(seq: int) -> list[ExchangeRecorded]:
-            return [exchange("t1", seq)]
-
-        await found.record(make)
+        await (await registry.find("t1")).record([exchange("t1")])
 
     await call(registry)
     await throw(broker, "rollout.exchange.p.t1")

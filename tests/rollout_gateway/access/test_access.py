@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.anyio]
 
 KEYS = (key_config("alice"), key_config("bob"), key_config("boss", role="operator"))
 LET_IN = 503
-"""A model call that is let in finds no inference server."""
+"""A model call that is let in finds no inference server within `replicas.wait_s`."""
 
 
 class Caller:
@@ -185,14 +185,8 @@ async def test_a_decision_is_by_the_key_that_made_it(start_front: StartGateway, 
     gateway = start_front(keys=KEYS)
     assert Caller(gateway, "boss").status("POST", "/v1/policies/tictactoe/follow", {"by": "someone else"}) == 200
     Caller(gateway, "alice").open(id="mine")
-    decided = await broker.read_last(PolicyPromoted)
-    opened = await broker.read_last(TrajectoryOpened)
-    assert decided is not None
-    assert isinstance(decided.event, PolicyPromoted)
-    assert decided.event.by == "boss"
-    assert opened is not None
-    assert isinstance(opened.event, TrajectoryOpened)
-    assert (opened.event.owner, opened.event.key_completes) == ("alice", False)
+    (decided,), (opened,) = await broker.read(PolicyPromoted), await broker.read(TrajectoryOpened)
+    assert (decided.event.by, opened.event.owner, opened.event.key_completes) == ("boss", "alice", False)
 
 
 def test_rewards_have_a_bound(start_front: StartGateway) -> None:
@@ -216,18 +210,17 @@ def test_rewards_have_a_bound(start_front: StartGateway) -> None:
     ):
         refused = gateway.complete("r", **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
-    for text, named in (
-        ('{"metrics": {"a": 1e999}}', "metrics[...]"),
-        ('{"metrics": {"a": NaN}}', "metrics.a"),
-        ('{"metrics": {"a": 1, "b": 1e308}}', "metrics[...]"),
-        ('{"rewards": {"a": -1e999}}', "rewards[...]"),
-        ('{"rewards": {"a": -Infinity}}', "rewards.a"),
-        ('{"reward": 1%s}' % ("0" * 400), "reward"),
-        ('{"reward": NaN}', "reward"),
-        ('{"metadata": {"a": [1, NaN]}}', "metadata.a[1]"),
+    for text, said in (
+        ('{"metrics": {"a": 1e999}}', "$.metrics[...]"),
+        ('{"metrics": {"a": 1, "b": 1e308}}', "$.metrics[...]"),
+        ('{"rewards": {"a": -1e999}}', "$.rewards[...]"),
+        ('{"rewards": {"a": -Infinity}}', "JSON has no NaN and no Infinity"),
+        ('{"reward": 1%s}' % ("0" * 400), "$.reward"),
+        ('{"metadata": {"a": [1, NaN]}}', "JSON has no NaN and no Infinity"),
     ):
         refused = httpx.post(f"{gateway.url}/v1/trajectories/r/complete", content=text)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, named)
+        assert refused.status_code == 400
+        assert said in refused.json()["error"]["message"]
     for field in ("rewards", "metrics"):
         unnamed = gateway.complete("r", **{field: {"a\nb": 1.0}})
         assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, field)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pipeline.config import ConfigError, GatewayConfig, KeyConfig
@@ -16,6 +15,7 @@ from pipeline.security.key_file import read_keys
 from rollout_gateway.access import command as keys_cli
 from rollout_gateway.access.api_keys import FULL_ACCESS, ApiKeys
 from rollout_gateway.http.errors import ApiError
+from tests.rollout_gateway.access.test_access import LET_IN, Caller
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.kit import key_config
 
@@ -156,7 +156,7 @@ def test_the_file_is_read_when_it_changes(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_file_that_breaks_or_vanishes_opens_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
-    keys_cli._write(file, [key_config("a")])
+    file.write_text(f'[[keys]]\nsha256 = "{key_config("a").sha256}"\nname = "a"\n')
     api_keys = ApiKeys(GatewayConfig(), file=file)
     file.write_text("keys = 1")
     with pytest.raises(ConfigError, match=r"keys\.toml"):
@@ -194,15 +194,11 @@ def test_an_invalid_key_is_not_made(
 
 def test_keys_come_and_go_while_the_gateway_runs(start_front: StartGateway, capsys: pytest.CaptureFixture[str]) -> None:
     gateway = start_front()
-    file = gateway.folder / "keys.toml"
-    assert httpx.get(f"{gateway.url}/v1/policies").status_code == 200
-
-    def get(key: str, path: str = "/v1/models") -> int:
-        return httpx.get(f"{gateway.url}{path}", headers={"authorization": f"Bearer {key}"}).status_code
+    assert Caller(gateway, "").status("GET", "/v1/policies") == 200
 
     def until(key: str, wanted: int) -> None:
         deadline = time.monotonic() + 60
-        while get(key) != wanted:
+        while Caller(gateway, key).status("GET", "/v1/models") != wanted:
             assert time.monotonic() < deadline
             time.sleep(0.1)  # until the gateway has looked at the file
 
@@ -210,23 +206,12 @@ def test_keys_come_and_go_while_the_gateway_runs(start_front: StartGateway, caps
     key = capsys.readouterr().err.split()[-1]
     until(key, 200)
     until("none", 401)
-    headers = {"authorization": f"Bearer {key}"}
-    opened = httpx.post(f"{gateway.url}/v1/trajectories", json={"model": "tictactoe"}, headers=headers).json()
-    calls = f"/t/{opened['id']}/v1/chat/completions"
-
-    def call() -> int:
-        body = {"model": "tictactoe", "messages": []}
-        return httpx.post(
-            f"{gateway.url}{calls}", json=body, headers={"authorization": f"Bearer {opened['api_key']}"}
-        ).status_code
-
-    assert call() == 503  # it was let in, and there is no inference server
-    assert get(opened["api_key"], f"/v1/trajectories/{opened['id']}") == 200
-    keys_cli.main(["revoke", "--name", "a", "--file", str(file)])
+    opened = Caller(gateway, key).open()
+    own, path = Caller(gateway, opened["api_key"]), f"/v1/trajectories/{opened['id']}"
+    assert (own.call(), own.status("GET", path)) == (LET_IN, 200)
+    keys_cli.main(["revoke", "--name", "a", "--file", str(gateway.folder / "keys.toml")])
     until(key, 401)
-    assert call() == 401
-    for path in (f"/v1/trajectories/{opened['id']}", "/v1/models"):
-        assert get(opened["api_key"], path) == 401, path
+    assert [own.call(), own.status("GET", path), own.status("GET", "/v1/models")] == [401] * 3
 
 
 @pytest.mark.parametrize("command", [["add", "--name", "k"], ["list"], ["revoke", "--name", "k"]])

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, PolicyEvaluated, TrajectoryCompleted, unpack_ids
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
@@ -30,15 +29,14 @@ def post(gateway: GatewayProcess, **more: Any) -> httpx.Response:
     return httpx.post(f"{gateway.url}/v1/evaluations", json=RESULT | more)
 
 
-async def test_an_evaluation_is_recorded_once(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+async def test_an_evaluation_is_recorded_once(gateway: GatewayProcess, broker: Broker) -> None:
     for _ in range(2):
         reply = post(gateway)
         assert (reply.status_code, reply.json()) == (201, {"evaluation": "e-1", "position": 0})
     refused = post(gateway, runs=2)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
     assert post(gateway, position=1, kind="external", model="litellm:a/b", version="").status_code == 201
-    async with Broker.connect(nats_config, name="test") as broker:
-        events = [r.event for r in await broker.read(PolicyEvaluated, project=PROJECT)]
+    events = [r.event for r in await broker.read(PolicyEvaluated, project=PROJECT)]
     assert [(e.position, e.kind, e.model) for e in events] == [
         (0, "policy", "tictactoe"),
         (1, "external", "litellm:a/b"),
@@ -67,15 +65,14 @@ def test_what_is_no_evaluation_is_refused(gateway: GatewayProcess) -> None:
     assert found == REFUSED
 
 
-async def test_a_completed_run_tells_its_tokens_and_seconds(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
+async def test_a_completed_run_tells_its_tokens_and_seconds(gateway: GatewayProcess, broker: Broker) -> None:
     opened = gateway.open()
     agent = gateway.agent(opened)
     agent.chat.completions.create(**ASK)
     agent.chat.completions.create(**ASK, n=2)
     told = gateway.complete(opened["id"], reward=1.0).json()
-    async with Broker.connect(nats_config, name="test") as broker:
-        exchanges = [r.event for r in await broker.read(ExchangeRecorded, project=PROJECT)]
-        (completed,) = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
+    exchanges = [r.event for r in await broker.read(ExchangeRecorded, project=PROJECT)]
+    (completed,) = [r.event for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
     first = [e for e in exchanges if e.choice == 0]
     assert (len(exchanges), len(first)) == (3, 2)
     prompt = sum(len(unpack_ids(e.prompt_ids)) for e in first)

@@ -16,7 +16,7 @@ from judge.feedback import RunFeedback, counting, feedback_on
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, ModelConfig, NatsConfig, RewardConfig, TrainerConfig
 from pipeline.events import GroupDiscarded, GroupScored, Member, SignalGiven, TrajectoryOpened
 from pipeline.log.broker import Broker
-from rollout_gateway.api.feedback import _use
+from rollout_gateway.api.feedback import _use_of
 from rollout_gateway.capture.answer_ids import new_answer_id, trajectory_of, unwrapped
 from tests.judge.kit import completed
 from tests.kits.clients import closed_after_test
@@ -269,52 +269,44 @@ async def test_the_state_of_the_run_is_told(start_front: StartGateway, broker: B
     assert [s.trajectory for s in await signals(nats_config)] == ["open", "done", "lost", "won"]
 
 
-# -- once -------------------------------------------------------------------------------------------------------------
-
-
 # -- use --------------------------------------------------------------------------------------------------------------
+
+DONE, SCORED = {"run": "completed"}, {"run": "scored"}
+UNSCORED, TOO_LATE = ({"run": "discarded", "reason": reason} for reason in ("unscored", "late"))
 
 
 @pytest.mark.parametrize(
-    ("said", "use"),
+    ("said", "state", "late", "use"),
     [
-        ({"name": "result", "value": 1.0}, "reward"),
-        ({"name": "result", "value": 1.0, "call": 1}, "call_reward"),
-        ({"name": "resullt", "value": 1.0}, "history"),
-        ({"name": "result", "value": 1.0, "by": "mole"}, "history"),
-        ({"name": "reward", "value": 1.0, "call": 1, "by": "agent"}, "call_reward"),
-        ({"name": "reward", "value": 1.0, "call": 1}, "history"),
-        ({"kind": "text", "text": "no"}, "hint"),
-        ({"kind": "correction", "text": "b2", "model": "untaught"}, "history"),
-        ({"kind": "text", "text": "no", "model": "outside"}, "history"),
+        ({}, DONE, "train", "reward"),
+        ({"call": 1}, DONE, "train", "call_reward"),
+        ({"name": "resullt"}, DONE, "train", "history"),
+        ({"by": "mole"}, DONE, "train", "history"),
+        ({"name": "reward", "call": 1, "by": "agent"}, DONE, "train", "call_reward"),
+        ({"name": "reward", "call": 1}, DONE, "train", "history"),
+        ({"kind": "text", "text": "no"}, DONE, "train", "hint"),
+        ({"kind": "correction", "text": "b2", "model": "untaught"}, DONE, "train", "history"),
+        ({"kind": "text", "text": "no", "model": "outside"}, DONE, "train", "history"),
+        ({}, SCORED, "train", "history"),
+        ({}, UNSCORED, "train", "reward"),
+        ({}, UNSCORED, "record", "history"),
+        ({}, TOO_LATE, "train", "history"),
     ],
 )
-def test_what_the_settings_make_of_a_signal_is_told(said: dict[str, Any], use: str) -> None:
+def test_what_the_settings_make_of_a_signal_is_told(
+    said: dict[str, Any], state: dict[str, str], late: Any, use: str
+) -> None:
     reward = RewardConfig(name="result", kind="feedback", by=("desk",))
     settings = {"m": {}, "untaught": {"weight": 0.0}, "outside": {"teacher": "outside"}}
     config = Config(
         models=tuple(ModelConfig(name=n, base="b", trainer={"distill": s}) for n, s in settings.items()),
         judge=JudgeConfig(rewards=(reward,)),
         trainer=with_values(TrainerConfig(), {"distill.weight": 1.0}),
+        feedback=FeedbackConfig(late=late),
     )
     about = {"project": "p", "signal": "s", "trajectory": "t", "model": "m", "group": "t", "by": "desk"}
-    assert _use(config, SignalGiven(**(about | said)), "agent", {"run": "completed"}) == use
-
-
-@pytest.mark.parametrize(
-    ("state", "late", "use"),
-    [
-        ({"run": "scored"}, "train", "history"),
-        ({"run": "discarded", "reason": "unscored"}, "train", "reward"),
-        ({"run": "discarded", "reason": "unscored"}, "record", "history"),
-        ({"run": "discarded", "reason": "late"}, "train", "history"),
-    ],
-)
-def test_feedback_that_scores_a_discarded_run_says_so(state: dict[str, str], late: Any, use: str) -> None:
-    rewards = (RewardConfig(name="result", kind="feedback"),)
-    config = Config(judge=JudgeConfig(rewards=rewards), feedback=FeedbackConfig(late=late))
-    signal = SignalGiven(project="p", signal="s", trajectory="t", model="m", group="t", name="result", value=1.0)
-    assert _use(config, signal, "agent", state) == use
+    signal = SignalGiven(**({"name": "result", "value": 1.0} | about | said))
+    assert _use_of(config, signal, "agent", state) == use
 
 
 @pytest.mark.parametrize(("by", "use"), [("alice", "call_reward"), ("bob", "history"), ("carol", "history")])
@@ -325,7 +317,7 @@ def test_a_reward_of_kind_feedback_that_is_called_reward_replaces_the_owner_s(by
     signal = SignalGiven(
         project="p", signal="s", trajectory="t", model="m", group="t", name="reward", value=1.0, call=1, by=by
     )
-    assert _use(config, signal, "bob", {"run": "completed"}) == use
+    assert _use_of(config, signal, "bob", {"run": "completed"}) == use
     run = completed("t", owner="bob")
     said = feedback_on([run], counting([signal], config.judge), config.judge, {})
     assert bool(said.get("t", RunFeedback()).call_rewards) == (use == "call_reward")

@@ -13,7 +13,7 @@ from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api import log_health as loghealth
-from rollout_gateway.api.control_request import ControlRequest
+from rollout_gateway.api.gateway import ControlRequest
 from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.models import get_health
 from rollout_gateway.serving.replicas import Fleet

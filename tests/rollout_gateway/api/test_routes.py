@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_gateway.api.routes import find
+from rollout_gateway.api.routes import find_route
 from rollout_gateway.http.errors import ApiError, invalid_key
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/models", "/trajectories"])
 def test_a_base_url_without_v1_is_told_what_is_missing(path: str) -> None:
     with pytest.raises(ApiError, match=r"base URL with /v1 at its end") as refused:
-        find("POST", path)
+        find_route("POST", path)
     assert (refused.value.status, refused.value.code) == (404, "unknown_url")
 
 
 def test_another_unknown_path_is_not() -> None:
     with pytest.raises(ApiError) as refused:
-        find("GET", "/v1/nothing")
+        find_route("GET", "/v1/nothing")
     assert "base URL" not in str(refused.value)
 
 

@@ -8,9 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import (
-    DeadLettered,
     ExchangeRecorded,
     GroupDiscarded,
     GroupScored,
@@ -21,14 +19,12 @@ from pipeline.events import (
 )
 from pipeline.log.broker import Broker
 from rollout_gateway.capture import copies
-from rollout_gateway.capture.registry import Completion, Registry
-from rollout_gateway.capture.trajectory import Trajectory
+from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
+from tests.kits.events import exchange, letter, opened
 from tests.rollout_gateway.access.test_access import Caller
-from tests.rollout_gateway.capture.test_registry import TOKENS
-from tests.rollout_gateway.capture.test_registry import exchange as recorded_call
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
-from tests.rollout_gateway.kit import ASK, exchanges, key_config, serves
+from tests.rollout_gateway.kit import ASK, exchanges, key_config, registry_of, serves
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
@@ -84,19 +80,12 @@ async def test_calls_of_one_trajectory_become_the_members_of_a_group(gateway: Ga
 async def test_what_one_completion_copies_is_bounded(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of 100 bytes is named many times."""
     monkeypatch.setattr(copies, "_COPIED_BYTES", 1000)
-    registry = Registry(broker, "test", TOKENS)
-
-    async def opened(name: str) -> Trajectory:
-        event = TrajectoryOpened(project="test", trajectory=name, model="m", group="g", references=True)
-        return await registry.open(event, "")
-
-    def call(seq: int) -> list[ExchangeRecorded]:
-        return [msgspec.structs.replace(recorded_call("calls", seq), request=b'"%b"' % (b"x" * 98), prompt_ids=b"")]
-
-    await (await opened("calls")).record(call)
+    registry = registry_of(broker)
+    calls = await registry.open(opened("calls", references=True), "")
+    await calls.record([exchange("calls", request=b'"%b"' % (b"x" * 98), prompt=(), response=b'{"id": "r0"}')])
     named = copies.Reference(trajectory="calls", reply="r0")
     for name, count in (("m1", 10), ("m2", 11)):
-        await opened(name)
+        await registry.open(opened(name), "")
         completing = registry.complete(name, Completion(exchanges=(named,) * count))
         if count == 10:
             assert (await completing).exchanges == 10
@@ -164,55 +153,34 @@ async def test_a_copy_that_broke_off_is_continued_by_another_replica(
     assert [e.copied_from for e in copies] == ["calls/0", "calls/1", "calls/2"]
 
 
-async def test_what_became_of_a_group(gateway: GatewayProcess, nats_config: NatsConfig) -> None:
-    def state(group: str) -> dict[str, Any]:
-        return dict(httpx.get(f"{gateway.url}/v1/groups/{group}").json())
+async def test_what_became_of_a_group(gateway: GatewayProcess, broker: Broker) -> None:
+    def state(group: str) -> tuple[str, ...]:
+        said = httpx.get(f"{gateway.url}/v1/groups/{group}").json()
+        return said["status"], said["version"], said["reason"], said["detail"]
 
-    assert state("g1")["status"] == "waiting"
-    async with Broker.connect(nats_config) as broker:
-        await publish_adapter(broker, 1, groups=("g0", "g1"))
-        await serves(gateway, "tictactoe@1")
-        for name, reason in (("g2", "late"), ("g3", "no_variance")):
-            await broker.publish(
-                GroupDiscarded(
-                    project=PROJECT,
-                    group=name,
-                    model="tictactoe",
-                    trajectories=("t",),
-                    reason=reason,
-                    by="judge",
-                    detail="why",
-                )
-            )
-    assert (state("g1")["status"], state("g1")["version"]) == ("trained", "tictactoe@1")
-    scored = GroupScored(project=PROJECT, group="g4", model="tictactoe", judge="j", members=())
-    letter = DeadLettered(
-        project="",
-        stream="GROUPS",
-        stream_seq=9,
-        original_subject=scored.subject(),
-        consumer="trainer",
-        reason="sampler_mismatch",
-        detail="too far",
-        payload=encode(scored),
-    )
+    waiting = ("waiting", "", "", "")
+    assert state("g1") == waiting
+    await publish_adapter(broker, 1, groups=("g0", "g1"))
+    await serves(gateway, "tictactoe@1")
+    about: Any = {"project": PROJECT, "model": "tictactoe"}
+    for name, reason in (("g2", "late"), ("g3", "no_variance")):
+        discard = GroupDiscarded(group=name, trajectories=("t",), reason=reason, by="judge", detail="why", **about)
+        await broker.publish(discard)
+    scored = GroupScored(group="g4", judge="j", members=(), **about)
     elsewhere = msgspec.structs.replace(scored, project="another", group="g2")
-    async with Broker.connect(nats_config) as broker:
-        for seq, payload in ((7, b"\xff no event"), (8, encode(elsewhere)), (9, encode(scored))):
-            await broker.publish(msgspec.structs.replace(letter, stream_seq=seq, payload=payload))
-    dead = state("g4")
-    assert (dead["status"], dead["reason"], dead["detail"]) == ("dead", "sampler_mismatch", "too far")
-    assert state("g2")["status"] == "waiting"
-    completed = TrajectoryCompleted(project=PROJECT, trajectory="t", model="tictactoe", group="g5")
-    of_judge = msgspec.structs.replace(
-        letter, stream="ROLLOUTS", consumer="judge", reason="ended_service", payload=encode(completed)
-    )
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(of_judge)
-        assert state("g5")["status"] == "dead"
-        await broker.publish(msgspec.structs.replace(scored, group="g5"))  # it was retried
-        assert state("g5")["status"] == "waiting"
-    assert (state("g3")["status"], state("g3")["reason"], state("g3")["detail"]) == ("discarded", "no_variance", "why")
+    dead: Any = {"stream": "GROUPS", "consumer": "trainer", "reason": "sampler_mismatch", "detail": "too far"}
+    for seq, payload in ((7, b"\xff no event"), (8, encode(elsewhere)), (9, encode(scored))):
+        await broker.publish(letter(seq, payload=payload, **dead))
+    assert state("g1") == ("trained", "tictactoe@1", "", "")
+    assert state("g2") == waiting
+    assert state("g3") == ("discarded", "", "no_variance", "why")
+    assert state("g4") == ("dead", "", "sampler_mismatch", "too far")
+    completed = TrajectoryCompleted(trajectory="t", group="g5", **about)
+    of_judge: Any = {"stream": "ROLLOUTS", "consumer": "judge", "reason": "ended_service"}
+    await broker.publish(letter(10, payload=encode(completed), **of_judge))
+    assert state("g5")[0] == "dead"
+    await broker.publish(msgspec.structs.replace(scored, group="g5"))  # it was retried
+    assert state("g5") == waiting
     unknown = httpx.get(f"{gateway.url}/v1/groups/g1", params={"model": "nope"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 

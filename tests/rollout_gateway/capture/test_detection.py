@@ -79,13 +79,12 @@ class Gateway:
         return run, [*messages, answer]
 
     async def record(self, run: Trajectory, messages: list[dict[str, Any]], said: str) -> None:
-        def make(seq: int) -> list[ExchangeRecorded]:
-            request = msgspec.json.encode({"model": "m", "messages": messages})
-            response = {"id": f"r{seq}", "choices": [{"message": {"role": "assistant", "content": said}}]}
-            said_and_heard = {"request": request, "response": msgspec.json.encode(response), "request_hash": str(seq)}
-            return [exchange(run.id, seq, project="test", group=run.opened.group, **said_and_heard)]
-
-        await run.record(make)
+        number = run.recorded.next_seq
+        response = {"id": f"r{number}", "choices": [{"message": {"role": "assistant", "content": said}}]}
+        bodies = {"request": {"model": "m", "messages": messages}, "response": response}
+        call: dict[str, Any] = {name: msgspec.json.encode(body) for name, body in bodies.items()}
+        call |= {"project": "test", "group": run.opened.group, "request_hash": str(number)}
+        await run.record([exchange(run.id, **call)])
 
 
 def _call(messages: list[dict[str, Any]]) -> Any:
@@ -195,11 +194,11 @@ def test_a_tag_that_is_never_closed_takes_linear_time(tag: str) -> None:
     text = f"<{tag}>" * 100_000
     told = [user(text), {"role": "assistant", "content": text}]
     conversation = CallMessages.read("alice", "m", told, [])
-    assert conversation.texts == {text}
+    assert conversation.user_texts == {text}
     assert quotes(conversation, [])
 
 
 def test_what_a_client_adds_to_a_text_is_left_out() -> None:
     reminders = "<system-reminder>x <system-reminder> y</system-reminder>b<system-reminder>\nz</system-reminder>"
     text = f"a {reminders} c <system-reminder>"
-    assert CallMessages.read("alice", "m", [user(text)], []).texts == {"a b c <system-reminder>"}
+    assert CallMessages.read("alice", "m", [user(text)], []).user_texts == {"a b c <system-reminder>"}

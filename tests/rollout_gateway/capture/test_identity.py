@@ -9,7 +9,6 @@ import httpx
 import openai
 import pytest
 
-from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.kits.events import checkpoint
@@ -55,7 +54,7 @@ async def test_a_call_may_name_and_open_its_trajectory(start_gateway: StartGatew
 
 
 @pytest.mark.inference
-async def test_groups_beyond_the_bound_are_told_to_wait(start_gateway: StartGateway, nats_config: NatsConfig) -> None:
+async def test_groups_beyond_the_bound_are_told_to_wait(start_gateway: StartGateway, broker: Broker) -> None:
     gateway = start_gateway(max_groups_ahead=2)
     for group in ("g1", "g2", "g1"):
         gateway.open(group=group)
@@ -65,8 +64,7 @@ async def test_groups_beyond_the_bound_are_told_to_wait(start_gateway: StartGate
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "groups_ahead")
     assert refused.headers["retry-after"] == "1"
     gateway.open(group="g3", split="val")
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(checkpoint(1, "tictactoe", project=PROJECT, groups=("g1",)))
+    await broker.publish(checkpoint(1, "tictactoe", project=PROJECT, groups=("g1",)))
     with anyio.fail_after(60):
         async with httpx.AsyncClient() as client:
             while True:
@@ -76,10 +74,8 @@ async def test_groups_beyond_the_bound_are_told_to_wait(start_gateway: StartGate
                     break
                 await anyio.sleep(0.1)  # as an agent that was told to wait
     let_in = time.monotonic()
-    async with Broker.connect(nats_config) as broker:
-        found = await broker.read_last(TrajectoryOpened)
+    found = await broker.read_last(TrajectoryOpened)
     assert found is not None
-    assert isinstance(found.event, TrajectoryOpened)
     assert found.event.trajectory == again.json()["id"]
     # How long the group waited, from the refusal to the opening, can be asked for.
     assert again_asked - told <= found.event.paced_s <= let_in - asked

@@ -237,7 +237,7 @@ async def test_the_event_loop_goes_on_while_a_large_body_is_masked() -> None:
 
 
 def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_identifier() -> None:
-    """A field of a new event that can hold a person's words belongs to `masking._VALUES` or `_JSON`."""
+    """A field of a new event that can hold a person's words belongs to `masking._TEXT_FIELDS` or `_JSON_FIELDS`."""
     tokens = {"prompt_ids", "sampled_ids", "logprobs", "forced", "top_ids", "top_logprobs"}
     identifiers = {
         "project",
@@ -277,7 +277,7 @@ def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_ident
         for field in msgspec.structs.fields(kind)
         if "str" in str(field.type) or "bytes" in str(field.type)
     }
-    assert texts - {*masking._VALUES, *masking._JSON} - tokens - identifiers - of_operators == set()
+    assert texts - {*masking._TEXT_FIELDS, *masking._JSON_FIELDS} - tokens - identifiers - of_operators == set()
 
 
 # -- a text, and the JSON in it --------------------------------------------------------------------------------------

@@ -1,30 +1,23 @@
-"""Reading runs in bounded pieces that let other tasks run, and without events of other runs."""
+"""Runs in memory: completed once and with all their calls, here and by other gateways, in bounded memory."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
+import anyio
 import pytest
 
-from pipeline.events import ExchangeRecorded, TrajectoryOpened
+from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
-from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
+from rollout_gateway.capture import registry as registry_module
 from rollout_gateway.capture.copies import Reference
-from rollout_gateway.capture.registry import Completion, Registry
+from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
-from tests.kits import events
+from tests.kits.events import exchange, opened
+from tests.rollout_gateway.kit import registry_of
 
 pytestmark = pytest.mark.anyio
-
-TOKENS = TrajectoryTokens(b"0" * 32, "test")
-CALLS, CALL_BYTES = 24, 900_000
-"""A run of 21 MB: more than two pages."""
-
-
-def exchange(trajectory: str, seq: int) -> ExchangeRecorded:
-    response = b'{"id": "r%d"}' % seq
-    return events.exchange(trajectory, seq, project="test", response=response, request_hash=f"h{seq}")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -33,9 +26,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_a_call_that_begins_as_a_completion_wakes_is_in_the_run(broker: Broker) -> None:
-    opened = TrajectoryOpened(project="test", trajectory="t", model="m", group="g")
-    registry = Registry(broker, "test", TOKENS)
-    found = await registry.open(opened, "")
+    registry = registry_of(broker)
+    found = await registry.open(opened("t"), "")
     found.begin()
     completing = asyncio.ensure_future(registry.complete("t", Completion(reward=1.0)))
     await until(lambda: bool(found.idle._waiters))  # type: ignore[attr-defined]
@@ -43,15 +35,18 @@ async def test_a_call_that_begins_as_a_completion_wakes_is_in_the_run(broker: Br
     found.begin()  # before the completion had its turn
     for _ in range(3):
         await asyncio.sleep(0)
-    await found.record(lambda seq: [exchange("t", seq)])
+    await found.record([exchange("t")])
     found.end()
     assert (await completing).exchanges == 1
 
 
-async def test_a_completion_that_fails_lets_no_call_into_another_one(broker: Broker) -> None:
+async def test_a_completion_that_fails_lets_no_call_into_another_one(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does one that is under way when its trajectory is to be forgotten."""
-    registry = Registry(broker, "test", TOKENS, keep=1)
-    found = await registry.open(TrajectoryOpened(project="test", trajectory="t", model="m", group="g"), "")
+    monkeypatch.setattr(registry_module, "_OWNER_BYTES", 2000)
+    registry = registry_of(broker)
+    found = await registry.open(opened("t"), "")
     async with found.lock:  # the first completion waits to read what other replicas recorded
         first = asyncio.ensure_future(registry.complete("t", Completion(reward=1.0)))
         await until(lambda: found.completing)
@@ -60,25 +55,41 @@ async def test_a_completion_that_fails_lets_no_call_into_another_one(broker: Bro
             await registry.complete("t", wrong)
         with pytest.raises(ApiError, match="is completed"):
             found.begin()
-        await registry.open(TrajectoryOpened(project="test", trajectory="u", model="m", group="g"), "")
+        await registry.open(opened("u"), "")
         assert registry.get("t") is found
     assert (await first).reward == 1.0
     with pytest.raises(ApiError, match="is completed"):
         found.begin()
 
 
+async def test_a_completion_elsewhere_is_heeded_though_it_came_while_this_replica_was_away(
+    nats_config: NatsConfig,
+) -> None:
+    async with Broker.connect(nats_config) as one, Broker.connect(nats_config) as two:
+        here, there = registry_of(one), registry_of(two)
+        await here.mark_position()
+        await there.open(opened("t"), "")
+        found = await here.find("t")
+        await there.complete("t", Completion(reward=1.0))
+        assert here.get("t") is found, "nothing was followed yet"
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(here.follow_completions)
+            with anyio.fail_after(60):
+                while here.get("t") is not None:
+                    await anyio.sleep(0.01)
+            tg.cancel_scope.cancel()
+        assert found.completing
+
+
 async def test_the_openings_of_a_keys_runs_take_bounded_memory(broker: Broker) -> None:
     """The log knows them all: runs that are never completed, with much metadata, are found there."""
 
     async def open_many(owner: str, runs: int) -> None:
+        metadata = b'{"a":"%b"}' % (b"x" * 900_000)
         for number in range(runs):
-            metadata = b'{"a":"%b"}' % (b"x" * 900_000)
-            event = TrajectoryOpened(
-                project="test", trajectory=f"{owner}{number}", model="m", group=owner, owner=owner, metadata=metadata
-            )
-            await registry.open(event, "")
+            await registry.open(opened(f"{owner}{number}", group=owner, owner=owner, metadata=metadata), "")
 
-    registry = Registry(broker, "test", TOKENS)
+    registry = registry_of(broker)
     await open_many("alice", 1)
     await open_many("bob", 80)
     held = [t for t in registry._known.values() if t.opened.owner == "bob"]

@@ -7,22 +7,16 @@ import msgspec
 import pytest
 
 from pipeline.config import NatsConfig
-from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
 from pipeline.names import new_dated_id
-from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
-from rollout_gateway.capture.registry import Completion, Registry
+from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
-from tests.rollout_gateway.capture.test_registry import exchange
+from tests.kits.events import exchange, opened
+from tests.rollout_gateway.kit import registry_of
 
 pytestmark = pytest.mark.anyio
 
-TOKENS = TrajectoryTokens(b"0" * 32, "test")
 OLD = "t-20200101T000000Z-" + "0" * 20
-
-
-def opened(name: str) -> TrajectoryOpened:
-    return TrajectoryOpened(project="test", trajectory=name, model="m", group="g")
 
 
 async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: NatsConfig) -> None:
@@ -31,7 +25,7 @@ async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: Na
     dated = new_dated_id("t")
     names = ["mine", dated]
     async with Broker.connect(short) as broker, Broker.connect(short) as second:
-        here, there = Registry(broker, "test", TOKENS), Registry(second, "test", TOKENS)
+        here, there = registry_of(broker), registry_of(second)
         found = [await here.open(opened(name), "") for name in names]
         found[0].begin()
         found[0].end()
@@ -45,7 +39,7 @@ async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: Na
             assert (refused.value.status, refused.value.code) == (410, "trajectory_expired")
             with pytest.raises(ApiError, match="expired"):
                 await here.complete(name, Completion(reward=1.0))
-        for registry in (here, there, Registry(broker, "test", TOKENS)):
+        for registry in (here, there, registry_of(broker)):
             with pytest.raises(ApiError, match="expired"):
                 await registry.open(opened(dated), "")
         assert (await broker.stream_info("ROLLOUTS")).state.messages == 0
@@ -58,21 +52,21 @@ async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: Na
 async def test_an_id_is_not_used_again_while_the_log_holds_a_part_of_its_trajectory(
     broker: Broker, completed: bool
 ) -> None:
-    registry = Registry(broker, "test", TOKENS)
+    registry = registry_of(broker)
     found = await registry.open(opened("mine"), "")
     if completed:
         await registry.complete("mine", Completion(reward=1.0))
     else:
-        await found.record(lambda seq: [exchange("mine", seq)])
+        await found.record([exchange("mine")])
     opening = await registry.log.opening("mine")
     assert opening is not None
     await broker.js.delete_msg("ROLLOUTS", opening.seq)  # as its age does, before that of what came later
     with pytest.raises(ApiError, match="expired"):
-        await Registry(broker, "test", TOKENS).open(opened("mine"), "")
+        await registry_of(broker).open(opened("mine"), "")
 
 
 async def test_an_id_with_an_old_date_is_refused(broker: Broker) -> None:
-    registry = Registry(broker, "test", TOKENS)
+    registry = registry_of(broker)
     for call in (registry.find(OLD), registry.open(opened(OLD), ""), registry.complete(OLD, Completion())):
         with pytest.raises(ApiError, match="opened more than 48 hours ago"):
             await call
@@ -80,6 +74,6 @@ async def test_an_id_with_an_old_date_is_refused(broker: Broker) -> None:
 
 async def test_an_id_with_a_date_to_come_is_not_used_twice(broker: Broker) -> None:
     future = "t-20990101T000000Z-" + "0" * 20
-    await broker.publish(exchange(future, 0))  # what the log still holds of a run whose opening has expired
+    await broker.publish(exchange(future))  # what the log still holds of a run whose opening has expired
     with pytest.raises(ApiError, match="expired"):
-        await Registry(broker, "test", TOKENS).open(opened(future), "")
+        await registry_of(broker).open(opened(future), "")

@@ -25,8 +25,8 @@ async def test_a_run_is_taken_once_although_its_acknowledgement_was_lost(
         publish, taken = broker.client.publish_acked, []
 
         async def take() -> WaitingRun | None:
-            waiting = await others.find("history")
-            return waiting if waiting is not None and await others.claim(waiting) else None
+            waiting = await others.find("history.*")
+            return waiting if waiting is not None and await others.take(waiting) else None
 
         async def lose_the_first(*args: Any) -> Ack:
             ack = await publish(*args)
@@ -49,12 +49,12 @@ async def test_a_run_that_said_the_same_often_is_found_where_it_waits(broker: Br
     calls = 40
     for call in range(calls):
         if (before := await runs.find("*.run")) is not None:
-            assert await runs.claim(before)
+            assert await runs.take(before)
         await runs.put(WaitingRun("run", f"history-{call}", call), [quote])
         await runs.put(WaitingRun(f"gone-{call}", "history", 1), [quote])
         gone = await runs.find(f"history.gone-{call}")
         assert gone is not None
-        assert await runs.claim(gone)
+        assert await runs.take(gone)
     found = await runs.quoted("fingerprint")
     assert [waiting.calls for _, waiting, newest in found if newest] == [calls - 1]
     assert {waiting.run for _, waiting, _ in found} == {"run"}

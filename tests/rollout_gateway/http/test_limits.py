@@ -123,7 +123,8 @@ def test_a_body_beyond_the_bound_is_refused(start_front: StartGateway) -> None:
             assert (status, error["code"]) == (413, "body_too_large")
     status, error = refusal("/v1/messages", large)
     assert (status, error["type"]) == (413, "request_too_large")
-    assert httpx.post(f"{gateway.url}/v1/chat/completions", json=ASK, timeout=60).status_code == LET_IN
+    let_in = httpx.post(f"{gateway.url}/v1/chat/completions", json=ASK, timeout=60)
+    assert (let_in.status_code, let_in.json()["error"]["code"]) == (LET_IN, "no_replica")
 
 
 async def test_what_a_call_adds_to_the_log_counts_as_further_calls_of_its_key(
@@ -193,9 +194,9 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
     gateway.relay.read.return_value = None  # no outside model
     app = App(gateway)
     for size in (10, 1 << 20):
-        request = Request(Mock(), "POST", CHAT, {}, "1.1", None)
+        request = Request(Mock(), "POST", CHAT, {}, "1.1")
         request.body = json.dumps({"model": "m", "messages": [], "user": "x" * size}).encode()
-        await app._read(request, CHAT)
+        await app._read_call(request, CHAT)
         # The same body again, for an apprentice.
         with pytest.raises(NotAnsweredError, match="refused by the server"):
             await app._ask_apprentice(request, Mock(path=CHAT), MagicMock(), CallOf(Mock()))

@@ -18,7 +18,7 @@ class Head:
     """As much of a request as OriginPolicy reads."""
 
     def __init__(self, method: str = "POST", **headers: str) -> None:
-        self.method, self.server = method, "127.0.0.1:8700"
+        self.method = method
         self.headers = {name.replace("_", "-").encode(): value.encode("latin-1") for name, value in headers.items()}
 
 
@@ -101,7 +101,7 @@ PUBLIC = "https://gw.example/jw"
     ("config", "head", "url"),
     [
         (LOOPBACK, {"host": "localhost:1"}, "http://localhost:1"),
-        (LOOPBACK, {}, "http://127.0.0.1:8700"),
+        (GatewayConfig(port=8700), {}, "http://127.0.0.1:8700"),
         (LOOPBACK, {"host": "in", "x_forwarded_host": "evil.example", "forwarded": "host=evil.example"}, "http://in"),
         (GatewayConfig(public_url=PUBLIC + "/"), {"host": "in"}, PUBLIC),
     ],

@@ -224,7 +224,7 @@ async def test_a_name_waits_for_the_version_that_it_resolved_to(nats_config: Nat
         await gateway.until(lambda: len(gateway.fleet.ready()) == 1)
         assert gateway.router.current("tictactoe") == "tictactoe@2"
         # A gateway that starts now has the same answer from the log.
-        assert gateway.policies.newest_loaded("tictactoe") == "tictactoe@2"
+        assert gateway.policies.newest_loaded_anywhere("tictactoe") == "tictactoe@2"
         slow.loading.set()
         assert (await gateway.call())[1]["model"] == "tictactoe@2"
         await fast.start()

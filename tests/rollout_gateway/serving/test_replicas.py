@@ -16,7 +16,6 @@ from anyio.abc import TaskGroup
 from pipeline.config import NatsConfig
 from pipeline.events import PolicyLoaded
 from pipeline.log.broker import Broker
-from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.fleet_records import SamplerRecord
 from rollout_gateway.serving.membership import Membership
 from rollout_gateway.serving.policies import Policies
@@ -117,18 +116,6 @@ async def test_a_broken_connection_is_tried_again_and_a_real_error_is_passed_on(
         assert set(one.loaded) == {"tictactoe@1"}
 
 
-async def test_where_none_is_up_the_wait_ends(nats_config: NatsConfig, tmp_path: Path) -> None:
-    one = FakeVllm()
-    async with parts(nats_config, tmp_path, [one], wait_s=0.5) as gateway:
-        await one.stop()
-        with pytest.raises(ApiError) as refused:
-            await gateway.call()
-        assert (refused.value.status, refused.value.code) == (503, "no_replica")
-        await one.start()
-        await gateway.until(gateway.fleet.ready)
-        assert (await gateway.call())[0] == 200
-
-
 async def test_conversations_are_shared_and_move_only_with_their_replica() -> None:
     replicas = [Replica(f"http://127.0.0.1:{port}") for port in (1, 2, 3)]
     conversations = [f"t-{n}" for n in range(4000)]
@@ -150,7 +137,7 @@ async def test_a_server_with_another_url_under_the_same_name_is_checked(tmp_path
 
     def apply(url: str) -> None:
         record = SamplerRecord(url=url, models=("tictactoe",), server_start="1")
-        members._apply("key", msgspec.json.encode(record) if url else b"", cast("TaskGroup", tasks))
+        members._apply_record("key", msgspec.json.encode(record) if url else b"", cast("TaskGroup", tasks))
 
     tasks = SimpleNamespace(start_soon=lambda _, replica, scope: checked.append((replica, scope)))
     for url in ("http://a:1", "http://a:1", "https://a:1"):
