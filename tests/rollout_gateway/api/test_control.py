@@ -48,21 +48,6 @@ async def test_an_idempotency_id_stands_for_one_decision_which_holds_at_every_ga
         await serves(following, "tictactoe@2")
 
 
-async def test_a_split_is_sticky_per_trajectory(gateway: GatewayProcess, broker: Broker) -> None:
-    await publish_adapter(broker, 1)
-    await serves(gateway, "tictactoe@1")
-    reply = await decide(gateway, "split", version="tictactoe@1", other="tictactoe@0", percent=50)
-    assert (reply.json()["version"], reply.json()["other"]) == ("tictactoe@1", "tictactoe@0")
-    (policy,) = httpx.get(f"{gateway.url}/v1/policies").json()["data"]
-    assert policy["version"] == "tictactoe@1"
-    sides: dict[str, set[str]] = {}
-    for number in range(16):
-        client = gateway.agent(gateway.open(id=f"s{number}"))
-        sides[f"s{number}"] = {client.chat.completions.create(**ASK).model for _ in range(2)}
-    assert all(len(side) == 1 for side in sides.values())
-    assert {next(iter(side)) for side in sides.values()} == {"tictactoe@0", "tictactoe@1"}
-
-
 async def test_groups_and_metrics(gateway: GatewayProcess) -> None:
     for number in range(3):
         gateway.open(id=f"m{number}", group="g1" if number else "g2")

@@ -54,12 +54,17 @@ async def received(stream: anyio.abc.SocketStream, end: bytes) -> bytes:
 
 async def spoken(port: int, *portions: bytes) -> bytes:
     """What the server says to `portions` until it closes."""
-    out = b""
     async with await anyio.connect_tcp("127.0.0.1", port) as stream:
         for portion in portions:
             await stream.send(portion)
-        try:
-            while True:
-                out += await stream.receive()
-        except anyio.EndOfStream:
-            return out
+        return await until_closed(stream)
+
+
+async def until_closed(stream: anyio.abc.SocketStream) -> bytes:
+    """What the server says until the connection ends."""
+    out = b""
+    try:
+        while True:
+            out += await stream.receive()
+    except (anyio.EndOfStream, anyio.BrokenResourceError):
+        return out

@@ -15,7 +15,7 @@ from pipeline.config import ConfigError, HttpConfig
 from rollout_gateway.http.errors import ClientGoneError
 from rollout_gateway.http.request import Request
 from rollout_gateway.http.server import checked_limits
-from tests.rollout_gateway.http.kit import echo, received, serve, spoken
+from tests.rollout_gateway.http.kit import echo, received, serve, spoken, until_closed
 
 pytestmark = pytest.mark.anyio
 
@@ -236,15 +236,6 @@ async def test_what_is_no_request_behind_one_leaves_its_answer_whole() -> None:
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 
-async def until_closed(stream: anyio.abc.SocketStream) -> bytes:
-    out = b""
-    try:
-        while True:
-            out += await stream.receive()
-    except (anyio.EndOfStream, anyio.BrokenResourceError):
-        return out
-
-
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -344,63 +335,54 @@ def test_a_process_that_may_open_few_files_takes_fewer_connections(
 # -- bodies of all connections together ------------------------------------------------------------------------------
 
 
+SIZE, PART = 200_000, b"x" * 100_000
+
+
+async def count(request: Request) -> None:
+    request.owner = request.headers[b"x-owner"].decode()
+    await request.read()
+    await request.answer(200, b"%d" % len(request.body))
+
+
+async def begun(port: int, stack: AsyncExitStack, owner: bytes = b"a") -> anyio.abc.SocketStream:
+    """A request that is to have a body of `SIZE` bytes, of which none was sent yet."""
+    stream = await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nX-Owner: %b\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    await stream.send(head % (owner, SIZE))
+    assert await stream.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
+    return stream
+
+
 async def test_bodies_that_are_not_whole_have_a_bound_together() -> None:
     """The request that began last goes. What is whole, refused or left behind counts no more."""
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
-    size, part = 200_000, b"x" * 100_000
-
-    async def back(request: Request) -> None:
-        await request.read()
-        await request.answer(200, b"%d" % len(request.body))
-
-    async def begun(port: int, stack: AsyncExitStack) -> anyio.abc.SocketStream:
-        stream = await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
-        await stream.send(head % size)
-        assert await stream.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
-        return stream
-
     with anyio.fail_after(60):
-        async with serve(back, max_body_bytes=size, max_buffered_bytes=250_000) as port, AsyncExitStack() as stack:
+        async with serve(count, max_body_bytes=SIZE, max_buffered_bytes=250_000) as port, AsyncExitStack() as stack:
             for _ in range(3):
                 first, second, last = [await begun(port, stack) for _ in range(3)]
                 for stream in (last, first, second):
-                    await stream.send(part)
+                    await stream.send(PART)
                 refused = await received(last, b"}}")
                 assert refused.startswith(b"HTTP/1.1 503 "), refused
                 assert b"retry-after: 1\r\n" in refused
                 assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_bodies"
                 await second.aclose()  # leaves in the middle of its body
-                await first.send(part)
+                await first.send(PART)
                 assert await received(first, b"200000")
                 await first.aclose()
             whole = await begun(port, stack)
-            await whole.send(part + part)
+            await whole.send(PART + PART)
             assert await received(whole, b"200000")
 
 
 async def test_an_owner_that_fills_the_bound_with_bodies_that_do_not_end_holds_up_itself() -> None:
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nX-Owner: %b\r\nExpect: 100-continue\r\nContent-Length: 200000\r\n\r\n"
-    part = b"x" * 100_000
-
-    async def back(request: Request) -> None:
-        request.owner = request.headers[b"x-owner"].decode()
-        await request.read()
-        await request.answer(200, b"%d" % len(request.body))
-
-    async def begun(owner: bytes) -> anyio.abc.SocketStream:
-        stream = await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
-        await stream.send(head % owner)
-        assert await stream.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
-        await stream.send(part)
-        return stream
-
     with anyio.fail_after(60):
-        async with serve(back, max_body_bytes=200_000, max_buffered_bytes=350_000) as port, AsyncExitStack() as stack:
-            stalled = [await begun(b"attacker") for _ in range(3)]
-            honest = await begun(b"honest")
-            assert (await stalled[2].receive()).startswith(b"HTTP/1.1 503 ")
-            await honest.send(part)
-            assert await received(honest, b"200000")
+        async with serve(count, max_body_bytes=SIZE, max_buffered_bytes=350_000) as port, AsyncExitStack() as stack:
+            streams = [await begun(port, stack, owner) for owner in [b"attacker"] * 3 + [b"honest"]]
+            for stream in streams:
+                await stream.send(PART)
+            assert (await streams[2].receive()).startswith(b"HTTP/1.1 503 ")
+            await streams[3].send(PART)
+            assert await received(streams[3], b"200000")
 
 
 def test_a_body_has_to_fit_the_bound_of_all_together() -> None:

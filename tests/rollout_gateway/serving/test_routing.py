@@ -26,8 +26,9 @@ async def test_a_promoted_version_that_is_refused_gets_a_409(other: str) -> None
     policies = Policies(PROJECT, ["tictactoe"])
     router = VersionRouter(policies, Fleet())
     assert policies.models["tictactoe"].decide(promoted("tictactoe@1", other), 1)
-    versions = {router.resolve("tictactoe", opening(f"t{i}")) for i in range(32)}
-    assert versions == {"tictactoe@1", other or "tictactoe@1"}
+    versions, again = ([router.resolve("tictactoe", opening(f"t{i}")) for i in range(32)] for _ in range(2))
+    assert versions == again, "each run keeps its version"
+    assert set(versions) == {"tictactoe@1", other or "tictactoe@1"}
     for version in versions:
         policies.refused[version] = "the adapter changes nothing"
     with pytest.raises(
