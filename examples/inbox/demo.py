@@ -162,7 +162,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of messages, examples and trainer")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
-    parser.add_argument("--seconds", type=float, default=780, help="they end when the demo has run for this time")
+    parser.add_argument("--seconds", type=float, default=845, help="they end when the demo has run for this time")
     parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
     parser.add_argument(
         "--way", choices=("function", "judge", "job"), default="function", help="where rewards come from"

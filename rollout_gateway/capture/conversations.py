@@ -139,6 +139,9 @@ class CallMessages:
 
 
 Match = Literal["certain", "likely", "branch", "copy", "none"]
+"""What a call is to a run of which it has a quote. `certain`, `likely`: it goes on with the run. `branch`: it is made
+by an agent that the run's agent started. `copy`: it may be one of these, or belong to another run that says the same.
+`none`: it only looked like a quote."""
 
 
 class Quote(msgspec.Struct, array_like=True):
@@ -155,9 +158,8 @@ class Quote(msgspec.Struct, array_like=True):
     """Hashes of the programs that made the run's calls."""
 
     def match(self, call: CallMessages, *, newest: bool) -> Match:
-        """Whether a call with this quote's fingerprint goes on with the conversation, `certain`ly or `likely`, is a
-        `branch` of its run by an agent that the answer starts, or may be a `copy` of one of the two. `newest`: the run
-        has not gone on since. If it has, the ids of its tool calls tell that the call goes on from before that."""
+        """What a call with this quote's fingerprint is to the run. `newest`: the run has not gone on since the quote.
+        If it has, only ids of tool calls tell that the call steps back to there, and a branch may begin at any time."""
         match = self._match(call)
         return match if newest or match in ("certain", "branch") else "none"
 
@@ -175,8 +177,8 @@ class Quote(msgspec.Struct, array_like=True):
                 return "copy" if call.program in self.programs else "branch"
 
     def _match_history(self, call: CallMessages) -> Match:
-        """The last two messages are the same, by the fingerprint. Whether the ones before are: all of them, or, where
-        the client cut or cleared some, at least the answers that it still sends."""
+        """The fingerprint says that the last two messages are the same. Here the ones before are compared: all of them,
+        or, where the client cut or cleared some, the answers that it still sends."""
         sent = _message_hashes(call)
         if sent == self.quoted:  # only the instructions differ
             return "certain" if call.tool_call_ids and call.tool_call_ids == self.tool_call_ids else "likely"

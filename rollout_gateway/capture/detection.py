@@ -118,6 +118,7 @@ class TrajectoryDetector:
         """Return the run whose answer the messages quote. If there is none or several may be meant, return `None`, and
         whether the call begins a part."""
         quoting: dict[Match, list[tuple[str, WaitingRun]]] = {}
+        """By what the call is to them: runs of which it has a quote, each with the quote's fingerprint."""
         for fingerprint in conversation.fingerprints():
             for quoted in await self._waiting.quoted(fingerprint):
                 match = quoted.quote.match(conversation, newest=quoted.newest)

@@ -111,8 +111,8 @@ class Pacing:
         """Return whether a new group of `owner`, the name of an API key, must be refused.
 
         It must if as many groups are ahead of the trainer as the limit allows, and `owner` has opened its share of
-        them: the limit divided by the number of owners with groups ahead, itself included, and at least 1. If the
-        limit is reached, this first removes groups from `state` that are older than `forget_s`."""
+        them: the limit divided by the number of owners with groups ahead, itself included, and at least 1. Groups that
+        no longer count, because they are older than `forget_s`, are dropped from `state` before."""
         if len(state.groups) < self._limit:
             return False
         oldest = now_us() - self._forget_us
