@@ -151,13 +151,16 @@ async def test_a_call_of_a_run_that_was_taken_over_names_what_the_run_asked_for(
 async def test_follow_routes_to_the_apprentices_name(start: Open) -> None:
     shop = await start(promote=False)
     await shop.decide("follow")
+
+    async def loaded() -> bool:  # the server loads the version that was published
+        policies = (await shop.client.get(f"{shop.gateway.url}/v1/policies")).json()["data"]
+        (policy,) = [policy for policy in policies if policy["model"] == "master"]
+        return (policy["version"], policy["newest"]) == (APPRENTICE, APPRENTICE)
+
+    await until(loaded)
     await shop.open("r")
     assert (await shop.call("r")).json()["model"] == APPRENTICE
     assert ((await shop.opened("r")).model, (await shop.opened("r")).pinned) == ("tictactoe", "")
-    (policy,) = [
-        p for p in (await shop.client.get(f"{shop.gateway.url}/v1/policies")).json()["data"] if p["model"] == "master"
-    ]
-    assert (policy["version"], policy["newest"]) == (APPRENTICE, APPRENTICE)
     for wrong in ({"version": "tictactoe@7"}, {"version": "outside:other"}):
         await shop.decide("promote", 404, **wrong)
     about_itself = {"version": APPRENTICE, "min_logprob": -1.0}
