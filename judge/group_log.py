@@ -136,7 +136,8 @@ class GroupLog:
         crash.point("judge.feedback_timer_set")
 
     async def cancel_deadline(self, key: GroupKey) -> None:
-        """Cancel the timer of a group. If the request is lost, the timer is delivered and finds the group closed."""
+        """Cancel the timers of a group: that of its deadline and, if groups wait for feedback, that of the wait. If a
+        request is lost, the timer is delivered and finds the group closed."""
         await self._broker.cancel_timer(self._timeout_event(key))
         if self.waits:
             await self._broker.cancel_timer(self._overdue_event(key))

@@ -163,14 +163,15 @@ class Intake:
         compared, discount = loss.baseline == "task", loss.turn_discount
         if compared and discount not in by_discount:
             if len(by_discount) == _DISCOUNTS_KEPT:
-                del by_discount[next(iter(by_discount))]
+                del by_discount[next(iter(by_discount))]  # the one asked for first; read again when it is needed
             by_discount[discount] = EarlierRuns(discount)
             for recorded in await self._broker.read(
                 GroupScored,
                 project=event.project,
                 model=event.model,
                 branch=event.branch,
-                # A group that is not acknowledged may come again: begin a window before the oldest of them.
+                # `WINDOW` counts messages of the stream of groups. Each group that may still come, also again, lies
+                # after the ack floor, so its window begins there at the earliest.
                 start_seq=max(min(await self._ack_floor() + 1, seq) - WINDOW, 1),
             ):
                 by_discount[discount].add(recorded.event, trainable_members(recorded.event), recorded.seq)

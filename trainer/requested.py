@@ -30,7 +30,8 @@ class RequestedBatch:
     groups: list[AdmittedGroup] = field(default_factory=list)
     """Those that wait, in stream order."""
     settled: set[str] = field(default_factory=set)
-    """Names of the groups that wait or were discarded."""
+    """Names of the groups that need not be waited for: they wait here already, were discarded, are dead letters, or
+    have a name that no group can have."""
     changed: float = field(default_factory=anyio.current_time)
     """When the last of its groups began to wait or was discarded, in the event loop's time."""
 
@@ -55,8 +56,8 @@ class RequestedBatches:
             yield from batch.groups
 
     async def begin(self, event: GroupScored) -> RequestedBatch | None:
-        """Return the requested batch of a group, and begin it with the first of its groups; `None` if the group is of
-        no batch. Call `add` next, without a wait between the two.
+        """Return the batch that a group belongs to, begun here if this is its first group; `None` if it belongs to
+        none. Call `add` next, without a wait between the two.
 
         Groups of the batch that were discarded before, or are dead letters, count as settled."""
         request = event.batch
@@ -77,6 +78,7 @@ class RequestedBatches:
         letters = await self._broker.read(DeadLettered, stream="GROUPS", consumer=self._consumer)
         subjects = [letter.event.original_subject for letter in letters]
         for name in names:
+            # What stands before the filter's `>` begins every subject of the group, whatever its judge and branch.
             prefix = subject_filter(GroupScored, project=event.project, model=event.model, group=name)
             if any(subject.startswith(prefix.removesuffix(">")) for subject in subjects):
                 batch.settled.add(name)

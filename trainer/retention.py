@@ -5,9 +5,10 @@ A version that is not needed is retired first (`policy.retired`), and gateways n
 removed earlier: only the newest ones stay. The version's checkpoint event stays for `retention.policy_days`, since
 groups that it learned from can be delivered again until then.
 
-These versions are needed: the newest, the best by validation, that of `models.0.start` and those that an evaluation
-names, which later ones are compared with, those that the model's name or a traffic split points to and those of the
-decision before, those that an open trajectory is pinned to, and those that an inference server has loaded.
+These versions are needed: the newest (`retention.adapters`, and at least those that training still uses), the best by
+validation, that of `models.0.start` and those that an evaluation names, which later ones are compared with, those that
+the model's name or a traffic split points to and those of the decision before, those that an open trajectory is pinned
+to, and those that an inference server has loaded.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ class Retention:
     async def _needed(self, name: str, learner: Learner, versions: Sequence[Version]) -> set[str]:
         """The names of the versions of a model that are needed, as the module's docstring says. `versions` are those of
         its branch, oldest first."""
+        # The version that is trained on, those that tokens still to be trained may come from, and the next one.
         newest = max(self._settings.adapters, learner.settings.max_staleness + 2)
         best = learner.validation.best
         needed = {v.version for v in versions[-newest:]}
@@ -200,7 +202,8 @@ class Retention:
             decisions: defaultdict[str, list[PolicyPromoted]] = defaultdict(list)
             for recorded in await self._broker.read(PolicyPromoted, project=self._project):
                 decisions[recorded.event.model].append(recorded.event)
-            # The one in force, and the one to which a rollback goes back: also about a model that this one takes over.
+            # The decision in force, and the one to which a rollback goes back. Decisions about other models count too:
+            # a version of this model may be the apprentice that answers for an outside model.
             for made in decisions.values():
                 for decision in standing_decisions(made)[-2:]:
                     needed |= {v for v in (decision.version, decision.other) if v.startswith(f"{name}@")}

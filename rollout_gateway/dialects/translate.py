@@ -91,7 +91,8 @@ class Translation(ABC):
 
     @abstractmethod
     def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
-        """Return the chat completion request. `exchanges` are those that `continued` names. Without them, the
+        """Return the chat completion request. `exchanges`: the recorded calls that `continued` names, by the ids of
+        their chat completions. `None` until they have been looked up: the request can be checked by then, but its
         messages lack what the call refers to."""
 
     def merge_system(self) -> bool:

@@ -49,7 +49,8 @@ class AdapterFiles:
         self.folder, self._broker = folder.resolve(), broker
         self._locks: dict[str, asyncio.Lock] = {}
         self._inherited = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
-        """Names of the folders that earlier agents left."""
+        """Names of the folders that were there at the start: an earlier process of the sampler agent left them, and an
+        inference server may still have loaded them."""
 
     def path(self, version: str, sha256: str) -> Path:
         """Return the folder of an adapter, whether or not it exists."""

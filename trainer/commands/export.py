@@ -84,10 +84,12 @@ async def fetch_adapter(config: Config, model: str, step: int) -> bytes:
             raise CheckpointError(
                 f"the log has no {model}@{step} of project {config.project}: check --step, --model and --nats-url"
             )
-        objections = [Trust(config.signing).objection(r.event) for r in history]
-        if "" not in objections:
-            raise CheckpointError(objections[-1])
-        event = history[objections.index("")].event
+        trust = Trust(config.signing)
+        # Whoever may write to the log may have published events of this step too: the oldest trusted one counts.
+        trusted = [r.event for r in history if not trust.objection(r.event)]
+        if not trusted:
+            raise CheckpointError(trust.objection(history[-1].event))
+        event = trusted[0]
         tar = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
         if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
             raise CheckpointError(

@@ -140,8 +140,10 @@ def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
         "continue_final_message": body.get("continue_final_message", False),
         "documents": body.get("documents"),
         "reasoning_effort": effort,
+        # The server derives it from the effort, unless the request gives it: effort `none` turns thinking off.
         "enable_thinking": None if effort is None or "enable_thinking" in given else effort != "none",
     }
+    # `None` and `auto` are as good as not given there.
     return {**given, **{name: value for name, value in fields.items() if value not in (None, "auto")}}
 
 

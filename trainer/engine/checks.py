@@ -80,9 +80,10 @@ def sample(
 
 
 def sample_due(candidates: Sequence[Candidate], step: Step, share: float) -> list[Candidate]:
-    """Return the sample of a check; empty in steps in which none is made. `share` is the check's share of the tokens
-    of a step."""
-    if not candidates or not share or step.state.step % EVERY != 1 % EVERY:  # step 0 has nothing to compare
+    """Return the sample of a check; empty in steps in which none is made. `share` is a part of the tokens of a step; a
+    check takes that of `EVERY` steps, as it is made once in so many."""
+    # Steps 1, 11, 21 and so on: step 0 has nothing to compare. Where `EVERY` is 1, `1 % EVERY` is 0: every step.
+    if not candidates or not share or step.state.step % EVERY != 1 % EVERY:
         return []
     rng = np.random.default_rng(step.state.step)
     shortest = min(candidates, key=lambda c: len(used_ids(c.sequence)))

@@ -141,7 +141,9 @@ def _mean(values_SK: torch.Tensor, mask_SK: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(metrics: dict[str, torch.Tensor], mask_SK: torch.Tensor) -> Sums:
-    """The sums over the tokens, in one transfer from the device. What a sequence has, each of its tokens has."""
+    """Return the sum of each metric over the trained tokens, and their number, in one transfer from the device. A
+    metric
+    of sequences, [S, 1], counts once for each of a sequence's tokens."""
     parts = [(value.detach() * mask_SK).sum().double() for value in metrics.values()]
     *sums, count = torch.stack([*parts, mask_SK.sum().double()]).tolist()
     return {name: (total, count) for name, total in zip(metrics, sums, strict=True)}

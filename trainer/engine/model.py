@@ -114,12 +114,13 @@ class PolicyModel:
         return self.checkpointing
 
     def move_base(self, device: torch.device) -> None:
-        """Move the frozen weights to `device`. The adapter stays, since others hold views of it."""
+        """Move the frozen weights to `device`: to the CPU while the inference server has the GPU, and back
+        (`trainer.gpu_turns`). The adapter stays, since others hold views of it."""
         frozen = [p for p in self.peft.parameters() if not p.requires_grad]
         for tensor in [*frozen, *self.peft.buffers()]:
             tensor.data = tensor.data.to(device)
             if (state := getattr(tensor, "quant_state", None)) is not None:
-                state.to(device)  # an eighth of what the four-bit weights take
+                state.to(device)  # it takes an eighth of the memory of the four-bit weights
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
