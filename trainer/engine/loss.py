@@ -142,8 +142,7 @@ def _mean(values_SK: torch.Tensor, mask_SK: torch.Tensor) -> torch.Tensor:
 
 def _sums(metrics: dict[str, torch.Tensor], mask_SK: torch.Tensor) -> Sums:
     """Return the sum of each metric over the trained tokens, and their number, in one transfer from the device. A
-    metric
-    of sequences, [S, 1], counts once for each of a sequence's tokens."""
+    metric of sequences, [S, 1], counts once for each of a sequence's tokens."""
     parts = [(value.detach() * mask_SK).sum().double() for value in metrics.values()]
     *sums, count = torch.stack([*parts, mask_SK.sum().double()]).tolist()
     return {name: (total, count) for name, total in zip(metrics, sums, strict=True)}
