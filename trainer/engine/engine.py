@@ -179,10 +179,8 @@ class Engine:
         if not whole:
             raise NothingFitsError(dropped, state.step + 1)
         examples, groups = [examples[i] for i in whole], [groups[i] for i in whole]
-        # A supervised loss has no old policy to compare with.
-        reinforced = self.config.loss.type != "sft"
-        several_updates = reinforced and len(list(updates_of(groups, self.config, state.step))) > 1
-        kl_penalty = self.config.loss.kl_penalty if reinforced else 0.0
+        several_updates = len(list(updates_of(groups, self.config, state.step))) > 1
+        kl_penalty = 0.0 if self.config.loss.type == "sft" else self.config.loss.kl_penalty
         if several_updates or kl_penalty:
             scored = self._run_fitting(passes.scores, examples, groups, state.step)
             examples, groups = list(scored.examples), scored.groups

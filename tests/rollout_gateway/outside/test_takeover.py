@@ -96,7 +96,12 @@ async def start(
         shop = Shop(gateway, server, provider, broker)
         shops.append(shop)
         await publish_adapter(broker, 1)
+
+        async def is_known() -> bool:
+            return APPRENTICE in (await shop.client.get(f"{gateway.url}/v1/models")).text
+
         if promote:
+            await until(is_known)
             await shop.decide("promote", version=APPRENTICE)
         return shop
 
