@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from examples.common.running import ROOT
-from examples.inbox.messages import message
+from examples.inbox.messages import SYSTEM, message
 from tests.conftest import InferenceDouble
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -43,7 +43,7 @@ def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
     base, run_dir = tmp_path / "model", tmp_path / "run"
     run("examples.tictactoe.make_model", "--steps", "0", "--out", str(base))
     tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_tokens(FREQUENT)
+    tokenizer.add_tokens([*FREQUENT, SYSTEM])  # byte by byte, prompts would not fit beside an answer
     tokenizer.save_pretrained(base)
     double = InferenceDouble(tmp_path, args=(*SHORT, "--words", *FREQUENT))
     double.base, double.model = base, "inbox"
