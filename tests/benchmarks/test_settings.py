@@ -1,0 +1,40 @@
+"""The grid of settings: a short run learns through the engine, and its row can be drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.settings import EXAMPLES, TASKS, Policy, draw, named, run
+
+
+def test_a_run_of_the_grid_is_a_row_and_a_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    game = dataclasses.replace(TASKS["game"], steps=2, groups={2: 1, 4: 2, 8: 1}, held_out=8)
+    replies: list[int] = []
+    answer = Policy.answer
+    monkeypatch.setattr(
+        Policy, "answer", lambda self, attempts, n: replies.append(len(attempts)) or answer(self, attempts, n)
+    )
+    changes = {"optimizer.learning_rate": 1e-3}
+    row = run(game, EXAMPLES / "tictactoe" / "model", None, changes, 0, 1)
+    assert (row["changes"], len(row["rewards"])) == (changes, 2)
+    assert max(replies) == 8  # two groups of four, and the held-out games
+    assert all(0 <= row[when]["solved"] <= 1 for when in ("before", "after"))
+    assert all(math.isfinite(step["grad_norm"]) for step in row["metrics"])
+    assert named(changes) == "learning_rate = 0.001"
+    assert "learning_rate = 0.001" in draw([{"task": "game", **row}])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_variant_is_a_setting(name: str) -> None:
+    from benchmarks.settings import configured
+
+    task = TASKS[name]
+    for changes in task.variants:
+        config = configured(task, changes, 0, 1)
+        assert config.threads == 1
+        assert np.isfinite(config.lora.alpha)
+        assert changes.get("group_size", 8 if name == "inbox" else 6) in task.groups
