@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from rollout_gateway.api.routes import find_route
+from rollout_gateway.api.routes import ROUTES, Route, find_route
 from rollout_gateway.http.errors import ApiError, invalid_key
 
 
@@ -23,3 +26,13 @@ def test_another_unknown_path_is_not() -> None:
 
 def test_a_wrong_key_is_told_where_keys_come_from() -> None:
     assert "`journeywork keys add`" in str(invalid_key())
+
+
+GATEWAY_PAGE = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_every_route_is_in_gateway_md(route: Route) -> None:
+    action = route.path.rpartition("/")[2]
+    paths = re.findall(r"(/[\w/<>.…-]+)", GATEWAY_PAGE.replace("<action>", action))
+    assert any(route.pattern.fullmatch(path.strip("/")) for path in paths), "describe it in docs/gateway.md"
