@@ -68,8 +68,8 @@ class Attempt:
         logprobs = np.array(self.logprobs, np.float32)
         sampled = ~np.isnan(logprobs)
         steps = np.where(sampled, step, -1).astype(np.int32)
-        ids, warmth = np.array(self.ids, np.int32), np.ones(len(steps), np.float32)
-        return TokenSequence("run", ids, sampled, logprobs, steps, warmth)
+        ids, temperatures = np.array(self.ids, np.int32), np.ones(len(steps), np.float32)
+        return TokenSequence("run", ids, sampled, logprobs, steps, temperatures)
 
 
 class Policy:
@@ -281,9 +281,7 @@ def run(task: Task, base: Path, start: Path | None, changes: dict[str, Any], see
         if examples:
             result = engine.step(state, examples, groups)
             state = result.state
-            metrics.append(
-                {n: round(v, 4) for n, v in result.metrics.items() if n in ("entropy", "kl_base", "grad_norm")}
-            )
+            metrics.append({n: round(v, 4) for n, v in result.metrics.items() if n in ("entropy", "kl", "grad_norm")})
             engine.model.load_adapter(state.weights)
         batch = following
     return {

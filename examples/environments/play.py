@@ -64,7 +64,8 @@ async def train(recipe: dict[str, Any]) -> None:
 
 
 def solutions(recipe: dict[str, Any], count: int) -> list[list[dict[str, str]]]:
-    """Return right conversations of the environment's last tasks, for a warm start. Empty where it has none."""
+    """Return right conversations of the environment's first tasks, for a warm start. The loop plays these tasks too.
+    Empty for an environment whose right answers are not known here."""
     tasks = itertools.islice(environment(recipe).taskset.load(), count)
     if recipe["name"] == "reverse-text":
         return [

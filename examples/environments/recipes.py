@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recipe:
-    """prime-rl's settings for an environment (its `examples/basic/<name>/rl.toml`, November 2026)."""
+    """prime-rl's settings for an environment (its `examples/basic/<name>/rl.toml`, November 2026). The steps are those
+    that the figure it reached took."""
 
     base: str
     """The model that it begins with."""
@@ -19,7 +20,8 @@ class Recipe:
     """Most tokens of a reply."""
     max_model_len: int
     learning_rate: float
-    """For a LoRA adapter. Where prime-rl trains all weights, ten times its rate (LoRA Without Regret, 2025)."""
+    """For a LoRA adapter. Where prime-rl trains all weights, ten times its rate (LoRA Without Regret, 2025); wordle's
+    recipe names no rate, and this one is a guess."""
     rank: int
     reached: str
     """The figure to beat."""

@@ -173,7 +173,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--words", action="store_true", help="with `--way job`: also words about wrong answers")
     parser.add_argument("--base", type=Path, help="folder of another small language model")
     add_flags(parser)
-    return parser.parse_args(argv, argparse.Namespace(began=time.monotonic()))
+    args = parser.parse_args(argv, argparse.Namespace(began=time.monotonic()))
+    if args.words and args.way != "job":
+        parser.error("--words needs --way job: in the other ways nobody says anything about an answer")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:

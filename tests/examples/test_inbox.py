@@ -36,6 +36,12 @@ def test_seeds_draw_other_training_messages_and_the_same_held_out_ones() -> None
     assert (parse_args([]).steps + 1) * GROUPS_PER_STEP < MESSAGES < EXAMPLES_FROM  # no example is a training message
 
 
+def test_words_belong_to_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--words", "--way", "judge"])
+    assert "--words needs --way job" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("answer", "right"),
     [

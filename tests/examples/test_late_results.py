@@ -60,5 +60,6 @@ async def test_a_result_that_the_gateway_can_not_take_now_is_sent_again_and_the_
         finally:
             server.shutdown()
     assert counts == {"taken": 3, "refused": 1}
-    assert handler.tries == {"cut": 2, "busy": 2, "unknown": 1, "fine": 1, "words on fine": 1}  # type: ignore[attr-defined]
+    tries = {"cut": 2, "busy": 2, "unknown": 1, "fine": 1, "words on fine": 1}
+    assert handler.tries == tries  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("refused") == 1
