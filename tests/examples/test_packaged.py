@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from examples.common import packaged
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_packaged_model_is_a_language_model(tmp_path: Path) -> None:
-    """Its numbers arrive in the right places: it finds a sentence likelier than the same words in another order."""
+    """Its numbers arrive in the right places: it finds a sentence likelier than the same words in another order. Two
+    programs that make it at once both get it."""
+    folder = tmp_path / "smollm2"
     try:
-        folder = packaged.make(tmp_path / "smollm2")
+        with ThreadPoolExecutor() as threads:
+            assert set(threads.map(packaged.make, [folder, folder])) == {folder}
     except subprocess.CalledProcessError as error:
         if "download" not in error.cmd:
             raise
@@ -35,3 +39,4 @@ def test_the_packaged_model_is_a_language_model(tmp_path: Path) -> None:
         [{"role": "user", "content": "Hi"}], tokenize=False
     )
     assert packaged.make(folder) == folder  # it is there already
+    assert list(tmp_path.iterdir()) == [folder]
