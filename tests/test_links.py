@@ -1,4 +1,5 @@
-"""Links between the pages lead to a file and a heading that exist, and so do mentions of pages in the code."""
+"""Links between the pages lead to a file and a heading that exist, and so do mentions of pages in the code, and the
+names in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -49,3 +50,23 @@ def test_pages_that_the_code_names_exist() -> None:
         if not (ROOT / name).is_file()
     ]
     assert broken == []
+
+
+def test_the_names_that_contributing_tells_are_in_the_code() -> None:
+    """A recipe names files and what is to be changed in them; a name that has changed leads its reader nowhere."""
+    text = _without_code((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    files = {str(file.relative_to(ROOT)) for file in _tracked()}
+    words = set(re.findall(r"\w+", "\n".join(file.read_text("utf-8") for file in _tracked("*.py", "*.toml", "*.html"))))
+    missing = []
+    for said in re.findall(r"`([^`]+)`", text):
+        for part in said.split():
+            name = part.rstrip("/")
+            if "/" in name or re.search(r"\.(py|toml|html)$", name):
+                known = name.startswith("build/") or any(f"/{name}/" in f"/{file}/" for file in files)
+            elif re.fullmatch(r"[\w.]+(\(\))?", name):
+                known = words.issuperset(re.findall(r"\w+", name))
+            else:
+                continue
+            if not known:
+                missing.append(part)
+    assert missing == []

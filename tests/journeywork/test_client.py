@@ -137,3 +137,8 @@ def test_a_group_waits_for_the_trainer_longer_than_for_a_gateway(pauses: list[fl
     with blocking(lambda _: answers.pop(0), 10) as jw:
         assert jw.policies() == []
     assert sum(pauses) > 40
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    public = [{name for name in vars(c) if not name.startswith("_")} for c in (AsyncJourneywork, Journeywork)]
+    assert public[0] - {"aclose"} == public[1] - {"close"}
