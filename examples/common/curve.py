@@ -28,7 +28,7 @@ POINTS = 14
 GROUPS_A_POINT = 30
 """Groups in a point, at least: means of fewer groups have intervals too wide to show a trend."""
 BLUE, ORANGE = "#2b6cb0", "#c05621"
-SHADES = (BLUE, "#2f855a", "#6b46c1")
+SHADES = (BLUE, "#2f855a", "#6b46c1", "#718096")
 """Colours of the training curves, a run each."""
 
 GROUPS = """
