@@ -4,6 +4,7 @@
 | --- | --- |
 | `matrix` | settings, the schedule of deaths, and the run of everything |
 | `fork_server`, `processes` | processes of services that start in milliseconds: the server, and the test's side of it |
+| `points` | the crash points of the services |
 | `agents` | agents that repeat what was not answered |
 | `checks` | what must hold in the end |
 """

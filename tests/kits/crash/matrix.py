@@ -23,7 +23,6 @@ import msgspec
 from anyio.abc import TaskStatus
 
 from pipeline import config as configuration
-from pipeline import crash
 from pipeline.config import (
     Config,
     FeedbackConfig,
@@ -47,6 +46,7 @@ from tests.conftest import free_port
 from tests.kits.crash.agents import GROUP, SEED, working
 from tests.kits.crash.checks import GARBAGE, check, settled
 from tests.kits.crash.fork_server import SERVICES
+from tests.kits.crash.points import POINTS
 from tests.kits.crash.processes import ForkServer, ServiceProcess
 from tests.kits.upstream import Upstream
 from tests.trainer import kit
@@ -81,7 +81,7 @@ def points_of(service: str) -> list[str]:
         "trainer": (*_PUBLISHES, *_ACKS, *_UPLOADS),
         "store": _PUBLISHES,
     }
-    own = [p for p in crash.POINTS if p.startswith(f"{service}.") and p not in _ELSEWHERE]
+    own = [p for p in POINTS if p.startswith(f"{service}.") and p not in _ELSEWHERE]
     return own + list(shared[service])
 
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import Config, NatsConfig, save
-from pipeline.crash import POINTS, VARIABLE
+from pipeline.crash import VARIABLE
 from pipeline.events import (
     DataErased,
     Event,
@@ -46,6 +46,7 @@ from store.lake.lake import open_lake
 from store.lake.table import EventTable
 from store.reading import sql
 from tests.conftest import NatsServer
+from tests.kits.crash.points import POINTS
 from tests.kits.events import letter
 from tests.store.kit import StoreProcess, checkpoint, exchange, publish, tables, until_acked
 
