@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from pipeline import config, events, streams
+from pipeline.config.overrides import tables
 from pipeline.events import schema
 from pipeline.events.schema import Column
 from pipeline.security import users
@@ -189,18 +190,6 @@ def streams_page() -> str:
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
-def sections(cls: type[config.Section], prefix: str = "") -> Iterator[tuple[str, type[config.Section]]]:
-    """Yield a table of the settings and all tables below it, each after the beginning of its settings' names, such as
-    `trainer.lora.`; the first one in a list of tables has the number 0 in it."""
-    yield prefix, cls
-    for name, hint in typing.get_type_hints(cls).items():
-        inner, dots = hint, name
-        if typing.get_origin(hint) is tuple:
-            inner, dots = typing.get_args(hint)[0], f"{name}.0"
-        if isinstance(inner, type) and issubclass(inner, config.Section):
-            yield from sections(inner, f"{prefix}{dots}.")
-
-
 def _type_name(hint: object) -> str:
     """Return the type of a setting as its page shows it, such as `int`, `"auto" or int` or `tuple[str, ...]`. `hint`:
     its annotation, without limits."""
@@ -254,7 +243,7 @@ def configuration_page() -> str:
         "trainer.groups_per_step=16`; a key that holds a dot is quoted: `--set 'vllm.env.\"A.B\"=1'`). Unknown keys "
         "and wrong types are errors that name the key. The resolved settings are saved in the run directory.\n",
     ]
-    for prefix, cls in sections(config.Config):
+    for prefix, cls in tables(config.Config):
         title = f"`{prefix.rstrip('.').replace('.0', '.<n>')}`" if prefix else "Top level"
         parts.append(f"## {title}\n\n{_doc(cls)}\n")
         parts.append(table("setting|type|default|meaning", setting_rows(prefix, cls)))

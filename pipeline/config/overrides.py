@@ -12,7 +12,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +26,8 @@ _OVERRIDE = re.compile(r'((?>"[^"]*"|[^=])*?)=(.*)', re.DOTALL)
 _KEY = re.compile(r'(?:^|\.)(?:"([^"]*)"(?=\.|$)|([^.]*))')
 _LOCATED = re.compile(r"(.*) - at `(key` in `)?\$(.*)`", re.DOTALL)
 """An error of msgspec, and where: `Expected … - at `$.gateway.port``, or `key in $.vllm.env` for a name in a table."""
-_UNKNOWN = "Object contains unknown field "
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_ALL_SETTINGS = "`journeywork docs FOLDER` writes a page of all settings"
 
 
 def set_override(tree: dict[str, Any], root: type, text: str) -> None:
@@ -52,23 +53,14 @@ def set_override(tree: dict[str, Any], root: type, text: str) -> None:
 def convert(tree: Any, root: type[T], where: str = "") -> T:
     """Convert raw settings to `root`, the type of the section or setting named `where` (empty: the whole tree).
 
-    Raises `ConfigError`, which names the setting by its dotted key and says what the setting takes. All names that are
-    no settings are told together, one a line."""
+    Raises `ConfigError`, which names the setting by its dotted key and says what the setting takes."""
     for dotted, value in _leaves(tree, where):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{dotted}: expected a finite number, got {value}")
     try:
         return msgspec.convert(tree, root)
     except msgspec.ValidationError as error:
-        message = str(error)
-        if not message.startswith(_UNKNOWN):
-            raise ConfigError(_with_dotted_key(message, root, where)) from error
-        unknown = [
-            f"{name}: there is no such setting{meant}" for name, meant in _unknown(tree, root, where, root, where)
-        ]
-        raise ConfigError(
-            "settings: " + "\n".join(unknown) + " `journeywork docs FOLDER` writes a page of all settings"
-        ) from error
+        raise ConfigError(_with_dotted_key(str(error), root, where)) from error
 
 
 def merged(tree: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,46 +150,36 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _with_dotted_key(message: str, root: Any, where: str) -> str:
-    """Return msgspec's error `message` with the dotted key of the setting in front."""
+    """Return msgspec's error `message` about raw settings of type `root` with the dotted key of the setting in front,
+    in TOML's words. `where`: the dotted key of `root` itself."""
     keys: list[str] = []
     if located := _LOCATED.fullmatch(message):
         message = located[1]
         # msgspec does not say which value or name of a table it refuses.
         path = located[3] + (".[...]" if located[2] else "")
         keys = [key.replace("...", "<name>") for key in re.findall(r"\w+|\.\.\.", path)]
-    section = [where] if where else []
+    at = f"{where}." if where else ""
+    if unknown := _UNKNOWN.fullmatch(message):
+        dotted = at + ".".join([*keys, unknown[1]])
+        settings = [prefix + name for prefix, table in tables(root, at) for name in table.__struct_fields__]
+        meant = _suggestion(dotted, type_at(root, keys), settings)
+        return f"settings: {dotted}: there is no such setting{meant} {_ALL_SETTINGS}"
     if message.startswith("Invalid enum value"):
         allowed = [a for kind in _choices(type_at(root, keys)) for a in typing.get_args(kind)]
         allowed += [kind.__name__ for kind in _choices(type_at(root, keys)) if isinstance(kind, type)]
         message = f"{message}, expected {' or '.join(map(str, allowed))}"
-    dotted = ".".join([*section, *keys])
-    message = _in_toml_words(message, dotted, type_at(root, keys))
+    for theirs, ours in (("`array`", "list"), ("`object`", "table"), ("`str`", "text")):
+        message = message.replace(theirs, ours)
+    dotted = (at + ".".join(keys)).rstrip(".")
     return f"settings: {dotted}: {message[:1].lower()}{message[1:]}" if dotted else f"settings: {message}"
 
 
-def _unknown(value: Any, kind: Any, dotted: str, root: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted names in raw settings `value`, of type `kind` at `dotted`, that are no settings, each with its
-    `_suggestion`."""
-    for choice in _choices(kind):
-        section = isinstance(choice, type) and issubclass(choice, msgspec.Struct)
-        if isinstance(value, dict) and section:
-            fields = typing.get_type_hints(choice, include_extras=True)
-            for name, inner in value.items():
-                at = f"{dotted}.{name}" if dotted else name
-                if name in fields:
-                    yield from _unknown(inner, fields[name], at, root, where)
-                else:
-                    yield at, _suggestion(at, choice, root, where)
-        elif isinstance(value, list | tuple) and typing.get_origin(choice) is tuple:
-            for number, inner in enumerate(value):
-                yield from _unknown(inner, typing.get_args(choice)[0], f"{dotted}.{number}", root, where)
-
-
-def _suggestion(dotted: str, table: Any, root: Any, where: str) -> str:
-    """Return the end of an error about the unknown setting `dotted` in a table of type `table`: a setting of this name
-    further down, else a similar name there, else settings of this name elsewhere in `root`."""
+def _suggestion(dotted: str, table: Any, settings: Sequence[str]) -> str:
+    """Return the end of an error about the unknown setting `dotted` in a table of type `table`, with what may have been
+    meant: a setting of this name further down, else a similar name in the table, else settings of this name elsewhere.
+    `settings`: the dotted keys of all of them."""
     above, dot, name = dotted.rpartition(".")
-    same = [setting for setting in _settings(root, where) if setting.rpartition(".")[2] == name]
+    same = [setting for setting in settings if setting.rpartition(".")[2] == name]
     names = [f for kind in _choices(table) for f in getattr(kind, "__struct_fields__", ())]
     similar = [above + dot + near for near in difflib.get_close_matches(name, names, n=1)]
     close = [setting for setting in same if dot and setting.startswith(above + dot)] or similar
@@ -205,26 +187,13 @@ def _suggestion(dotted: str, table: Any, root: Any, where: str) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else "."
 
 
-def _settings(kind: Any, dotted: str) -> Iterator[str]:
-    """Yield the dotted keys of the settings in a value of type `kind` at `dotted`, and of its tables."""
-    yield dotted
+def tables(kind: Any, prefix: str = "") -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """Yield each table of settings in a value of type `kind`, after the beginning of its settings' dotted keys, such as
+    `trainer.lora.`. Of a list of tables it yields the first one: `models.0.`."""
     for choice in _choices(kind):
         if typing.get_origin(choice) is tuple:
-            yield from _settings(typing.get_args(choice)[0], f"{dotted}.0")
+            yield from tables(typing.get_args(choice)[0], f"{prefix}0.")
         elif isinstance(choice, type) and issubclass(choice, msgspec.Struct):
+            yield prefix, choice
             for name, inner in typing.get_type_hints(choice, include_extras=True).items():
-                yield from _settings(inner, f"{dotted}.{name}" if dotted else name)
-
-
-def _in_toml_words(message: str, dotted: str, kind: Any) -> str:
-    """Return msgspec's error about a type in TOML's words: it says `array`, `object` and `str`."""
-    if "xpected `" not in message:
-        return message
-    tables = any(
-        isinstance(part, type) and issubclass(part, msgspec.Struct)
-        for choice in _choices(kind)
-        if typing.get_origin(choice) is tuple
-        for part in typing.get_args(choice)
-    )
-    message = message.replace("`array`", f"list of tables (`[[{dotted}]]`)" if tables else "list", 1)
-    return message.replace("`array`", "list").replace("`object`", "table").replace("`str`", "text")
+                yield from tables(inner, f"{prefix}{name}.")

@@ -14,6 +14,7 @@ import pytest
 import pipeline.docs
 from pipeline import events, streams
 from pipeline.config import Config
+from pipeline.config.overrides import tables
 from pipeline.events import schema
 from pipeline.security import users
 from store import docs
@@ -48,8 +49,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path, capsys: 
 
 
 def test_every_setting_has_a_row_with_its_meaning(pages: dict[str, str]) -> None:
-    sections = pipeline.docs.sections(Config)
-    rows = [row for prefix, cls in sections for row in pipeline.docs.setting_rows(prefix, cls)]
+    rows = [row for prefix, cls in tables(Config) for row in pipeline.docs.setting_rows(prefix, cls)]
     assert len(rows) > 200
     assert [name for name, _, _, meaning in rows if not meaning] == []
     assert [name for name, *_ in rows if f"| {name} | " not in pages["configuration.md"]] == []
