@@ -5,7 +5,8 @@
 `prepared/` of the overlay is a run directory, readable by its owner only. `keys/` holds the keys, which stay when this
 runs again: keep it. `objects.json` holds the ConfigMap and the Secrets that the overlay's kustomization adds, and
 `nats-users.json` values for the chart of NATS. Further API keys: `journeywork keys add --run-dir OVERLAY/prepared`,
-then this again. A `trainer.processes` that is not the number that the overlay's trainer starts is refused.
+then this again. `trainer.processes` of the settings has to be the number of processes that the overlay's trainer starts
+(components/several-trainers).
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.commands.prepare import prepare
-from pipeline.config import Config, ConfigError, load, save
+from pipeline.config import ConfigError, load, save
 from pipeline.files import write_once, write_whole
 from pipeline.security import users
 
@@ -71,37 +69,6 @@ def make(overlay: Path) -> None:
     write_whole(folder / "objects.json", json.dumps(as_list), mode=0o600)
     values = {"configMap": {"merge": {"data": {"users.conf": users.authorization(keys)}}}}
     write_whole(folder / "nats-users.json", json.dumps(values))
-    try:
-        _check_pods(overlay, settings)
-    except ConfigError:
-        (folder / "objects.json").unlink()  # so that kubectl applies nothing
-        raise
-
-
-def _check_pods(overlay: Path, config: Config) -> None:
-    """Raise `ConfigError` if the overlay's trainer has another number of processes than its settings say."""
-    try:
-        rendered = subprocess.check_output(["kubectl", "kustomize", str(overlay)])
-    except (OSError, subprocess.CalledProcessError) as error:
-        sys.stderr.write(f"prepare.py: trainer.processes is not compared with the pods: {error}\n")
-        return
-    trainers = [
-        o for o in yaml.safe_load_all(rendered) if o and (o["kind"], o["metadata"]["name"]) == ("JobSet", "trainer")
-    ]
-    for job in (trainer["spec"]["replicatedJobs"][0]["template"]["spec"] for trainer in trainers):
-        env = {v["name"]: v.get("value") for v in job["template"]["spec"]["containers"][0]["env"]}
-        nodes, each = int(env["NODES"]), int(env["PROCESSES"])
-        if not nodes == job["parallelism"] == job["completions"]:
-            raise ConfigError(
-                f"JobSet trainer: NODES is {nodes}, parallelism {job['parallelism']} and completions "
-                f"{job['completions']}: set all three to the number of machines (components/several-trainers)"
-            )
-        if config.trainer.processes != nodes * each:
-            raise ConfigError(
-                f"trainer.processes: it is {config.trainer.processes}, and the JobSet trainer starts {nodes * each} "
-                f"({nodes} machines with {each} each): set it to {nodes * each} in {overlay}/journeywork.toml, or "
-                "change the machines (components/several-trainers) or PROCESSES (kustomization.yaml)"
-            )
 
 
 def _object(kind: str, name: str, **content: dict[str, str]) -> dict[str, Any]:

@@ -228,9 +228,6 @@ class FastClient(Client):  # type: ignore[misc]
         """Overrides nats-py's method: each attempt gets a new transport, so that no socket is forgotten (see the
         module). Like that one it sets `last_attempt`, from which nats-py takes its pause between attempts."""
         self.close_socket()
-        if server.uri.scheme in ("ws", "wss"):
-            await super()._connect_to_server(server)
-            return
         server.last_attempt = time.monotonic()
         self._transport = _Transport()
         await self._transport.connect(server.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])

@@ -67,7 +67,6 @@ def _started_nats(config: Config) -> NatsConfig:
         max_bytes=nats.max_bytes or log_bytes(config.path("nats")),
         max_memory=nats.max_memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8,
         users=nats.users or str(config.path("keys").absolute()),
-        nkey_seed="",
         provision=False,
     )
 

@@ -1,7 +1,5 @@
 """nkeys, the Ed25519 keys of NATS: seeds in files of mode 0600, signatures and their verification.
 
-    python -m pipeline.security.nkey trainer.nk     # creates the file unless it exists, and prints the public key
-
 A seed (`SU…`) is the secret, the public key (`U…`) identifies it. Both are text. No error message contains a seed.
 
 Errors: `ConfigError`, which names the file.
@@ -9,11 +7,9 @@ Errors: `ConfigError`, which names the file.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import binascii
 import secrets
-import sys
 from pathlib import Path
 
 import nacl.exceptions
@@ -91,20 +87,3 @@ def _raw(public: str) -> bytes:
     if len(data) != _PUBLIC_BYTES or data[0] != nkeys.PREFIX_BYTE_USER or nkeys.crc16(data[:-2]) != checksum:
         raise ValueError("not the public nkey of a user: expected 56 characters that begin with U")
     return data[1:33]
-
-
-def main() -> int:
-    """Return the exit status: 0, 2 if the file holds no seed."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.security.nkey")
-    parser.add_argument("file", type=Path, help="file of the seed; created if it does not exist")
-    try:
-        pair = load_or_make(parser.parse_args().file)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"{pair.public}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -20,28 +20,21 @@ OVERLAYS = sorted(p.name for p in (KUBERNETES / "overlays").iterdir())
 Object = dict[str, Any]
 
 
-def prepare(overlay: Path, refused: bool = False) -> str:
-    """`python deploy/kubernetes/prepare.py OVERLAY`; returns its errors."""
+def prepare(overlay: Path) -> None:
+    """`python deploy/kubernetes/prepare.py OVERLAY`"""
     argv = [sys.executable, str(KUBERNETES / "prepare.py"), str(overlay)]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == refused, done.stderr
-    return done.stderr
+    assert done.returncode == 0, done.stderr
 
 
-def changed(folder: Path, overlay: str, change: Callable[[str], str] = str, more: str = "") -> Path:
-    """A copy of `overlay` in `folder`. `change` makes its settings of those in the tree; `more`: further lines of its
-    kustomization."""
+def prepared(folder: Path, overlay: str, change: Callable[[str], str] = str, more: str = "") -> Path:
+    """A copy of `overlay` in `folder`, with keys of its own. `change` makes its settings of those in the tree; `more`:
+    further lines of its kustomization."""
     shutil.copytree(KUBERNETES, folder, ignore=shutil.ignore_patterns("prepared"))
     copy = folder / "overlays" / overlay
     settings, kustomization = copy / "journeywork.toml", copy / "kustomization.yaml"
     settings.write_text(change(settings.read_text("utf-8")))
     kustomization.write_text(kustomization.read_text("utf-8") + more)
-    return copy
-
-
-def prepared(folder: Path, overlay: str, change: Callable[[str], str] = str, more: str = "") -> Path:
-    """The copy that `changed` makes, with keys of its own."""
-    copy = changed(folder, overlay, change, more)
     prepare(copy)
     return copy
 

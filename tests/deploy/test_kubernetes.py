@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,19 +19,7 @@ import yaml
 
 from pipeline import streams
 from pipeline.config import Config, UiConfig, load
-from tests.deploy.kit import (
-    KUBERNETES,
-    OVERLAYS,
-    ROOT,
-    Object,
-    changed,
-    content,
-    named,
-    pods,
-    prepare,
-    prepared,
-    render,
-)
+from tests.deploy.kit import KUBERNETES, OVERLAYS, ROOT, Object, content, named, pods, prepare, prepared, render
 
 SCHEMAS = Path(__file__).parent / "schemas"
 CUSTOM = {"JobSet": "jobset.x-k8s.io_jobsets.json", "ScaledObject": "keda.sh_scaledobjects.json"}
@@ -186,27 +173,6 @@ def test_ports_and_names_are_those_of_the_settings(objects: list[Object], config
     env = variables(objects, "trainer")
     assert job["template"]["spec"]["parallelism"] == job["template"]["spec"]["completions"] == int(env["NODES"])
     assert int(env["PROCESSES"]) * int(env["NODES"]) == config.trainer.processes
-
-
-@pytest.mark.parametrize(
-    ("overlay", "wrong", "more", "told"),
-    [
-        ("large", "2", "", "starts 4 (2 machines with 2 each): set it to 4"),
-        ("small", "4", "components: [../../components/several-trainers]\n", "starts 2 (2 machines with 1 each)"),
-    ],
-)
-def test_other_processes_than_those_of_the_pods_are_refused(
-    overlay: str, wrong: str, more: str, told: str, tmp_path: Path
-) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl, which has Kustomize, is not in PATH")
-    copy = changed(
-        tmp_path / "deploy", overlay, lambda text: text.replace("processes = 4", f"processes = {wrong}"), more
-    )
-    error = prepare(copy, refused=True)
-    assert told in error
-    assert f"{copy}/journeywork.toml" in error
-    assert not (copy / "prepared" / "objects.json").exists()
 
 
 def variables(objects: list[Object], pod: str) -> dict[str, str]:

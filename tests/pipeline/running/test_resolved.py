@@ -23,7 +23,7 @@ def test_resolved_settings_are_final(tmp_path: Path) -> None:
 
 def test_what_is_resolved_is_checked(tmp_path: Path) -> None:
     config = load(None, [f"run_dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"nats: users and nkey_seed are set"):
-        resolve(config.replace(nats=config.nats.replace(url="nats://a", users="u", nkey_seed="s")), SERVICES)
+    with pytest.raises(ConfigError, match=r"nats\.max_bytes: 10 is too small"):
+        resolve(config.replace(nats=config.nats.replace(url="nats://a", max_bytes=10)), SERVICES)
     with pytest.raises(TypeError):
         config.nats.replace(adress="nats://a")
