@@ -35,7 +35,6 @@ from pipeline.commands.modules import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save
 from pipeline.config.checks import check
 from pipeline.errors import leaves
-from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, folder_lock
 from pipeline.running.installations import find_installation, require_same_bases
@@ -95,21 +94,6 @@ OWN, SUBCOMMANDS = (
 )
 """Commands of this module, and those that live in another folder."""
 
-_UP = f"""
-Start everything on this machine and keep it running: the log (NATS), vLLM, and
-{", ".join(SERVICES)} (if a backend of traces is configured).
-Ctrl-C stops it in order; the same command goes on where it stopped.
-
-A policy needs a name and a base model, as settings or in a file (--config):
-
-    journeywork check-model /models/Qwen3-4B            # can it be trained here?
-    journeywork up --set models.0.name=support --set models.0.base=/models/Qwen3-4B --set gateway.port=8700
-
-When all is ready, it prints the addresses of the gateway, the base URL of your agents, and of the dashboard. Both
-listen on 127.0.0.1 alone (gateway.host, ui.host); the gateway on gateway.port (0: any free one), the dashboard on
-ui.port (8701). Then send your agents' calls there (docs/install.md#tutorial), and look with `journeywork status`.
-"""
-
 console = Output(highlight=False)
 
 
@@ -155,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     up = commands.add_parser(
         "up",
         parents=[settings],
-        description=inspect.cleandoc(_UP),
+        description=inspect.cleandoc(_up.__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     up.add_argument("--run-dir", help="where logs, state, checkpoints and history go; default: runs/default")
@@ -187,7 +171,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(args: argparse.Namespace) -> None:
-    """Check the settings, plan the processes, and run them until Ctrl-C. With `--dry-run`, print the plan only."""
+    """Start everything on this machine and keep it running: the log (NATS), vLLM, gateway, sampler, judge, trainer,
+    store, ui (the dashboard), and telemetry (if a backend of traces is configured). Ctrl-C stops it in order; the same
+    command goes on where it stopped.
+
+    A policy needs a name and a base model, as settings or in a file (--config):
+
+        journeywork check-model /models/Qwen3-4B            # can it be trained here?
+        journeywork up --set models.0.name=support --set models.0.base=/models/Qwen3-4B --set gateway.port=8700
+
+    When all is ready, it prints the addresses of the gateway, the base URL of your agents, and of the dashboard. Both
+    listen on 127.0.0.1 alone (gateway.host, ui.host); the gateway on gateway.port (0: any free one), the dashboard on
+    ui.port (8701). Then send your agents' calls there (docs/install.md#tutorial), and look with `journeywork status`.
+    """
+    # Settings are checked and processes planned before anything starts. With `--dry-run` the plan is printed only.
     config = load(args.config, args.overrides)
     nats, vllm = config.nats, config.vllm
     config = config.replace(
@@ -328,7 +325,6 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
         if "ui" in supervisor.watched:
             console.print(f"the dashboard is at [bold]{escape(http_url(config.ui.host, config.ui.port))}[/]")
             console.print("`journeywork status` tells the state of the run")
-        console.print(memory.retention(config.nats), soft_wrap=True)
         for alarm in supervisor.alarms:
             console.print(f"[bold red]alarm[/] {escape(alarm)}")
 

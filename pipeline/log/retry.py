@@ -48,8 +48,6 @@ def is_retryable(error: BaseException) -> bool:
     """Return whether the same call may succeed in a moment: the server is away, or its cluster elects a leader."""
     if not isinstance(error, nats.js.errors.APIError):
         return isinstance(error, _RETRYABLE)
-    if error.err_code is None and error.code == 409:  # the end of a pull request, not an answer of the API
-        return "deleted" not in (error.description or "").lower()
     # nats-py gives no code where no server answers.
     return error.code in (503, None) or error.err_code in _RETRYABLE_CODES
 
