@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from pipeline import config, events, streams
+from pipeline.config import files
 from pipeline.config.overrides import tables
-from pipeline.events import schema
+from pipeline.events import codec, schema
 from pipeline.events.schema import Column
 from pipeline.security import users
 
@@ -72,10 +73,7 @@ def events_page() -> str:
     parts = [
         "# Events\n",
         GENERATED.format(source="`pipeline/events/`"),
-        "Every event is a MessagePack map with its tag under `type`. Packed columns (`list<int32>` and the like) "
-        "travel as little-endian bytes and are lists in Parquet. To keep old logs readable, a new field has a "
-        "default, a field never changes its meaning or type, and a tag is never used again. Readers skip unknown "
-        "fields.\n",
+        f"{_doc(codec)}\n",
         "Every event has these fields, which the sections below do not repeat:\n",
         _fields(events.Event),
         "In Parquet each event has a folder named after its tag, with these columns before the event's fields:\n",
@@ -108,34 +106,14 @@ def _names(values: Iterable[str]) -> str:
     return ", ".join(f"`{v}`" for v in values)
 
 
-def _users_section() -> Iterator[str]:
-    """Yield the Markdown about the NATS users and their permissions."""
-    rights = schema.docstrings(users.User)
-
-    def rights_of(user: users.User) -> str:
-        given = {name: value for name in rights if (value := getattr(user, name))}
-        return "; ".join(name if value is True else f"{name} {_names(value)}" for name, value in given.items())
-
-    yield "## Users\n"
-    yield (
-        "The server that `journeywork up` starts has these users (`pipeline/security/users.py`). Each authenticates "
-        "with an nkey whose seed is in `<run_dir>/keys/<user>.nk`, mode 0600. The server refuses everything that the "
-        "rights below do not include. The block `authorization` of `<run_dir>/nats/nats.conf` has the NATS subjects of "
-        "each user; copy it for a server of your own.\n"
-    )
-    yield table("user|for|rights", ((f"`{each.name}`", each.purpose, rights_of(each)) for each in users.USERS))
-    yield table("right|meaning", rights.items())
-    yield (
-        "In addition, each user subscribes to its own inbox (`_INBOX_<user>.>`), may ask for the names of the streams, "
-        "and publishes dead letters in its own name. A user that may write to a bucket can also empty it. A user that "
-        "provisions can lower the limits of a stream; a shorter age or smaller size deletes the events beyond it. "
-        "The right to publish a checkpoint does not suffice to have it served: gateways check the trainer's signature "
-        "(docs/decisions/security.md).\n"
-    )
+def _rights_of(user: users.User) -> str:
+    """Return the rights of a NATS user as its row shows them."""
+    given = {name: value for name in schema.docstrings(users.User) if (value := getattr(user, name))}
+    return "; ".join(name if value is True else f"{name} {_names(value)}" for name, value in given.items())
 
 
 def _stream_row(spec: streams.StreamSpec) -> tuple[str, ...]:
-    limit = f"{spec.share:.0%}; {spec.at_limit}"
+    limit = f"{100 * spec.share:g} %; {spec.at_limit}" if spec.share else "no limit"
     kept, window = _days(spec.max_age_s), f"{spec.duplicate_window_s:g} s"
     return f"`{spec.name}`", _names(spec.subjects), spec.purpose, kept, limit, window
 
@@ -146,29 +124,16 @@ def _consumer_row(spec: streams.ConsumerSpec) -> tuple[str, ...]:
 
 
 def streams_page() -> str:
-    """Return `streams.md`: streams, consumers, buckets, and the rights of NATS users."""
+    """Return `streams.md`: streams, consumers, buckets, and the rights of NATS users, after the docstrings of their
+    modules."""
     parts = [
         "# Streams and consumers\n",
         GENERATED.format(source="`pipeline/streams.py` and `pipeline/security/users.py`"),
-        _doc(streams.StreamSpec)
-        + " `journeywork up` and `journeywork provision` create the streams, and so does every service that "
-        "connects to a server of your own "
-        "(`nats.provision`). A change of the table changes the limits of an existing stream; its events stay, "
-        "except those that a shorter age deletes. No byte limit is set below a stream's present size. At 80 % of a "
-        "limit the alarm `log_full` is raised. Each stream also takes "
-        "`alive.<stream>`: probes of supervisor and gateways, which are deleted after a minute and which no "
-        "consumer reads.\n",
+        f"{_doc(streams)}\n",
         table(
             "stream|subjects|holds|kept|share of `nats.max_bytes`, and at that limit|duplicate window",
-            map(_stream_row, streams.STREAMS),
+            map(_stream_row, (*streams.STREAMS, streams.DETECTED, streams.TIMERS)),
         ),
-        "The age of `ROLLOUTS` is `nats.rollouts_max_age_h`; the table shows the default. Stream "
-        f"`{streams.DETECTED.name}` (`{streams.DETECTED.subjects[0]}`, {_days(streams.DETECTED.max_age_s)}, "
-        f"{streams.DETECTED.share:.1%}; {streams.DETECTED.at_limit}) holds no events: {streams.DETECTED.purpose}.\n",
-        f"Stream `{streams.TIMERS.name}` ({_names(streams.TIMERS.subjects)}) holds {streams.TIMERS.purpose} and has no "
-        f"limits. A judge sets a timer on `{streams.TIMER_SET}.>` with the headers `Nats-Schedule` and "
-        f"`Nats-Schedule-Target` (NATS 2.12 or newer), and the server moves it to `{streams.TIMER_DUE}.>` when it is "
-        "due. An acknowledged timer is deleted. A timer holds the event that its delivery publishes.\n",
         "## Consumers\n",
         _doc(streams.ConsumerSpec).replace("\n", " ") + "\n",
         table(
@@ -178,11 +143,14 @@ def streams_page() -> str:
         "## Buckets\n",
         table(
             "bucket|holds|kept|share of `nats.max_bytes`",
-            ((f"`{b.name}`", b.purpose, _days(b.max_age_s), f"{b.share:.1%}") for b in streams.buckets()),
+            ((f"`{b.name}`", b.purpose, _days(b.max_age_s), f"{100 * b.share:g} %") for b in streams.buckets()),
         ),
         "## Key-value buckets\n",
         table("bucket|keys|holds", ((f"`{k.name}`", _names(k.keys), k.purpose) for k in (streams.FLEET,))),
-        *_users_section(),
+        "## Users\n",
+        f"{_doc(users)}\n",
+        table("user|for|rights", ((f"`{each.name}`", each.purpose, _rights_of(each)) for each in users.USERS)),
+        table("right|meaning", schema.docstrings(users.User).items()),
     ]
     return "\n".join(parts)
 
@@ -236,13 +204,7 @@ def setting_rows(prefix: str, cls: type[config.Section]) -> Iterator[tuple[str, 
 
 def configuration_page() -> str:
     """Return `configuration.md`: every table of settings with its rows."""
-    parts = [
-        "# Settings\n",
-        GENERATED.format(source="`pipeline/config/`"),
-        "One TOML file (`journeywork up --config run.toml`) and dotted flags over it (`--set "
-        "trainer.groups_per_step=16`; a key that holds a dot is quoted: `--set 'vllm.env.\"A.B\"=1'`). Unknown keys "
-        "and wrong types are errors that name the key. The resolved settings are saved in the run directory.\n",
-    ]
+    parts = ["# Settings\n", GENERATED.format(source="`pipeline/config/`"), f"{_doc(files)}\n"]
     for prefix, cls in tables(config.Config):
         title = f"`{prefix.rstrip('.').replace('.0', '.<n>')}`" if prefix else "Top level"
         parts.append(f"## {title}\n\n{_doc(cls)}\n")

@@ -2,7 +2,18 @@
 
 A *stream* of NATS JetStream holds messages in order; a message's *subject* says what it is about, such as
 `rollout.completed.<project>.<model>.<group>.<trajectory>`. A *consumer* remembers what a service has acknowledged. A
-*bucket* is a stream of NATS' own, for objects (adapters, events beyond the payload limit) or for values by key."""
+*bucket* is a stream of NATS' own, for objects (adapters, events beyond the payload limit) or for values by key.
+
+`journeywork up` and `journeywork provision` create the streams, and so does every service that connects to a server of
+your own (`nats.provision`). They have file storage, S2 compression and limits retention. A change of the table changes
+the limits of an existing stream; its events stay, except those that a shorter age deletes. No byte limit is set below a
+stream's present size. At 80 % of a limit the alarm `log_full` is raised. The age of `ROLLOUTS` is
+`nats.rollouts_max_age_h`; the table shows the default. Each stream of events also takes `alive.<stream>`: probes of
+supervisor and gateways, which are deleted after a minute and which no consumer reads. `DETECTED` holds no events.
+
+`TIMERS` holds no events either, and has work-queue retention. A judge sets a timer on `timer.set.>` with the headers
+`Nats-Schedule` and `Nats-Schedule-Target` (NATS 2.12 or newer), and the server moves it to `timer.due.>` when it is
+due. An acknowledged timer is deleted. A timer holds the event that its delivery publishes."""
 
 from __future__ import annotations
 
@@ -19,7 +30,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """A stream with file storage, S2 compression and limits retention (timers: work-queue retention)."""
+    """A stream: what it holds, and its limits."""
 
     name: str
     subjects: tuple[str, ...]

@@ -1,8 +1,9 @@
 """Settings in files: read them with overrides, save the resolved ones, hash a section.
 
-A settings file is TOML. An *override* is a text such as `trainer.seed=4` from the command line, which counts more than
-the file. *Resolved* settings have no `auto` left (`pipeline.running.resolved`); a run directory keeps them as
-`config.toml`, so that the run can be repeated."""
+A settings file is TOML (`journeywork up --config run.toml`). An *override* is a text such as `trainer.seed=4` from the
+command line (`--set trainer.seed=4`), which counts more than the file; a key that holds a dot is quoted: `--set
+'vllm.env."A.B"=1'`. Unknown keys and wrong types are errors that name the key. *Resolved* settings have no `auto` left
+(`pipeline.running.resolved`); a run directory keeps them as `config.toml`, so that the run can be repeated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Events to MessagePack and back.
 
+Every event is a MessagePack map with its tag under `type`. Packed columns (`list<int32>` and the like) travel as
+little-endian bytes and are lists in Parquet. To keep old logs readable, a new field has a default, a field never
+changes its meaning or type, and a tag is never used again. Readers skip unknown fields.
+
 What lies on a stream is an event, a `ClaimCheck` in place of an event that is too large for a message, or a
 `Continuation` in place of an exchange that repeats an earlier one. `pipeline.log` resolves both; nobody else sees
 them."""

@@ -1,7 +1,15 @@
 """The table of NATS users and their rights. The server's configuration, `journeywork docs` and tests use it.
 
+The server that `journeywork up` starts has these users. Each authenticates with an nkey whose seed is in
+`<run_dir>/keys/<user>.nk`, mode 0600. The block `authorization` of `<run_dir>/nats/nats.conf` has the NATS subjects of
+each user; copy it for a server of your own.
+
 Rights are derived from the events that a service publishes, the consumers that it uses and the streams that it reads,
-so a new event or consumer needs one entry in the table. The server refuses everything else.
+so a new event or consumer needs one entry in the table. The server refuses everything else. In addition, each user
+subscribes to its own inbox (`_INBOX_<user>.>`), may ask for the names of the streams, and publishes dead letters in its
+own name. A user that may write to a bucket can also empty it. A user that provisions can lower the limits of a stream;
+a shorter age or smaller size deletes the events beyond it. The right to publish a checkpoint does not suffice to have
+it served: gateways check the trainer's signature (docs/decisions/security.md).
 """
 
 from __future__ import annotations
