@@ -71,26 +71,16 @@ async def drop(broker: Broker, letter: Letter) -> None:
 
 
 def describe(letter: Letter) -> dict[str, Any]:
-    """Return a letter as plain values, its payload decoded if it can be."""
-    event = letter.event
-    fields: dict[str, Any] = {
-        "seq": letter.seq,
-        "at_us": event.at,
-        "stream": event.stream,
-        "stream_seq": event.stream_seq,
-        "subject": event.original_subject,
-        "consumer": event.consumer,
-        "reason": event.reason,
-        "detail": event.detail,
-        "deliveries": event.deliveries,
-        "headers": event.headers,
-        "bytes": len(event.payload),
-    }
+    """Return a letter as plain values: its sequence in DEAD, the fields of its event, and in place of the payload the
+    event in it, or the beginning of what can't be decoded and why."""
+    fields: dict[str, Any] = {"seq": letter.seq, **msgspec.to_builtins(letter.event)}
+    payload = letter.event.payload
+    fields["payload"] = f"{len(payload)} bytes"
     try:
-        fields["event"] = msgspec.to_builtins(decode(event.payload))
+        fields["event"] = msgspec.to_builtins(decode(payload))
     except msgspec.DecodeError as error:
         fields["undecodable"] = str(error)
-        fields["payload"] = event.payload[:_PREVIEW].decode("utf-8", "backslashreplace")
+        fields["payload"] = payload[:_PREVIEW].decode("utf-8", "backslashreplace")
     return fields
 
 
@@ -125,32 +115,37 @@ async def _run(args: argparse.Namespace) -> None:
     out = Console(highlight=False)
     async with Broker.connect(_nats_of(args), name="dead", provision=False) as broker:
         if args.command == "list":
-            rows = [describe(r) for r in await broker.read(DeadLettered)]
+            letters = await broker.read(DeadLettered)
             if args.json:
-                out.print_json(msgspec.json.encode(rows).decode(), ensure_ascii=True)
-                return
-            if not rows:
-                out.print("no dead letters")
-                return
-            table = Table("seq", "from", "consumer", "reason", "deliveries", "detail", box=None)
-            for row in rows:
-                message, detail = f"{row['stream']} {row['stream_seq']}", visible(row["detail"][:80])
-                cells = (row["seq"], message, row["consumer"], row["reason"], row["deliveries"], detail)
-                table.add_row(*(escape(str(cell)) for cell in cells))
-            out.print(table)
+                out.print_json(data=[describe(letter) for letter in letters], ensure_ascii=True)
+            else:
+                out.print(_table(letters) if letters else "no dead letters")
         elif args.command == "show":
             (letter,) = await find(broker, args.seqs)
-            out.print_json(msgspec.json.encode(describe(letter)).decode(), ensure_ascii=True)
+            out.print_json(data=describe(letter), ensure_ascii=True)
         else:
-            if bool(args.seqs) == args.all:
-                raise DeadLetterError(
-                    f"name the letters (journeywork dead {args.command} SEQ ...) or give --all, not both"
-                )
-            act = retry if args.command == "retry" else drop
-            letters = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
-            for letter in letters:
-                await act(broker, letter)
-            out.print(f"{len(letters)} {'retried' if act is retry else 'dropped'}")
+            out.print(await _retry_or_drop(broker, args))
+
+
+def _table(letters: Sequence[Letter]) -> Table:
+    """Return the list of letters for a terminal. Names and details may hold what agents wrote."""
+    table = Table("seq", "from", "consumer", "reason", "deliveries", "detail", box=None)
+    for letter in letters:
+        event = letter.event
+        message, detail = f"{event.stream} {event.stream_seq}", visible(event.detail[:80])
+        cells = (letter.seq, message, event.consumer, event.reason, event.deliveries, detail)
+        table.add_row(*(escape(str(cell)) for cell in cells))
+    return table
+
+
+async def _retry_or_drop(broker: Broker, args: argparse.Namespace) -> str:
+    """Retry or drop the letters that the arguments name, or all. Return what was done, for the terminal."""
+    if bool(args.seqs) == args.all:
+        raise DeadLetterError(f"name the letters (journeywork dead {args.command} SEQ ...) or give --all, not both")
+    letters = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
+    for letter in letters:
+        await (retry if args.command == "retry" else drop)(broker, letter)
+    return f"{len(letters)} {'retried' if args.command == 'retry' else 'dropped'}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

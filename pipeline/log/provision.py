@@ -23,6 +23,8 @@ logger = get_logger("pipeline.log.provision")
 
 _LIMITS = ("description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas")
 _FEATURES = ("compression", "allow_direct", "allow_msg_ttl", "allow_msg_schedules")
+_BUCKET_WINDOW_S = 120.0
+"""NATS' own window of duplicates; the server refuses one that is longer than the stream's age."""
 _MARKER_S = 60.0
 """How long the marker of an expired value stays in a key-value bucket."""
 _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
@@ -99,7 +101,8 @@ async def _ensure_stream(
         await reader.js.add_stream(wanted)
         return
     if share:
-        wanted.max_bytes = _byte_limit(reader, share, info)
+        now, size = info.config.max_bytes, info.state.bytes
+        wanted.max_bytes = streams.byte_limit(share, reader.config.max_bytes, now=now, size=size)
     if _differ(info.config, wanted, fields):
         await reader.js.update_stream(wanted)
 
@@ -130,26 +133,20 @@ async def _consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
 
 
 async def _bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
-    """Create an object store bucket, or update age, size and replicas of the stream in which NATS keeps it."""
-    replicas = reader.config.replicas
-    try:
-        info = await reader.js.stream_info(streams.bucket_stream(spec.name))
-    except nats.js.errors.NotFoundError:
-        config = api.ObjectStoreConfig(
-            bucket=spec.name,
-            ttl=spec.max_age_s or None,
-            replicas=replicas,
-            max_bytes=streams.byte_limit(spec.share, reader.config.max_bytes),
-        )
-        await reader.js.create_object_store(spec.name, config=config)
-        return
-    config = info.config
-    wanted = (spec.max_age_s, _byte_limit(reader, spec.share, info), replicas)
-    if (config.max_age or 0.0, config.max_bytes, config.num_replicas) != wanted:
-        config.max_age, config.max_bytes, config.num_replicas = wanted
-        if spec.max_age_s:
-            config.duplicate_window = min(config.duplicate_window or spec.max_age_s, spec.max_age_s)
-        await reader.js.update_stream(config)
+    """Create or update an object store bucket as the stream that NATS keeps it in, with nats-py's settings for one."""
+    wanted = api.StreamConfig(
+        name=streams.bucket_stream(spec.name),
+        subjects=[f"$O.{spec.name}.C.>", f"$O.{spec.name}.M.>"],
+        storage=api.StorageType.FILE,
+        max_age=spec.max_age_s,
+        max_bytes=streams.byte_limit(spec.share, reader.config.max_bytes),
+        discard=api.DiscardPolicy.NEW,
+        duplicate_window=min(_BUCKET_WINDOW_S, spec.max_age_s or _BUCKET_WINDOW_S),
+        allow_rollup_hdrs=True,
+        allow_direct=True,
+        num_replicas=reader.config.replicas,
+    )
+    await _ensure_stream(reader, wanted, ("max_age", "max_bytes", "num_replicas"), spec.share)
 
 
 async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
@@ -170,11 +167,6 @@ async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
         num_replicas=reader.config.replicas,
     )
     await _ensure_stream(reader, wanted, ("description", "num_replicas"))
-
-
-def _byte_limit(reader: StreamReader, share: float, info: api.StreamInfo) -> int:
-    """Return the limit of a stream that exists and has a `share` of `nats.max_bytes`, not below its size."""
-    return streams.byte_limit(share, reader.config.max_bytes, now=info.config.max_bytes, size=info.state.bytes)
 
 
 def _differ(existing: Any, wanted: Any, fields: tuple[str, ...]) -> bool:
