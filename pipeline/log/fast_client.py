@@ -31,7 +31,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.js import api
-from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
+from nats.protocol.parser import Parser
 
 _DEADLINES_EVERY_S = 0.25
 """Seconds between two checks whether an acknowledgement is overdue."""
@@ -98,13 +98,14 @@ class Pulled:
 class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
     """nats-py's parser behind one that cuts out whole acknowledgements and pulled messages.
 
-    While messages are pulled, incoming bytes are kept in `_pending` until a command is whole, so that a pulled
-    message that comes in several portions takes the short way as well. Otherwise nats-py's parser keeps what is not
-    whole."""
+    Incoming bytes wait in `_pending` until a command is whole. Acknowledgements of publishes and messages of pull
+    consumers end here (`extract`); every other command goes to nats-py, whole, so that its own parser never holds a
+    part of one."""
 
     def __init__(self, client: FastClient) -> None:
         self._pending = bytearray()
         self._resets = 0
+        """How often the connection broke: `parse` may find after a wait that its bytes are of an earlier one."""
         self.handlers: dict[bytes, Callable[[Pulled], None]] = {}
         """Subscription id to what takes its messages."""
         super().__init__(client)
@@ -117,19 +118,14 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
 
     def is_between_commands(self) -> bool:
         """Return whether all bytes that came so far were whole commands."""
-        return not self._pending and not self.buf and self.state == AWAITING_CONTROL_LINE
+        return not self._pending
 
     async def parse(self, data: bytes = b"") -> None:
         """Take bytes that came: nats-py's reading task calls it with each portion."""
         self.nc.watch_socket()
-        if not self._pending and (not self.handlers or not self.is_between_commands()):
-            if self.is_between_commands():
-                data = data[self.extract(data, 0) :]
-            await super().parse(data)
-            return
         pending, resets, at = self._pending, self._resets, 0
         pending += data
-        while at < len(pending):  # pulled messages by `extract`, each other whole command by nats-py
+        while at < len(pending):
             at = self.extract(pending, at)
             end = _end_of_command(pending, at)
             if end < 0:
@@ -143,43 +139,50 @@ class _Parser(Parser):  # type: ignore[misc]  # nats-py is untyped
     def extract(self, data: bytes | bytearray, at: int) -> int:
         """Deal with acknowledgements and pulled messages from `at` on. Return where the first other or incomplete
         command begins."""
-        prefix, resolve, handlers, size = self.nc.ack_prefix, self.nc.resolve_ack, self.handlers, len(data)
+        size = len(data)
         with memoryview(data) as view:
             while at < size:
-                if data.startswith(prefix, at):  # MSG <inbox><token> <subscription> <size>
-                    eol = data.find(b"\r\n", at)
-                    words = view[at + len(prefix) : eol].tobytes().split() if eol > 0 else []
-                    if len(words) != 3:  # any other has a reply subject
-                        return at
-                    begin = eol + 2
-                    end = begin + int(words[2])
-                    if end + 2 > size:
-                        return at
-                    resolve(words[0], view[begin:end].tobytes())
-                elif handlers and data.startswith((b"HMSG ", b"MSG "), at):
-                    # [H]MSG <subject> <subscription> <reply> [<head>] <size>
-                    eol = data.find(b"\r\n", at)
-                    verb, *words = view[at:eol].tobytes().split() if eol > 0 else [b""]
-                    # Others have no reply subject, and so a word less.
-                    handler = handlers.get(words[1]) if len(words) == len(verb) + 1 else None
-                    if handler is None:
-                        return at
-                    begin = eol + 2
-                    middle, end = begin + (int(words[3]) if len(words) == 5 else 0), begin + int(words[-1])
-                    if end + 2 > size:
-                        return at
-                    handler(
-                        Pulled(
-                            words[0].decode(),
-                            words[2].decode(),
-                            view[begin:middle].tobytes(),
-                            view[middle:end].tobytes(),
-                        )
-                    )
+                if data.startswith(self.nc.ack_prefix, at):
+                    end = self._take_ack(data, view, at)
+                elif self.handlers and data.startswith((b"HMSG ", b"MSG "), at):
+                    end = self._take_pulled(data, view, at)
                 else:
-                    return at
-                at = end + 2
+                    break
+                if end < 0:
+                    break
+                at = end
         return at
+
+    def _take_ack(self, data: bytes | bytearray, view: memoryview, at: int) -> int:
+        """Resolve the acknowledgement at `at`, a view of `data`: `MSG <inbox><token> <subscription> <size>`, a line
+        break, the answer, a line break. Return where it ends; -1 if it is another message or not whole."""
+        eol = data.find(b"\r\n", at)
+        words = view[at + len(self.nc.ack_prefix) : eol].tobytes().split() if eol > 0 else []
+        if len(words) != 3:  # any other message to the inbox has a reply subject
+            return -1
+        begin, end = eol + 2, eol + 2 + int(words[2])
+        if end + 2 > len(data):
+            return -1
+        self.nc.resolve_ack(words[0], view[begin:end].tobytes())
+        return end + 2
+
+    def _take_pulled(self, data: bytes | bytearray, view: memoryview, at: int) -> int:
+        """Hand the message at `at` to its subscription's handler: `MSG <subject> <subscription> <reply> <size>` or
+        `HMSG <subject> <subscription> <reply> <size of the headers> <size>`, a line break, headers and data, a line
+        break. Return where it ends; -1 if it is for nobody here or not whole."""
+        eol = data.find(b"\r\n", at)
+        verb, *words = view[at:eol].tobytes().split() if eol > 0 else [b""]
+        # A message without a reply subject, such as the status of a request, has a word less.
+        handler = self.handlers.get(words[1]) if len(words) == len(verb) + 1 else None
+        if handler is None:
+            return -1
+        begin, end = eol + 2, eol + 2 + int(words[-1])
+        if end + 2 > len(data):
+            return -1
+        middle = begin + (int(words[3]) if verb == b"HMSG" else 0)
+        head, payload = view[begin:middle].tobytes(), view[middle:end].tobytes()
+        handler(Pulled(words[0].decode(), words[2].decode(), head, payload))
+        return end + 2
 
 
 def _end_of_command(data: bytearray, at: int) -> int:

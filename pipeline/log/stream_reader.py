@@ -36,8 +36,10 @@ LAST_SEQ = 2**63 - 1
 """The highest possible sequence."""
 _BATCH = 1000
 _PAGE_BYTES = 8 * 1024 * 1024
-_TOO_MANY = "413"
-"""Status of a direct get whose subjects are too many for the server."""
+_TOO_MANY, _END_OF_BATCH = "413", "204"
+"""Statuses of a direct get: its subjects are too many for the server; all messages of a batch have come."""
+_NO_MORE = (_END_OF_BATCH, "404", "503")
+"""Statuses after which no message comes: also that there is none, and that no replica answers."""
 _CATCH_UP_S = 2.0
 """Time that a server which has just become a stream's leader gets to apply what the cluster has committed."""
 _NO_MESSAGE, _NO_SEQUENCE, _NO_STREAM = 10037, 10043, 10059
@@ -209,43 +211,43 @@ class StreamReader:
         return await self.retry(lambda: self._direct_get_once(stream, request), f"a read of {stream} was not answered")
 
     async def _direct_get_once(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
-        """Send the request once. The answers of a batch come as messages of their own, each with the sequence of the
-        one before, and end with status 204."""
+        """Send the request once and collect the answers, one for each message; return the messages and whether there
+        are more.
+
+        Each answer of a batch has the sequence of the one before it, and an answer with status 204 ends the batch. If
+        the connection breaks or the replica dies in between, what came until then is returned with the word that there
+        is more: the next page asks for the rest, of any replica."""
         inbox = self.client.new_inbox()
-        sub = await self.client.subscribe(inbox)
+        answers = await self.client.subscribe(inbox)
         batched = "batch" in request
-        out: list[StoredMessage] = []
+        found: list[StoredMessage] = []
         try:
             await self.client.publish(f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=inbox)
             while True:
-                message: Msg = await sub.next_msg(timeout=self.config.ack_timeout_s)
-                headers = dict(message.headers or {})
+                answer: Msg = await answers.next_msg(timeout=self.config.ack_timeout_s)
+                headers = dict(answer.headers or {})
                 status = headers.get("Status")
-                if status == "204":
-                    return out, int(headers.get("Nats-Num-Pending", "0")) > 0
-                if status in ("404", "503"):
-                    return out, False
-                if status == _TOO_MANY:
-                    raise _TooManySubjectsError(stream)
+                if status in _NO_MORE:
+                    return found, status == _END_OF_BATCH and int(headers.get("Nats-Num-Pending", "0")) > 0
                 if status is not None:
-                    raise BrokerError(f"a direct get from {stream} failed: {status} {headers.get('Description', '')}")
-                before = out[-1].seq if out else 0
-                if batched and int(headers.get("Nats-Last-Sequence", before)) != before:
-                    if not out:
+                    kind = _TooManySubjectsError if status == _TOO_MANY else BrokerError
+                    raise kind(f"a direct get from {stream} failed: {status} {headers.get('Description', '')}")
+                last = found[-1].seq if found else 0
+                if batched and int(headers.get("Nats-Last-Sequence", last)) != last:  # an answer was lost
+                    if not found:
                         raise BrokerUnavailableError(f"a read of {stream} lost its beginning")
-                    # The connection broke in between: the next page asks again for what it lost.
-                    return out, True
+                    return found, True
                 place = Place(int(headers["Nats-Sequence"]), stream_time_us(headers["Nats-Time-Stamp"]))
-                out.append(StoredMessage(place, headers["Nats-Subject"], headers, message.data))
+                found.append(StoredMessage(place, headers["Nats-Subject"], headers, answer.data))
                 if not batched:
-                    return out, False
+                    return found, False
         except nats.errors.TimeoutError as error:
-            if out:
-                return out, True  # the replica died meanwhile: the next page comes from another one
+            if found:
+                return found, True
             raise BrokerUnavailableError(f"{stream} did not answer a read") from error
         finally:
             if not self.client.is_closed:
-                await sub.unsubscribe()
+                await answers.unsubscribe()
 
     # -- what is there -------------------------------------------------------------------------------------------
 
