@@ -1,18 +1,16 @@
 """`journeywork status`: processes, lag, policy versions and alarms of an installation, once.
 
 `show` collects a dict, which `--json` prints as it is: `state.json` (`pipeline.running.state`), what the log tells
-(`read_log`), and what the store says of apprentices. *Lag* is what a consumer has not acknowledged: `behind` what it
+(`read_log`), and what the store says of the history. *Lag* is what a consumer has not acknowledged: `behind` what it
 was not given yet, `held` what it is handling."""
 
 from __future__ import annotations
 
 import functools
-import math
-import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from pipeline.config import ConfigError, NatsConfig
 from pipeline.events import (
     AlarmChanged,
     CheckpointPublished,
-    ExchangeRecorded,
     FeedbackTimedOut,
     GroupDiscarded,
     GroupScored,
@@ -36,20 +33,15 @@ from pipeline.events import (
     standing_decisions,
 )
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.names import branch_model, is_outside, version_name
+from pipeline.names import branch_model, version_name
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.running.state import read_state
 from pipeline.security.signing import Trust
-from pipeline.statistics.progress import first_and_last, reward_text
-from pipeline.statistics.utilization import bound_by, busy_share
 from pipeline.telemetry import logs
 from pipeline.terminal.printing import with_code
 
 _NEWEST = (256, 1024, 4096)
 """Messages at the end of GROUPS that are read, the next number where the ones before hold no training group."""
-
-_NEWEST_CALLS = 1000
-"""Messages at the end of ROLLOUTS from which the sampler's share of time is read."""
 _STORE_S = 120
 
 
@@ -61,8 +53,8 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         raise ConfigError(f"{run_dir} holds no state.json: nothing was started there")
     state = msgspec.to_builtins(present) | {"running": present.running}
     logs.configure("status", "CRITICAL")  # errors are printed as one line
-    config = installation_settings(run_dir, sections=("nats", "signing", "models", "outside"))
-    state["takeovers"] = _takeovers(run_dir) if config.apprentices() else []
+    config = installation_settings(run_dir, sections=("nats", "signing"))
+    state["history"] = _of_history(run_dir) if "store" in state["services"] else []
     if state["services"].get("nats", {}).get("state") == "stopped":
         state["log"] = "it was stopped with the run"  # another run's log may have its port now
     else:
@@ -83,16 +75,17 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         raise SystemExit(1)
 
 
-def _takeovers(run_dir: Path) -> list[str]:
-    """Return what apprentices are worth, by the store, in sentences."""
-    command = [sys.executable, "-m", "store.showing.pages.takeover", str(run_dir)]
+def _of_history(run_dir: Path) -> list[str]:
+    """Return what the store says of apprentices, rewards and speed, in sentences. It runs as a program of its own: this
+    package imports no service."""
+    command = [sys.executable, "-m", "store.showing.pages.status", str(run_dir)]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_STORE_S, check=False)
     except subprocess.TimeoutExpired:
         return [f"The store was not read within {_STORE_S} s."]
-    return (
-        answer.stdout.splitlines() if answer.returncode == 0 else [f"The store can't be read: {answer.stderr[-300:]}"]
-    )
+    if answer.returncode:
+        return [f"The store can't be read: {answer.stderr[-300:]}"]
+    return answer.stdout.splitlines()
 
 
 async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, Any]:
@@ -100,13 +93,12 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
     stand, alarms. Raises `BrokerError`."""
     nats = msgspec.structs.replace(nats, publish_deadline_s=min(nats.publish_deadline_s, 10.0))
     async with Broker.connect(nats, name="status", provision=False) as broker:
-        policies, trained = {}, defaultdict[str, list[tuple[int, int]]](list)
+        policies = {}
         for recorded in await broker.read(CheckpointPublished, project=project):
             if not trust.objection(version := recorded.event):
                 on_main = version.branch == "main"
                 model = version.model if on_main else branch_model(version.model, version.branch)
                 policies[model] = version_name(model, version.step)
-                trained[model].append((version.started_at, version.at))
         waiting = {
             what: len(await broker.subjects("TIMERS", f"{streams.TIMER_SET}.{timer.subject_prefix()}.>"))
             for what, timer in (("members", GroupTimedOut), ("feedback", FeedbackTimedOut))
@@ -118,7 +110,6 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
             # Groups that the judge keeps open, by what they wait for.
             "waiting": waiting,
             "groups": await _newest_groups(broker, project),
-            "utilization": await _utilization(broker, project, trained),
             "raised": await _raised(broker),
         }
 
@@ -156,32 +147,9 @@ async def _raised(broker: Broker) -> list[dict[str, Any]]:
     return [msgspec.to_builtins(alarm) for alarm in raised.values()]
 
 
-async def _utilization(
-    broker: Broker, project: str, trained: Mapping[str, Sequence[tuple[int, int]]]
-) -> dict[str, dict[str, Any]]:
-    """Return by model in which share of the time that the newest calls span, until its newest step, the sampler
-    answered and the trainer trained. `trained`: begin and end of each model's steps."""
-    last = (await broker.stream_info("ROLLOUTS")).state.last_seq
-    answered = defaultdict[str, list[tuple[int, int]]](list)
-    for call in await broker.read(ExchangeRecorded, start_seq=max(last - _NEWEST_CALLS, 0) + 1, project=project):
-        if call.event.started_at and not is_outside(call.event.policy_version):
-            answered[call.event.model].append((call.event.started_at, call.event.at))
-    shares = {}
-    for model, calls in answered.items():
-        begin, end = min(calls)[0], max((at for _, at in trained.get(model, ())), default=0)
-        if end > begin:
-            sampling, training = busy_share(calls, begin, end), busy_share(trained[model], begin, end)
-            bound = bound_by(sampling, training)
-            seconds = (end - begin) / 1e6
-            shares[model] = {"seconds": seconds, "sampling": sampling, "training": training, "bound_by": bound}
-    return shares
-
-
 async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
-    """Return by model how many of the newest training groups were discarded, whole or in part, by reason, and `reward`:
-    whether the training reward moved since the first groups that the log holds."""
+    """Return by model how many of the newest training groups were discarded, whole or in part, by reason."""
     last = (await broker.stream_info("GROUPS")).state.last_seq
-    oldest = (await broker.read_page(GroupScored, project=project)).events
     events: list[GroupScored | GroupDiscarded] = []
     for messages in _NEWEST:  # an evaluation's groups may be the newest
         first = max(last - messages, 0) + 1
@@ -193,32 +161,19 @@ async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, An
     groups = Counter(model for model, _ in {(e.model, e.group) for e in events})
     reasons = {(e.model, e.reason, e.group) for e in events if isinstance(e, GroupDiscarded)}
     counts = Counter((model, reason) for model, reason, _ in sorted(reasons)).most_common()
-    scored = [r.event for r in oldest if r.seq < first] + [e for e in events if isinstance(e, GroupScored)]
     return {
         model: {
             "newest": newest,
             "discarded": {reason: count for (discarded, reason), count in counts if discarded == model},
-            "reward": _reward([group for group in scored if group.model == model]),
         }
         for model, newest in groups.items()
     }
 
 
-def _reward(groups: Sequence[GroupScored]) -> str:
-    """Return whether the reward of the training groups moved, in a sentence."""
-    rewards: dict[int, list[float]] = {}
-    for group in groups:
-        members = [m for m in group.members if m.outcome == "scored" and math.isfinite(m.reward)]
-        if members and (group.branch, group.split, group.offline) == ("main", "train", False):
-            step = max(m.last_step for m in members)
-            rewards.setdefault(step, []).append(statistics.fmean(m.reward for m in members))
-    return reward_text(*first_and_last(rewards)) if rewards else "No training reward yet."
-
-
 def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
     """Print what `show` has collected: the processes and alarms, and what the log tells if it answered."""
     say = functools.partial(console.print, soft_wrap=True, markup=False)
-    for text in state.get("takeovers", ()):
+    for text in state.get("history", ()):
         say(text)
     if not state["running"] and all(s["state"] in ("stopped", "gone") for s in state["services"].values()):
         say(
@@ -252,7 +207,7 @@ def _print(run_dir: Path, state: dict[str, Any], console: Console) -> None:
 
 
 def _training_lines(state: dict[str, Any]) -> Iterator[str]:
-    """Yield what the log tells of groups, of the speed of training, and of versions, in sentences."""
+    """Yield what the log tells of groups and versions, in sentences."""
     waiting = state["waiting"]
     if any(waiting.values()):
         yield (
@@ -260,18 +215,12 @@ def _training_lines(state: dict[str, Any]) -> Iterator[str]:
             "feedback (feedback.wait_s). They are not lost"
         )
     for model, groups in state.get("groups", {}).items():
-        yield f"{model}: {groups['reward']}"
         if why := ", ".join(f"{count:,} as {reason}" for reason, count in groups["discarded"].items()):
             why = why.replace("no_variance", "no_variance (equal rewards)")
             yield (
                 f"groups of {model}: of the newest {groups['newest']:,} were discarded, whole or in part, {why}; "
                 "docs/troubleshooting.md#nothing-trains says what to do"
             )
-    for model, busy in state.get("utilization", {}).items():
-        yield (
-            f"{model}: bound by {busy['bound_by']}; in {busy['seconds']:,.0f} s the sampler answered calls for "
-            f"{busy['sampling']:.0%} of the time, the trainer trained for {busy['training']:.0%}"
-        )
     for model, version in state["policies"].items():
         line = f"policy {model}: {version}"
         if decision := state.get("decided", {}).get(model):

@@ -6,22 +6,10 @@ versions each (`SHARE`), at most `MOST_STEPS`. A group is one value, because its
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from pipeline.statistics.intervals import Sample
 
 SHARE, MOST_STEPS = 5, 10
-
-
-def first_and_last(rewards: Mapping[int, list[float]]) -> tuple[int, Sample, Sample]:
-    """Return the number of steps from the first to the last version, and the samples of the first and last versions.
-
-    `rewards`: the mean rewards of groups by the step that sampled them; at least one step, and none empty."""
-    first, last = min(rewards), max(rewards)
-    width = min(MOST_STEPS, (last - first) // SHARE + 1)
-    begin = [value for step, values in rewards.items() if step < first + width for value in values]
-    end = [value for step, values in rewards.items() if step > last - width for value in values]
-    return last - first, Sample.of(begin), Sample.of(end)
 
 
 def reward_text(steps: int, first: Sample, last: Sample) -> str:

@@ -5,6 +5,7 @@
 | `history` | one DuckDB over the views, refreshed as files appear |
 | `takeover` | what an apprentice is worth, in a sentence |
 | `summary` | an installation in sentences, and its raised alarms |
+| `status` | what `journeywork status` shows of the history |
 | `intervals` | 95 % intervals of means |
 | `overview` | an installation as a whole: counts, curves; two branches compared |
 | `groups` | groups, one group |

@@ -83,7 +83,7 @@ def summary(history: History, selection: Row, now: datetime | None = None) -> di
     raised = f" with {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}" if alarms else ""
     sentences = [
         *takeover_texts(history),
-        _reward_text(history, selection),
+        reward_text_of(history, selection),
         {
             "running": f"The run is running{raised}{': ' if troubled else ''}{', '.join(troubled)}.",
             "stopped": f"The run is stopped{raised}.",
@@ -94,7 +94,7 @@ def summary(history: History, selection: Row, now: datetime | None = None) -> di
         f"{when(last['published_at'])} UTC."
         if last
         else "No step was taken yet.",
-        *_utilization_texts(history, selection),
+        *utilization_texts(history, selection),
         *([_waiting_text(waiting)] if waiting["runs"] else []),
     ]
     if alarms:
@@ -149,7 +149,8 @@ def _gain_text(gain: Row | None) -> str:
     return f"{text} (95 % interval {signed(gain['low'])} to {signed(gain['high'])}: {verdict})."
 
 
-def _reward_text(history: History, selection: Row) -> str:
+def reward_text_of(history: History, selection: Row) -> str:
+    """Return whether the training reward of a model and branch moved."""
     rows = history.shared_rows(_PROGRESS, selection)
     if not rows:
         return "No training reward yet."
@@ -160,7 +161,7 @@ def _reward_text(history: History, selection: Row) -> str:
     return reward_text(rows[0]["last_step"] - rows[0]["first_step"], *ends)
 
 
-def _utilization_texts(history: History, selection: Row) -> list[str]:
+def utilization_texts(history: History, selection: Row) -> list[str]:
     """Return what bounds the speed of branch `main`, if two steps were taken."""
     (row,) = history.shared_rows(_UTILIZATION, selection)
     if selection["branch"] != "main" or not row["steps"]:

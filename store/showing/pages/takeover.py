@@ -1,14 +1,7 @@
-"""What an apprentice is worth, in a sentence for each outside model: who answers, how well, and at what cost.
-
-python -m store.showing.pages.takeover RUN_DIR      prints them; `journeywork status` asks so
-"""
+"""What an apprentice is worth, in a sentence for each outside model: who answers, how well, and at what cost."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-
-from pipeline.running.installations import installation_settings
 from store.showing.pages.history import History, Row
 from store.showing.pages.intervals import SAMPLE, sample_of
 from store.showing.pages.texts import number
@@ -61,16 +54,3 @@ def _quality(row: Row | None) -> str:
     of = f"{row['groups']:,} task{'s' if row['groups'] > 1 else ''}"
     interval = f" [{low:.3f}, {high:.3f}]" if row["groups"] > 1 else ""
     return f"{row['mean']:.3f}{interval} on {of}"
-
-
-def main(args: Sequence[str]) -> None:
-    history = History(installation_settings(args[0], sections=("store", "models", "outside")))
-    try:
-        for text in takeover_texts(history):
-            sys.stdout.write(text + "\n")
-    finally:
-        history.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

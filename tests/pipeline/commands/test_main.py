@@ -118,10 +118,7 @@ GONE = 2**22 + 1
 
 async def provision(config: NatsConfig) -> None:
     async with Broker.connect(config) as broker:
-        for began, ended in ((10, 30), (20, 60)):
-            call = exchange(f"run{began}", policy_version="m@2", started_at=began * 1_000_000, at=ended * 1_000_000)
-            await broker.publish(call)
-        await broker.publish(checkpoint(3, started_at=14_000_000, at=60_000_000))
+        await broker.publish(checkpoint(3))
         await broker.publish(checkpoint(1, branch="stricter"))
         await broker.publish(checkpoint(8, project="other"))
         async with broker.consume("store-policy") as taken:
@@ -131,8 +128,7 @@ async def provision(config: NatsConfig) -> None:
             told: Any = {"state": state, "detail": "it is far", "action": "Lower `it`."}
             await broker.publish(AlarmChanged(project="p", alarm="kl_rise", model=model, **told))
         for number in range(5):
-            # Four versions of the five gave half of the reward that the last one gives.
-            member = Member(trajectory=f"t{number}", reward=1.0 if number == 4 else 0.5, last_step=number)
+            member = Member(trajectory=f"t{number}", reward=1.0)
             scored = GroupScored(project="p", group=f"g{number}", model="m", judge="j", members=(member,))
             await broker.publish(scored)
         for group, reason, more in (
@@ -175,8 +171,7 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert caught.value.code == 1
     said = json.loads(capsys.readouterr().out)
     assert said["policies"] == {"m": "m@3", "m+stricter": "m+stricter@1"}
-    busy = {"seconds": 50.0, "sampling": 1.0, "training": 0.92, "bound_by": "sampling"}
-    assert said["utilization"] == {"m": busy}
+    assert said["history"] == ["policy: No training reward yet."]
     lag = {row["consumer"]: (row["behind"], row["held"]) for row in said["lag"]}
     split = {"action": "split", "version": "m@2", "other": "m@0", "percent": 20.0}
     assert said["decided"] == {"m": split}
@@ -184,16 +179,11 @@ def test_status_says_what_runs_what_waits_and_what_serves(
     assert not [row for row in said["lag"] if row["consumer"].startswith("telemetry")], "it is off"
     assert [(a["alarm"], a["model"], a["detail"]) for a in said["raised"]] == [("kl_rise", "m", "it is far")]
     counts = {"no_variance": 3, "late": 1, "too_small": 1}
-    reward = "Training reward 0.500 to 1.000 over 4 steps (too few groups for an interval)."
-    assert said["groups"] == {"m": {"newest": 7, "discarded": counts, "reward": reward}}
+    assert said["groups"] == {"m": {"newest": 7, "discarded": counts}}
     assert said["services"]["judge"]["state"] == "gone"
     started(tmp_path, {"judge": (os.getpid(), "ready"), "store": (GONE, "stopped")}, url)
     main(["status", "--run-dir", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert f"m: {reward}" in lines
-    assert (
-        "m: bound by sampling; in 50 s the sampler answered calls for 100% of the time, the trainer trained for 92%"
-    ) in lines
     assert "policy m: m@3 is the newest, m@2 is served (split, 20 % of runs; m@0 the others)" in lines
     assert "alarm kl_rise of m: it is far. Lower it." in lines
     assert (
@@ -241,18 +231,24 @@ def test_status_of_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytes
     assert "log: it was stopped with the run" in said
 
 
-def test_status_of_a_stopped_run_says_who_has_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    started(tmp_path, pid=GONE, services={"nats": (GONE, "stopped")})
+def test_status_of_a_stopped_run_says_what_its_history_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path, pid=GONE, services={"nats": (GONE, "stopped"), "store": (GONE, "stopped")})
     table = OutsideConfig(name="master", url="http://127.0.0.1:1", apprentice="m")
     config = Config(run_dir=str(tmp_path), models=(ModelConfig(name="m"),), outside=(table,))
     save(config, tmp_path / "config.toml")
     opening = TrajectoryOpened(project="default", trajectory="r", model="m", group="r", asked="master", pinned="m@1")
-    fill(tmp_path, [opening, msgspec.structs.replace(exchange("r", policy_version="m@1", step=1), project="default")])
+    call = exchange("r", policy_version="m@1", step=1, started_at=20_000_000, at=50_000_000)
+    steps = [checkpoint(step, started_at=step * 20_000_000, at=step * 20_000_000 + 10_000_000) for step in (1, 2, 3)]
+    default = [msgspec.structs.replace(event, project="default") for event in (call, *steps)]
+    fill(tmp_path, [opening, *default])
     with pytest.raises(SystemExit):
         main(["status", "--run-dir", str(tmp_path)])
-    assert capsys.readouterr().out.startswith(
-        "The apprentice of master answered 100% of the 1 calls of the newest day."
-    )
+    takeover, reward, speed, *_ = capsys.readouterr().out.splitlines()
+    assert takeover.startswith("The apprentice of master answered 100% of the 1 calls of the newest day.")
+    assert reward == "m: No training reward yet."
+    assert speed.startswith("m: Bound by ")
 
 
 @pytest.mark.parametrize(

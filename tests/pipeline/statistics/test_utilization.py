@@ -1,20 +1,10 @@
-"""Shares of time, and what bounds the speed."""
+"""What bounds the speed."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipeline.statistics.utilization import bound_by, busy_share
-
-TIMES = st.tuples(st.integers(-5, 25), st.integers(0, 8)).map(lambda s: (s[0], s[0] + s[1]))
-
-
-@given(st.lists(TIMES, max_size=8))
-def test_a_share_is_the_union_of_the_spans_within_the_time(spans: list[tuple[int, int]]) -> None:
-    covered = {second for first, last in spans for second in range(first, last)} & set(range(20))
-    assert busy_share(spans, 0, 20) == len(covered) / 20
+from pipeline.statistics.utilization import bound_by
 
 
 @pytest.mark.parametrize(
