@@ -15,7 +15,6 @@ it served: gateways check the trainer's signature (docs/decisions/security.md).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,87 +192,107 @@ def inbox_prefix(name: str) -> str:
     return f"_INBOX_{name}"
 
 
-def rights(user: User) -> Rights:
-    """Return the NATS permissions of a user, derived from its row in `USERS`.
+_API = "$JS.API."
+"""What the subjects of JetStream's API begin with. A read and a fetch are publishes to such a subject, an acknowledgement
+is one to `$JS.ACK…`, so nearly all rights are permissions to publish."""
 
-    A read, a fetch or an acknowledgement is a publish to a subject of the JetStream API (`$JS.API…`, `$JS.ACK…`), so
-    nearly all rights are publish permissions. A user may subscribe to its own inbox only."""
-    api = "$JS.API."
-    # Each part below stands for a field of `User`; its docstring there says what the right is for.
-    publish = [*user.publishes, *(streams.alive_subject(s) for s in user.probes), f"{api}STREAM.NAMES"]
-    deny: list[str] = []
-    consumed = [streams.consumer(name) for name in user.consumes]
+
+def rights(user: User) -> Rights:
+    """Return the NATS permissions of a user, by its row in `USERS`. It may subscribe to its own inbox only."""
+    made, denied = _rights_to_make_consumers(user)
+    publish = (
+        *_rights_to_write(user),
+        *_rights_to_read(user),
+        *_rights_to_consume(user),
+        *_rights_to_fleet(user),
+        *made,
+        *(_rights_to_provision() if user.provisions else ()),
+    )
+    return Rights(publish, denied, (f"{inbox_prefix(user.name)}.>",))
+
+
+def _rights_to_write(user: User) -> list[str]:
+    """Events, probes, timers and objects that a user publishes, and messages that it deletes."""
+    publish = [*user.publishes, *map(streams.alive_subject, user.probes)]
     if user.sets_timers:
         publish.append(f"{streams.TIMER_SET}.>")
-    if not user.provisions:
-        # It publishes dead letters in its own name, and checks first whether the letter exists.
+    if not user.provisions:  # dead letters in its own name
         for name in sorted({user.name, READER, *user.consumes}):
             publish += [f"dead.*.{name}", f"dead.*.{name}.*"]
-    read, fetched, stored = _streams_and_buckets(user)
-    publish += [f"{api}STREAM.MSG.DELETE.{stream}" for stream in user.trims]
-    publish += [f"{api}STREAM.PURGE.{stream}" for stream in user.purges]
-    for bucket in sorted(stored):
-        publish += [f"$O.{bucket}.>", f"{api}STREAM.PURGE.OBJ_{bucket}"]
     if user.detects:
-        publish += [*streams.DETECTED.subjects, f"{api}STREAM.MSG.DELETE.{streams.DETECTED.name}"]
-        read.add(streams.DETECTED.name)
-    for stream in sorted(read | {f"OBJ_{b}" for b in fetched | stored}):
-        publish += [
-            f"{api}STREAM.INFO.{stream}",
-            f"{api}STREAM.MSG.GET.{stream}",
-            f"{api}DIRECT.GET.{stream}",
-            f"{api}DIRECT.GET.{stream}.>",
-        ]
-    publish += [f"{api}STREAM.INFO.{streams.bucket_stream(bucket)}" for bucket in user.inspects]
-    publish += [f"{api}CONSUMER.INFO.{c.stream}.{c.name}" for c in map(streams.consumer, user.awaits)]
-    for spec in consumed:
-        consumer = f"{spec.stream}.{spec.name}"
-        publish += [f"{api}CONSUMER.INFO.{consumer}", f"{api}CONSUMER.MSG.NEXT.{consumer}", f"$JS.ACK.{consumer}.>"]
-    counted = [streams.deaths_key(name) for name in (*user.consumes, *("*" for _ in user.branches))]
-    if counted:  # how often a message ended the process that handled it (`pipeline.log.deaths`)
-        publish += [streams.key_subject(streams.FLEET.name, f"{key}.>") for key in counted]
-        publish.append(f"{api}STREAM.MSG.GET.{streams.key_value_stream(streams.FLEET.name)}")
-    followed = list(user.follows)
-    if user.keeps:
-        bucket = streams.key_value_stream(streams.FLEET.name)
-        publish += [streams.key_subject(streams.FLEET.name, keys) for keys in user.keeps]
-        publish += [f"{api}STREAM.INFO.{bucket}", f"{api}STREAM.MSG.GET.{bucket}"]
-        followed.append(bucket)
-    for stream in (*followed, *user.branches):
-        allowed, denied = _rights_to_make_consumers(stream, consumed, durable=stream in user.branches)
-        publish += allowed
-        deny += denied
-    if user.provisions:
-        publish += [f"{api}STREAM.{verb}.*" for verb in ("CREATE", "UPDATE", "INFO")]
-        publish += [f"{api}CONSUMER.{verb}.*.>" for verb in ("CREATE", "DURABLE.CREATE", "INFO")]
-        publish.append(f"{api}STREAM.MSG.DELETE.DEAD")
-    return Rights(tuple(publish), tuple(deny), (f"{inbox_prefix(user.name)}.>",))
+        publish += [*streams.DETECTED.subjects, f"{_API}STREAM.MSG.DELETE.{streams.DETECTED.name}"]
+    written = {streams.stream_of_subject(subject) for subject in user.publishes} | _own_letters(user)
+    for bucket in sorted({*user.stores, *map(streams.claims_bucket, written)}):
+        publish += [f"$O.{bucket}.>", f"{_API}STREAM.PURGE.{streams.bucket_stream(bucket)}"]
+    publish += [f"{_API}STREAM.MSG.DELETE.{stream}" for stream in user.trims]
+    return publish + [f"{_API}STREAM.PURGE.{stream}" for stream in user.purges]
 
 
-def _streams_and_buckets(user: User) -> tuple[set[str], set[str], set[str]]:
-    """Return the streams that a user reads, and the buckets whose objects it reads and writes."""
-    read = {*user.reads, *(streams.consumer(name).stream for name in user.consumes)} & {*EVENT_STREAMS}
+def _rights_to_read(user: User) -> list[str]:
+    """Streams that a user reads without a consumer, and buckets whose objects it reads: those that it writes, too,
+    because a publish that is repeated first looks for what is there."""
+    streams_read = {*user.reads, *(streams.consumer(name).stream for name in user.consumes)} & {*EVENT_STREAMS}
+    streams_read |= _own_letters(user)
     written = {streams.stream_of_subject(subject) for subject in user.publishes}
-    if not user.provisions:  # its dead letters
-        read.add("DEAD")
-        written.add("DEAD")
-    stored = {*user.stores, *map(streams.claims_bucket, written)}
-    return read, {*user.fetches, *user.stores, *map(streams.claims_bucket, read)}, stored
+    buckets = {*user.fetches, *user.stores, *map(streams.claims_bucket, streams_read | written)}
+    reached = {*streams_read, *map(streams.bucket_stream, buckets), *([streams.DETECTED.name] if user.detects else [])}
+    publish = [f"{_API}STREAM.NAMES", *(f"{_API}STREAM.INFO.{streams.bucket_stream(name)}" for name in user.inspects)]
+    for stream in sorted(reached):
+        gets = ("STREAM.INFO.{}", "STREAM.MSG.GET.{}", "DIRECT.GET.{}", "DIRECT.GET.{}.>")
+        publish += [_API + get.format(stream) for get in gets]
+    return publish
 
 
-def _rights_to_make_consumers(
-    stream: str, own: Sequence[streams.ConsumerSpec], *, durable: bool
-) -> tuple[list[str], list[str]]:
-    """Return what a user must be allowed, and denied, that makes consumers of a stream, ephemeral or `durable`: those
-    of `pipeline.streams` that are not its `own` stay out of its reach."""
-    verbs = ["CONSUMER.CREATE", "CONSUMER.INFO", "CONSUMER.MSG.NEXT", *(["CONSUMER.DURABLE.CREATE"] if durable else [])]
-    allowed = [f"$JS.API.{verb}.{stream}.*" for verb in verbs] + ([f"$JS.ACK.{stream}.*.>"] if durable else [])
+def _own_letters(user: User) -> set[str]:
+    """The stream DEAD for a user that publishes dead letters in its own name, and checks first whether one exists."""
+    return set() if user.provisions else {"DEAD"}
+
+
+def _rights_to_consume(user: User) -> list[str]:
+    """Consumers of `pipeline.streams` that a user takes messages from, and those whose lag it asks for."""
+    publish = [f"{_API}CONSUMER.INFO.{c.stream}.{c.name}" for c in map(streams.consumer, user.awaits)]
+    for spec in map(streams.consumer, user.consumes):
+        consumer = f"{spec.stream}.{spec.name}"
+        publish += [f"{_API}CONSUMER.INFO.{consumer}", f"{_API}CONSUMER.MSG.NEXT.{consumer}", f"$JS.ACK.{consumer}.>"]
+    return publish
+
+
+def _rights_to_fleet(user: User) -> list[str]:
+    """Keys of the bucket `FLEET`: a user's own records, and how often a message ended the process that handled it
+    (`pipeline.log.deaths`)."""
+    counted = [f"{streams.deaths_key(name)}.>" for name in (*user.consumes, *("*" for _ in user.branches))]
+    publish = [streams.key_subject(streams.FLEET.name, keys) for keys in (*counted, *user.keeps)]
+    bucket = streams.key_value_stream(streams.FLEET.name)
+    publish += [f"{_API}STREAM.MSG.GET.{bucket}"] if publish else []
+    return publish + ([f"{_API}STREAM.INFO.{bucket}"] if user.keeps else [])
+
+
+def _rights_to_make_consumers(user: User) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what a user must be allowed, and denied, that makes consumers: ephemeral ones of the streams that it
+    follows, durable ones for its branches. Those of `pipeline.streams` that are not its own stay out of its reach."""
+    followed = [*user.follows, *([streams.key_value_stream(streams.FLEET.name)] if user.keeps else [])]
+    allowed: list[str] = []
     denied: list[str] = []
-    for spec in streams.CONSUMERS:
-        if spec.stream == stream and spec not in own:
-            denied += [f"$JS.API.{verb}.{stream}.{spec.name}" for verb in verbs]
-            denied += [f"$JS.ACK.{stream}.{spec.name}.>"] if durable else []
-    return allowed, denied
+    for stream in (*followed, *user.branches):
+        durable = stream in user.branches
+        verbs = ["CONSUMER.CREATE", "CONSUMER.INFO", "CONSUMER.MSG.NEXT"]
+        verbs += ["CONSUMER.DURABLE.CREATE"] if durable else []
+        prefixes = [f"{_API}{verb}.{stream}." for verb in verbs]
+        allowed += [f"{prefix}*" for prefix in prefixes] + ([f"$JS.ACK.{stream}.*.>"] if durable else [])
+        for spec in streams.CONSUMERS:
+            if spec.stream == stream and spec.name not in user.consumes:
+                denied += [prefix + spec.name for prefix in prefixes]
+                denied += [f"$JS.ACK.{stream}.{spec.name}.>"] if durable else []
+    return tuple(allowed), tuple(denied)
+
+
+def _rights_to_provision() -> list[str]:
+    """Streams, consumers and buckets that the operator creates and updates, and dead letters that it deletes."""
+    return [
+        *(f"{_API}STREAM.{verb}.*" for verb in ("CREATE", "UPDATE", "INFO")),
+        *(f"{_API}CONSUMER.{verb}.*.>" for verb in ("CREATE", "DURABLE.CREATE", "INFO")),
+        f"{_API}STREAM.MSG.DELETE.DEAD",
+    ]
 
 
 def seed_file(folder: Path, name: str) -> Path:
