@@ -193,8 +193,8 @@ def inbox_prefix(name: str) -> str:
 
 
 _API = "$JS.API."
-"""What the subjects of JetStream's API begin with. A read and a fetch are publishes to such a subject, an acknowledgement
-is one to `$JS.ACK…`, so nearly all rights are permissions to publish."""
+"""What the subjects of JetStream's API begin with. A read and a fetch are publishes to such a subject, and an
+acknowledgement is one to `$JS.ACK…`, so nearly all rights are permissions to publish."""
 
 
 def rights(user: User) -> Rights:
