@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,30 @@ import pytest
 from pipeline.config import ConfigError, NatsConfig, load
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.security import nkey, users
-from tests.pipeline.certificates import Authority
 
 pytestmark = pytest.mark.anyio
+
+
+class Authority:
+    """A certificate authority made for a test by openssl: `ca.pem`, and certificates that it signs."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.ca = folder, str(folder / "ca.pem")
+        self._make("ca", "keyUsage=critical,keyCertSign")
+
+    def issue(self, name: str) -> tuple[str, str]:
+        """Return the files of a certificate for 127.0.0.1 and of its key."""
+        signed = ("-CA", self.ca, "-CAkey", str(self.folder / "ca.key"))
+        usage = ("basicConstraints=critical,CA:FALSE", "keyUsage=critical,digitalSignature")
+        self._make(name, *usage, "subjectAltName=IP:127.0.0.1", more=signed)
+        return str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key")
+
+    def _make(self, name: str, *extensions: str, more: tuple[str, ...] = ()) -> None:
+        files = ("-keyout", str(self.folder / f"{name}.key"), "-out", str(self.folder / f"{name}.pem"))
+        argv = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+        argv += ["-subj", f"/CN={name}", "-days", "1", *files, *more]
+        subprocess.run([*argv, *(part for e in extensions for part in ("-addext", e))], check=True, capture_output=True)
 
 
 async def works(config: NatsConfig, **settings: Any) -> bool:

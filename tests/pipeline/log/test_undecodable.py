@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import anyio
 import msgspec
 import pytest
 
@@ -25,8 +22,6 @@ from pipeline.events import (
 from pipeline.log.broker import READER, Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
-from rollout_gateway.serving import pacing
-from rollout_gateway.serving.policies import Policies
 from tests.kits.events import checkpoint, exchange
 
 pytestmark = pytest.mark.anyio
@@ -113,34 +108,6 @@ async def test_garbage_on_a_subject_that_holds_one_event_does_not_keep_the_event
     again = await broker.publish(checkpoint(1))
     assert (again.seq, again.duplicate) == (first.seq, True)
     assert len(await buried(broker)) == 2
-
-
-async def test_a_gateway_starts_and_follows(broker: Broker) -> None:
-    await throw(broker, "policy.checkpoint.p.m.999")
-    await broker.publish(checkpoint(1))
-    policies = Policies("p", ["m"])
-    await policies.rebuild(broker)
-    assert policies.newest("m") == "m@1"
-    seen = anyio.Event()
-
-    def changed(recorded: Any) -> None:
-        if recorded.event.step == 2:
-            seen.set()
-
-    paced = pacing.Pacing("p", broker, ["m"], limit=4, forget_s=60)
-    await paced.rebuild()
-    async with anyio.create_task_group() as tg:
-        tg.start_soon(policies.follow, broker, changed)
-        tg.start_soon(paced.follow)
-        await throw(broker, "policy.checkpoint.p.m.998")
-        await throw(broker, "group.discarded.p.m.g.judge")
-        await broker.publish(checkpoint(2))
-        with anyio.fail_after(60):
-            await seen.wait()
-            while len(await buried(broker)) < 3:
-                await anyio.sleep(0.02)
-        tg.cancel_scope.cancel()
-    assert policies.newest("m") == "m@2"
 
 
 async def test_a_run_goes_on_behind_it(broker: Broker) -> None:
