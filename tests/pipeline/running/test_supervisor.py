@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from pipeline.commands import main as cli
-from pipeline.config import Config, ConfigError, load
+from pipeline.config import Config, load
 from pipeline.files import write_once
 from pipeline.running import child, ports
 from pipeline.running.plan import ONE_PROCESS, ProcessSpec, make_plan, one_process_environment, require_base_files
@@ -151,14 +151,11 @@ anyio.run(main)
         await anyio.sleep(0.02)
 
 
-def test_a_process_gets_a_free_port_once() -> None:
-    """Its child does not listen yet when the next one is chosen."""
+def test_a_free_port_is_returned_once_and_is_none_that_the_system_gives_to_others() -> None:
+    """A child does not listen yet when the next one's port is chosen."""
     wanted = free_port()
     assert ports.free_port(ports.LOOPBACK, wanted) == wanted
     assert ports.free_port(ports.LOOPBACK, wanted) not in (0, wanted)
-
-
-def test_a_free_port_is_none_that_the_system_gives_to_others() -> None:
     assert all(ports.free_port() < 32_768 for _ in range(3))
     with pytest.raises(OSError, match="assign"):
         ports.free_port("192.0.2.1")
@@ -209,18 +206,15 @@ def test_the_plan_fills_in_every_address(tmp_path: Path) -> None:
     assert external.nats.url == "nats://elsewhere:4222"
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, "expandable_segments:True"), ("max_split_size_mb:64",) * 2])
-def test_the_trainers_gpu_memory_grows_in_segments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
+def test_the_trainers_gpu_memory_grows_in_segments_unless_the_environment_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of all lengths break fixed ones into pieces."""
-    base = load(None, [f"run_dir={tmp_path}", "models.0.base=hub/base", "models.0.name=m"])
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    if given:
-        monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
-    specs = {spec.name: spec for spec in make_plan(base, ("gateway", "trainer"))[1]}
-    assert specs["trainer"].env["PYTORCH_ALLOC_CONF"] == used
-    assert "PYTORCH_ALLOC_CONF" not in specs["gateway"].env
+    base = load(None, [f"run_dir={tmp_path}", "models.0.base=hub/base"])
+    for given, used in (("", "expandable_segments:True"), ("max_split_size_mb:64", "max_split_size_mb:64")):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", given) if given else monkeypatch.delenv("PYTORCH_ALLOC_CONF", False)
+        gateway, trainer = make_plan(base, ("gateway", "trainer"))[1][-2:]
+        assert (gateway.env.get("PYTORCH_ALLOC_CONF"), trainer.env["PYTORCH_ALLOC_CONF"]) == (None, used)
 
 
 @pytest.mark.parametrize(
@@ -242,17 +236,6 @@ def test_groups_ahead_are_those_that_the_trainer_trains_before_they_are_stale(
         assert make_plan(base, ("gateway",))[0].gateway.max_groups_ahead == "auto"
 
 
-def test_a_plan_without_a_base_model_says_what_to_set(tmp_path: Path) -> None:
-    for service in ("sampler", "trainer"):
-        with pytest.raises(ConfigError) as caught:
-            make_plan(config(tmp_path), (service,))
-        assert str(caught.value) == (
-            "models.0.base is not set: give the folder of the base model, or its name on the hub"
-        )
-    with pytest.raises(ConfigError, match=r"models\.0\.base: there is no folder '/no/such'"):
-        make_plan(load(None, [f"run_dir={tmp_path}", "models.0.base=/no/such"]), ("sampler",))
-
-
 def test_a_base_model_that_is_not_on_this_machine_is_an_error_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,14 +246,15 @@ def test_a_base_model_that_is_not_on_this_machine_is_an_error_before_anything_st
     for base, said in (
         ("organisation/model", "'organisation/model' is not on this machine"),
         (folder, f"the folder {folder!r} holds no model"),
+        ("/no/such", "there is no folder '/no/such'"),
     ):
         with pytest.raises(SystemExit) as caught:
             cli.main(["up", "--run-dir", str(tmp_path / "run"), "--set", f"models.0.base={base}"])
         assert caught.value.code == 2
         assert f"models.0.base: {said}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        cli.main(["up", "--dry-run", "--set", f"models.0.base={tmp_path / 'empty'}"])
-    assert "holds no model: expected one with config.json" in capsys.readouterr().err
+        cli.main(["up", "--dry-run"])
+    assert "models.0.base is not set: give the folder of the base model" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     there = tmp_path / "hub" / "models--organisation--model" / "snapshots" / "0" / "config.json"
     there.parent.mkdir(parents=True)

@@ -49,15 +49,6 @@ def test_the_old_name_of_langfuses_address_is_as_good_as_the_new_one(monkeypatch
     telemetry.check(Config())
 
 
-def test_opentelemetrys_variables_name_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "support-desk")
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=a")
-    trace.resource.cache_clear()
-    found = trace.resource().attributes
-    trace.resource.cache_clear()
-    assert (found["service.name"], found["team"]) == ("support-desk", "a")
-
-
 def test_requests_are_bounded() -> None:
     spans = [ReadableSpan(name=str(i), attributes={"a": "x" * 900_000}) for i in range(5)]
     assert [len(request) for request in backend.requests_of(spans)] == [2, 2, 1]
