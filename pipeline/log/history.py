@@ -84,17 +84,12 @@ class Reader(StreamReader):
     async def _page(
         self, event: type[E], stream: str, subject: str, start_seq: int, at_least: int, most: int = 0
     ) -> Page[E]:
-        """Return the events in the next messages of a subject. A replica answers; where it says that it holds no more,
-        its leader is asked for the next message, unless `at_least` so many events were expected and have come. `most`:
+        """Return the events in the next messages of a subject, decoded. `at_least`: as in `_next_messages`. `most`:
         bytes of whole exchanges after which the page ends, 0: no limit."""
-        messages, more = await self.message_page(stream, subject, start_seq)
-        last = messages[-1].seq if messages else start_seq - 1
-        if not more and not 0 < at_least <= len(messages):
-            messages += await self.next_of_leader(stream, subject, last + 1)
-            more = bool(messages) and messages[-1].seq > last
+        messages, more = await self._next_messages(stream, subject, start_seq, at_least)
         out: list[LogEntry[E]] = []
         not_whole: list[int] = []
-        decoded = whole = 0
+        last, decoded, whole = start_seq - 1, 0, 0
         for message in messages:
             try:
                 entry = await self._entry(stream, message)
@@ -114,6 +109,20 @@ class Reader(StreamReader):
                 decoded = 0
                 await asyncio.sleep(0)
         return Page(out, last, more, not_whole)
+
+    async def _next_messages(
+        self, stream: str, subject: str, start_seq: int, at_least: int
+    ) -> tuple[list[StoredMessage], bool]:
+        """Return the next messages of a subject, and whether there may be more.
+
+        A replica answers. Where it says that it holds no more, the leader is asked for the next message, because the
+        replica may lag. That request is saved if as many messages came as were expected (`at_least`; 0: unknown)."""
+        messages, more = await self.message_page(stream, subject, start_seq)
+        if more or 0 < at_least <= len(messages):
+            return messages, more
+        first = messages[-1].seq + 1 if messages else start_seq
+        newer = await self.next_of_leader(stream, subject, first)
+        return messages + newer, bool(newer)
 
     async def count(self, event: type[Event], **keys: Any) -> int:
         """Return how many events a subject holds, without reading them; `keys` must name the whole subject."""

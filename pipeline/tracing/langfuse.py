@@ -46,7 +46,7 @@ def destination() -> Destination | None:
     secret, public = os.environ.get("LANGFUSE_SECRET_KEY"), os.environ.get("LANGFUSE_PUBLIC_KEY")
     if not secret:
         return None
-    url = os.environ.get("LANGFUSE_BASE_URL") or os.environ.get("LANGFUSE_HOST")
+    url = os.environ.get("LANGFUSE_BASE_URL")
     if not public or not url:
         raise ConfigError("LANGFUSE_SECRET_KEY is set: set LANGFUSE_PUBLIC_KEY and LANGFUSE_BASE_URL too")
     token = base64.b64encode(f"{public}:{secret}".encode()).decode()

@@ -78,11 +78,3 @@ async def test_a_claimed_object_lives_as_long_as_its_message_and_then_goes(
             while (await broker.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages:
                 await anyio.sleep(0.05)
         assert (await broker.stream_info("OBJ_CLAIMS_POLICY")).config.max_age in (0, None)
-
-
-async def test_a_claimed_object_outlives_every_message_of_its_stream() -> None:
-    ages = {b.name: b.max_age_s for b in streams.buckets()}
-    for spec in streams.STREAMS:
-        age = ages[streams.claims_bucket(spec.name)]
-        assert age > spec.max_age_s if spec.max_age_s else age == 0
-    assert ages[streams.ADAPTERS_BUCKET] == 0

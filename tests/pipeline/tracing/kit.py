@@ -26,7 +26,6 @@ def point_at(monkeypatch: pytest.MonkeyPatch, receiver: LangfuseReceiver) -> Non
     monkeypatch.setenv("LANGFUSE_BASE_URL", receiver.url)
     monkeypatch.setenv("LANGFUSE_PUBLIC_KEY", PUBLIC)
     monkeypatch.setenv("LANGFUSE_SECRET_KEY", SECRET)
-    monkeypatch.delenv("LANGFUSE_HOST", raising=False)
 
 
 def exchange(trajectory: str, seq: int, asked: str) -> ExchangeRecorded:

@@ -43,12 +43,6 @@ def test_what_can_not_be_used_is_named(monkeypatch: pytest.MonkeyPatch, variable
         telemetry.check(Config())
 
 
-def test_the_old_name_of_langfuses_address_is_as_good_as_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ["LANGFUSE_SECRET_KEY=sk", "LANGFUSE_PUBLIC_KEY=pk", "LANGFUSE_HOST=http://old"]:
-        monkeypatch.setenv(*variable.split("=", 1))
-    telemetry.check(Config())
-
-
 def test_requests_are_bounded() -> None:
     spans = [ReadableSpan(name=str(i), attributes={"a": "x" * 900_000}) for i in range(5)]
     assert [len(request) for request in backend.requests_of(spans)] == [2, 2, 1]
