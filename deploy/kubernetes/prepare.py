@@ -51,12 +51,10 @@ def make(overlay: Path) -> None:
     )
     write_once(keys / "trajectories.secret", lambda: secrets.token_urlsafe(32).encode())
     (folder / "keys.toml").touch(0o600)
-    in_pods = config.replace(
-        run_dir=settings.run_dir,
-        nats=config.nats.replace(users=settings.nats.users),
-        vllm=config.vllm.replace(api_key_file=settings.vllm.api_key_file),
-        signing=config.signing.replace(seed=settings.signing.seed),
-        gateway=config.gateway.replace(keys_file=settings.gateway.keys_file),
+    ahead = config.gateway.max_groups_ahead
+    in_pods = settings.replace(  # where the files lie in the pods, with what was made here
+        signing=settings.signing.replace(keys=config.signing.keys),
+        gateway=settings.gateway.replace(keys=config.gateway.keys, max_groups_ahead=ahead),
     )
     save(in_pods, folder / "pods.toml")
     files = {name: {file: (keys / file).read_text("ascii") for file in files} for name, files in SECRETS.items()}

@@ -117,10 +117,6 @@ class Delivery(LogEntry[AnyEvent]):
         await self.consumption.reader.client.publish(self.reply, Msg.Ack.Nak + b" " + delay)
         self.consumption.settle(self)
 
-    def accuse(self) -> None:
-        """Count the death of this process, if it comes, as caused by this delivery."""
-        self.consumption.accuse(self)
-
     async def _is_on_log(self) -> bool:
         """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power
         cut, the acknowledgement would be another message's, and no consumer would get that message."""
@@ -290,7 +286,7 @@ def handling(deliveries: Iterable[Delivery]) -> Iterator[None]:
         yield
     except Exception:
         for delivery in deliveries:
-            delivery.accuse()
+            delivery.consumption.accuse(delivery)
         raise
 
 

@@ -135,15 +135,14 @@ class LogProbe:
 
         async def write(name: str) -> None:
             refusal = await health.probe(broker, name, self._settings.deadline_s)
-            if refusal is not None and refusal.kind == "at_limit":
-                at_limit[f"{name} at its limit"] = refusal.reason
-            elif refusal is not None and refusal.kind == "missing":
-                if name in self._seen:  # else it is not provisioned yet
-                    reasons.append(refusal.reason)
-                return
-            elif refusal is not None and refusal.kind == "silent":
-                reasons.append(refusal.reason)
+            kind = refusal.kind if refusal is not None else "taken"
+            if kind == "missing" and name not in self._seen:
+                return  # it is not provisioned yet
             self._seen.add(name)
+            if refusal is not None and kind == "at_limit":
+                at_limit[f"{name} at its limit"] = refusal.reason
+            elif refusal is not None and kind != "refused":  # a restart does not change what the server answers
+                reasons.append(refusal.reason)
 
         async with anyio.create_task_group() as tg:
             for spec in streams.STREAMS:
