@@ -79,15 +79,7 @@ def test_the_log_is_the_one_that_was_started_for_the_run(runs: Path) -> None:
     assert (config.project, config.judge.model, config.run_dir) == ("x", "m", "runs/a")
     assert log_of(config).url == "nats://now:1"
     assert installation_settings(nats_url="nats://given:1").nats.url == "nats://given:1"
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["nats.url=nats://set:1", "nats.url = nats://set:1", 'nats={url="nats://set:1"}', '"nats".url=nats://set:1'],
-)
-def test_an_address_in_an_override_comes_before_that_of_the_started_log(override: str, runs: Path) -> None:
-    make(runs / "a", settings='[nats]\nurl = "nats://earlier:1"\n', address="nats://now:1")
-    assert installation_settings(overrides=[override]).nats.url == "nats://set:1"
+    assert installation_settings(overrides=["nats.url=nats://set:1"]).nats.url == "nats://set:1"
     assert installation_settings(overrides=["nats={sync=2.0}"]).nats.url == "nats://now:1"
 
 
