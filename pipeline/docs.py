@@ -182,7 +182,7 @@ def _limits(hint: object) -> str:
     return "".join(sorted(texts, reverse=True))
 
 
-def setting_rows(prefix: str, cls: type[config.Section]) -> Iterator[tuple[str, ...]]:
+def setting_rows(prefix: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, ...]]:
     """Yield the row of each setting of a table, without the tables in it: name, type, default, meaning."""
     hints, docs = typing.get_type_hints(cls), schema.docstrings(cls)
     limited = typing.get_type_hints(cls, include_extras=True)
