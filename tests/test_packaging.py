@@ -89,7 +89,7 @@ def _imported(package: str) -> set[str]:
     """The modules that are imported with a package's modules, by their first name; also the loop of a service."""
     names = {"uvloop"} if package == "pipeline" else set()
     for path in (ROOT / package).rglob("*.py"):
-        if "vllm_plugin" in path.parts or path.name == "lake_files.py":
+        if "vllm_plugin" in path.parts or path.name in ("backup.py", "lake_files.py"):
             continue  # these run in vLLM's environment, and where the store is installed
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import):

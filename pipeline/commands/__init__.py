@@ -8,4 +8,5 @@
 | `apprentice` | `journeywork apprentice`: from an outside model's runs to a version of one's own |
 | `dead_letters` | `journeywork dead`: what a consumer could not use |
 | `prepare` | `journeywork prepare`: keys and settings for containers |
+| `backup`, `restore` | `journeywork backup` and `restore`: a whole installation, stopped |
 """

@@ -83,6 +83,8 @@ GROUPS = {
     "Keep": {
         "keys": ("rollout_gateway.access.command", "add, revoke and list the gateway's API keys"),
         "export": ("trainer.commands.export", "write an adapter or merged weights"),
+        "backup": ("pipeline.commands.backup", "copy a stopped installation: log, lake, checkpoints and keys"),
+        "restore": ("pipeline.commands.restore", "make a run directory of a backup"),
         "erase": ("store.erasure.command", "delete a person's runs from log, lake and data sets"),
     },
 }

@@ -3,8 +3,7 @@
 `journeywork up` holds `<run_dir>/up.lock` exclusively, from before it writes anything until it ends. Its children
 inherit the lock, so that it is free only when all of them have ended, also if `up` was killed: the kernel then sends
 them SIGTERM (`pipeline.running.child`). So two NATS servers never write to one folder. `journeywork exec` and
-`journeywork prepare` share the lock with each other, and not with `up`. A backup takes it with `flock`
-(docs/operations.md).
+`journeywork prepare` share the lock with each other, and not with `up`. `journeywork backup` locks as `up` does.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def for_server(run_dir: Path, server: str) -> None:
 
 
 @contextmanager
-def hold(run_dir: Path) -> Iterator[int]:
-    """Lock the run directory for one `journeywork up`. Yields a file descriptor that every child must inherit. Raises
-    `InstallationInUseError` if another process uses the directory."""
-    lock = _lock(run_dir, _UP, fcntl.LOCK_EX, "journeywork up")
+def hold(run_dir: Path, command: str = "journeywork up") -> Iterator[int]:
+    """Lock the run directory for one `journeywork up` or another `command`. Yields a file descriptor that every child
+    must inherit. Raises `InstallationInUseError` if another process uses the directory."""
+    lock = _lock(run_dir, _UP, fcntl.LOCK_EX, command)
     try:
         yield lock
     finally:

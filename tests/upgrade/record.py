@@ -1,6 +1,6 @@
 """Record a run of the present release for `test_upgrade.py`: `python -m tests.upgrade.record`, at a release, once.
 
-The run trains one step of the demo's model before the inference double. Its run directory becomes
+The run trains one step of the demo's model before the inference double. Its backup becomes
 `tests/upgrade/<version>.tar.xz`. The keys in it open nothing else. A recording is never changed: it is what a release
 wrote."""
 
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.kits.installation import SMALL, run_groups, up
+from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, program, run_groups, up
 
 FOLDER = Path(__file__).parent
 GROUPS = 4
@@ -27,8 +27,6 @@ SETTINGS = (
     "trainer.optimizer.learning_rate=2e-3",
 )
 TABLES = ("rollout_opened", "rollout_exchange", "rollout_completed", "group_scored", "policy_checkpoint")
-LEFT_OUT = ("backup/logs", "backup/adapters", "backup/state.json")
-"""What a backup leaves out (docs/operations.md)."""
 HISTORY = "SELECT log_seq, epoch_us(log_at) AS at FROM {} ORDER BY ALL"
 
 
@@ -40,13 +38,14 @@ def record(file: Path) -> None:
         with up(folder, run_dir, "--run-dir", str(run_dir), settings=SETTINGS) as run:
             run_groups(run.url, "recorded", GROUPS, [])
             run.until_step(1)
+        program([*JOURNEYWORK, "backup", str(folder / "backup"), "--run-dir", str(run_dir)], ROOT)
         history = {table: run.query(HISTORY.format(table)) for table in TABLES}
         (folder / "history.json").write_text(json.dumps(history))
         with (
             lzma.open(file, "xb", preset=9 | lzma.PRESET_EXTREME) as compressed,
             tarfile.open(fileobj=compressed, mode="w") as archive,
         ):
-            archive.add(run_dir, "backup", filter=lambda member: None if member.name in LEFT_OUT else member)
+            archive.add(folder / "backup", "backup")
             archive.add(folder / "history.json", "history.json")
 
 

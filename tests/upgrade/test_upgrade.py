@@ -30,8 +30,7 @@ def test_a_run_of_an_earlier_release_goes_on(file: Path, tmp_path: Path) -> None
     with lzma.open(file) as content, tarfile.open(fileobj=content) as archive:
         archive.extractall(tmp_path, filter="data")
     run_dir = tmp_path / "new" / "run"
-    run_dir.parent.mkdir()
-    (tmp_path / "backup").rename(run_dir)
+    program([*JOURNEYWORK, "restore", str(tmp_path / "backup"), "--run-dir", str(run_dir)], ROOT)
     recorded = json.loads((tmp_path / "history.json").read_text())
     with up(tmp_path, run_dir, "--run-dir", str(run_dir), settings=SETTINGS) as run:
         for table in TABLES:  # the lake

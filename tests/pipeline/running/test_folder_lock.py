@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
-import stat
 import subprocess
 import sys
 from functools import partial
@@ -131,20 +129,3 @@ def test_servers_of_exec_share_a_run_directory_but_not_with_up_and_one_of_them_i
         servers.communicate()
     with folder_lock.hold(tmp_path):
         pass
-
-
-def test_the_backup_of_the_page_copies_a_stopped_installation_only_and_for_its_owner(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "operations.md").read_text("utf-8").split("## Backups\n")[1].split("\n## ")[0]
-    copy, restore, _ = re.findall(r"^    (.+)$", page, re.MULTILINE)
-    run_dir, restored = tmp_path / "runs" / "support", tmp_path / "runs" / "restored"
-    folder_lock.make_private(run_dir)
-    for name in ("nats/jetstream/x.blk", "store/table/1.parquet", "keys/a.nk", "logs/x.log", "state.json"):
-        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-        (run_dir / name).write_text(name)
-    with folder_lock.hold(run_dir):
-        assert subprocess.run(copy, shell=True, cwd=tmp_path).returncode == 1
-    assert not (tmp_path / "monday.tar").exists()
-    subprocess.run(f"{copy} && {restore}", shell=True, cwd=tmp_path, check=True)
-    found = {str(path.relative_to(restored)) for path in restored.rglob("*") if path.is_file()}
-    assert found == {"nats/jetstream/x.blk", "store/table/1.parquet", "keys/a.nk", "up.lock"}
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (restored, tmp_path / "monday.tar")] == [0o700, 0o600]
