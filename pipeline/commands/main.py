@@ -35,6 +35,7 @@ from pipeline.commands.modules import SDK, run_module
 from pipeline.config import Config, ConfigError, load, save
 from pipeline.config.checks import check
 from pipeline.errors import leaves
+from pipeline.log import memory
 from pipeline.log.broker import Broker, BrokerError
 from pipeline.running import environment, folder_lock
 from pipeline.running.installations import find_installation, require_same_bases
@@ -327,6 +328,7 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
         if "ui" in supervisor.watched:
             console.print(f"the dashboard is at [bold]{escape(http_url(config.ui.host, config.ui.port))}[/]")
             console.print("`journeywork status` tells the state of the run")
+        console.print(memory.retention(config.nats), soft_wrap=True)
         for alarm in supervisor.alarms:
             console.print(f"[bold red]alarm[/] {escape(alarm)}")
 

@@ -47,10 +47,11 @@ def _prepare(config: Config, keys: Path) -> Config:
     only the operator's may create streams: `journeywork provision` does so, hence `nats.provision` is off for them."""
     keys.mkdir(exist_ok=True, mode=0o700)
     nats, gateway = config.nats, config.gateway
-    if not nats.users:
+    if not (nats.users or nats.nkey_seed):
         nats = nats.replace(users=str(keys), provision=False)
-    for user in users.USERS:
-        nkey.load_or_make(users.seed_file(Path(nats.users), user.name))
+    if nats.users:
+        for user in users.USERS:
+            nkey.load_or_make(users.seed_file(Path(nats.users), user.name))
     api_key = config.vllm.api_key_file or str(keys / "vllm.key")
     write_once(Path(api_key), lambda: f"sk-{secrets.token_urlsafe(32)}".encode())
     accepted = gateway.keys

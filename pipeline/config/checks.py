@@ -40,7 +40,7 @@ def _check_addresses(config: Config) -> None:
         ("outside.url", tuple(table.url for table in config.outside), "outside.api_key_env"),
     )
     others = (
-        ("nats.url", config.nats.servers, "nats.users"),
+        ("nats.url", config.nats.servers, "nats.users or nats.nkey_seed"),
         ("sampler.advertise", config.sampler.advertise, "vllm.api_key_file"),
         ("store.s3_endpoint", (config.store.s3_endpoint,), "the AWS_* variables"),
     )
@@ -54,7 +54,7 @@ def _check_addresses(config: Config) -> None:
 
 
 def _check_log(config: Config) -> None:
-    """Refuse limits with which the log would refuse or lose events."""
+    """Refuse limits with which the log would refuse or lose events, and two ways to log in."""
     nats = config.nats
     least = math.ceil(nats.max_payload / min(spec.share for spec in STREAMS))
     if 0 < nats.max_bytes < least:
@@ -80,6 +80,8 @@ def _check_log(config: Config) -> None:
             "nats.rollouts_max_age_h less twice judge.timeout_s, else the log deletes a group's runs before they are "
             "scored. Raise nats.rollouts_max_age_h, or score with later feedback by `journeywork rejudge`"
         )
+    if nats.users and nats.nkey_seed:
+        raise ConfigError("nats: users and nkey_seed are set; set one of them")
 
 
 def _check_processes(config: Config) -> None:

@@ -45,6 +45,8 @@ class NatsConfig(Section, frozen=True, kw_only=True):
     users: str = ""
     """Folder with the nkey seed of each NATS user: `gateway.nk`, `judge.nk` and so on (`journeywork docs` lists the
     users). Each process connects with its own. `journeywork up` makes them for the server that it starts."""
+    nkey_seed: str = ""
+    """File with the nkey seed that every process connects with, if `users` is not set."""
     tls_ca: str = ""
     """File with the CA certificates that the server's certificate is checked against. Empty: the system's. If it is
     set, or the address begins with `tls://`, nothing is sent without TLS."""

@@ -111,8 +111,8 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
         await _close(client)
         if refused:
             raise BrokerUnavailableError(
-                f"the NATS server at {config.address} does not take this connection ({refused}): check nats.users "
-                "and nats.tls_ca"
+                f"the NATS server at {config.address} does not take this connection ({refused}): check nats.users, "
+                "nats.nkey_seed and nats.tls_ca"
             ) from error
         raise BrokerUnavailableError(
             f"no NATS server answers at {config.address}: start it (`journeywork up` starts one), or correct nats.url"

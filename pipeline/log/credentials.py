@@ -40,13 +40,18 @@ def make_client(config: NatsConfig) -> FastClient:
 def options(config: NatsConfig, name: str) -> dict[str, Any]:
     """Return the arguments of nats-py's `connect` for authentication and TLS of the connection called `name`."""
     if any(map(names_user, config.servers)):
-        raise ConfigError("nats.url: an address must not hold a user name, password or token; use nats.users")
+        raise ConfigError(
+            "nats.url: an address must not hold a user name, password or token; use nats.users or nats.nkey_seed"
+        )
     arguments: dict[str, Any] = {}
+    seed = config.nkey_seed
     if config.users:
         user = users.user(name).name
-        seed = users.seed_file(Path(config.users), user)
+        seed = str(users.seed_file(Path(config.users), user))
+        arguments["inbox_prefix"] = users.inbox_prefix(user)
+    if seed:
         nkey.load(seed)  # checked here: nats-py would print the content of a file that is no seed
-        arguments = {"inbox_prefix": users.inbox_prefix(user), "nkeys_seed": str(seed)}
+        arguments["nkeys_seed"] = seed
     if uses_tls(config):
         try:
             arguments["tls"] = ssl.create_default_context(cafile=config.tls_ca or None)

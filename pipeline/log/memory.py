@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 from pipeline import streams
+from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.streams import MEMORY_SHARES
 from pipeline.telemetry.logs import get_logger
@@ -19,6 +20,8 @@ logger = get_logger("pipeline.log.memory")
 SUBJECT_BYTES = 560
 """Resident bytes of a NATS server for a subject with a message: 492 MB for 880,794 subjects after 28 minutes at 183
 calls a second."""
+SUBJECTS_OF_RUN = 3
+"""Subjects of a run in ROLLOUTS: opened, exchanges, completed."""
 _HEADROOM = 0.1
 """Share of the subjects that a deletion makes room for, so that one is not needed at every check."""
 
@@ -26,6 +29,19 @@ _HEADROOM = 0.1
 def most_subjects(max_memory: int, stream: str) -> int:
     """Return how many subjects of a stream fit into `max_memory` bytes of all streams."""
     return int(max_memory * MEMORY_SHARES[stream] / SUBJECT_BYTES)
+
+
+def retention(nats: NatsConfig) -> str:
+    """Return how long the log keeps runs, as a sentence for the operator."""
+    retained = f"the log keeps runs for {nats.rollouts_max_age_h:g} h"
+    if not nats.max_memory:
+        return f"{retained}, whatever memory its server needs for that (nats.max_memory is not set)"
+    runs = most_subjects(nats.max_memory, "ROLLOUTS") // SUBJECTS_OF_RUN
+    rate = runs / nats.rollouts_max_age_s
+    return (
+        f"{retained} at up to {rate:,.1f} runs a second, and for less time at more: the newest {runs:,} runs, in "
+        f"{nats.max_memory / 1e9:,.1f} GB of memory (nats.max_memory)"
+    )
 
 
 async def trim(broker: Broker, max_memory: int) -> dict[str, float]:

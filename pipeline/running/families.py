@@ -12,14 +12,21 @@ import msgspec
 TOOL_PARSERS = {
     "apertus": "apertus",
     "cohere2": "cohere_command3",
+    "deepseek_v3": "deepseek_v3",
     "ernie4_5_moe": "ernie45",
     "gemma4": "gemma4",
+    "glm4_moe": "glm45",
     "gpt_oss": "openai",
     "granite": "granite",
     "granitemoehybrid": "granite4",
+    "hunyuan_v1_moe": "hunyuan_a13b",
     "internlm2": "internlm",
+    "jamba": "jamba",
+    "kimi_k2": "kimi_k2",
     "lfm2": "lfm2",
     "llama": "llama3_json",
+    "llama4": "llama4_pythonic",
+    "minimax_m2": "minimax_m2",
     "mistral": "mistral",
     "mistral3": "mistral",
     "olmo3": "olmo3",
@@ -32,14 +39,20 @@ TOOL_PARSERS = {
     "qwen3_moe": "hermes",
     "qwen3_next": "hermes",
     "seed_oss": "seed_oss",
+    "step3_vl": "step3",
 }
-"""`model_type` of a model's configuration, to the name of vLLM's tool parser: families with a model that one machine
-trains. For others the settings name the parser."""
-_BY_NAME = {"qwen3-coder": "qwen3_coder", "functiongemma": "functiongemma"}
+"""`model_type` of a model's configuration, to the name of vLLM's tool parser."""
+_BY_NAME = {"qwen3-coder": "qwen3_coder", "deepseek-v3.1": "deepseek_v31", "functiongemma": "functiongemma"}
 """Parsers of models whose calls differ from those of their family, by a part of their name."""
 
 
-_TOKEN = {"lfm2": "<|tool_call_start|>", "llama3_json": "<|python_tag|>"}
+_TOKEN = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+    "jamba": "<tool_calls>",
+    "lfm2": "<|tool_call_start|>",
+    "llama3_json": "<|python_tag|>",
+}
 """The token without which vLLM does not start with a parser. Families have models without it: SmolLM2 is a `llama`."""
 _WITHOUT_TOKENS = "hermes"
 """The parser of models without their family's token: it reads calls that are plain text between tags."""

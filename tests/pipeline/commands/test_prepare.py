@@ -49,11 +49,11 @@ def test_what_the_settings_name_stays(tmp_path: Path) -> None:
     digest = "0" * 64
     config = load(
         COMPOSE,
-        [f"run_dir={tmp_path}", f'gateway.keys=[{{sha256="{digest}", name="ours"}}]', f"nats.users={tmp_path}/ours"],
+        [f"run_dir={tmp_path}", f'gateway.keys=[{{sha256="{digest}", name="ours"}}]', "nats.nkey_seed=/etc/ours.nk"],
     )
     made = prepare(config)
     assert [k.name for k in made.gateway.keys] == ["ours"]
-    assert (made.nats.users, made.nats.provision) == (f"{tmp_path}/ours", True)
+    assert (made.nats.users, made.nats.nkey_seed, made.nats.provision) == ("", "/etc/ours.nk", True)
     assert {p.name for p in (tmp_path / "keys").iterdir()} == {"vllm.key", "checkpoints.nk"}
 
 

@@ -89,6 +89,16 @@ async def test_a_connection_that_loses_its_server_comes_back_with_its_credential
             assert (await broker.js.stream_info("DEAD")).config.name == "DEAD"
 
 
+async def test_one_nkey_for_every_process(start_nats: Callable[..., Any], tmp_path: Path) -> None:
+    pair = nkey.load_or_make(tmp_path / "all.nk")
+    server = start_nats(extra=f"authorization {{ users = [ {{ nkey: {pair.public} }} ] }}")
+    nkey.load_or_make(tmp_path / "other.nk")
+    config = NatsConfig(url=server.url)
+    assert await works(config, nkey_seed=str(tmp_path / "all.nk"))
+    assert not await works(config, nkey_seed=str(tmp_path / "other.nk"))
+    assert not await works(config)
+
+
 def test_what_is_no_seed_is_named_and_not_shown(tmp_path: Path) -> None:
     file = tmp_path / "judge.nk"
     with pytest.raises(ConfigError, match=r"judge\.nk"):

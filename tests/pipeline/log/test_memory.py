@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryOpened
 from pipeline.log import memory
 from pipeline.log.broker import Broker
@@ -50,3 +51,10 @@ async def test_nothing_goes_that_the_store_has_not_read(broker: Broker) -> None:
     await read_everything(broker, up_to=20)
     await memory.trim(broker, budget(MOST))
     assert (await broker.stream_info("ROLLOUTS")).state.first_seq == 21
+
+
+def test_up_says_how_long_the_log_keeps_runs() -> None:
+    bounded = memory.retention(NatsConfig(max_memory=2_100_000_000))
+    assert "48 h at up to 5.8 runs a second" in bounded
+    assert "the newest 1,000,000 runs" in bounded
+    assert "nats.max_memory is not set" in memory.retention(NatsConfig())

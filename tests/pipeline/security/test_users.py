@@ -152,7 +152,7 @@ async def test_a_service_that_may_not_create_streams_says_which_setting_it_needs
 
 async def test_who_has_no_key_gets_no_connection(guarded: NatsConfig) -> None:
     stranger = NatsConfig(url=guarded.url)
-    with pytest.raises(BrokerUnavailableError, match=r"does not take this connection.*nats\.users"):
+    with pytest.raises(BrokerUnavailableError, match=r"does not take this connection.*nats\.nkey_seed"):
         async with Broker.connect(stranger):
             pass
 
