@@ -71,11 +71,11 @@ async def drop(broker: Broker, letter: Letter) -> None:
 
 
 def describe(letter: Letter) -> dict[str, Any]:
-    """Return a letter as plain values: its sequence in DEAD, the fields of its event, and in place of the payload the
-    event in it, or the beginning of what can't be decoded and why."""
-    fields: dict[str, Any] = {"seq": letter.seq, **msgspec.to_builtins(letter.event)}
+    """Return a letter as plain values: its sequence in DEAD, the fields of its event, and in place of the payload its
+    size in bytes and the event in it, or the beginning of what can't be decoded and why."""
     payload = letter.event.payload
-    fields["payload"] = f"{len(payload)} bytes"
+    fields: dict[str, Any] = {"seq": letter.seq, **msgspec.to_builtins(letter.event), "bytes": len(payload)}
+    del fields["payload"]
     try:
         fields["event"] = msgspec.to_builtins(decode(payload))
     except msgspec.DecodeError as error:
@@ -117,14 +117,19 @@ async def _run(args: argparse.Namespace) -> None:
         if args.command == "list":
             letters = await broker.read(DeadLettered)
             if args.json:
-                out.print_json(data=[describe(letter) for letter in letters], ensure_ascii=True)
+                out.print_json(_json([describe(letter) for letter in letters]), ensure_ascii=True)
             else:
                 out.print(_table(letters) if letters else "no dead letters")
         elif args.command == "show":
             (letter,) = await find(broker, args.seqs)
-            out.print_json(data=describe(letter), ensure_ascii=True)
+            out.print_json(_json(describe(letter)), ensure_ascii=True)
         else:
             out.print(await _retry_or_drop(broker, args))
+
+
+def _json(described: Any) -> str:
+    """Return letters as JSON. msgspec writes null for the NaN that may be in an event, which JSON does not have."""
+    return msgspec.json.encode(described).decode()
 
 
 def _table(letters: Sequence[Letter]) -> Table:
