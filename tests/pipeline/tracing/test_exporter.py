@@ -43,6 +43,15 @@ def test_what_can_not_be_used_is_named(monkeypatch: pytest.MonkeyPatch, variable
         telemetry.check(Config())
 
 
+def test_opentelemetrys_variables_name_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "support-desk")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=a")
+    trace.resource.cache_clear()
+    found = trace.resource().attributes
+    trace.resource.cache_clear()
+    assert (found["service.name"], found["team"]) == ("support-desk", "a")
+
+
 def test_requests_are_bounded() -> None:
     spans = [ReadableSpan(name=str(i), attributes={"a": "x" * 900_000}) for i in range(5)]
     assert [len(request) for request in backend.requests_of(spans)] == [2, 2, 1]
