@@ -64,6 +64,7 @@ async def evaluate(
         "rubric": rubric.name,
         "rubric_hash": rubric.hash,
         **ruler.statistics.as_dict(),
+        "failed_judgings": ruler.statistics.failed_judgings,  # passes; `failed` counts groups
         **asdict(measure_agreement(pairs)),
         "failed": len(failures),
         "failures": failures[:20],

@@ -118,12 +118,12 @@ class JudgeStatistics:
         """Return how much the first position adds; `None` if no position was compared yet."""
         return self.bias.first_position() if self.bias.measured else None
 
-    def as_dict(self) -> dict[str, float | None]:
-        """Return the values for reports; `None` where nothing was measured."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields of `JudgeMeasured` that are about all groups so far; `None` where nothing was measured."""
         return {
             "groups": self.groups,
             **asdict(self.usage),
-            "failed_judgings": self.failed_judgings,
+            "failed": self.failed_judgings,
             "asked_again": self.asked_again,
             "self_agreement": self.self_agreement,
             "position_bias": self.position_bias,
