@@ -2,9 +2,9 @@
 
 An outside model is a provider's model behind the gateway. The judge service asks it before it publishes a scored group,
 as it does with a teacher from outside. The outside model answers the call at fault anew, through the gateway, from the
-messages that the policy had. Its answer teaches only if the judge model
-scores it higher than the policy's: then it is on the log as a signal of kind `correction`, and among the hints of the
-group's member, and `trainer.distill` learns from it as from any correction."""
+messages that the policy had. Its answer teaches only if the judge model scores it higher than the policy's: then it is
+on the log as a signal of kind `correction`, and among the hints of the group's member, and `trainer.distill` learns
+from it as from any correction."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import msgspec
 
 from judge.comparing import compare_answers
 from judge.errors import UnscoredError
+from judge.feedback import hint_of
 from judge.models.params import read_key
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import render_message
@@ -133,7 +134,7 @@ class Healer:
             source=NAME,
         )
         await self._broker.publish(signal)
-        return _hint(signal)
+        return hint_of(signal)
 
     async def _correction_on_log(self, group: GroupScored, member: Member) -> Hint | None:
         """Return the correction that an earlier judge put on the log, unless the member has it; `None` if there is
@@ -143,7 +144,7 @@ class Healer:
             SignalGiven, project=group.project, model=group.model, group=group.group, trajectory=member.trajectory
         )
         known = {(hint.call, hint.text) for hint in member.hints}
-        hints = (_hint(r.event) for r in given if r.event.source == NAME)
+        hints = (hint_of(r.event) for r in given if r.event.source == NAME)
         return next((hint for hint in hints if (hint.call, hint.text) not in known), None)
 
     async def _call_at_fault(
@@ -232,8 +233,3 @@ def _reply_text(response: bytes) -> str:
         return "\n".join([*([str(message["content"])] if message.get("content") else []), *calls])
     except (msgspec.DecodeError, AttributeError, LookupError, TypeError):
         return ""
-
-
-def _hint(signal: SignalGiven) -> Hint:
-    """Return a signal's correction as a hint of the group's member."""
-    return Hint(call=signal.call, text=signal.text, kind="correction", by=signal.by, version=signal.version)
