@@ -5,6 +5,7 @@ python -m store.showing.pages.takeover RUN_DIR      prints them; `journeywork st
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -64,12 +65,9 @@ def _quality(row: Row | None) -> str:
 
 
 def main(args: Sequence[str]) -> None:
-    history = History(installation_settings(args[0], sections=("store", "models", "outside")))
-    try:
-        for text in takeover_texts(history):
-            sys.stdout.write(text + "\n")
-    finally:
-        history.close()
+    config = installation_settings(args[0], sections=("store", "models", "outside"))
+    with contextlib.closing(History(config)) as history:
+        sys.stdout.writelines(f"{text}\n" for text in takeover_texts(history))
 
 
 if __name__ == "__main__":
