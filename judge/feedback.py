@@ -95,20 +95,21 @@ def feedback_on(
         if not (own := said.get(member.trajectory)):
             continue
         earlier = known.get(member.trajectory, RunFeedback())
-        hints = (
-            Hint(
-                call=s.call,
-                text=s.text,
-                kind="correction" if s.kind == "correction" else "text",
-                by=s.by,
-                version=s.version,
-            )
-            for s in own
-            if s.kind in ("text", "correction") and s.text
-        )
+        hints = (hint_of(s) for s in own if s.kind in ("text", "correction") and s.text)
         calls = _sum_by_call((earlier.call_rewards, _call_rewards(member, own, config)))
         feedback[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), _graders(own, config))
     return feedback
+
+
+def hint_of(signal: SignalGiven) -> Hint:
+    """Return the hint that a signal of kind `text` or `correction` is."""
+    return Hint(
+        call=signal.call,
+        text=signal.text,
+        kind="correction" if signal.kind == "correction" else "text",
+        by=signal.by,
+        version=signal.version,
+    )
 
 
 def _graders(own: Iterable[SignalGiven], config: JudgeConfig) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 An outside model is a provider's model behind the gateway. The judge service asks it before it publishes a scored group,
 as it does with a teacher from outside. The outside model answers the call at fault anew, through the gateway, from the
-messages that the policy had. Its answer teaches only if the judge model
-scores it higher than the policy's: then it is on the log as a signal of kind `correction`, and among the hints of the
-group's member, and `trainer.distill` learns from it as from any correction."""
+messages that the policy had. Its answer teaches only if the judge model scores it higher than the policy's: then it is
+on the log as a signal of kind `correction`, and among the hints of the group's member, and `trainer.distill` learns
+from it as from any correction."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import msgspec
 
 from judge.comparing import compare_answers
 from judge.errors import UnscoredError
+from judge.feedback import hint_of
 from judge.models.params import read_key
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import render_message
@@ -86,9 +87,8 @@ class Healer:
         return msgspec.structs.replace(group, members=tuple(members)) if hints else group
 
     async def _correct(self, group: GroupScored, member: Member) -> Hint | None:
-        """Return the correction of a run; `None` if there is none that is better. What the outside model cost is
-        published whatever comes of it. Raises `HistoryGoneError`, and `UnscoredError` if outside model or judge can't
-        be had."""
+        """Return the correction of a run, which is on the log then; `None` if there is none that is better. Raises
+        `HistoryGoneError`, and `UnscoredError` if outside model or judge can't be had."""
         names: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory}
         history = await self._broker.read(ExchangeRecorded, **names, at_least=member.exchanges)
         if len(history) < member.exchanges:
@@ -99,8 +99,37 @@ class Healer:
         # Calls that an outside model answered are compared too, with shadow calls.
         if {r.event.call for r in await self._broker.read(AnswersCompared, **names)} & {call.seq for call in calls}:
             return await self._correction_on_log(group, member)  # a judge died before it published the group
-        about: dict[str, Any] = {**names, "model": group.model, "outside": self._table.name}
-        compared = AnswersCompared(**about, call=calls[-1].seq, outside_score=0.5, apprentice_score=0.5)
+        compared, correction = await self._ask_and_compare(group, member, calls)
+        crash.point("judge.healing_compared")
+        if compared.outside_score <= compared.apprentice_score + REWARD_TOLERANCE:
+            return None
+        by = outside_version(self._table.name)
+        signal = SignalGiven(
+            **names,
+            signal=f"{by}:{compared.call}",
+            model=group.model,
+            group=group.group,
+            call=compared.call,
+            name=NAME,
+            kind="correction",
+            text=correction,
+            by=by,
+            source=NAME,
+        )
+        await self._broker.publish(signal)
+        return hint_of(signal)
+
+    async def _ask_and_compare(
+        self, group: GroupScored, member: Member, calls: Sequence[ExchangeRecorded]
+    ) -> tuple[AnswersCompared, str]:
+        """Have the outside model answer the call at fault among `calls` anew, and the judge model compare both answers.
+        Return the comparison, with equal scores where they say the same, and the text of the outside model's answer.
+
+        What the outside model cost is published with the comparison, whatever comes of it: all judges count it. Raises
+        `UnscoredError`."""
+        about: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory, "model": group.model}
+        about |= {"outside": self._table.name, "outside_score": 0.5, "apprentice_score": 0.5}
+        compared = AnswersCompared(**about, call=calls[-1].seq)
         paid: list[float] = []
         try:
             call = await self._call_at_fault(calls, member, paid)
@@ -112,28 +141,11 @@ class Healer:
                 answers = response, call.response
                 compared = await compare_answers(self._ruler, call, group.model, self._table.name, *answers)
         finally:
-            if paid:  # the log has it whatever came of it: all judges count it
+            if paid:
                 with anyio.CancelScope(shield=True):
                     await self._broker.publish(msgspec.structs.replace(compared, outside_usd=sum(paid)))
                 self._unrecorded_usd -= sum(paid)
-        crash.point("judge.healing_compared")
-        if compared.outside_score <= compared.apprentice_score + REWARD_TOLERANCE:
-            return None
-        by = outside_version(self._table.name)
-        signal = SignalGiven(
-            **names,
-            signal=f"{by}:{call.seq}",
-            model=group.model,
-            group=group.group,
-            call=call.seq,
-            name=NAME,
-            kind="correction",
-            text=correction,
-            by=by,
-            source=NAME,
-        )
-        await self._broker.publish(signal)
-        return _hint(signal)
+        return compared, correction
 
     async def _correction_on_log(self, group: GroupScored, member: Member) -> Hint | None:
         """Return the correction that an earlier judge put on the log, unless the member has it; `None` if there is
@@ -143,7 +155,7 @@ class Healer:
             SignalGiven, project=group.project, model=group.model, group=group.group, trajectory=member.trajectory
         )
         known = {(hint.call, hint.text) for hint in member.hints}
-        hints = (_hint(r.event) for r in given if r.event.source == NAME)
+        hints = (hint_of(r.event) for r in given if r.event.source == NAME)
         return next((hint for hint in hints if (hint.call, hint.text) not in known), None)
 
     async def _call_at_fault(
@@ -232,8 +244,3 @@ def _reply_text(response: bytes) -> str:
         return "\n".join([*([str(message["content"])] if message.get("content") else []), *calls])
     except (msgspec.DecodeError, AttributeError, LookupError, TypeError):
         return ""
-
-
-def _hint(signal: SignalGiven) -> Hint:
-    """Return a signal's correction as a hint of the group's member."""
-    return Hint(call=signal.call, text=signal.text, kind="correction", by=signal.by, version=signal.version)

@@ -77,16 +77,11 @@ class JudgeMonitor:
             await self._publish(
                 JudgeMeasured(
                     **self._identity(name, ruler),
-                    **asdict(statistics.usage),
+                    **statistics.as_dict(),
                     kind="groups",
-                    groups=statistics.groups,
-                    failed=statistics.failed_judgings,
-                    asked_again=statistics.asked_again,
                     recent_passes=statistics.passes - passes,
                     recent_failed=statistics.failed_judgings - failed,
                     failure=statistics.failure,
-                    self_agreement=statistics.self_agreement,
-                    position_bias=statistics.position_bias,
                 )
             )
 

@@ -31,7 +31,7 @@ from pipeline.events import GroupDiscarded, GroupScored, Member, Score, SignalGi
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
-PROMPT_VERSION = 8
+PROMPT_VERSION = 9
 """Part of the judge configuration's hash. Raise it when the prompt or the parsing of replies changes."""
 DiscardReason = Literal["too_small", "late", "unscored", "over_budget"]
 
@@ -97,30 +97,27 @@ async def score_closed(
     """Return the event that ends a closed group. `judge` is the judge configuration's hash; `compose` is `None` if only
     agents' own rewards are used. `over_budget`: why the group is not to be scored; nobody is asked about it then.
 
-    A group of a requested batch is always scored, perhaps with masked members only: the trainer waits for every group
-    of the batch, and discards it then."""
-    batch = next((a.event.batch for a in group.members if a.event.batch is not None), None)
+    A group that no longer can be scored, or has too few rewards to compare, is discarded with the reason. A group of a
+    requested batch is always scored, perhaps with masked members only: the trainer waits for every group of the batch,
+    and discards it then."""
     events = [a.event for a in group.members]
     scorable = [e for e in events if e.outcome == "scored"]
+    batch = next((e.batch for e in events if e.batch is not None), None)
     # Validation rewards are only reported, not compared, so one member is enough.
     needed = 1 if group.key.split == "val" else config.min_size
-    if len(scorable) < needed and batch is None:
+    rewards = GroupRewards({}, {}, ())
+    if batch is None and len(scorable) < needed:
         return _discarded(group.key, events, "too_small", _too_few(len(scorable), len(events), needed))
-    if over_budget and batch is None:
+    if batch is None and over_budget:
         return _discarded(group.key, events, "over_budget", over_budget)
-    rewards = agent_rewards(scorable)
-    if over_budget:
-        rewards = GroupRewards({}, {}, ())
-    elif compose is not None and scorable and (config.rewards or len(rewards.final) < len(scorable)):
+    if not over_budget:
         try:
-            rewards = await compose(scorable, group.signals)
+            rewards = await _ask_for_rewards(scorable, group.signals, config, compose)
         except UnscoredError as error:
             if batch is None:
                 return _discarded(group.key, events, "unscored", str(error))
-            rewards = GroupRewards({}, {}, ())
-    if not over_budget:
         rewards = await with_hints_and_answers(rewards, scorable, group.signals, config, teach)
-    if len(rewards.final) < needed and batch is None:
+    if batch is None and len(rewards.final) < needed:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)
         return _discarded(group.key, events, "unscored" if config.rewards else "too_small", why)
     return GroupScored(
@@ -133,6 +130,18 @@ async def score_closed(
         batch=batch,
         owner=events[0].owner if events else "",
     )
+
+
+async def _ask_for_rewards(
+    members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven], config: JudgeConfig, compose: Compose | None
+) -> GroupRewards:
+    """Return what `compose` says of the members. It is not asked if `judge.rewards` is empty and each member has a
+    reward of its agent: those are returned then, and also where there is no `compose`. Raises `UnscoredError`."""
+    own = agent_rewards(members)
+    complete = not config.rewards and len(own.final) == len(members)
+    if compose is None or not members or complete:
+        return own
+    return await compose(members, signals)
 
 
 async def with_hints_and_answers(

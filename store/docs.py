@@ -4,7 +4,6 @@ the history, alarms."""
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,27 +17,18 @@ from store.reading.views import VIEWS
 
 
 def views_page() -> str:
-    """Return every view with its columns, as Markdown. Columns with one meaning in more than two views come first."""
-    columns = sql.view_columns()
-    views_with = Counter(column for of_view in columns.values() for column in of_view.items())
-    common = [column for column, count in views_with.items() if count > 2 and column[1]]
-
-    def rows(pairs: Sequence[tuple[str, str]]) -> str:
-        return table("column|meaning", ((f"`{name}`", text) for name, text in pairs))
-
+    """Return every view with its columns, as Markdown."""
     parts = [
         "# Views of the history\n",
         GENERATED.format(source="`store/reading/views/`"),
         "Query them with `journeywork sql` (docs/store.md). Below the views there is one table per event tag, such as "
         "`rollout_exchange`, with every column of the page events.md. The end of a name is its unit: `…_at` is a time "
         "in UTC, `…_s` are seconds, `…_usd` a price, `…_tokens` numbers of tokens.\n",
-        f"Common columns of the views:\n\n{rows(common)}",
     ]
+    columns = sql.view_columns()
     for view in VIEWS:
-        own = [column for column in columns[view.name].items() if column not in common]
-        also = ", ".join(f"`{name}`" for name, text in columns[view.name].items() if (name, text) in common)
-        shared = f"Common columns: {also}.\n\n" if also else ""
-        parts.append(f"## `{view.name}`\n\n{view.purpose}\n\n{shared}{rows(own)}")
+        rows = ((f"`{name}`", meaning) for name, meaning in columns[view.name].items())
+        parts.append(f"## `{view.name}`\n\n{view.purpose}\n\n{table('column|meaning', rows)}")
     return "\n".join(parts)
 
 

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from judge.feedback import feedback_on
-from judge.healing import _hint
+from judge.feedback import feedback_on, hint_of
 from pipeline.chat.conversations import build_conversations
 from pipeline.chat.sampling import Defaults
 from pipeline.commands.apprentice import best_runs
@@ -155,7 +154,7 @@ class Log:
         for number, run in enumerate(told):
             name = f"r{number}"
             hints = feedback[name].hints if name in feedback else ()
-            healed = tuple(_hint(s) for s in signals if s.source == "healing" and s.trajectory == name)
+            healed = tuple(hint_of(s) for s in signals if s.source == "healing" and s.trajectory == name)
             steps = {"first_step": 0, "last_step": 3, "exchanges": len(run.versions)}
             members.append(Member(trajectory=name, reward=run.reward, hints=(*hints, *healed), **steps))
         return GroupScored(**SHARED, judge="j", members=tuple(members))

@@ -64,6 +64,7 @@ async def evaluate(
         "rubric": rubric.name,
         "rubric_hash": rubric.hash,
         **ruler.statistics.as_dict(),
+        "failed_judgings": ruler.statistics.failed_judgings,  # passes; `failed` counts groups
         **asdict(measure_agreement(pairs)),
         "failed": len(failures),
         "failures": failures[:20],
@@ -81,7 +82,6 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--config", default="", help="settings, TOML")
     add_overrides(parser)
     parser.add_argument("--reward", default="", help="a reward of kind ruler or next_state in judge.rewards")
-    parser.add_argument("--limit", type=int, default=0, help="only the first N groups")
     parser.add_argument("--min-tau", type=float, default=None, help="exit 1 below this Kendall tau")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_command)
@@ -102,7 +102,7 @@ def run_command(args: argparse.Namespace) -> None:
 
     async def run() -> dict[str, Any]:
         async with open_judge_model(config) as model:
-            return await evaluate(config, groups[: args.limit or None], model, judged.get(args.reward))
+            return await evaluate(config, groups, model, judged.get(args.reward))
 
     report = anyio.run(run)
     if args.json:

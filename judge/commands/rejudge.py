@@ -288,7 +288,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--since", type=_parse_time, default=0, help="only groups from then on, ISO 8601")
     parser.add_argument("--until", type=_parse_time, default=sys.maxsize, help="only groups before that")
     parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     logs.configure("rejudge", "WARNING")
     with exit_on_error("rejudge", (ConfigError, InvalidNameError), (BrokerError,)):
@@ -302,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"discarded); {report.skipped} were there already, {report.failed} failed, {report.gone} are no longer in the "
         "log"
     )
-    sys.stdout.write((msgspec.json.encode(report).decode() if args.json else text) + "\n")
+    sys.stdout.write(text + "\n")
     if report.failed:
         raise SystemExit(1)
 

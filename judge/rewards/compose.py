@@ -236,8 +236,6 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
             for r in judge.rewards
             if r.kind == "python"
         }
-        for function in functions.values():
-            await function.start()
         judges: dict[str, LlmRuler | NextStateJudge] = {}
         judged = [r for r in judge.rewards if r.kind in ("ruler", "next_state")]
         if judge.model and (judged or not judge.rewards):

@@ -113,9 +113,11 @@ class RewardFunction:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RewardFunction]:
-        """Allow calls within the block. The process starts with the first call and ends with the block.
+        """Start the process, which imports the function, allow calls within the block, and end it with the block. If it
+        can't be started for another reason than the import, such as too little memory, the first call tries again.
 
-        Raises `ConfigError` if the settings require a sandbox and this machine has none."""
+        Raises `ConfigError` if the settings require a sandbox and this machine has none, or the function can't be
+        imported."""
         isolate = self._config.isolate
         fault = "" if isolate == "off" else await anyio.to_thread.run_sync(unavailable)
         if fault and isolate == "require":
@@ -127,20 +129,15 @@ class RewardFunction:
             logger.warning("reward function runs without a sandbox", entry=self._config.entry, reason=fault)
         self._sandboxed = not fault and isolate != "off"
         try:
+            await self._running()
+        except RewardImportError as error:
+            raise ConfigError(f"judge.rewards: {self._config.name}: {error}") from error
+        except RewardFunctionError as error:
+            logger.warning("reward function did not start", entry=self._config.entry, reason=str(error))
+        try:
             yield self
         finally:
             await self._stop()
-
-    async def start(self) -> None:
-        """Start the process, which imports the function. Raises `ConfigError` if it can't be imported; any other
-        failure is left to the first call, which tries again."""
-        async with self._turn:
-            try:
-                await self._running()
-            except RewardImportError as error:
-                raise ConfigError(f"judge.rewards: {self._config.name}: {error}") from error
-            except RewardFunctionError as error:
-                logger.warning("reward function did not start", entry=self._config.entry, reason=str(error))
 
     async def __call__(self, trajectory: dict[str, Any]) -> FunctionReward:
         """Return the reward of a trajectory. Raises `RewardFunctionError`."""

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import msgspec
@@ -45,16 +45,9 @@ _MAX_PAUSE_S = 60.0
 _MIN_CONTEXT_TOKENS = 2_000
 """A prompt that is refused as too long is halved down to this."""
 
-Failure = Literal["", "unreadable", "out_of_range", "cut_off", "no_answer", "too_long"]
-"""Why a pass failed, as the event `group.measured` says it."""
-
 
 class JudgingError(Exception):
-    """A judging gave no usable scores. The message says why."""
-
-    def __init__(self, why: str, kind: Failure) -> None:
-        super().__init__(why)
-        self.kind = kind
+    """A judging gave no usable scores. The message says why, without text of a run."""
 
 
 @dataclass
@@ -82,7 +75,7 @@ class JudgeStatistics:
     passes: int = 0
     """Passes over groups, with and without scores."""
     failed_judgings: int = 0
-    failure: Failure = ""
+    failure: str = ""
     """Why the last failed pass failed."""
     asked_again: int = 0
     usage: Usage = field(default_factory=Usage)
@@ -118,12 +111,12 @@ class JudgeStatistics:
         """Return how much the first position adds; `None` if no position was compared yet."""
         return self.bias.first_position() if self.bias.measured else None
 
-    def as_dict(self) -> dict[str, float | None]:
-        """Return the values for reports; `None` where nothing was measured."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields of `JudgeMeasured` that are about all groups so far; `None` where nothing was measured."""
         return {
             "groups": self.groups,
             **asdict(self.usage),
-            "failed_judgings": self.failed_judgings,
+            "failed": self.failed_judgings,
             "asked_again": self.asked_again,
             "self_agreement": self.self_agreement,
             "position_bias": self.position_bias,
@@ -200,7 +193,7 @@ class Asker(ABC):
                 return await self._ask(build, shown, tokens, spent)
             except ContextWindowError as error:
                 if tokens // 2 < _MIN_CONTEXT_TOKENS:
-                    raise JudgingError(str(error), "too_long") from error
+                    raise JudgingError(str(error)) from error
                 if self._context_tokens == tokens:  # otherwise a concurrent judging has halved it already
                     self._context_tokens = tokens // 2
                     logger.warning("judge.context_tokens is more than the model takes", tokens=tokens, now=tokens // 2)
@@ -217,7 +210,7 @@ class Asker(ABC):
             failures.append(error)
             if count:
                 self.statistics.failed_judgings += 1
-                self.statistics.failure = error.kind
+                self.statistics.failure = str(error)[:300]
             logger.warning("judging failed", reason=str(error)[:500], **about)
             return None
 
@@ -238,7 +231,7 @@ class Asker(ABC):
             except ContextWindowError:
                 raise
             except ModelError as error:
-                raise JudgingError(str(error), "no_answer") from error
+                raise JudgingError(str(error)) from error
             call = Usage(1, reply.prompt_tokens, reply.completion_tokens, reply.cost_usd)
             for counted in (usage, spent, self.statistics.usage):
                 counted.include(call)
@@ -246,9 +239,8 @@ class Asker(ABC):
             try:
                 parsed = asked.parse(reply.text)
             except UnreadableReplyError as error:
-                kind: Failure = "cut_off" if reply.cut_off else error.kind
-                failure = JudgingError(f"the reply could not be read {attempt} times: {_problem(error, reply)}", kind)
-                messages = prompt.add_reminder(asked, out_of_range=error.kind == "out_of_range")
+                failure = JudgingError(f"the reply could not be read {attempt} times: {_problem(error, reply)}")
+                messages = prompt.add_reminder(asked, str(error))
                 continue
             return ScoredReply(asked, parsed, self._verdict(asked, reply.model, usage, latency_s))
         raise failure

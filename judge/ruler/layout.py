@@ -119,9 +119,11 @@ def _references(members: Sequence[Sequence[Sequence[_Segment]]], new_id: Callabl
 
 
 def _texts(member: Sequence[Sequence[_Segment]], references: dict[str, str], new_id: Callable[[], str]) -> list[str]:
-    """Return the text of each conversation of a trajectory, with references to messages that are shown elsewhere."""
+    """Return the text of each conversation of a trajectory, with references to messages that are shown elsewhere: in
+    the common text, or where this trajectory has them first."""
     counted = Counter(s.text for shown in member for s in shown if s.role and len(s.text) >= _MIN_REPEATED)
     own: dict[str, str] = {}
+    """The id under which a message that the trajectory repeats is shown in full, by its text."""
 
     def text_of(segment: _Segment) -> str:
         text, role = segment.text, segment.role

@@ -30,7 +30,9 @@ from judge.ruler.transcripts import Transcript, shorten, utf8_size
 
 BYTES_PER_TOKEN = 3
 """A cautious estimate that needs no tokenizer: English has about 4 bytes of UTF-8 per token, Chinese about 3."""
-_REMINDER_BYTES = 250
+_PROBLEM_CHARACTERS = 150
+"""Characters of what was wrong with a reply, in the reminder."""
+_REMINDER_BYTES = 350
 """Upper bound of the reminder in a second call."""
 _LABEL_BYTES = 160
 """Upper bound of the lines around one conversation."""
@@ -224,14 +226,12 @@ def _block(nonce: str, label: str, text: str) -> str:
     return f"===== BEGIN {nonce} {label} =====\n{text}\n===== END {nonce} {label} ====="
 
 
-def add_reminder(asked: Prompt, *, out_of_range: bool) -> list[dict[str, str]]:
-    """Return the messages of a call whose reply could not be read, with a reminder of the form at their end."""
-    why = "it did not give every id exactly one score"
-    if out_of_range:
-        why = f"its scores were not {asked.scale.words}"
+def add_reminder(asked: Prompt, problem: str) -> list[dict[str, str]]:
+    """Return the messages of a call whose reply could not be read, with a reminder of the form at their end. `problem`:
+    what was wrong with the reply, without its text."""
     text = (
-        f"Your first answer could not be read: {why}. Answer with the JSON object alone, with exactly the keys asked "
-        "for and scores as plain numbers, and quote nothing."
+        f"Your first answer could not be read: {problem[:_PROBLEM_CHARACTERS]}. Answer with the JSON object alone, "
+        "with exactly the keys asked for and scores as plain numbers, and quote nothing."
     )
     *before, last = asked.messages
     return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]

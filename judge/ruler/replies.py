@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from judge.models.chat import well_formed
 
@@ -30,11 +30,8 @@ _MAX_EXPLANATION = 2_000
 
 
 class UnreadableReplyError(Exception):
-    """A reply gives no scores beyond doubt; the message says why. `kind` is as `JudgeMeasured.failure`."""
-
-    def __init__(self, why: str, kind: Literal["unreadable", "out_of_range"] = "unreadable") -> None:
-        super().__init__(why)
-        self.kind = kind
+    """A reply gives no scores beyond doubt. The message says why, for logs and for the judge model, so it has no text
+    and no score of the reply: a judge may have taken them over from a run."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +89,9 @@ def parse_scores(
         if not isinstance(name, str) or name not in ids or name in scores:
             raise UnreadableReplyError("it has an id that is not an attempt's, or two scores of one")
         if not (isinstance(explanation, str) and isinstance(hint, str) and isinstance(score, float)):
-            raise UnreadableReplyError(
-                f"{name} has a score that is no number, or an explanation or a hint that is no text"
-            )
+            raise UnreadableReplyError("it has a score that is no number, or an explanation or a hint that is no text")
         if score not in scale:
-            why = f"{name} has the score {score:g}, which is not {scale.words}"
-            raise UnreadableReplyError(why, "out_of_range")
+            raise UnreadableReplyError(f"it has a score that is not {scale.words}")
         scores[name], explanations[name] = score, well_formed(explanation)[:_MAX_EXPLANATION]
         hints[name] = well_formed(hint)[:_MAX_EXPLANATION]
     if missing := [i for i in ids if i not in scores]:

@@ -67,10 +67,12 @@ class LlmRuler(Asker):
                 failed.append(order)
 
         await concurrently(judge_in, orders)
-        retries, backoff = iter(range(_PASS_RETRIES)), new_backoff()
-        while len(verdicts) == 1 and failed and next(retries, None) is not None:
+        backoff = new_backoff()
+        for _ in range(_PASS_RETRIES):
+            if len(verdicts) != 1 or not failed:
+                break
             await anyio.sleep(backoff.next_s())  # such as for a limit of requests per second
-            await judge_in(failed.pop(0))
+            await judge_in(failed.pop(0))  # which appends to `verdicts`, or to `failed` again
         if not verdicts:
             raise failures[-1]
         passes = [JudgePass(v.order, {s.trajectory: s.score for s in v.scores}) for v in verdicts]

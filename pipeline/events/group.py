@@ -206,9 +206,8 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     """Passes over groups since the previous event of this process, with and without scores."""
     recent_failed: int = 0
     """Passes without scores among `recent_passes`."""
-    failure: Literal["", "unreadable", "out_of_range", "cut_off", "no_answer", "too_long"] = ""
-    """Why the last pass without scores failed: no score could be read, scores were not from 0 to 1, the reply ended at
-    the token limit, the model did not answer, or the prompt exceeded the model's context."""
+    failure: str = ""
+    """Why the last pass without scores failed, without text of a run; empty if none failed."""
     calls: int = 0
     asked_again: int = 0
     """Calls that were repeated because a reply could not be read."""

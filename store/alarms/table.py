@@ -91,14 +91,8 @@ WHERE n.step > coalesce(h.step, 0)""",
         "and are discarded after `judge.retry_for_s`.",
         "alarms.judge_failed_share",
         """SELECT project, '' AS model, ruler AS about, sum(recent_failed) / sum(recent_passes) AS value,
-  format('{} of {} passes gave no scores; the last one: {}', sum(recent_failed)::BIGINT,
-    sum(recent_passes)::BIGINT,
-    CASE arg_max(failure, "at") FILTER (recent_failed > 0)
-      WHEN 'unreadable' THEN 'the model answered, and no score could be read from its reply'
-      WHEN 'out_of_range' THEN 'the model answered with scores that are not from 0 to 1'
-      WHEN 'cut_off' THEN 'the reply ended at its token limit'
-      WHEN 'too_long' THEN 'the prompt exceeds the context of the model'
-      ELSE 'the call failed: no answer, or an error' END) AS detail
+  format('{} of {} passes gave no scores; the last one: {}', sum(recent_failed)::BIGINT, sum(recent_passes)::BIGINT,
+    arg_max(failure, "at") FILTER (recent_failed > 0)) AS detail
 FROM group_measured WHERE kind = 'groups' AND "at" > $now - INTERVAL 10 MINUTE
 GROUP BY ALL HAVING sum(recent_failed) >= 2 AND value >= $threshold""",
         "`logs/judge.log` has the replies and errors. Failed calls: check `judge.model`, `judge.api_base`, the key "

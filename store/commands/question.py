@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -142,13 +143,6 @@ def _flatten(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 def _with_contents(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with the contents of the files that they name: with other contents it is another question."""
-    named = [value for value in settings.values() if isinstance(value, str) and _is_file(value)]
+    # Not `Path.is_file`, which raises for a text that is longer than any name.
+    named = [value for value in settings.values() if isinstance(value, str) and os.path.isfile(value)]  # noqa: PTH113
     return {**settings, "files": {value: Path(value).read_text("utf-8") for value in named}}
-
-
-def _is_file(text: str) -> bool:
-    """Whether a setting's text names a file. One that is longer than any name does not."""
-    try:
-        return Path(text).is_file()
-    except OSError:
-        return False

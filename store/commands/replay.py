@@ -1,7 +1,7 @@
 """`journeywork replay`: publishes groups of the history on a branch, to be trained or judged again.
 
     journeywork replay --branch colder --where "task = 'win' AND reward_mean < 0.5 AND decided_at >= '2026-11-01'"
-    journeywork replay --branch again --where "project = 'shop' AND model = 'support'" --dry-run
+    journeywork replay --branch again --where "project = 'shop' AND model = 'support'"
 
 A replayed group is a `group.scored` event with the same members and verdicts, the new branch, `origin` (its branch and
 sequence) and `offline = true`. Its trajectories keep their positions on the log and their recorded logprobs. If the log
@@ -15,7 +15,6 @@ import argparse
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import anyio
 import duckdb
@@ -141,9 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nats-url", help="log to replay onto; default: the run's own")
     parser.add_argument("--from-branch", default="main")
     parser.add_argument("--where", default="true", help="SQL over the view `groups`")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print which groups would be replayed, and publish nothing"
-    )
     return parser
 
 
@@ -160,10 +156,8 @@ def _run(args: argparse.Namespace) -> int:
     config = installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
     with sql.connect(config) as connection:
         groups = select_groups(connection, args.where, args.from_branch)
-        counts: dict[str, Any] = {"groups": len(groups), "ids": [stored.group.group for stored in groups]}
-        if not args.dry_run:
-            counts = anyio.run(replay, log_of(config), connection, groups, args.branch) | {"branch": args.branch}
-    sys.stdout.write(msgspec.json.encode(counts).decode() + "\n")
+        counts = anyio.run(replay, log_of(config), connection, groups, args.branch)
+    sys.stdout.write(msgspec.json.encode({**counts, "branch": args.branch}).decode() + "\n")
     return 0
 
 

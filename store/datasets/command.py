@@ -41,9 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--as", required=True, choices=tuple(FORMATS), dest="kind", help="format")
     parser.add_argument("--out", required=True, type=Path, help="folder")
     parser.add_argument("--test-share", type=_share, default=0.0, help="share of tasks in the split `test`; default 0")
-    parser.add_argument(
-        "--held-out", action="store_true", help="include held-out runs (split val), which are left out otherwise"
-    )
     add_installation(parser)
     return parser
 
@@ -62,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
             "SELECT DISTINCT base_model FROM checkpoints WHERE list_contains($models, model) ORDER BY ALL",
             {"models": sorted({run.model for run in runs})},
         ).fetchall()
-    rows, left_out = rows_of(runs, args.kind, held_out=args.held_out, may_train=config.may_train)
+    rows, left_out = rows_of(runs, args.kind, config.may_train)
     if not rows:
         reasons = "; ".join(f"{n} × {why}" for why, n in left_out.items() if n)
         raise StoreError(f"no row of format {args.kind}: {reasons or 'the query selects no complete run'}")

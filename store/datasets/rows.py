@@ -24,7 +24,7 @@ import msgspec
 
 from pipeline.chat.conversations import Conversation, Message, text_of
 from pipeline.events.types import REWARD_TOLERANCE
-from pipeline.names import is_outside, outside_model
+from pipeline.names import outside_model
 from store.datasets.runs import Run
 
 Row = dict[str, Any]
@@ -38,21 +38,14 @@ class RowlessError(ValueError):
     """A conversation that no row can hold; the message says why, as the card lists it."""
 
 
-def rows_of(
-    runs: Sequence[Run],
-    kind: str,
-    *,
-    held_out: bool = False,
-    may_train: Callable[[str], bool] = lambda version: not is_outside(version),
-) -> tuple[list[Row], Counter[str]]:
-    """Return the rows of a format, and how many runs, pairs or replies gave none, by the reason. `held_out`: whether
-    runs of the split `val` give rows. `may_train`: whether a model may learn from what a version answered.
+def rows_of(runs: Sequence[Run], kind: str, may_train: Callable[[str], bool]) -> tuple[list[Row], Counter[str]]:
+    """Return the rows of a format, and how many runs, pairs or replies gave none, by the reason. `may_train`: whether a
+    model may learn from what a version answered.
 
     Every row also says its `run` (or `runs`) and `task`."""
     left_out: Counter[str] = Counter()
-    if not held_out:
-        left_out.update("a held-out run (split val)" for run in runs if run.split == "val")
-        runs = [run for run in runs if run.split != "val"]
+    left_out.update("a held-out run (split val)" for run in runs if run.split == "val")
+    runs = [run for run in runs if run.split != "val"]
     left_out.update(f"a run with outcome {run.outcome}" for run in runs if run.outcome != "scored")
     runs = [run for run in runs if run.outcome == "scored"]
     forbidden = {run.trajectory: [v for v in run.versions if not may_train(v)] for run in runs}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import duckdb
 import msgspec
@@ -19,12 +17,13 @@ _RUNS = """
       SELECT project, trajectory, arg_max(reward, scored_at) AS reward FROM rewards
       WHERE branch = 'main' AND outcome = 'scored' GROUP BY ALL
     )
-    SELECT t.project, t.trajectory, t.model, t.group_id, t.task, t.split, t.outcome,
-      coalesce(s.reward, t.reward) AS reward
+    SELECT t.project, t.trajectory, t.model, coalesce(t.group_id, '') AS "group", coalesce(t.task, '') AS task, t.split,
+      t.outcome, coalesce(s.reward, t.reward) AS reward
     FROM trajectories t LEFT JOIN scored s USING (project, trajectory)
     WHERE t.trajectory IN (SELECT * FROM unnest($names)) AND t.completed_at IS NOT NULL
     ORDER BY t.project, t.trajectory
 """
+"""Of complete runs, the fields of `Run` that are not made of their calls."""
 _CALLS = """
     SELECT * REPLACE ([]::INT[] AS prompt_ids, []::INT[] AS sampled_ids, []::FLOAT[] AS logprobs)
     FROM rollout_exchange WHERE trajectory IN (SELECT * FROM unnest($names)) ORDER BY project, trajectory, seq, choice
@@ -81,23 +80,11 @@ def select(connection: duckdb.DuckDBPyConnection, query: str) -> list[Run]:
     calls: dict[tuple[str, str], list[ExchangeRecorded]] = {}
     for call in rebuild.events(ExchangeRecorded, connection.sql(_CALLS, params={"names": names}).to_arrow_table()):
         calls.setdefault((call.project, call.trajectory), []).append(call)
-    return [
-        _run(row, calls.get((row["project"], row["trajectory"]), ()), rewards)
-        for row in sql.rows_of(connection.execute(_RUNS, {"names": names}))
-    ]
-
-
-def _run(row: Mapping[str, Any], calls: Sequence[ExchangeRecorded], rewards: Mapping[str, float]) -> Run:
-    return Run(
-        project=row["project"],
-        trajectory=row["trajectory"],
-        group=row["group_id"] or "",
-        task=row["task"] or "",
-        model=row["model"],
-        split=row["split"],
-        outcome=row["outcome"],
-        reward=rewards.get(row["trajectory"], row["reward"]),
-        versions=tuple(sorted({e.policy_version for e in calls})),
-        calls=tuple(msgspec.msgpack.encode((e.request, e.response)) for e in calls),
-        conversations=build_conversations(calls)[0],
-    )
+    runs = []
+    for row in sql.rows_of(connection.execute(_RUNS, {"names": names})):
+        own = calls.get((row["project"], row["trajectory"]), [])
+        row["reward"] = rewards.get(row["trajectory"], row["reward"])
+        versions = tuple(sorted({call.policy_version for call in own}))
+        texts = tuple(msgspec.msgpack.encode((call.request, call.response)) for call in own)
+        runs.append(Run(**row, versions=versions, calls=texts, conversations=build_conversations(own)[0]))
+    return runs

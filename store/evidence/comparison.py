@@ -25,6 +25,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple
 
 import duckdb
@@ -347,23 +348,19 @@ def _bounds(metric: Metric, runs: Sequence[Run]) -> list[Bounds]:
 def _means(bounds: Sequence[Bounds], size: int) -> list[Bounds]:
     """Return the means of consecutive `size` bounds. What is left over at the end waits for more."""
     return [
-        (_mean([least for least, _ in part]), _mean([greatest for _, greatest in part]))
+        (fmean([least for least, _ in part]), fmean([greatest for _, greatest in part]))
         for part in (bounds[at : at + size] for at in range(0, len(bounds) - size + 1, size))
     ]
 
 
 def _middle(bounds: Sequence[Bounds]) -> float | None:
     """The mean of the middles of some bounds; `None` if there are none."""
-    return _mean([(least + greatest) / 2 for least, greatest in bounds]) if bounds else None
+    return fmean([(least + greatest) / 2 for least, greatest in bounds]) if bounds else None
 
 
 def _late(runs: Sequence[Run], bounds: Sequence[Bounds]) -> int:
     """How many of the runs that `bounds` are of had no value at their deadline."""
     return sum(value is None for _, value in runs[: len(bounds)])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def verdict(evidence: Evidence) -> Verdict:

@@ -85,9 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     shares = begin.add_mutually_exclusive_group(required=True)
     shares.add_argument("--percent", type=float, help="of the runs, for the candidate: 5 to 95")
     shares.add_argument("--steps", help="shares of an apprentice that takes over, such as 5,25; all runs come last")
-    begin.add_argument("--metric", required=True, help="SQL expression over a run: reward, feedback['stars'], …")
+    begin.add_argument("--metric", required=True, help="SQL expression over a run: reward, 60 - calls_s, …")
     begin.add_argument("--range", type=float, nargs=2, default=(0.0, 1.0), metavar=("LOW", "HIGH"))
-    begin.add_argument("--lower-is-better", action="store_true", help="of the metric")
     begin.add_argument("--margin", type=float, default=0.0, help="by how much the metric may be worse; default: 0")
     begin.add_argument("--quality", type=float, help="show what agrees with the master so probably, by --pairs")
     begin.add_argument("--pairs", metavar="SQL", help="of each pair, the mean logprob and whether the answers agree")
@@ -144,11 +143,8 @@ def _begin(args: argparse.Namespace) -> int:
     config = installation_settings(args.run_dir, sections=("store", "models", "outside"))
     connection = sql.connect(config)
     low, high = args.range
-    expression, late = args.metric, args.late
-    if args.lower_is_better:
-        expression, late = f"{low + high} - ({expression})", None if late is None else low + high - late
     plan = Plan(
-        metric=Metric(sql=expression, low=low, high=high, late=late),
+        metric=Metric(sql=args.metric, low=low, high=high, late=args.late),
         margin=args.margin,
         steps=steps,
         cascade=_find_cascade(args, connection),

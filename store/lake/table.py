@@ -204,30 +204,39 @@ class EventTable:
         Raises `CommitFailedError` if another process has committed new rows since the snapshot while these actions add
         some, or removed files while these remove some; also if these remove a file that the snapshot does not have."""
         with self._lock:
-            app_id, read_at = transaction_id(self.tag), self._read_at
+            read_at = self._read_at
             if self._delta is None:
                 added = [a for a in actions if isinstance(a, AddAction)]
                 create_table(self.storage, self.tag, added, last or 0, self._config)
             else:
-                moved = []
-                if last is not None:
-                    moved.append(Transaction(app_id, max(last, self._delta.transaction_version(app_id) or 0)))
-                if removed := {a.path for a in actions if isinstance(a, RemoveAction)}:
-                    # delta-rs 1.6 accepts such a removal. If the file was merged, its rows would be there twice.
-                    if gone := removed.difference(self._files_of_snapshot().names):
-                        raise CommitFailedError(f"{self.tag}: no longer in the table: {', '.join(sorted(gone))}")
-                    moved.append(Transaction(_REMOVAL_TRANSACTION, self._delta.version() + 1))
                 self._delta.create_write_transaction(
                     list(actions),
                     "append",
                     self._delta.schema(),
-                    commit_properties=CommitProperties(app_transactions=moved),
+                    commit_properties=CommitProperties(app_transactions=self._transactions(self._delta, actions, last)),
                     post_commithook_properties=NO_HOOKS,
                 )
             crash.point("store.after_commit")
             self.snapshot()
-            self._read_at = read_at
+            self._read_at = read_at  # `append` asks how old the snapshot was that this commit was checked against
             self.make_durable()
+
+    def _transactions(
+        self, delta: DeltaTable, actions: Sequence[AddAction | RemoveAction], last: int | None
+    ) -> list[Transaction]:
+        """Return the transactions that a commit of these actions sets: delta-rs refuses it if another commit has set
+        one of them since the snapshot `delta`. New rows, up to sequence `last`, set that of the tag; removals set one
+        of their own. Raises `CommitFailedError` if the snapshot lacks a file that is to be removed."""
+        transactions = []
+        if last is not None:
+            app_id = transaction_id(self.tag)
+            transactions.append(Transaction(app_id, max(last, delta.transaction_version(app_id) or 0)))
+        if removed := {a.path for a in actions if isinstance(a, RemoveAction)}:
+            # delta-rs 1.6 accepts such a removal. If the file was merged, its rows would be there twice.
+            if gone := removed.difference(self._files_of_snapshot().names):
+                raise CommitFailedError(f"{self.tag}: no longer in the table: {', '.join(sorted(gone))}")
+            transactions.append(Transaction(_REMOVAL_TRANSACTION, delta.version() + 1))
+        return transactions
 
     def sync(self) -> None:
         """Read the newest snapshot and make it durable. Raises one of `LAKE_ERRORS`."""
@@ -297,27 +306,32 @@ class EventTable:
                 self._delta = self._files = None
 
     def _stored(self, seqs: Ints, ats: Ints) -> npt.NDArray[np.bool_]:
-        """Return for each event, by sequence and stream time, whether a file holds it."""
-        stored = np.zeros(len(seqs), dtype=bool)
-        files = self.files()
-        if not len(seqs) or not files.names:
-            return stored
-        wanted = np.sort(seqs)
-        # A file is a candidate if a wanted sequence lies between its first and its last.
-        next_wanted = np.minimum(np.searchsorted(wanted, files.first), len(wanted) - 1)
-        candidates = (wanted[next_wanted] >= files.first) & (wanted[next_wanted] <= files.last)
-        candidates &= (files.newest + _STATISTICS_US >= ats.min()) & (files.oldest - _STATISTICS_US <= ats.max())
-        for i in np.flatnonzero(candidates):
-            file_seqs, file_ats = self._identities(files.names[i])
-            hits = np.flatnonzero(np.isin(file_seqs, wanted))
-            identities = set(zip(file_seqs[hits].tolist(), file_ats[hits].tolist(), strict=True))
-            for row in np.flatnonzero(np.isin(seqs, file_seqs[hits])):
-                stored[row] |= (int(seqs[row]), int(ats[row])) in identities
-        return stored
+        """Return for each event whether a file holds it. An event is its stream sequence and its stream time: after a
+        power cut, or in a stream that was made again, other events have the same sequences."""
+        files, identities = self.files(), set[tuple[int, int]]()
+        for index in _files_that_may_hold(files, seqs, ats):
+            file_seqs, file_ats = self._identities(files.names[index])
+            asked = np.isin(file_seqs, seqs)
+            identities.update(zip(file_seqs[asked].tolist(), file_ats[asked].tolist(), strict=True))
+        events = zip(seqs.tolist(), ats.tolist(), strict=True)
+        return np.fromiter((event in identities for event in events), dtype=bool, count=len(seqs))
 
     def _read_identities(self, name: str) -> tuple[Ints, Ints]:
         rows = self.storage.read(self.tag, name, ["log_seq", "log_at"])
         return rows["log_seq"].to_numpy(), rows["log_at"].cast(pa.int64()).to_numpy()
+
+
+def _files_that_may_hold(files: Files, seqs: Ints, ats: Ints) -> list[int]:
+    """Return the indices of the files that have one of `seqs` between their lowest and their highest sequence, and
+    whose stream times overlap with `ats`. A new batch has usually none: it is not compared with any file then."""
+    if not len(seqs) or not files.names:
+        return []
+    wanted = np.sort(seqs)
+    # Of each file: the lowest wanted sequence that is not below its first one.
+    nearest = wanted[np.minimum(np.searchsorted(wanted, files.first), len(wanted) - 1)]
+    by_seq = (nearest >= files.first) & (nearest <= files.last)
+    by_time = (files.newest + _STATISTICS_US >= ats.min()) & (files.oldest - _STATISTICS_US <= ats.max())
+    return [int(index) for index in np.flatnonzero(by_seq & by_time)]
 
 
 def covers(schema: pa.Schema, required: pa.Schema) -> bool:

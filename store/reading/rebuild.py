@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 import duckdb
@@ -15,6 +15,8 @@ from pipeline.events import Event, ExchangeRecorded, TrajectoryCompleted, Trajec
 from pipeline.events.schema import Column
 
 E = TypeVar("E", bound=Event)
+_EPOCH = datetime(1970, 1, 1)
+"""In UTC, as all times of the history, which have no zone."""
 
 
 def _value(column: Column, value: Any) -> Any:
@@ -24,7 +26,7 @@ def _value(column: Column, value: Any) -> Any:
     if column.kind == "json":
         return value.encode()
     if column.kind == "timestamp_us":
-        return _micros(value)
+        return (value - _EPOCH) // timedelta(microseconds=1)  # not by a float, which would round it
     if column.kind == "list":
         assert column.item is not None
         return [_value(column.item, v) for v in value]
@@ -33,12 +35,6 @@ def _value(column: Column, value: Any) -> Any:
     if column.kind == "map":
         return dict(value)
     return value
-
-
-def _micros(value: datetime) -> int:
-    """A time without a zone, which is in UTC, in microseconds of Unix time. Not by a float, which would round it."""
-    whole = int(value.replace(tzinfo=UTC, microsecond=0).timestamp())
-    return whole * 1_000_000 + value.microsecond
 
 
 def events(cls: type[E], table: pa.Table) -> list[E]:

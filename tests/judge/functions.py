@@ -100,17 +100,9 @@ def leaks(trajectory: dict[str, Any]) -> Any:
             return {"reward": text, text: 1.0}
 
 
-def words(_: dict[str, Any]) -> str:
-    return "good"
-
-
 def huge(trajectory: dict[str, Any]) -> float:
     """What the model wrote, as a number."""
     return int(str(trajectory["messages"][-1]["content"]))
-
-
-def nothing(_: dict[str, Any]) -> float:
-    return float("nan")
 
 
 def environment(_: dict[str, Any]) -> float:

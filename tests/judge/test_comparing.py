@@ -12,12 +12,13 @@ import pytest
 
 from judge.comparing import ShadowJudge, open_answer_ruler
 from pipeline.config import Config, JudgeConfig, ModelConfig, NatsConfig, OutsideConfig
-from pipeline.events import AlarmChanged, AnswersCompared, ShadowAnswered, pack_ids, pack_logprobs
+from pipeline.events import AlarmChanged, AnswersCompared, ShadowAnswered
 from pipeline.log.broker import Broker
 from tests.judge.kit import exchange
 from tests.kits.scoring_server import Scorer, ScoringServer
 from tests.kits.settings import with_values
 from tests.kits.waiting import until
+from tests.store import kit
 
 pytestmark = pytest.mark.anyio
 
@@ -29,19 +30,7 @@ def answered(text: str) -> bytes:
 
 
 def shadow(call: int, text: str, *, same: bool = False) -> ShadowAnswered:
-    return ShadowAnswered(
-        project="p",
-        trajectory="r",
-        call=call,
-        model="m",
-        policy_version="m@1",
-        step=1,
-        outside="master",
-        response=answered(text),
-        sampled_ids=pack_ids([1]),
-        logprobs=pack_logprobs([-0.5]),
-        same=same,
-    )
+    return kit.shadow("r", call, response=answered(text), same=same)
 
 
 def settings(nats: NatsConfig, server: ScoringServer, **more: Any) -> Config:

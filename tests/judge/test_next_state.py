@@ -22,7 +22,7 @@ from judge.scoring import judge_hash
 from pipeline.config import JudgeConfig, RewardConfig
 from pipeline.events import Hint, JudgeMeasured
 from tests.judge.attacks import ATTACKS
-from tests.judge.kit import TOO_LONG, Model, completed, loading, single
+from tests.judge.kit import Model, completed, loading, single
 from tests.kits.scoring_server import Answer, Scorer, score_key
 from tests.kits.settings import with_values
 
@@ -183,13 +183,6 @@ async def test_what_votes_in_vain_cost_is_in_the_first_verdict() -> None:
     found = await judged(judge(model, chat("Thanks")), "a")
     assert sum(v.attempts for v in found["a"].verdicts) == len(model.requests)
     assert sum(v.cost_usd for v in found["a"].verdicts) == pytest.approx(0.001 * len(model.requests))
-
-
-async def test_a_prompt_that_is_too_long_is_cut() -> None:
-    model = Model(lambda request: TOO_LONG if len(shown(request)) > 20_000 else Scorer()(request))
-    found = await judged(judge(model, chat("x" * 90_000 + " Thanks"), votes=1), "a")
-    assert found["a"].scores == {0: 1.0}
-    assert found["a"].verdicts[0].left_out > 0
 
 
 @pytest.mark.parametrize("number", range(len(ATTACKS)))

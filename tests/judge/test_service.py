@@ -179,35 +179,20 @@ async def test_an_arrival_is_acknowledged_at_once_and_any_judge_completes_the_gr
     await timers(broker, 0)  # a full group needs no deadline
 
 
-async def test_a_redelivered_closing_member_is_neither_scored_again_nor_late(
-    broker: Broker, nats_config: NatsConfig
+@pytest.mark.parametrize(("members", "late"), [(3, []), (2, [("c",)])], ids=["whole", "fewer"])
+async def test_the_event_of_a_judge_that_scored_the_group_first_is_kept(
+    broker: Broker, nats_config: NatsConfig, members: int, late: list[tuple[str, ...]]
 ) -> None:
-    """A judge published the group and died before it acknowledged."""
-    await publish(broker, [completed("a"), completed("b"), completed("c")])
-    async with broker.consume("judge") as messages:
-        held = await take(messages, 3)
-        group = await closed_group(broker, held[2])
-        event = await score_closed(group, JudgeConfig(), "j", None)
-        await broker.publish(event)
-    async with judging(broker, settings(nats_config), "another"):
-        await drained(broker)
-    assert [g.judge for g in await groups(broker, 1)] == ["j"]
-    assert await broker.read(GroupDiscarded) == []
-
-
-async def test_the_event_of_another_judge_that_scored_the_group_first_is_adopted(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
+    """That judge died before it acknowledged, or saw fewer runs than there are: these are recorded as late."""
     await publish(broker, [completed("a"), completed("b"), completed("c")])
     async with broker.consume("judge") as messages:
         group = await closed_group(broker, (await take(messages, 3))[2])
-    fewer = dataclasses.replace(group, members=group.members[:2])
-    await broker.publish(await score_closed(fewer, JudgeConfig(), "j", None))
-    async with judging(broker, settings(nats_config)):
+    seen = dataclasses.replace(group, members=group.members[:members])
+    await broker.publish(await score_closed(seen, JudgeConfig(), "j", None))
+    async with judging(broker, settings(nats_config), "another"):
         await drained(broker)
-    await groups(broker, 1)
-    (late,) = await groups(broker, 1, "discarded")
-    assert late.trajectories == ("c",)
+    assert [g.judge for g in await groups(broker, 1)] == ["j"]
+    assert [g.trajectories for g in await groups(broker, len(late), "discarded")] == late
 
 
 async def test_a_group_whose_timer_comes_while_it_is_full_is_left_to_its_closing_member(

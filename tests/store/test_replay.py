@@ -95,8 +95,6 @@ def test_the_command_refuses_what_makes_no_sense(capfd: pytest.CaptureFixture[st
     assert replay.main(["--branch", "main"]) == 2
     assert replay.main(["--branch", "b", "--run-dir", str(history), "--where", "since = 1"]) == 2
     assert "since" in capfd.readouterr().err
-    assert replay.main(["--branch", "b", "--run-dir", str(history), "--dry-run"]) == 0
-    assert json.loads(capfd.readouterr().out) == {"groups": 1, "ids": ["g0"]}
 
 
 def of_model(groups: dict[str, dict[str, float]]) -> diff.Rewards:

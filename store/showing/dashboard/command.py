@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import anyio
 
-from pipeline.config import ConfigError, UiConfig
+from pipeline.config import UiConfig
 from pipeline.running.installations import installation_settings
 from pipeline.running.ports import free_port
 from pipeline.running.service import until_signalled
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
-from store.lake.storage import StoreError
+from store.reading.options import exit_status
 from store.showing.dashboard.server import SECTIONS
 from store.showing.dashboard.service import ListenError, serve
 
@@ -36,8 +36,8 @@ def _ready(**facts: str | int | float) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command until SIGINT or SIGTERM. Returns 0; 1 where the address is taken or the store cannot be read; 2
-    for bad settings."""
+    """Run the command until SIGINT or SIGTERM. Return 0, or an error's status (`exit_status`): 1 where the address is
+    taken or the store can't be read."""
     parser = command_parser("ui", "Web pages over the history of a run.")
     parser.add_argument("--run-dir", help="run to show; default: the one under runs/ that runs, else the newest")
     parser.add_argument("--host", help="address to listen on instead of ui.host; one that others reach needs keys")
@@ -46,23 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_port,
         help=f"port to listen on; default: {UiConfig().port}, or any free one if it is taken; 0: any",
     )
-    parser.add_argument("--name", action="append", default=[], help="a further host name that is served")
     args = parser.parse_args(argv)
     logs.configure("ui", "WARNING")
+    return exit_status("ui", lambda: _run(args), ListenError)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Answer until a signal ends it. Raises the first error of its tasks."""
+    config = installation_settings(args.run_dir, sections=SECTIONS)
+    host = args.host or config.ui.host
+    port = free_port(host, UiConfig().port) if args.port is None else args.port
     try:
-        config = installation_settings(args.run_dir, sections=SECTIONS)
-        host = args.host or config.ui.host
-        port = free_port(host, UiConfig().port) if args.port is None else args.port
-        ui = config.ui.replace(host=host, port=port, hosts=(*config.ui.hosts, *args.name))
-        anyio.run(until_signalled, serve, config.replace(ui=ui), _ready)
-    except (ConfigError, ExceptionGroup) as raised:
+        anyio.run(until_signalled, serve, config.replace(ui=config.ui.replace(host=host, port=port)), _ready)
+    except ExceptionGroup as raised:
         error: Exception = raised
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        if not isinstance(error, ConfigError | StoreError | ListenError | OSError):
-            raise
-        sys.stderr.write(f"journeywork ui: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+        raise error from raised
     return 0
 
 

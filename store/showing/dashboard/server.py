@@ -30,7 +30,7 @@ from store.lake.storage import StoreError
 from store.showing.dashboard import labels
 from store.showing.dashboard.access import COOKIE, HEADERS, Access
 from store.showing.dashboard.gateway import ACTIONS, Gateway
-from store.showing.pages import checkpoints, events, groups, judge, overview, shadows, texts, trajectories, what_if
+from store.showing.pages import checkpoints, groups, judge, overview, shadows, texts, trajectories, what_if
 from store.showing.pages.errors import PageError, SignInError
 from store.showing.pages.history import History
 
@@ -64,7 +64,6 @@ _SINGLE: dict[str, Callable[..., Data]] = {
     "group": groups.group,
     "trajectory": trajectories.trajectory,
     "checkpoint": checkpoints.checkpoint,
-    "event": events.event,
 }
 _DATA: dict[str, Callable[..., Data]] = {"overview": overview.with_curves}
 """Pages whose JSON holds more than their HTML."""
@@ -175,37 +174,36 @@ class Dashboard:
         return answer
 
     async def _compare(self, request: Request) -> Response:
-        query, key = request.query_params, self._access.key(request)
+        """Compare the parameters `side`, each `<run>/<branch>` or `<run>` for its branch `main`; without one, this run
+        is shown alone."""
+        asked, key = request.query_params.getlist("side"), self._access.key(request)
+        return await self._answer(request, "compare", lambda: self._compared(asked, self._runs(key)))
 
-        def load() -> Data:
-            runs = self._runs(key)
-            here = Path(self._history.config.run_dir).name
-            asked = (side.partition("/") for side in query.getlist("side") or [here])
-            sides = list(dict.fromkeys((run, branch or "main") for run, _, branch in asked))
-            if len(sides) > _SIDES:
-                raise PageError(400, f"{len(sides)} runs and branches: choose {_SIDES} at most.")
+    def _compared(self, asked: list[str], runs: dict[str, Config]) -> Data:
+        """Return the curves of the sides that are `asked` for, and every side that can be chosen. Branches of a run
+        can be chosen only once one of its sides is shown: to list them, its history has to be opened. `runs`: those
+        that the user may read. Raises `PageError`."""
+        here = Path(self._history.config.run_dir).name
+        parts = (side.partition("/") for side in asked or [here])
+        sides = list(dict.fromkeys((run, branch or "main") for run, _, branch in parts))
+        if len(sides) > _SIDES:
+            raise PageError(400, f"{len(sides)} runs and branches: choose {_SIDES} at most.")
+        for run, _ in sides:
+            if run not in runs:
+                raise PageError(404, f"There is no run {run[:80]!r} beside this one that your key opens.")
+        with contextlib.ExitStack() as opened:
+            histories = {here: self._history}
             for run, _ in sides:
-                if run not in runs:
-                    message = f"There is no run {run[:80]!r} beside this one that your key opens."
-                    raise PageError(404, message)
-            with contextlib.ExitStack() as opened:
-                histories = {
-                    run: self._history if run == here else opened.enter_context(contextlib.closing(History(runs[run])))
-                    for run, _ in sides
-                }
-                shown = [
-                    {**overview.curves(histories[run], {"branch": branch}), "run": runs[run].run_dir}
-                    for run, branch in sides
-                ]
-                choices = [
-                    f"{run}/{branch}"
-                    for run in sorted(runs)
-                    for branch in (overview.branches(histories[run]) if run in histories else ["main"])
-                ]
-            selection = [f"{run}/{branch}" for run, branch in sides]
-            return {"sides": shown, "runs": sorted(runs), "choices": choices, "selection": selection}
-
-        return await self._answer(request, "compare", load)
+                if run not in histories:
+                    histories[run] = opened.enter_context(contextlib.closing(History(runs[run])))
+            shown = [
+                {**overview.curves(histories[run], {"branch": branch}), "run": runs[run].run_dir}
+                for run, branch in sides
+            ]
+            known = {name: overview.branches(history) for name, history in histories.items()}
+        choices = [f"{run}/{branch}" for run in sorted(runs) for branch in known.get(run, ["main"])]
+        selection = [f"{run}/{branch}" for run, branch in sides]
+        return {"sides": shown, "runs": sorted(runs), "choices": choices, "selection": selection}
 
     def _runs(self, key: str) -> dict[str, Config]:
         """The settings by name of the run and of those of its neighbours with a history that `key` opens."""

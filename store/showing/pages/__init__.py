@@ -14,7 +14,6 @@
 | `judge` | what was measured of judges |
 | `shadows` | what an apprentice answers beside an outside model |
 | `what_if` | what would have been learned under other settings |
-| `events` | one event as it is stored |
 | `lists` | filters, order and paging of lists |
 | `chat` | requests and replies of calls, as they are recorded |
 | `texts` | values as text, rows as JSON |

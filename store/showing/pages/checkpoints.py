@@ -45,11 +45,6 @@ _LEARNED = """
     FROM learned l LEFT JOIN groups g ON g.group_id = l.group_id AND g.stream_seq = l.seq AND g.status = 'scored'
     ORDER BY l.seq, l.group_id
 """
-_TASKS = """
-    SELECT evaluation, task, reward, attempts, failed, trajectories FROM evaluation_tasks WHERE version = $version
-    ORDER BY reward NULLS FIRST, task LIMIT 50
-"""
-
 _VERSIONS = """
     SELECT model, version FROM checkpoints WHERE branch = 'main'
     QUALIFY row_number() OVER (PARTITION BY model ORDER BY step DESC) <= 200 ORDER BY model, step DESC
@@ -87,17 +82,10 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
         "evaluations": history.rows(
             "SELECT * FROM evaluations WHERE version = $version ORDER BY evaluated_at DESC, measure LIMIT 50", selection
         ),
-        "tasks": history.rows(_TASKS, selection),
         "adapters": history.rows("SELECT * FROM adapters WHERE version = $version ORDER BY loaded_at", selection),
         "decisions": history.rows(
             'SELECT * FROM policy_promoted WHERE version = $version OR other = $version ORDER BY "at"', selection
         ),
-        "event_seq": (
-            history.row(
-                "SELECT log_seq FROM policy_checkpoint WHERE version = $version AND branch = $branch", selection
-            )
-            or {}
-        ).get("log_seq"),
     }
 
 

@@ -84,7 +84,8 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
            ORDER BY attempt""",
         named,
     )
-    models = [{key: row[key] for key in ("project", "model")} for row in (*scored, *played)]
+    named_so = dict.fromkeys((row["project"], row["model"]) for row in (*scored, *played))
+    models = [{"project": project, "model": model} for project, model in named_so]
     of = next((m for m in models if all(query.get(key) in (None, "", m[key]) for key in m)), None)
     if of is None:
         raise PageError(404, f"There is no group {name!r} in this history, or none of this model.")
@@ -104,7 +105,7 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
     add_tasks(history, [named_task])
     return {
         **selection,
-        "others": [{"group_id": name, **m} for n, m in enumerate(models) if m not in (of, *models[:n])],
+        "others": [{"group_id": name, **m} for m in models if m != of],
         "scored": scored,
         "task": named_task["task"],
         "waits_until": max((run["waits_until"] for run in waiting if run["waits_until"]), default=None),

@@ -1,4 +1,4 @@
-"""Judges: agreement, bias, drift against anchors, cost, and how the scores lie."""
+"""Judges: agreement, bias, drift against anchors, and cost."""
 
 from __future__ import annotations
 
@@ -20,24 +20,14 @@ _AGREEMENT = """
     GROUP BY ALL ORDER BY ALL
 """
 """The share of pairs that a person and the judge put into the same order, over each person's newest labels."""
-_SCORES = """
-    SELECT judge_model, rubric, floor(least(greatest(score, 0), 0.999) * 10) / 10 AS low, count(*) AS trajectories
-    FROM verdicts WHERE judge_model <> 'agent' AND "call" < 0 GROUP BY ALL ORDER BY ALL
-"""
-_POSITIONS = """
-    SELECT judge_model, position, count(*) AS trajectories, avg(score) AS mean FROM verdicts
-    WHERE position IS NOT NULL GROUP BY ALL ORDER BY ALL
-"""
 
 
 def judge(history: History, query: Query) -> dict[str, Any]:
-    """What was measured of the judges, their agreement with people, their cost and their scores."""
+    """What was measured of the judges, their agreement with people, and their cost."""
     return {
         "measured": history.rows('SELECT * FROM group_measured ORDER BY "at" DESC LIMIT 200'),
         "costs": history.shared_rows(
             "SELECT * FROM judge_cost ORDER BY day DESC, project, model, judge, judge_model, rubric LIMIT 100"
         ),
-        "scores": history.shared_rows(_SCORES),
-        "positions": history.shared_rows(_POSITIONS),
         "agreement": history.rows(_AGREEMENT),
     }

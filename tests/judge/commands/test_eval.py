@@ -40,8 +40,8 @@ def test_the_command_reports_and_exits_by_the_bound(
 
     monkeypatch.setattr("judge.commands.eval.open_judge_model", make)
     data = str(labelled(tmp_path / "x.jsonl"))
-    command.main(["eval", data, "--set", "judge.model=test/judge", "--json", "--limit", "2"])
-    assert json.loads(capsys.readouterr().out)["groups"] == 2
+    command.main(["eval", data, "--set", "judge.model=test/judge", "--json"])
+    assert json.loads(capsys.readouterr().out)["groups"] == 4
     command.main(["eval", data, "--set", "judge.model=test/judge", "--set", "judge.passes=1"])
     assert "\nself_agreement         -\n" in capsys.readouterr().out  # no two passes to compare
     equal = json.loads(Path(data).read_text().splitlines()[0])

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from judge.groups import Arrival, Group, key_of
 from judge.models.chat import ModelError
 from judge.models.judge_model import open_judge_model
-from judge.models.openai_client import OpenAiClient
 from judge.rewards.compose import ConfiguredComposer
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
@@ -120,12 +119,6 @@ async def opened(bodies: Bodies) -> AsyncIterator[tuple[JudgeConfig, ConfiguredC
         async with open_judge_model(config) as model:
             load = loading(transcript(m.trajectory, f"quality=0.{n}") for n, m in enumerate(MEMBERS))
             yield (config, ConfiguredComposer(config, {"": LlmRuler(config, load_rubric(), model, load)}, {}, load))
-
-
-@pytest.fixture(params=["openai", "litellm"])
-def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(OpenAiClient, "supports", lambda _: request.param == "openai")
-    return str(request.param)
 
 
 @pytest.mark.slow

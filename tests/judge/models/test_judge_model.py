@@ -51,13 +51,6 @@ async def open_model() -> AsyncIterator[Open]:
         yield enter
 
 
-@pytest.fixture(params=["openai", "litellm"])
-def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which client is used, whatever the settings need."""
-    monkeypatch.setattr(OpenAiClient, "supports", lambda _: request.param == "openai")
-    return str(request.param)
-
-
 @pytest.mark.usefixtures("client")
 @pytest.mark.slow
 async def test_a_reply_comes_with_its_tokens_cost_and_latency(open_model: Open) -> None:

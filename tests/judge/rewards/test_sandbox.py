@@ -224,19 +224,18 @@ async def test_a_process_that_the_machine_refuses_fails_the_call_and_the_next_on
     async def full(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    async with function("length", "off").open() as call:
-        with monkeypatch.context() as machine:
-            machine.setattr("judge.rewards.sandbox.anyio.open_process", full)
-            await call.start()
+    with monkeypatch.context() as machine:
+        machine.setattr("judge.rewards.sandbox.anyio.open_process", full)
+        async with function("length", "off").open() as call:
             await refused(call, {"id": "a", "messages": []}, "length cannot be started: .*temporarily")
-        assert (await call({"id": "a", "messages": []})).reward == 0.0
+            machine.undo()
+            assert (await call({"id": "a", "messages": []})).reward == 0.0
 
 
 async def test_a_worker_that_hangs_is_not_said_to_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.chdir(tmp_path)
     async with function("length", "off", timeout_s=0.1).open() as call:
-        await call.start()
         assert call._process is not None
         call._process.send_signal(signal.SIGSTOP)
         for name in ("_START_S", "_STOP_S"):

@@ -110,9 +110,8 @@ def test_any_other_reply_is_not_read(number: int) -> None:
 @pytest.mark.parametrize("high", ["1.01", "-0.5", "7", "1e300", "1e999", "9" * 5000, "NaN", "Infinity"])
 def test_a_score_outside_of_0_to_1_makes_every_score_of_the_reply_doubtful(high: str) -> None:
     """Nobody asked for its scale. A judge that means tenths may say 1 for the worst of a group."""
-    with pytest.raises(UnreadableReplyError, match="which is not from 0 to 1") as error:
+    with pytest.raises(UnreadableReplyError, match="a score that is not from 0 to 1"):
         parse_scores(first(high), IDS, KEY)
-    assert error.value.kind == "out_of_range"
 
 
 def test_explanations_are_kept() -> None:

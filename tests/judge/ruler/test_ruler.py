@@ -86,10 +86,10 @@ def fixed(reply: str) -> Callable[[dict[str, Any]], Answer]:
 @pytest.mark.parametrize(
     ("first", "why"),
     [
-        (without_first, "did not give every id exactly one score"),
-        (in_tens, "were not from 0 to 1"),
-        (fixed("I would rather not."), "did not give every id exactly one score"),
-        (fixed(""), "did not give every id exactly one score"),
+        (without_first, " times, for 6 ids"),
+        (in_tens, "it has a score that is not from 0 to 1"),
+        (fixed("I would rather not."), " stands in it 0 times, for 6 ids"),
+        (fixed(""), " stands in it 0 times, for 6 ids"),
     ],
 )
 async def test_a_reply_that_cannot_be_read_is_asked_for_again_with_the_reason(

@@ -68,7 +68,7 @@ def passes(failed: int, made: int, ago_us: int = 0) -> list[Event]:
             ruler="default",
             recent_passes=made,
             recent_failed=failed,
-            failure="unreadable" if failed else "",
+            failure="the reply could not be read 4 times" if failed else "",
             at=now_us() - ago_us,
         )
     ]

@@ -94,8 +94,7 @@ def test_no_alarm_holds_in_a_run_that_has_just_begun(tmp_path: Path) -> None:
         (
             "judge_failing",
             lambda: passes(8, 8, 1_000_000) + passes(0, 2),
-            "8 of 10 passes gave no scores; the last one: the model answered, and no score could be read from its "
-            "reply",
+            "8 of 10 passes gave no scores; the last one: the reply could not be read 4 times",
         ),
         ("over_judge_budget", lambda: costs(5.5, 1.0, 10), "5.5 of 5 USD are spent (budget.judge_usd)"),
         ("replica_behind", lambda: steps("kl", [0.1, 0.1]), f"{REPLICA} serves m@0 at most; m@2 was published"),

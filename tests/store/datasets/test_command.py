@@ -11,9 +11,9 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.events import Event, GroupScored, Member, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened
 from store.datasets import command, folder
-from tests.store.kit import checkpoint, exchange, fill
+from tests.store.kit import checkpoint, exchange, fill, scored
 
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "examples" / "tictactoe" / "model"
@@ -72,12 +72,7 @@ def history() -> list[Event]:
         for name, (group, said, reward) in GAMES.items()
         for e in run(name, group, said, reward, TOOLS if group == "two" else None)
     ]
-    scored = Member(trajectory="a3", reward=0.75, exchanges=1)
-    return [
-        *events,
-        checkpoint(1, base_model="org/base"),
-        GroupScored(project="p", group="one", model="m", judge="j", members=(scored,)),
-    ]
+    return [*events, checkpoint(1, base_model="org/base"), scored("one", {"a3": 0.75})]
 
 
 @pytest.fixture(scope="module")
@@ -169,17 +164,15 @@ def test_runs_of_two_models_are_not_compared(kind: str, tmp_path: Path) -> None:
     assert command.main([ALL, "--as", kind, "--out", out, "--run-dir", run_dir]) == 1
 
 
-@pytest.mark.parametrize("held_out", [False, True])
-def test_held_out_runs_are_left_out_unless_they_are_asked_for(held_out: bool, tmp_path: Path) -> None:
+def test_held_out_runs_are_left_out(tmp_path: Path) -> None:
     events = [event for name in ("a1", "a2") for event in run(name, *GAMES[name])]
     for i, event in enumerate(events):
         if isinstance(event, TrajectoryOpened | TrajectoryCompleted) and event.trajectory == "a2":
             events[i] = msgspec.structs.replace(event, split="val")
     fill(tmp_path / "run", events)
     out = tmp_path / "out"
-    rows = dataset(tmp_path / "run", out, "--as", "sft", *(["--held-out"] if held_out else []))
-    assert [row["run"] for row in rows] == (["a1", "a2"] if held_out else ["a1"])
-    assert ("a held-out run (split val)" in (out / "README.md").read_text()) != held_out
+    assert [row["run"] for row in dataset(tmp_path / "run", out, "--as", "sft")] == ["a1"]
+    assert "1 × a held-out run (split val)" in (out / "README.md").read_text()
 
 
 def test_a_verdict_counts_before_the_agents_reward_and_the_query_before_both(run_dir: Path, tmp_path: Path) -> None:

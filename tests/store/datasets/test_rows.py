@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.chat.conversations import build_conversations
+from pipeline.config import Config
 from store.datasets.rows import rows_of
 from store.datasets.runs import Run
 from tests.store.kit import exchange
@@ -62,7 +63,7 @@ def leaves(value: Any) -> list[str]:
 @example({"role": "assistant", "content": "<yes>", "reasoning": "<hm>"})
 @example({"role": "assistant", "content": None, "refusal": "<no>"})
 def test_each_sampled_field_of_a_reply_is_in_the_row_or_counted(said: Reply) -> None:
-    rows, left_out = rows_of([run_of("r", said)], "sft")
+    rows, left_out = rows_of([run_of("r", said)], "sft", lambda _: True)
     assert len(rows) + sum(left_out.values()) == 1
     if rows:
         pa.Table.from_pylist(rows)
@@ -73,7 +74,7 @@ def test_each_sampled_field_of_a_reply_is_in_the_row_or_counted(said: Reply) -> 
 
 def test_reasoning_stands_where_chat_templates_read_it_under_either_name() -> None:
     for name in ("reasoning", "reasoning_content"):
-        (row,), _ = rows_of([run_of("r", {"content": "yes", name: "hm"})], "sft")
+        (row,), _ = rows_of([run_of("r", {"content": "yes", name: "hm"})], "sft", lambda _: True)
         assert row["messages"][1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 
 
@@ -83,7 +84,7 @@ def test_runs_of_outside_models_give_no_rows_unless_they_may_train() -> None:
     master = replace(master, versions=("outside:master",))
     runs = [own, master, replace(mixed, versions=("m@1", "outside:master"))]
     for kind in ("sft", "kto", "dpo", "reward"):
-        _, left_out = rows_of(runs, kind)
+        _, left_out = rows_of(runs, kind, Config().may_train)
         assert left_out["a run of the outside model master, whose table does not say may_train"] == 2
-    assert [row["run"] for row in rows_of(runs, "sft")[0]] == ["a"]
-    assert [row["run"] for row in rows_of(runs, "sft", may_train=lambda version: True)[0]] == ["a", "b", "c"]
+    assert [row["run"] for row in rows_of(runs, "sft", Config().may_train)[0]] == ["a"]
+    assert [row["run"] for row in rows_of(runs, "sft", lambda _: True)[0]] == ["a", "b", "c"]

@@ -26,7 +26,6 @@ from pipeline.events import (
     GroupDiscarded,
     GroupScored,
     Hint,
-    Member,
     Score,
     SignalGiven,
     TrajectoryCompleted,
@@ -48,6 +47,7 @@ from store.reading import sql
 from tests.conftest import NatsServer
 from tests.kits.crash.points import POINTS
 from tests.kits.events import letter
+from tests.store import kit
 from tests.store.kit import StoreProcess, checkpoint, exchange, publish, tables, until_acked
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -79,20 +79,11 @@ def run(name: str, group: str, *, secret: str = "", size: int = 0, **fields: Any
 
 
 def scored(group: str, secret: str, *names: str) -> GroupScored:
-    members = tuple(
-        Member(trajectory=t, reward=float(i), exchanges=1, hints=(Hint(call=0, text=f"so {secret}"),) if secret else ())
-        for i, t in enumerate(names)
-    )
+    hints = (Hint(call=0, text=f"so {secret}"),) if secret else ()
     scores = tuple(Score(trajectory=t, score=0.5, explanation=f"as {secret}") for t in names)
-    return GroupScored(
-        project="p",
-        group=group,
-        model="m",
-        task=f"win {secret}",
-        judge="j",
-        members=members,
-        verdicts=(Verdict(judge_model="x", scores=scores),),
-    )
+    rewards, verdict = {t: float(i) for i, t in enumerate(names)}, Verdict(judge_model="x", scores=scores)
+    member = {"exchanges": 1, "hints": hints}
+    return kit.scored(group, rewards, member, task=f"win {secret}", verdicts=(verdict,))
 
 
 HISTORY: list[Event] = [

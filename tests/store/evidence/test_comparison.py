@@ -20,16 +20,8 @@ from pipeline.names import split_point
 from rollout_gateway.serving.routing import _version_in_split
 from store.evidence import comparison, decide
 from store.evidence.comparison import Evidence, Guard, Metric, Plan, Share, _bounds, read_evidence
+from tests.store.evidence.kit import TABLES
 
-TABLES = """
-CREATE TABLE trajectories (project TEXT, model TEXT, trajectory TEXT, outcome TEXT, opened_at TIMESTAMPTZ,
-  completed_at TIMESTAMPTZ, first_step INT, last_step INT, reward DOUBLE, exchanges INT DEFAULT 1,
-  group_id TEXT DEFAULT '', cost_usd DOUBLE DEFAULT 0, calls_s DOUBLE DEFAULT 0);
-CREATE TABLE rewards (project TEXT, trajectory TEXT, branch TEXT, outcome TEXT, reward DOUBLE, scored_at TIMESTAMPTZ);
-CREATE TABLE signals (project TEXT, trajectory TEXT, kind TEXT, "call" INT, name TEXT, value DOUBLE,
-  given_at TIMESTAMPTZ);
-CREATE TABLE rollout_opened (project TEXT, trajectory TEXT, pinned TEXT, asked TEXT DEFAULT '');
-"""
 _RUN_COLUMNS = "project, model, trajectory, outcome, opened_at, completed_at, first_step, last_step, reward, exchanges"
 DEADLINE = 20
 """Microseconds, as all times here."""

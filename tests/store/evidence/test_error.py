@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import duckdb
-import pyarrow as pa
 import pytest
 
 from pipeline.names import split_point
 from store.evidence.comparison import Evidence, Guard, Metric, Plan, Share, read_evidence
-from tests.store.evidence.test_comparison import TABLES
+from tests.store.evidence.kit import insert
 
 COMPARISONS, RUNS = 100, 240
 _BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -67,13 +66,6 @@ def crashes(rng: random.Random, candidate: bool, won: float) -> tuple[float, flo
     return seconds, math.inf if lost else seconds, "no_result" if lost else "scored"
 
 
-@pytest.fixture
-def connection() -> Iterator[duckdb.DuckDBPyConnection]:
-    with duckdb.connect(config={"threads": "1"}) as found:
-        found.execute(TABLES)
-        yield found
-
-
 def _play(
     connection: duckdb.DuckDBPyConnection, draw: Draw, percent: float, wins: tuple[float, float], count: int
 ) -> None:
@@ -117,12 +109,7 @@ def _play(
                         "given_at": opened + timedelta(seconds=known),
                     }
                 )
-    for table, rows in (("trajectories", runs), ("signals", said)):
-        if rows:
-            given = pa.Table.from_pylist(rows)
-            connection.register("given", given)
-            connection.execute(f"INSERT INTO {table} BY NAME FROM given")
-            connection.unregister("given")
+    insert(connection, trajectories=runs, signals=said)
 
 
 def _begun(percent: float) -> Evidence:

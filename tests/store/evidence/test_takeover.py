@@ -10,14 +10,13 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import duckdb
 import msgspec
-import pyarrow as pa
 import pytest
 
 from pipeline.config import ConfigError
@@ -37,7 +36,7 @@ from store.evidence.comparison import (
     read_evidence,
     verdict,
 )
-from tests.store.evidence.test_comparison import TABLES
+from tests.store.evidence.kit import insert
 from tests.store.evidence.test_error import (
     Draw,
     crashes,
@@ -63,13 +62,6 @@ PLAN = Plan(
     deadline_s=_DEADLINE_S,
     max_pairs=100_000,
 )
-
-
-@pytest.fixture
-def connection() -> Iterator[duckdb.DuckDBPyConnection]:
-    with duckdb.connect(config={"threads": "1"}) as found:
-        found.execute(TABLES)
-        yield found
 
 
 @dataclass(frozen=True)
@@ -117,12 +109,7 @@ class Store:
             if not at_once and run.known < math.inf:
                 more = {"kind": "number", "call": -1, "name": "solved", "value": run.won}
                 said.append({**named, **more, "given_at": _time(run.known)})
-        for table, rows in (("trajectories", of_runs), ("rollout_opened", opened), ("signals", said)):
-            if rows:
-                given = pa.Table.from_pylist(rows)
-                self.connection.register("given", given)
-                self.connection.execute(f"INSERT INTO {table} BY NAME FROM given")
-                self.connection.unregister("given")
+        insert(self.connection, trajectories=of_runs, rollout_opened=opened, signals=said)
 
     def read(self, evidence: Evidence, now: float) -> Evidence:
         return read_evidence(self.connection, "p", evidence, _micros(now))

@@ -31,7 +31,6 @@ PAGES = (
     f"trajectory/{quote(TRAJECTORY)}",
     f"checkpoint/{MODEL}@1",
     f"checkpoint/{MODEL}@0",
-    "event/group.scored/1",
     "sign-in",
     "nothing",
 )
@@ -125,9 +124,6 @@ def test_a_lineage_is_followed_from_a_checkpoint_to_tokens_and_back(page: Page) 
     page.click(f".lead >> text={MODEL}@1")
     page.wait_for_url("**/checkpoint/**")
     assert page.locator("h1").inner_text() == f"{MODEL}@1"
-    page.click("text=Event as JSON")
-    page.wait_for_url("**/event/**")
-    assert '"batch_id": "b1"' in page.locator("pre").inner_text()
 
 
 def test_a_group_is_scored(page: Page, run: Living) -> None:

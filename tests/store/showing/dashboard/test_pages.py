@@ -20,7 +20,7 @@ from store.showing.pages.history import History
 from tests.store.kit import checkpoint, exchange, fill, run_of_one_step, scored
 from tests.store.showing.dashboard.conftest import LISTS, URL, Open
 
-PAGES = (*LISTS, "group/g0", "group/g9", "trajectory/t0", "checkpoint/m@1", "sign-in", "event/group.scored/1")
+PAGES = (*LISTS, "group/g0", "group/g9", "trajectory/t0", "checkpoint/m@1", "sign-in")
 
 
 def test_the_pages_that_are_tested_are_those_of_the_navigation(client: TestClient) -> None:
@@ -140,26 +140,17 @@ def test_two_runs_are_compared(open_dashboard: Open, run_dir: Path) -> None:
         ("checkpoint/none", 404),
         ("none", 404),
         ("groups?sort=none", 400),
-        ("groups?page=-1", 400),
         ("groups?page=²", 400),
+        ("groups?page=200", 400),
         ("groups?step=x", 400),
-        ("trajectories?step=x", 400),
         ("trajectory/t0?from=x", 400),
-        ("event/group.scored/99", 404),
-        ("event/groups/1", 404),
-        ("event/sqlite_master/1", 404),
         ("overview?model=nope", 404),
         ("overview.json?branch=nope", 404),
-        ("numbers?model=nope", 404),
         ("compare?side=here/nope", 404),
-        ("trajectories?page=99999999999", 400),
         ("trajectories?outcome=lost", 400),
-        ("groups?split=test", 400),
-        ("groups?signal=maybe", 400),
         ("groups?reason=boring", 400),
         ("groups?reason=no_variance", 200),
         ("compare?side=../here", 404),
-        ("compare?side=none", 404),
         ("static/../server.py", 404),
         ("compare?" + "&".join(f"side=here/{i}" for i in range(7)), 400),
     ],
@@ -195,14 +186,6 @@ def test_lists_are_ordered_by_a_column_and_filtered_by_step(client: TestClient, 
     assert client.get(f"/{path}").status_code == 200
 
 
-def test_an_event_is_shown_as_it_is_stored(client: TestClient) -> None:
-    page = client.get("/trajectory/t0.json").json()
-    seq = page["calls"][0]["stream_seq"]
-    (event,) = client.get(f"/event/rollout.exchange/{seq}.json").json()["events"]
-    assert (event["trajectory"], event["seq"], event["sampled_ids"]) == ("t0", 0, [3, 4])
-    assert "sampled_ids" in client.get(f"/event/rollout.exchange/{seq}").text
-
-
 def test_a_run_shows_the_metadata_of_its_opening_and_of_its_end(open_dashboard: Open, run_dir: Path) -> None:
     named: dict[str, Any] = {"project": "p", "trajectory": "both", "model": "m", "group": "g"}
     fill(
@@ -222,11 +205,9 @@ def test_a_run_shows_the_metadata_of_its_opening_and_of_its_end(open_dashboard: 
     [
         ({}, [True, True]),
         ({"status": "cancelled"}, [False, False]),
-        ({"status": "failed"}, [False, False]),
         ({"side_call": True}, [False, False]),
         ({"forced": pack_mask([0, 1])}, [True, False]),
         ({"request": b'{"temperature": 0}'}, [False, False]),
-        ({"request": b'{"logit_bias": {"3": 1}}'}, [False, False]),
     ],
 )
 def test_a_token_is_trained_by_the_trainer_s_rule(
