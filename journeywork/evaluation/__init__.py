@@ -1,6 +1,6 @@
-"""Play held-out tasks with policy versions and other models, compare them, and write reports.
+"""Play held-out tasks with policy versions and outside models, compare them, and write reports.
 
-    journeywork eval support@0 support https://host/v1#model --rollout my.agent:play --scenarios my.agent:held_out
+    journeywork eval support@0 support gpt-5 --rollout my.agent:play --scenarios my.agent:held_out
 
 | module | contents |
 | --- | --- |
@@ -10,7 +10,6 @@
 | `loading` | rollouts as `module:function`, scenarios as `module:name` or JSONL |
 | `report` | the report for a terminal |
 | `command` | `journeywork eval` |
-| `prompting` | `journeywork prompt`: a better system prompt, by GEPA |
 """
 
 from journeywork.evaluation.entrants import Entrant, parse_entrant
