@@ -1,7 +1,7 @@
-"""Play scenarios while the trainer trains: bounded staleness, evaluation every few steps, and a resume from the log.
+"""Play scenarios while the trainer trains: bounded staleness, and a resume from the log.
 
     async with AsyncJourneywork(url) as client:
-        options = LoopOptions("night-1", steps=100, groups_per_step=16, evaluate_every=10, evaluation=held_out)
+        options = LoopOptions("night-1", steps=100, groups_per_step=16)
         result = await loop(client, "support", scenarios, play, options)
 
 Every attempt has an id that follows from the loop's name and its place: `<name>-<scenario>-<attempt>`. A loop that is
@@ -25,7 +25,6 @@ import anyio
 
 from journeywork.attempts import Attempts, Progress, run_all
 from journeywork.gathering import Rollout, Task, TooManyExceptionsError, call_rollout
-from journeywork.statistics import Estimate, mean_of
 from journeywork.trajectory import Trajectory
 from journeywork.transport import NOT_FOUND, JourneyworkError, plain_errors
 
@@ -40,8 +39,7 @@ _MAX_NAME = 150
 
 @dataclass(frozen=True)
 class LoopOptions(Generic[Task]):
-    """What a loop does beside playing. Raises `ValueError` for a value out of range, and for `evaluate_every` without
-    `evaluation`."""
+    """How a loop plays. Raises `ValueError` for a value out of range."""
 
     name: str
     """Names the loop on the log: 1 to 150 printable characters. To continue it, start it again with the same name,
@@ -58,10 +56,6 @@ class LoopOptions(Generic[Task]):
     """A group starts only if the trainer can train it at most so many steps after the version with which it begins."""
     epochs: int | None = None
     """It ends after so many passes over the scenarios."""
-    evaluate_every: int = 0
-    """The tasks of `evaluation` are played once with each version whose step is a multiple of this. At its start, the
-    loop takes the newest such version."""
-    evaluation: Sequence[Task] = ()
     tries: int = 3
     """Groups that a scenario may get until each attempt has a result."""
     max_exceptions: int = 100
@@ -85,13 +79,8 @@ class LoopOptions(Generic[Task]):
             value = getattr(self, field_name)
             if value is not None and value < 1:
                 raise ValueError(f"{field_name} must be at least 1, not {value}")
-        for field_name in ("max_staleness", "evaluate_every"):
-            if getattr(self, field_name) < 0:
-                raise ValueError(f"{field_name} must be at least 0, not {getattr(self, field_name)}")
-        if self.evaluate_every and not self.evaluation:
-            raise ValueError(
-                f"evaluate_every is {self.evaluate_every}, but `evaluation` is empty: give it the held-out tasks"
-            )
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness must be at least 0, not {self.max_staleness}")
 
 
 @dataclass
@@ -106,10 +95,6 @@ class LoopResult:
     """Attempts that were complete when it started."""
     incomplete: list[int] = field(default_factory=list)
     """Numbers of scenarios that have fewer completed attempts than wished, after all tries."""
-    evaluations: dict[int, Estimate] = field(default_factory=dict)
-    """The mean reward of the held-out tasks by policy step."""
-    not_evaluated: list[int] = field(default_factory=list)
-    """Steps whose version the gateway did not have any more when their turn came: retention had removed it."""
     staleness: list[int] = field(default_factory=list)
     """For each trained group that this process started, in how many steps it became older between its start and its
     training."""
@@ -118,16 +103,27 @@ class LoopResult:
 
 
 class _Loop(Generic[Task]):
-    """One running loop. `loop` starts `watch`, `evaluations` and a `play` for each group as tasks of one task group."""
+    """One running loop. `loop` starts `watch` and a `play` for each group as tasks of one task group."""
 
     def __init__(
-        self, client: AsyncJourneywork, model: str, rollout: Rollout[Task], options: LoopOptions[Task]
+        self,
+        client: AsyncJourneywork,
+        model: str,
+        scenarios: Sequence[Task],
+        rollout: Rollout[Task],
+        options: LoopOptions[Task],
     ) -> None:
-        self._client, self._model, self._rollout, self._options = client, model, rollout, options
+        """Raises `ValueError` if there are no scenarios."""
+        if not scenarios:
+            raise ValueError("there are no scenarios")
+        self._client, self._model, self._scenarios = client, model, scenarios
+        self._rollout, self._options = rollout, options
         concurrency = options.concurrency
         self.attempts = Attempts(
             client, model, name=options.name, size=options.group_size, tries=options.tries, concurrency=concurrency
         )
+        self.groups = None if options.epochs is None else options.epochs * len(scenarios)
+        """Number of groups to play; `None` if there is no end to them."""
         self._most_undecided = (options.max_staleness + 1) * options.groups_per_step
         """Groups that may be under way or waiting to be trained, so that none becomes older than `max_staleness`."""
         self._slots = anyio.Semaphore(concurrency)
@@ -139,28 +135,49 @@ class _Loop(Generic[Task]):
         """Groups that the trainer has neither trained nor discarded, with the step at their start; `None` where an
         earlier process started them."""
         self._changed = anyio.Event()
-        """Set, and replaced by a new one, when the step or the undecided groups were read, and at the end (`_notify`).
-        """
-        self._over = False
-        """Whether no group will start any more."""
+        """Set, and replaced by a new one, when the step or the undecided groups were read."""
         self.result = LoopResult()
+
+    # -- what is left ----------------------------------------------------------------------------------------------
+
+    def _task_of(self, progress: Progress) -> Task:
+        """Return the scenario: the loop begins again with the first one after the last."""
+        return self._scenarios[progress.number % len(self._scenarios)]
+
+    async def resume(self) -> list[Progress]:
+        """Return what an earlier process played of this loop. Raises `ValueError` if it was of other scenarios."""
+        with plain_errors(Exception):
+            known = await self.attempts.resume(self.groups)
+        describe = self._options.describe
+        for progress in known:
+            if describe and progress.task and progress.task != (now := describe(self._task_of(progress))):
+                raise ValueError(
+                    f"scenario {progress.number} was {progress.task!r} when the loop {self._options.name!r} began, and "
+                    f"is {now!r} now: give a loop over other scenarios another name"
+                )
+            self.result.resumed += self._options.group_size - progress.missing
+            if progress.missing and progress.tries >= self._options.tries:
+                self.result.incomplete.append(progress.number)
+        return known
+
+    def rest(self, known: Sequence[Progress]) -> Iterator[Progress]:
+        """Yield what is left to play: first what was started before, then the scenarios after it."""
+        for progress in known:
+            if progress.missing and progress.tries < self._options.tries:
+                yield progress
+        numbers = itertools.count(len(known)) if self.groups is None else range(len(known), self.groups)
+        for number in numbers:
+            yield Progress(number, self._options.group_size)
 
     # -- playing ---------------------------------------------------------------------------------------------------
 
-    async def _attempt(self, task: Task, progress: Progress, group: str, at: int, size: int, pinned: str) -> None:
-        """Play one attempt, whose slot is taken. With a pinned version, it is an evaluation and never trained on."""
+    async def _attempt(self, task: Task, progress: Progress, group: str, at: int, size: int) -> None:
+        """Play one attempt, whose slot is taken."""
         opened: Trajectory | None = None
         try:
             described = self._options.describe(task) if self._options.describe else ""
             async with self._client.trajectory(
-                self._model,
-                id=f"{group}-{at}",
-                group=group,
-                group_size=size,
-                attempt=at + 1,
-                task=described,
-                split="val" if pinned else "train",
-                pinned=pinned,
+                self._model, id=f"{group}-{at}", group=group, group_size=size, attempt=at + 1, task=described
             ) as opened:
                 reward = await call_rollout(self._rollout, opened, task, self._limiter)
                 if reward is not None:
@@ -175,37 +192,23 @@ class _Loop(Generic[Task]):
                 ) from error
         else:
             self.result.played += 1
-            if opened.outcome != "no_result":
-                progress.missing -= 1
-                if opened.reward is not None:
-                    progress.rewards.append(float(opened.reward))
+            progress.missing -= opened.outcome != "no_result"
         finally:
             self._slots.release()
 
-    async def play(self, label: str, task: Task, progress: Progress, pinned: str = "") -> None:
-        """Play the missing attempts, and those without a result again until `tries` groups were started. `label` names
-        the scenario in the groups' names; `pinned`: a version that is evaluated."""
+    async def play(self, progress: Progress) -> None:
+        """Play a scenario's missing attempts, and those without a result again until `tries` groups were started."""
         while progress.missing and progress.tries < self._options.tries:
-            group, size = self.attempts.group(label, progress.tries), progress.missing
+            group, size = self.attempts.group(progress.number, progress.tries), progress.missing
             progress.tries += 1
             async with anyio.create_task_group() as playing, self._turn:
                 for at in range(size):
                     await self._slots.acquire()
-                    if not at and not pinned:  # `begin` has counted it, with the step before it waited for its slot
+                    if not at:  # `begin` has counted it, with the step before it waited for its slot
                         self._undecided[group] = self.result.step
-                    playing.start_soon(self._attempt, task, progress, group, at, size, pinned)
-
-    async def evaluate(self, step: int, tasks: Sequence[Task]) -> None:
-        """Play the held-out tasks with the version of `step`, as far as they were not played before."""
-
-        async def play_task(number: int) -> list[float]:
-            label = f"eval-{step}-{number}"
-            progress = await self.attempts.progress(label, number, 1)
-            await self.play(label, tasks[number], progress, pinned=f"{self._model}@{step}")
-            return progress.rewards
-
-        rewards = await run_all(play_task, range(len(tasks)))
-        self.result.evaluations[step] = mean_of([reward for of_task in rewards for reward in of_task])
+                    playing.start_soon(self._attempt, self._task_of(progress), progress, group, at, size)
+        if progress.missing:
+            self.result.incomplete.append(progress.number)
 
     # -- keeping pace ----------------------------------------------------------------------------------------------
 
@@ -238,7 +241,7 @@ class _Loop(Generic[Task]):
         """Count the groups of an earlier process that still wait for the trainer: it trains them before new ones."""
         for progress in known:
             self._undecided |= dict.fromkeys(
-                self.attempts.group(str(progress.number), tried) for tried in range(progress.tries)
+                self.attempts.group(progress.number, tried) for tried in range(progress.tries)
             )
         for group in await self._decided(opened=True):
             del self._undecided[group]
@@ -258,83 +261,19 @@ class _Loop(Generic[Task]):
                         trained = int(state["version"].rpartition("@")[2])
                         self.result.staleness.append(trained - 1 - started)
             self.result.step = step
-            self._notify()
+            self._changed.set()
+            self._changed = anyio.Event()
             await anyio.sleep(self._options.poll_s)
 
     def begin(self, progress: Progress) -> None:
         """Count a group that is about to start."""
-        self._undecided[self.attempts.group(str(progress.number), progress.tries)] = self.result.step
-
-    def end(self) -> None:
-        """No group will start any more."""
-        self._over = True
-        self._notify()
-
-    def _notify(self) -> None:
-        """Wake `may_start` and `evaluations`, which wait for a change."""
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._undecided[self.attempts.group(progress.number, progress.tries)] = self.result.step
 
     async def may_start(self) -> bool:
         """Wait until another group keeps within `max_staleness`. Returns whether there are steps left."""
         while self.result.step < self._options.steps and len(self._undecided) >= self._most_undecided:
             await self._changed.wait()
         return self.result.step < self._options.steps
-
-    async def evaluations(self) -> None:
-        """Evaluate every multiple of `evaluate_every`, from the newest one at the start on: several may be new at once,
-        because an evaluation takes longer than a step."""
-        due = self.result.step - self.result.step % self._options.evaluate_every
-        while True:
-            if due <= self.result.step:
-                try:
-                    await self.evaluate(due, self._options.evaluation)
-                except* JourneyworkError as refused:
-                    if refused.subgroup(lambda e: isinstance(e, JourneyworkError) and e.status != NOT_FOUND):
-                        raise
-                    self.result.not_evaluated.append(due)
-                due += self._options.evaluate_every
-            elif self._over:
-                return
-            else:
-                await self._changed.wait()
-
-
-class _Scenarios(Generic[Task]):
-    """The scenarios of a loop in their order, as often as its epochs say."""
-
-    def __init__(self, scenarios: Sequence[Task], options: LoopOptions[Task]) -> None:
-        """Raises `ValueError` if there are no scenarios."""
-        if not scenarios:
-            raise ValueError("there are no scenarios")
-        self._scenarios, self._options = scenarios, options
-        self.total = None if options.epochs is None else options.epochs * len(scenarios)
-        """Number of groups to play; `None` if there is no end to them."""
-
-    def task_of(self, progress: Progress) -> Task:
-        """Return the scenario: the loop begins again with the first one after the last."""
-        return self._scenarios[progress.number % len(self._scenarios)]
-
-    def check(self, known: Sequence[Progress]) -> None:
-        """Raise `ValueError` if `known`, what was played before, was of other scenarios."""
-        describe = self._options.describe
-        if describe is None:
-            return
-        for progress in known:
-            if progress.task and progress.task != (now := describe(self.task_of(progress))):
-                raise ValueError(
-                    f"scenario {progress.number} was {progress.task!r} when the loop {self._options.name!r} began, and "
-                    f"is {now!r} now: give a loop over other scenarios another name"
-                )
-
-    def rest(self, known: Sequence[Progress]) -> Iterator[Progress]:
-        """Yield what is left to play: first what was started before, then the scenarios after it."""
-        for progress in known:
-            if progress.missing and progress.tries < self._options.tries:
-                yield progress
-        numbers = itertools.count(len(known)) if self.total is None else range(len(known), self.total)
-        for number in numbers:
-            yield Progress(number, self._options.group_size)
 
 
 async def loop(
@@ -348,34 +287,18 @@ async def loop(
     Raises `JourneyworkError` if the gateway refuses a request or stays away, and `TooManyExceptionsError`. Raises
     `ValueError` for no scenarios, and for a loop that was begun under this name with another model, group size or, with
     `describe`, other scenarios."""
-    chosen = _Scenarios(scenarios, options)
-    running = _Loop(client, model, rollout, options)
-    result = running.result
-    with plain_errors(Exception):
-        known = await running.attempts.resume(chosen.total)
-    result.resumed = sum(options.group_size - progress.missing for progress in known)
-    result.step = await running.served_step()
-    chosen.check(known)
+    running = _Loop(client, model, scenarios, rollout, options)
+    known = await running.resume()
+    running.result.step = await running.served_step()
     await running.count_earlier_groups(known)
-    result.incomplete += [p.number for p in known if p.missing and p.tries >= options.tries]
-
-    async def play(progress: Progress, task: Task) -> None:
-        await running.play(str(progress.number), task, progress)
-        if progress.missing:
-            result.incomplete.append(progress.number)
-
     with plain_errors(JourneyworkError, TooManyExceptionsError, ValueError):
         async with anyio.create_task_group() as watching:
             watching.start_soon(running.watch)
-            async with anyio.create_task_group() as evaluating:
-                if options.evaluate_every:
-                    evaluating.start_soon(running.evaluations)
-                async with anyio.create_task_group() as playing:
-                    for progress in chosen.rest(known):
-                        if not await running.may_start():
-                            break
-                        running.begin(progress)
-                        playing.start_soon(play, progress, chosen.task_of(progress))
-                running.end()
+            async with anyio.create_task_group() as playing:
+                for progress in running.rest(known):
+                    if not await running.may_start():
+                        break
+                    running.begin(progress)
+                    playing.start_soon(running.play, progress)
             watching.cancel_scope.cancel()
-    return result
+    return running.result
