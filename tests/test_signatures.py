@@ -21,7 +21,7 @@ from tests.trainer import kit
 from tests.trainer.conftest import tiny_base as tiny_base
 from tests.trainer.kit import running, steps_reach
 from trainer.checkpoints import checkpoint
-from trainer.commands.export import fetch_adapter
+from trainer.commands.export import fetch_step
 
 pytestmark = pytest.mark.anyio
 
@@ -112,9 +112,9 @@ async def test_forged_checkpoints_are_skipped(nats_config: NatsConfig, tiny_base
         assert [s.partition("tiny@")[2][:1] for s in said] == ["7", "9", "8"], said
         status = await read_log(nats_config, trust, "p")
         assert status["policies"] == {"tiny": "tiny@1"}
-        assert set(checkpoint.unpack(await fetch_adapter(config, kit.MODEL, 1))) == set(checkpoint.ADAPTER_FILES)
+        assert set(await fetch_step(config, kit.MODEL, 1)) == set(checkpoint.ADAPTER_FILES)
         with pytest.raises(checkpoint.CheckpointError, match="not signed"):
-            await fetch_adapter(config, kit.MODEL, 7)
+            await fetch_step(config, kit.MODEL, 7)
         await Policies("p", [kit.MODEL], trust).rebuild(broker)  # another gateway, or this one again
         assert await letters(broker) == said
 

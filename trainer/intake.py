@@ -24,7 +24,7 @@ from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.messages import Place
 from pipeline.names import branch_model
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import AdmittedGroup, Refusal, trainable_members
+from trainer.batches.groups import AdmittedGroup, DiscardedGroup, Refusal, trainable_members
 from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns
 from trainer.checkpoints.commits import LogShrankError
 from trainer.checkpoints.consumed import Consumed
@@ -199,7 +199,7 @@ class Intake:
         await self._publish_discard(event, refusal, queue.learner.version, duration_s or 0.0)
         if refusal.reason != "repeated":  # its rewards were counted when it was trained
             rewards = [m.reward for m in group.members]
-            queue.learner.record_discarded(rewards, equal=refusal.reason == "no_variance")
+            queue.learner.discarded.append(DiscardedGroup(rewards, equal=refusal.reason == "no_variance"))
         queue.requested.settle(event)
         await self._finish(group)
 

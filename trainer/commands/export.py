@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import hashlib
 import re
 import shutil
 import sys
@@ -19,14 +18,14 @@ from pathlib import Path
 
 import anyio
 
-from pipeline import streams
 from pipeline.config import Config, ConfigError
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.security.signing import Trust
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
-from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints, unpack
+from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints
+from trainer.checkpoints.commits import fetch_adapter
 from trainer.commands import options
 
 
@@ -41,12 +40,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_files(
-    checkpoints: Checkpoints, step: str, fetch: Callable[[int], bytes] | None = None
+    checkpoints: Checkpoints, step: str, fetch: Callable[[int], dict[str, bytes]] | None = None
 ) -> tuple[int, dict[str, bytes]]:
     """The step that `--step` names, and the files of its adapter.
 
-    `fetch` gets an adapter that is not on disk. Raises `CheckpointError` where there is no such checkpoint, and
-    `ConfigError` for another `step`."""
+    `fetch` gets the files of an adapter that is not on disk. Raises `CheckpointError` where there is no such
+    checkpoint, and `ConfigError` for another `step`."""
     steps = checkpoints.steps()
     if step == "latest":
         if not steps:
@@ -70,11 +69,11 @@ def find_files(
             f"step {number} is not on disk (there are: {', '.join(map(str, steps)) or 'none'}): "
             "name the log with --nats-url"
         )
-    return number, unpack(fetch(number))
+    return number, fetch(number)
 
 
-async def fetch_adapter(config: Config, model: str, step: int) -> bytes:
-    """Read the adapter of a step, as a tar, from the object store of the log at `config.nats.url`. Raises
+async def fetch_step(config: Config, model: str, step: int) -> dict[str, bytes]:
+    """Read the files of a step's adapter from the object store of the log at `config.nats.url`. Raises
     `CheckpointError`."""
     async with Broker.connect(config.nats, name="export", provision=False) as broker:
         history = await broker.read(
@@ -89,13 +88,7 @@ async def fetch_adapter(config: Config, model: str, step: int) -> bytes:
         trusted = [r.event for r in history if not trust.objection(r.event)]
         if not trusted:
             raise CheckpointError(trust.objection(history[-1].event))
-        event = trusted[0]
-        tar = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
-        if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
-            raise CheckpointError(
-                f"the adapter of {event.version} in the object store does not match its event: do not use it"
-            )
-        return tar
+        return await fetch_adapter(broker, trusted[0])
 
 
 def write_adapter(files: dict[str, bytes], out: Path) -> None:
@@ -147,8 +140,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.out.exists():
             raise ConfigError(f"{args.out} exists already")
 
-        def fetch(number: int) -> bytes:
-            return anyio.run(fetch_adapter, config, model.name, number)
+        def fetch(number: int) -> dict[str, bytes]:
+            return anyio.run(fetch_step, config, model.name, number)
 
         checkpoints = Checkpoints.of(config, model.name)
         step, files = find_files(checkpoints, args.step, fetch if args.nats_url else None)

@@ -16,6 +16,7 @@ from pipeline.log.broker import Broker
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, checkpoints, dead_letters, discards, running, steps_reach, unacked, until
 from trainer import service
+from trainer.batches.groups import DiscardedGroup
 from trainer.checkpoints import checkpoint
 from trainer.sequences import build
 
@@ -238,9 +239,9 @@ async def test_rewards_of_groups_discarded_during_a_step_count_in_the_next_one(t
     config = kit.settings(tiny_base, tmp_path)
     learner = service.make_learners(config)["tiny"]
     batch = [kit.training_group(kit.group("g", [0.0, 1.0]), build("g-1", kit.turns("g-1", 1)))]
-    learner.record_discarded([1.0, 1.0], equal=True)
+    learner.discarded.append(DiscardedGroup([1.0, 1.0], equal=True))
     pending = learner.train_step(batch)
-    learner.record_discarded([0.25, 0.25], equal=True)  # while the step's event goes to the log
+    learner.discarded.append(DiscardedGroup([0.25, 0.25], equal=True))  # while the step's event goes to the log
     learner.commit(pending)
     after = learner.train_step(batch).manifest.event.metrics
     before = pending.manifest.event.metrics
