@@ -40,7 +40,7 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     mixture of experts those of the attention."""
 
 
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+LossType = Literal["grpo", "dr_grpo", "dapo", "cispo"]
 """The losses of `trainer.engine.loss`, by TRL's names."""
 
 

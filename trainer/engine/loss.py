@@ -3,7 +3,7 @@
 | `trainer.loss.type` | paper | averaged over |
 | --- | --- | --- |
 | `grpo` | DeepSeekMath, arXiv 2402.03300: PPO's clip (1707.06347) | sequences of their tokens' means |
-| `bnpo`, `dapo` | the same, by DAPO, 2503.14476 | tokens of the batch |
+| `dapo` (TRL's `bnpo` is the same here) | the same, by DAPO, 2503.14476 | tokens of the batch |
 | `dr_grpo` | the same, by Dr. GRPO, 2503.20783 | sequences, of sums over `max_completion_length` |
 | `cispo` | MiniMax-M1, 2506.13585: the ratio is bounded and a constant | tokens of the batch |
 
