@@ -11,7 +11,6 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from transformers import get_scheduler
 
 from pipeline.config import TrainerConfig
 from trainer.engine.model import PolicyModel
@@ -40,14 +39,10 @@ def learning_rate(config: TrainerConfig, step: int, parameters: int) -> float:
     peak = default_rate(parameters) if optimizer.learning_rate is None else optimizer.learning_rate
     if step < optimizer.warmup_steps:
         return peak * (step + 1) / (optimizer.warmup_steps + 1)
-    unused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
-    scheduler = get_scheduler(
-        optimizer.schedule,
-        unused,
-        num_warmup_steps=None if optimizer.schedule == "constant" else optimizer.warmup_steps,
-        num_training_steps=max(config.max_steps, 1),
-    )
-    return peak * float(scheduler.lr_lambdas[0](step))
+    if optimizer.schedule == "constant":
+        return peak
+    left = (config.max_steps - step) / max(1, config.max_steps - optimizer.warmup_steps)
+    return peak * max(0.0, left)
 
 
 def make_optimizer(
