@@ -53,12 +53,10 @@ class LossConfig(Section, frozen=True, kw_only=True):
     `weighting` then has an effect."""
     beta: Coefficient = 0.0
     """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
-    importance_sampling: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        "token_truncate"
-    )
+    importance_sampling: Literal["none", "token_truncate", "sequence_truncate"] = "token_truncate"
     """How replies sampled by an older version are corrected. The importance ratio compares the trainer's logprobs
-    with the recorded ones, per token or per sequence. `..._truncate` limits the ratio to `importance_clip`;
-    `..._mask` drops what exceeds it. `none`: no ratio; the recorded logprobs are the old policy of the PPO clip."""
+    with the recorded ones, per token or per sequence, and is limited to `importance_clip`. `none`: no ratio; the
+    recorded logprobs are the old policy of the PPO clip."""
     importance_clip: Scale = 3.0
     """Largest importance ratio."""
     importance_level: Literal["token", "sequence"] = "token"
