@@ -172,7 +172,8 @@ class _Loop(Generic[Task]):
     # -- playing ---------------------------------------------------------------------------------------------------
 
     async def _attempt(self, task: Task, progress: Progress, group: str, at: int, size: int) -> None:
-        """Play one attempt, whose slot is taken."""
+        """Play the attempt `at` (from 0) of a group of `size`, and free the slot that `play` took for it. What the
+        rollout raises is kept and counted: the attempt has no result then, and is played again."""
         opened: Trajectory | None = None
         try:
             described = self._options.describe(task) if self._options.describe else ""

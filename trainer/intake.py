@@ -84,11 +84,15 @@ class Intake:
             self._redelivered.set()
             await self._end_incomplete_batches()
             if len(self.consumed) > _CONSUMED_KEPT:
-                floor = await self._ack_floor()
-                self.consumed.forget(floor)
-                for queue in self.queues.values():
-                    for earlier_runs in queue.earlier_runs.values():
-                        earlier_runs.forget(floor)
+                await self._forget_acknowledged()
+
+    async def _forget_acknowledged(self) -> None:
+        """Drop from memory what only groups need that the server may deliver again: none up to its ack floor is."""
+        floor = await self._ack_floor()
+        self.consumed.forget(floor)
+        for queue in self.queues.values():
+            for earlier_runs in queue.earlier_runs.values():
+                earlier_runs.forget(floor)
 
     async def until_redelivered(self, timeout_s: float) -> None:
         """Wait until the server delivered again what a trainer before this one held, at most `timeout_s` seconds. The

@@ -168,7 +168,10 @@ class GroupWithHistory:
         return Refusal("no_tokens", "no member has a token to train" + (f": {why}" if why else ""))
 
     def _no_signal(self, config: TrainerConfig) -> Refusal | None:
-        """Why the tokens that are left have no advantage and no teacher; `None` if they have."""
+        """Why the group can't change the policy; `None` if it can.
+
+        It can't where its returns are equal, so that every advantage is 0, and no teacher says anything of a token that
+        is left: after their calls were read, hints or answers may turn out to be of no use."""
         history, members = self.history, self.members
         if not _compares_within_group(config) or not _has_equal_returns(members, config, history):
             return None

@@ -102,11 +102,14 @@ def calls_with_credit(member: Member, calls: int, discount: float, roles: Roles 
     if member.graded == "run":
         return np.ones(calls, np.bool_)
     rewarded = {int(call) for call in member.call_rewards}
-    judged = rewarded | {max(hint.call, 0) for hint in member.hints}
-    last = {roles.get(call, ""): call for call in sorted(rewarded)}
-    return np.array(
-        [c in judged or (discount > 0 and c <= last.get(roles.get(c, ""), -1)) for c in range(calls)], np.bool_
-    )
+    judged = rewarded | {max(hint.call, 0) for hint in member.hints}  # a hint of call -1 is on the first one
+    last_rewarded = {roles.get(call, ""): call for call in sorted(rewarded)}
+    """The last call with a reward, by the agent's role."""
+    trains = np.zeros(calls, np.bool_)
+    for call in range(calls):
+        a_reward_follows = discount > 0 and call <= last_rewarded.get(roles.get(call, ""), -1)
+        trains[call] = call in judged or a_reward_follows
+    return trains
 
 
 def group_returns(

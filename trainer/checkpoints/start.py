@@ -80,6 +80,8 @@ def read_version(config: Config, model: str, step: int) -> Start:
 
 
 def _peft_folder(folder: Path) -> Start:
+    """Read an adapter that was trained elsewhere. Raises `ConfigError` for one that computes what the trainer's do
+    not."""
     try:
         files = {name: (folder / name).read_bytes() for name in ADAPTER_FILES}
         config = msgspec.json.decode(files["adapter_config.json"], type=dict[str, object])
