@@ -1,10 +1,11 @@
-"""Command lines of the SDK's commands (`journeywork eval` and `init`): types of arguments, the gateway that is meant,
-and how an error ends a command. `pipeline.terminal.parsers` is the same for the services' commands, which this package
-does not import."""
+"""Command lines of the SDK's commands (`journeywork eval`, `prompt` and `init`): the gateway that they play through,
+types of arguments, and how an error ends a command. `pipeline.terminal.parsers` is the same for the services' commands,
+which this package does not import."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -14,8 +15,20 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from journeywork.client import AsyncJourneywork
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of a shell."""
+
+
+def command_parser(name: str, module_docs: str | None) -> argparse.ArgumentParser:
+    """Return the parser of `journeywork <name>`. Its help shows the docstring of the command's module, without the
+    first line."""
+    return argparse.ArgumentParser(
+        prog=f"journeywork {name}",
+        description=inspect.cleandoc(module_docs or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def at_least_one(text: str) -> int:
@@ -34,6 +47,22 @@ def not_negative(text: str) -> float:
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"it must be a number of at least 0, not {text!r}")
     return number
+
+
+def add_gateway(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a command that plays through a gateway: `client_of` reads the first three."""
+    add = parser.add_argument
+    add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the run")
+    add("--run-dir", default="", help="the gateway's run; default: the newest one under runs/ that was not stopped")
+    add("--api-key-env", default="JOURNEYWORK_API_KEY", metavar="NAME", help="variable with the gateway's API key")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
+    add("--max-exceptions", type=not_negative, default=0.1, help="count, or share below 1, of attempts that may raise")
+
+
+def client_of(args: argparse.Namespace) -> AsyncJourneywork:
+    """Return a client of the gateway, with the key, that the arguments name. Raises `ValueError`."""
+    return AsyncJourneywork(gateway_of(args.url, args.run_dir), api_key=os.environ.get(args.api_key_env, ""))
 
 
 def gateway_of(url: str = "", run_dir: str = "") -> str:

@@ -120,8 +120,7 @@ class Trajectory:
     """`no_result`: the infrastructure failed, so the run does not reflect the policy. `masked`: keep the run, but do
     not train on it."""
     prompt: str = ""
-    """System prompt that an evaluation has the agent play with (`journeywork.evaluation.entrants`). Empty: the agent's
-    own."""
+    """System prompt that `journeywork prompt` or an evaluation has the agent play with. Empty: the agent's own."""
     usage: Usage | None = None
     """Known once the trajectory is completed."""
     duration_s: float | None = None

@@ -10,6 +10,7 @@
 | `loading` | rollouts as `module:function`, scenarios as `module:name` or JSONL |
 | `report` | the report for a terminal |
 | `command` | `journeywork eval` |
+| `prompting` | `journeywork prompt`: a better system prompt, by GEPA |
 """
 
 from journeywork.evaluation.entrants import Entrant, parse_entrant

@@ -10,19 +10,16 @@ model). The first one is the baseline: the differences of the others are paired 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import anyio
 
-from journeywork.client import AsyncJourneywork
-from journeywork.command_line import at_least_one, exit_status, gateway_of, not_negative, output_of_one_object
+from journeywork import command_line
 from journeywork.evaluation.entrants import Entrant, parse_entrant
-from journeywork.evaluation.loading import load_rollout, load_scenarios
+from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
 from journeywork.evaluation.playing import play, versions_of
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EvaluationReport
@@ -34,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits 1 if the evaluation failed or an entrant has no reward, 2 if an argument is unusable."""
     args = _parser().parse_args(argv)
     with (
-        exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError)),
-        output_of_one_object(args.json),
+        command_line.exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError)),
+        command_line.output_of_one_object(args.json),
     ):
         entrants = [parse_entrant(text) for text in args.entrants]
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
@@ -61,7 +58,7 @@ async def _run(
     args: argparse.Namespace, entrants: list[Entrant], rollout: Any, tasks: list[Any]
 ) -> EvaluationReport | list[str]:
     """Return the report, or with `--dry-run` the versions that the entrants would play with."""
-    async with _client(args) as client:
+    async with command_line.client_of(args) as client:
         if args.dry_run:
             return await versions_of(client, entrants)
         return await play(
@@ -78,37 +75,15 @@ async def _run(
         )
 
 
-def _client(args: argparse.Namespace) -> AsyncJourneywork:
-    """Return a client of the gateway, with the key, that the arguments name. Raises `ValueError`."""
-    return AsyncJourneywork(gateway_of(args.url, args.run_dir), api_key=os.environ.get(args.api_key_env, ""))
-
-
 def _parser() -> argparse.ArgumentParser:
-    """Return the command's parser. Its help shows this module's docstring without the first line."""
-    parser = argparse.ArgumentParser(
-        prog="journeywork eval",
-        description=inspect.cleandoc(__doc__ or "").partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.command_parser("eval", __doc__)
     add = parser.add_argument
     add("entrants", nargs="+", metavar="ENTRANT", help="who plays; the first is the baseline")
-    add(
-        "--rollout",
-        required=True,
-        metavar="MODULE:FUNCTION",
-        help="plays one task: rollout(run, task). The module is imported: its top level runs, so what starts a "
-        'training belongs under `if __name__ == "__main__"`',
-    )
-    add("--scenarios", required=True, metavar="MODULE:NAME|FILE", help="a list, a function that returns one, or JSONL")
-    add("--attempts", type=at_least_one, default=1, help="runs of each task (default: 1)")
-    add("--limit", type=at_least_one, metavar="N", help="only the first N tasks; default: all")
+    add_tasks(parser, "a list, a function that returns one, or JSONL")
+    add("--attempts", type=command_line.at_least_one, default=1, help="runs of each task (default: 1)")
+    add("--limit", type=command_line.at_least_one, metavar="N", help="only the first N tasks; default: all")
     add("--dry-run", action="store_true", help="play nothing; print the tasks' number and entrants' versions, as JSON")
-    add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the run")
-    add("--run-dir", default="", help="the gateway's run; default: the newest one under runs/ that was not stopped")
-    add("--api-key-env", default="JOURNEYWORK_API_KEY", metavar="NAME", help="variable with the gateway's API key")
-    add("--json", action="store_true", help="print one JSON object")
-    add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
-    add("--max-exceptions", type=not_negative, default=0.1, help="count, or share below 1, of attempts that may raise")
+    command_line.add_gateway(parser)
     return parser
 
 

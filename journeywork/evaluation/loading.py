@@ -1,10 +1,11 @@
-"""Rollouts and scenarios by name, for the command `journeywork eval`.
+"""Rollouts and scenarios by name, for the commands `journeywork eval` and `prompt`.
 
 A *rollout* is the user's function `rollout(run, task)` that plays one task; *scenarios* are the tasks. Both are given
 as `module:name` from the current folder or the Python path, scenarios also as a JSONL file."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import itertools
 import json
@@ -12,6 +13,18 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+
+def add_tasks(parser: argparse.ArgumentParser, scenarios: str) -> None:
+    """Add `--rollout` and `--scenarios`, for `load_rollout` and `load_scenarios`. `scenarios`: help of the latter."""
+    parser.add_argument(
+        "--rollout",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="plays one task: rollout(run, task). The module is imported: its top level runs, so what starts a "
+        'training belongs under `if __name__ == "__main__"`',
+    )
+    parser.add_argument("--scenarios", required=True, metavar="MODULE:NAME|FILE", help=scenarios)
 
 
 def load_object(text: str) -> Any:

@@ -1,6 +1,6 @@
 """Every entrant plays the same tasks, one entrant after the other.
 
-`play` is `client.evaluate` of the SDK, and the command `journeywork eval` calls it. An *entrant*
+`play` is `client.evaluate` of the SDK, and the commands `journeywork eval` and `prompt` call it. An *entrant*
 (`journeywork.evaluation.entrants`) is who plays: a policy version or an outside model. Its attempts are played by
 `journeywork.gathering.gather`, a group for each task."""
 

@@ -30,6 +30,8 @@ class TaskResult:
     failed: int
     trajectories: tuple[str, ...] = ()
     """Ids of the runs, which are on the log."""
+    metadata: tuple[dict[str, Any], ...] = ()
+    """What the rollout left in `run.metadata`, by attempt; attempts that left nothing are not in it."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ def _task_result(group: TaskGroup[int], name: str, attempts: int) -> TaskResult:
         attempts,
         len(group.exceptions),
         tuple(run.id for run in group.trajectories),
+        tuple(run.metadata for run in group.trajectories if run.metadata),
     )
 
 

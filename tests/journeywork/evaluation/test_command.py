@@ -81,7 +81,7 @@ async def test_what_a_rollout_prints_is_no_part_of_the_json() -> None:
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubGateway:
     """The gateway that the command asks, without a network."""
     gateway = StubGateway(step=3)
-    monkeypatch.setattr("journeywork.evaluation.command._client", lambda _: gateway.client())
+    monkeypatch.setattr("journeywork.command_line.client_of", lambda _: gateway.client())
     return gateway
 
 
