@@ -40,7 +40,7 @@ class LoraConfig(Section, frozen=True, kw_only=True):
     mixture of experts those of the attention."""
 
 
-LossType = Literal["grpo", "dr_grpo", "dapo", "cispo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 """The losses of `trainer.engine.loss`, by TRL's names."""
 
 
@@ -53,10 +53,12 @@ class LossConfig(Section, frozen=True, kw_only=True):
     `weighting` then has an effect."""
     beta: Coefficient = 0.0
     """Weight of the KL divergence from the base model. 0: the divergence is reported and not trained on."""
-    importance_sampling: Literal["none", "token_truncate", "sequence_truncate"] = "token_truncate"
+    importance_sampling: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
     """How replies sampled by an older version are corrected. The importance ratio compares the trainer's logprobs
-    with the recorded ones, per token or per sequence, and is limited to `importance_clip`. `none`: no ratio; the
-    recorded logprobs are the old policy of the PPO clip."""
+    with the recorded ones, per token or per sequence. `..._truncate` limits the ratio to `importance_clip`;
+    `..._mask` drops what exceeds it. `none`: no ratio; the recorded logprobs are the old policy of the PPO clip."""
     importance_clip: Scale = 3.0
     """Largest importance ratio."""
     importance_level: Literal["token", "sequence"] = "token"
@@ -134,9 +136,11 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     learning_rate: Share | None = None
     """`None`: 32,500 over the parameters of the model without its embeddings, at least 1e-5 (from 3 billion on) and at
     most 2e-3: 3e-4 for the demo's model of 135 million parameters (docs/training.md, before the first real run)."""
-    schedule: Literal["constant", "linear"] = "constant"
-    """How the learning rate changes after the warm-up. `linear` falls to 0 at `trainer.max_steps`. All updates of
-    a step have the same learning rate. A requested batch that chooses its learning rate is trained with that rate."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
+    """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`.
+    `inverse_sqrt` falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls
+    from step 10,000 on. All updates of a step have the same learning rate. A requested batch that chooses its
+    learning rate is trained with that rate."""
     epochs: SmallCount = 1
     """Times that a step trains each of its groups. With more than one epoch or minibatch, a step takes several
     optimizer updates over its batch, as PPO does, and still makes one checkpoint. The logprobs before the first

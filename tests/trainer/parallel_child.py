@@ -40,7 +40,7 @@ from trainer.engine.passes import Passes
 SETTINGS: dict[str, dict[str, Any]] = {
     "dapo": {"memory.packing": "prefix", "memory.tokens_per_batch": 150},
     "grpo": {"memory.packing": "padded", "memory.tokens_per_batch": 40, "loss.entropy_coef": 0.05},
-    "dapo, with KL": {"memory.packing": "padded", "loss.beta": 0.1},
+    "bnpo": {"memory.packing": "padded", "loss.beta": 0.1},
     "dr_grpo": {"memory.packing": "padded", "memory.tokens_per_batch": 1},
     "cispo": {"loss.kl_penalty": 0.1},
     "sft": {"memory.tokens_per_batch": 30},

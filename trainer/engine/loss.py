@@ -3,7 +3,7 @@
 | `trainer.loss.type` | paper | averaged over |
 | --- | --- | --- |
 | `grpo` | DeepSeekMath, arXiv 2402.03300: PPO's clip (1707.06347) | sequences of their tokens' means |
-| `dapo` (TRL's `bnpo` is the same here) | the same, by DAPO, 2503.14476 | tokens of the batch |
+| `bnpo`, `dapo` | the same, by DAPO, 2503.14476 | tokens of the batch |
 | `dr_grpo` | the same, by Dr. GRPO, 2503.20783 | sequences, of sums over `max_completion_length` |
 | `cispo` | MiniMax-M1, 2506.13585: the ratio is bounded and a constant | tokens of the batch |
 
@@ -122,15 +122,18 @@ def reverse_kl(policy_nK: torch.Tensor, teacher_nK: torch.Tensor, *, tail: bool)
 def importance_weights(
     logprobs_SK: torch.Tensor, sampled_SK: torch.Tensor, mask_SK: torch.Tensor, mode: str, maximum: float
 ) -> torch.Tensor:
-    """Return the importance weights of truncated importance sampling (TIS: F. Yao et al. 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training"), [S, K], or [S, 1] per sequence.
+    """Return the importance weights of truncated or masked importance sampling (TIS, MIS: F. Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training"), [S, K], or [S, 1] per sequence.
 
-    `mode` is `trainer.loss.importance_sampling`. Weights above `maximum` are set to it. A token whose sampler logprob
-    is NaN counts as ratio 1."""
+    `mode` is `trainer.loss.importance_sampling`. Weights above `maximum` are set to it (`…_truncate`) or to 0
+    (`…_mask`). A token whose sampler logprob is NaN counts as ratio 1."""
     difference = torch.nan_to_num((logprobs_SK.detach() - sampled_SK) * mask_SK, nan=0.0)
-    if mode == "sequence_truncate":
+    if mode.startswith("sequence"):
         difference = difference.sum(dim=-1, keepdim=True)
-    return torch.exp(difference).clamp(max=maximum)
+    ratio = torch.exp(difference)
+    if mode.endswith("truncate"):
+        return torch.clamp(ratio, max=maximum)
+    return ratio.masked_fill(ratio > maximum, 0.0)
 
 
 def _mean(values_SK: torch.Tensor, mask_SK: torch.Tensor) -> torch.Tensor:

@@ -173,17 +173,21 @@ def reference(engine: Engine, args: GRPOConfig, beta: float, examples: list[Exam
         inputs["old_per_token_logps"] = torch.where(mask.bool(), sampled, before)
     else:
         # As TRL does after generation with vLLM.
+        mode = args.vllm_importance_sampling_mode
+        high = args.vllm_importance_sampling_clip_max
         difference = (before - sampled) * mask
-        if args.vllm_importance_sampling_mode == "sequence_truncate":
+        if "sequence" in mode:
             difference = difference.sum(-1, keepdim=True)
-        inputs["importance_sampling_ratio"] = difference.exp().clamp(max=args.vllm_importance_sampling_clip_max)
+        ratio = difference.exp()
+        ratio = ratio.clamp(max=high) if "truncate" in mode else torch.where(ratio > high, 0.0, ratio)
+        inputs["importance_sampling_ratio"] = ratio
         inputs["old_per_token_logps"] = before
     loss = trainer.compute_loss(engine.model.peft, inputs)
     loss.backward()
     return float(loss.detach())
 
 
-CORRECTIONS = ("none", "token_truncate", "sequence_truncate")
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 ON: dict[str, Any] = {
     "loss_type": "dapo",

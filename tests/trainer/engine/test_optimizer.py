@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from pipeline.config import TrainerConfig, with_batch_settings
 from pipeline.events import STATE_FILE
@@ -45,7 +47,7 @@ def test_rate_follows_from_the_size_of_the_model(parameters: float, rate: float)
     assert learning_rate(TrainerConfig(), 0, int(parameters)) == pytest.approx(rate, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "inverse_sqrt"])
 def test_no_step_is_taken_at_rate_0(schedule: str) -> None:
     """Regression: a warm-up began at 0, so the first step cost its batch and learned nothing."""
     config = with_values(
@@ -54,6 +56,17 @@ def test_no_step_is_taken_at_rate_0(schedule: str) -> None:
     rates = [learning_rate(config, step, 10**9) / default_rate(10**9) for step in range(12)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(0 < rate <= 1 for rate in rates)
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "inverse_sqrt"])
+def test_schedules_are_those_of_transformers_after_the_warmup(schedule: str, warmup: int) -> None:
+    given = {"optimizer.schedule": schedule, "optimizer.warmup_steps": warmup, "max_steps": 12}
+    config = with_values(TrainerConfig(), given)
+    unused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    theirs = get_scheduler(schedule, unused, num_warmup_steps=warmup, num_training_steps=12).lr_lambdas[0]
+    for step in range(warmup, 13):
+        assert learning_rate(config, step, 10**9) / default_rate(10**9) == pytest.approx(theirs(step), abs=1e-12)
 
 
 def test_a_learning_rate_that_a_batch_chooses_is_the_rate_of_its_step(engine: Engine) -> None:
@@ -79,6 +92,8 @@ SCHEDULES: dict[str, dict[str, object]] = {
     "constant": {"optimizer.schedule": "constant"},
     "warm-up": {"optimizer.schedule": "constant", "optimizer.warmup_steps": 3},
     "linear": {"optimizer.schedule": "linear", "optimizer.warmup_steps": 2, "max_steps": 8},
+    "cosine": {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 2, "max_steps": 8},
+    "inverse_sqrt": {"optimizer.schedule": "inverse_sqrt", "optimizer.warmup_steps": 2},
     "updates": {"optimizer.epochs": 2, "optimizer.minibatches": 2},
 }
 
@@ -111,5 +126,8 @@ def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
     assert all(torch.equal(whole.weights[k], pieces.weights[k]) for k in whole.weights)
     assert (whole.master is None) == (pieces.master is None) == (dtype == "float32")
     assert all(torch.equal(v, pieces.master[k]) for k, v in (whole.master or {}).items())  # type: ignore[index]
+    if schedule == "cosine":
+        cosine = [0.5e-2 * (1 + math.cos(math.pi * (n - 2) / 6)) for n in (2, 3, 4)]
+        assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, *cosine])
     if schedule == "linear":
         assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2 * 5 / 6, 1e-2 * 4 / 6])
