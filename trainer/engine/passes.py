@@ -65,7 +65,7 @@ class PassResult:
 class Passes:
     """Forward and backward passes of a model, with the loss on it.
 
-    `process_group` and `number` as `Engine`'s. Raises `ConfigError` if no pass gives the model's own logprobs."""
+    `process_group` and `number` as `Engine`'s. Raises `RefusedError` if no pass gives the model's own logprobs."""
 
     def __init__(self, model: PolicyModel, process_group: ProcessGroup | None = None, number: int = 0) -> None:
         check_trainer(model.config)

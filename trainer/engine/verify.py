@@ -80,6 +80,15 @@ class Verified:
     """In padded rows with images. `None` for a model that is trained without images."""
 
 
+class RefusedError(ConfigError):
+    """The model can't be trained under the given settings."""
+
+    def __init__(self, refusal: str, verified: Verified) -> None:
+        """`verified`: what was compared until the refusal."""
+        super().__init__(refusal)
+        self.verified = verified
+
+
 def logprob_bound_for(config: TrainerConfig, dtype: torch.dtype) -> float:
     """Return `trainer.logprob_bound` in nats, or its default for weights of type `dtype`."""
     if config.logprob_bound is not None:
@@ -192,16 +201,17 @@ def verify(model: PolicyModel) -> Verified:
 
     The comparison is made with a random adapter: a fresh one changes nothing, so a training pass that bypasses it would
     not show. Sets the attention implementation and the mask format that were found right on `model.forward`. Raises
-    `ConfigError` if no layout gives the model's logprobs, or if the layout that is set does not."""
+    `RefusedError` if no layout gives the model's logprobs, or if the layout that is set does not."""
     with model.with_adapter(_random_adapter(model)), _in_float32(model):
         samples = _samples_for(model)
         reference = _reference_logprobs(model, samples)
         rows = _verify_rows(model, samples, reference)
         packed, why = _verify_prefix_sharing(model, samples, reference)
         if why and model.config.memory.packing == "prefix":
-            raise ConfigError(
+            raise RefusedError(
                 f"trainer.memory.packing: prefixes can't be shared with {model.base} "
-                f"({type(model.forward.model).__name__}): {why}; use `padded` or `auto`"
+                f"({type(model.forward.model).__name__}): {why}; use `padded` or `auto`",
+                Verified(rows, packed, "padded", model.forward.attention, why),
             )
         if why:
             logger.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
@@ -247,7 +257,7 @@ def _samples_for(model: PolicyModel) -> list[TokenSequence]:
 
 def _verify_rows(model: PolicyModel, samples: Sequence[TokenSequence], reference: Sequence[torch.Tensor]) -> Difference:
     """Compare padded rows, first with the model's fast attention. Where that is wrong, eager attention is set, which
-    computes all that a model asks for. Raises `ConfigError` if that is wrong, too."""
+    computes all that a model asks for. Raises `RefusedError` if that is wrong, too."""
     config, forward = model.config, model.forward
     rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, forward.trunk.dtype) and config.engine != "unsloth":
@@ -259,10 +269,11 @@ def _verify_rows(model: PolicyModel, samples: Sequence[TokenSequence], reference
         forward.model.set_attn_implementation("eager")
         rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, forward.trunk.dtype):
-        raise ConfigError(
+        raise RefusedError(
             f"{model.base} ({type(forward.model).__name__}) can't be trained: the logprobs of a training pass differ "
             f"from the model's own by {rows}; trainer.logprob_bound is "
-            f"{logprob_bound_for(config, forward.trunk.dtype):g}"
+            f"{logprob_bound_for(config, forward.trunk.dtype):g}",
+            Verified(rows, None, "padded", forward.attention),
         )
     return rows
 

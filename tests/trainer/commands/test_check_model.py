@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -26,13 +27,16 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 def test_a_model_that_trains_right(tiny_base: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert SUBCOMMANDS["check-model"][0] == "trainer.commands.check_model"
-    code, out = asked(capsys, tiny_base)
+    code, out = asked(capsys, tiny_base, "--json")
+    found: dict[str, Any] = json.loads(out)
     assert code == 0
-    assert f"{tiny_base}: trains right" in out
-    differences = dict(re.findall(r"  (.*): at most (.*) nats", out))
-    assert differences.keys() == {"one row a sequence", "prefixes shared"}
-    assert all(0 <= float(difference) < 1e-4 for difference in differences.values())
-    assert "layout: prefixes are shared where that costs less; attention: sdpa" in out
+    assert found["refused"] is None
+    assert 0 <= found["padded_difference"] < 1e-4
+    assert 0 <= found["packed_difference"] < 1e-4
+    assert (found["layout"], found["dtype"]) == ("prefix", "float32")
+    code, text = asked(capsys, tiny_base)
+    assert code == 0
+    assert "trains right" in text
 
 
 def test_a_missing_chat_template_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,19 +48,23 @@ def test_a_missing_chat_template_is_said(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_model_with_a_state_is_trained_in_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = asked(capsys, make("qwen3_5_text", tmp_path))
-    assert (code, "layout: one row a sequence (some of its layers carry a state" in out) == (0, True)
-    assert "prefixes shared" not in out
-    code, out = asked(capsys, str(tmp_path), "--set", "trainer.memory.packing=prefix")
-    assert (code, "refused: trainer.memory.packing: " in out, "carry a state" in out) == (1, True, True)
+    code, out = asked(capsys, make("qwen3_5_text", tmp_path), "--json")
+    found = json.loads(out)
+    assert (code, found["refused"], found["layout"], found["packed_difference"]) == (0, None, "padded", None)
+    code, out = asked(capsys, str(tmp_path), "--json", "--set", "trainer.memory.packing=prefix")
+    found = json.loads(out)
+    assert code == 1
+    assert "carry a state" in found["refused"]
+    assert found["padded_difference"] < 1e-4
 
 
 def test_a_model_that_can_not_be_loaded_is_refused_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_family"}')
-    code, out = asked(capsys, str(tmp_path))
-    assert (code, "refused: " in out, "no_such_family" in out) == (1, True, True)
+    code, out = asked(capsys, str(tmp_path), "--json")
+    assert code == 1
+    assert "no_such_family" in json.loads(out)["refused"]
     assert asked(capsys, str(tmp_path), "--set", "trainer.nonsense=1")[0] == 2
 
 
