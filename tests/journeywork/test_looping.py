@@ -1,4 +1,4 @@
-"""The loop over a gateway in memory: order, staleness, tries and resume."""
+"""The loop over a gateway in memory: order, staleness, evaluations, tries and resume."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from journeywork import AsyncJourneywork, Trajectory
 from journeywork.looping import LoopOptions, LoopResult, loop
+from journeywork.statistics import mean_of
 from tests.kits.stub_gateway import StubGateway
 
 pytestmark = pytest.mark.anyio
@@ -70,10 +71,12 @@ class AgentsGateway(StubGateway):
         return super().answer(method, path, body)
 
 
-def played(stub: StubGateway) -> Counter[str]:
+def played(stub: StubGateway, split: str = "train") -> Counter[str]:
     """How many attempts at each task have a result."""
     return Counter(
-        stub.opened[name]["task"] for name, result in stub.completed.items() if result.get("outcome") != "no_result"
+        stub.opened[name]["task"]
+        for name, result in stub.completed.items()
+        if result.get("outcome") != "no_result" and stub.opened[name]["split"] == split
     )
 
 
@@ -160,6 +163,46 @@ async def test_groups_that_wait_since_before_a_restart_are_ahead_of_new_ones() -
     assert (result.step, result.staleness) == (2, [0, 0, 0])
 
 
+async def test_versions_are_evaluated_every_few_steps_and_not_again_after_a_restart() -> None:
+    stub = StubGateway(step=0)
+    options: dict[str, Any] = {"steps": 4, "groups_per_step": 2, "max_staleness": 1, "epochs": None}
+    held_out: dict[str, Any] = {"evaluate_every": 2, "evaluation": ["x", "y", "z"]}
+    async with trainer(stub, groups_per_step=2, last=4):
+        result = await run(stub, **options, **held_out)
+        opened = set(stub.opened)
+        again = await run(stub, **options, **held_out)
+    assert set(result.evaluations) == {0, 2, 4}
+    assert result.evaluations[4] == mean_of([1.0, 0.0, 0.0])
+    assert result.evaluations[4].count == 3
+    pinned = {o["pinned"] for o in stub.opened.values() if o["split"] == "val"}
+    assert pinned == {f"m@{step}" for step in result.evaluations}
+    assert set(stub.opened) == opened
+    assert again.evaluations == {4: result.evaluations[4]}
+
+
+async def test_steps_that_are_trained_during_an_evaluation_are_evaluated_too() -> None:
+    """Only the newest version was evaluated, so the curve had holes wherever steps were fast."""
+    stub = StubGateway(step=0)
+
+    async def train_meanwhile(run: Trajectory, task: str) -> float:
+        if task == "x":
+            stub.step = 7
+        return await play(run, task)
+
+    held_out: dict[str, Any] = {"evaluate_every": 2, "evaluation": ["x", "y"]}
+    result = await run(stub, train_meanwhile, steps=7, groups_per_step=2, epochs=None, **held_out)
+    assert list(result.evaluations) == [0, 2, 4, 6]
+    pinned = Counter(o["pinned"] for o in stub.opened.values() if o["split"] == "val")
+    assert pinned == {f"m@{step}": 2 for step in (0, 2, 4, 6)}
+
+
+async def test_a_version_that_is_gone_is_not_evaluated_and_the_loop_goes_on() -> None:
+    stub = StubGateway(step=3, retired={"m@2"})
+    result = await run(stub, evaluate_every=2, evaluation=["x", "y"])
+    assert (result.not_evaluated, result.evaluations) == ([2], {})
+    assert played(stub) == dict.fromkeys(SCENARIOS, SIZE)
+
+
 async def test_an_attempt_that_raises_is_played_again() -> None:
     raised = Counter[str]()
 
@@ -207,6 +250,7 @@ async def test_a_loop_does_not_go_on_as_another_one(options: dict[str, Any], sai
         {"name": ""},
         {"name": "a\nb"},
         {"name": "n" * 151},
+        {"evaluate_every": 2},
     ],
 )
 async def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:

@@ -42,6 +42,8 @@ class StubGateway:
     """The policy step that is served."""
     decided: dict[str, dict[str, str]] = field(default_factory=dict)
     """Group to what the gateway says of it: `status`, and `version` or `reason`. Other groups are waiting."""
+    retired: set[str] = field(default_factory=set)
+    """Versions that cannot be pinned."""
     refused_attempts: set[int] = field(default_factory=set)
     """Attempt numbers whose trajectories cannot be opened."""
     completed_by_others: dict[str, Any] | None = None
@@ -58,7 +60,7 @@ class StubGateway:
                 return 200, {"data": [{"model": "m", "version": f"m@{self.step}", "step": self.step}]}
             case "GET", "models":
                 names = ["m", *(f"m@{step}" for step in range(13))]
-                return 200, {"data": [{"id": name} for name in names]}
+                return 200, {"data": [{"id": name} for name in names if name not in self.retired]}
             case "POST", "evaluations":
                 self.evaluations.append(body)
                 return 201, {"object": "evaluation"}
@@ -75,6 +77,8 @@ class StubGateway:
         raise AssertionError(f"{method} {path} is not asked by any test")
 
     def _open(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body.get("pinned") in self.retired:
+            return _refusal(404, "no such version", "model_not_found")
         if body.get("attempt") in self.refused_attempts:
             return _refusal(400, "not this attempt", "invalid_body")
         self.opened[body["id"]] = body

@@ -3,7 +3,7 @@
 | metric | meaning |
 | --- | --- |
 | `loss` | TRL's loss of the whole batch; the mean over the step's updates |
-| `ratio_mean`, `ratio_max` | trainer's over sampler's probability per token, before the first update |
+| `ratio_*` | trainer's over sampler's probability per token, before the first update: mean, percentiles, largest |
 | `kl_sampler` | KL of the sampler from the trainer, nats per token (k3 estimate) |
 | `on_policy_logprob_diff`, `_max` | recorded against computed logprob, tokens of the present version: mean, largest |
 | `clip_share` | share of tokens whose ratio exceeds the bound of the sampler correction |
@@ -42,8 +42,12 @@ def sampler_metrics(
         if len(compared)
         else {}
     )
+    p5, p50, p95 = np.percentile(ratios, [5, 50, 95])
     return on_policy | {
         "ratio_mean": float(ratios.mean()),
+        "ratio_p5": float(p5),
+        "ratio_p50": float(p50),
+        "ratio_p95": float(p95),
         "ratio_max": float(ratios.max()),
         "kl_sampler": float((ratios - 1 - differences).mean()),
         "clip_share": float((ratios > largest_ratio).mean()),
