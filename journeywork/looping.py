@@ -1,7 +1,7 @@
-"""Play scenarios while the trainer trains: bounded staleness, and a resume from the log.
+"""Play scenarios while the trainer trains: bounded staleness, evaluation every few steps, and a resume from the log.
 
     async with AsyncJourneywork(url) as client:
-        options = LoopOptions("night-1", steps=100, groups_per_step=16)
+        options = LoopOptions("night-1", steps=100, groups_per_step=16, evaluate_every=10, evaluation=held_out)
         result = await loop(client, "support", scenarios, play, options)
 
 Every attempt has an id that follows from the loop's name and its place: `<name>-<scenario>-<attempt>`. A loop that is
@@ -25,6 +25,7 @@ import anyio
 
 from journeywork.attempts import Attempts, Progress, run_all
 from journeywork.gathering import Rollout, Task, TooManyExceptionsError, call_rollout
+from journeywork.statistics import Estimate, mean_of
 from journeywork.trajectory import Trajectory
 from journeywork.transport import NOT_FOUND, JourneyworkError, plain_errors
 
@@ -39,7 +40,8 @@ _MAX_NAME = 150
 
 @dataclass(frozen=True)
 class LoopOptions(Generic[Task]):
-    """How a loop plays. Raises `ValueError` for a value out of range."""
+    """What a loop does beside playing. Raises `ValueError` for a value out of range, and for `evaluate_every` without
+    `evaluation`."""
 
     name: str
     """Names the loop on the log: 1 to 150 printable characters. To continue it, start it again with the same name,
@@ -56,6 +58,10 @@ class LoopOptions(Generic[Task]):
     """A group starts only if the trainer can train it at most so many steps after the version with which it begins."""
     epochs: int | None = None
     """It ends after so many passes over the scenarios."""
+    evaluate_every: int = 0
+    """The tasks of `evaluation` are played once with each version whose step is a multiple of this. At its start, the
+    loop takes the newest such version."""
+    evaluation: Sequence[Task] = ()
     tries: int = 3
     """Groups that a scenario may get until each attempt has a result."""
     max_exceptions: int = 100
@@ -79,8 +85,13 @@ class LoopOptions(Generic[Task]):
             value = getattr(self, field_name)
             if value is not None and value < 1:
                 raise ValueError(f"{field_name} must be at least 1, not {value}")
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness must be at least 0, not {self.max_staleness}")
+        for field_name in ("max_staleness", "evaluate_every"):
+            if getattr(self, field_name) < 0:
+                raise ValueError(f"{field_name} must be at least 0, not {getattr(self, field_name)}")
+        if self.evaluate_every and not self.evaluation:
+            raise ValueError(
+                f"evaluate_every is {self.evaluate_every}, but `evaluation` is empty: give it the held-out tasks"
+            )
 
 
 @dataclass
@@ -95,6 +106,10 @@ class LoopResult:
     """Attempts that were complete when it started."""
     incomplete: list[int] = field(default_factory=list)
     """Numbers of scenarios that have fewer completed attempts than wished, after all tries."""
+    evaluations: dict[int, Estimate] = field(default_factory=dict)
+    """The mean reward of the held-out tasks by policy step."""
+    not_evaluated: list[int] = field(default_factory=list)
+    """Steps whose version the gateway did not have any more when their turn came: retention had removed it."""
     staleness: list[int] = field(default_factory=list)
     """For each trained group that this process started, in how many steps it became older between its start and its
     training."""
@@ -103,7 +118,7 @@ class LoopResult:
 
 
 class _Loop(Generic[Task]):
-    """One running loop. `loop` starts `watch` and a `play` for each group as tasks of one task group."""
+    """One running loop. `loop` starts `watch`, `evaluations` and a `play` for each group as tasks of one task group."""
 
     def __init__(
         self,
@@ -135,13 +150,18 @@ class _Loop(Generic[Task]):
         """Groups that the trainer has neither trained nor discarded, with the step at their start; `None` where an
         earlier process started them."""
         self._changed = anyio.Event()
-        """Set, and replaced by a new one, when the step or the undecided groups were read."""
+        """Set, and replaced by a new one, when the step or the undecided groups were read, and at the end (`_notify`).
+        """
+        self._over = False
+        """Whether no group will start any more."""
         self.result = LoopResult()
 
     # -- what is left ----------------------------------------------------------------------------------------------
 
     def _task_of(self, progress: Progress) -> Task:
-        """Return the scenario: the loop begins again with the first one after the last."""
+        """Return the held-out task, or the scenario: the loop begins again with the first one after the last."""
+        if progress.evaluated is not None:
+            return self._options.evaluation[progress.number]
         return self._scenarios[progress.number % len(self._scenarios)]
 
     async def resume(self) -> list[Progress]:
@@ -171,14 +191,22 @@ class _Loop(Generic[Task]):
 
     # -- playing ---------------------------------------------------------------------------------------------------
 
-    async def _attempt(self, task: Task, progress: Progress, group: str, at: int, size: int) -> None:
+    async def _attempt(self, progress: Progress, group: str, at: int, size: int) -> None:
         """Play the attempt `at` (from 0) of a group of `size`, and free the slot that `play` took for it. What the
         rollout raises is kept and counted: the attempt has no result then, and is played again."""
         opened: Trajectory | None = None
+        task, is_evaluation = self._task_of(progress), progress.evaluated is not None
         try:
             described = self._options.describe(task) if self._options.describe else ""
             async with self._client.trajectory(
-                self._model, id=f"{group}-{at}", group=group, group_size=size, attempt=at + 1, task=described
+                self._model,
+                id=f"{group}-{at}",
+                group=group,
+                group_size=size,
+                attempt=at + 1,
+                task=described,
+                split="val" if is_evaluation else "train",
+                pinned=f"{self._model}@{progress.evaluated}" if is_evaluation else "",
             ) as opened:
                 reward = await call_rollout(self._rollout, opened, task, self._limiter)
                 if reward is not None:
@@ -193,23 +221,38 @@ class _Loop(Generic[Task]):
                 ) from error
         else:
             self.result.played += 1
-            progress.missing -= opened.outcome != "no_result"
+            if opened.outcome != "no_result":
+                progress.missing -= 1
+                if opened.reward is not None:
+                    progress.rewards.append(float(opened.reward))
         finally:
             self._slots.release()
 
     async def play(self, progress: Progress) -> None:
-        """Play a scenario's missing attempts, and those without a result again until `tries` groups were started."""
+        """Play the missing attempts, and those without a result again until `tries` groups were started."""
         while progress.missing and progress.tries < self._options.tries:
-            group, size = self.attempts.group(progress.number, progress.tries), progress.missing
+            group, size = self.attempts.group(progress, progress.tries), progress.missing
             progress.tries += 1
             async with anyio.create_task_group() as playing, self._turn:
                 for at in range(size):
                     await self._slots.acquire()
-                    if not at:  # `begin` has counted it, with the step before it waited for its slot
+                    if not at and progress.evaluated is None:
+                        # `begin` has counted the group, with the step before it waited for its slot.
                         self._undecided[group] = self.result.step
-                    playing.start_soon(self._attempt, self._task_of(progress), progress, group, at, size)
-        if progress.missing:
+                    playing.start_soon(self._attempt, progress, group, at, size)
+        if progress.missing and progress.evaluated is None:
             self.result.incomplete.append(progress.number)
+
+    async def evaluate(self, step: int) -> None:
+        """Play the held-out tasks with the version of `step`, as far as they were not played before."""
+
+        async def play_task(number: int) -> list[float]:
+            progress = await self.attempts.read(Progress(number, 1, evaluated=step))
+            await self.play(progress)
+            return progress.rewards
+
+        rewards = await run_all(play_task, range(len(self._options.evaluation)))
+        self.result.evaluations[step] = mean_of([reward for of_task in rewards for reward in of_task])
 
     # -- keeping pace ----------------------------------------------------------------------------------------------
 
@@ -241,9 +284,7 @@ class _Loop(Generic[Task]):
     async def count_earlier_groups(self, known: Sequence[Progress]) -> None:
         """Count the groups of an earlier process that still wait for the trainer: it trains them before new ones."""
         for progress in known:
-            self._undecided |= dict.fromkeys(
-                self.attempts.group(progress.number, tried) for tried in range(progress.tries)
-            )
+            self._undecided |= dict.fromkeys(self.attempts.group(progress, tried) for tried in range(progress.tries))
         for group in await self._decided(opened=True):
             del self._undecided[group]
 
@@ -262,19 +303,46 @@ class _Loop(Generic[Task]):
                         trained = int(state["version"].rpartition("@")[2])
                         self.result.staleness.append(trained - 1 - started)
             self.result.step = step
-            self._changed.set()
-            self._changed = anyio.Event()
+            self._notify()
             await anyio.sleep(self._options.poll_s)
 
     def begin(self, progress: Progress) -> None:
         """Count a group that is about to start."""
-        self._undecided[self.attempts.group(progress.number, progress.tries)] = self.result.step
+        self._undecided[self.attempts.group(progress, progress.tries)] = self.result.step
+
+    def end(self) -> None:
+        """No group will start any more."""
+        self._over = True
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake `may_start` and `evaluations`, which wait for a change."""
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def may_start(self) -> bool:
         """Wait until another group keeps within `max_staleness`. Returns whether there are steps left."""
         while self.result.step < self._options.steps and len(self._undecided) >= self._most_undecided:
             await self._changed.wait()
         return self.result.step < self._options.steps
+
+    async def evaluations(self) -> None:
+        """Evaluate every multiple of `evaluate_every`, from the newest one at the start on: several may be new at once,
+        because an evaluation takes longer than a step."""
+        due = self.result.step - self.result.step % self._options.evaluate_every
+        while True:
+            if due <= self.result.step:
+                try:
+                    await self.evaluate(due)
+                except* JourneyworkError as refused:
+                    if refused.subgroup(lambda e: isinstance(e, JourneyworkError) and e.status != NOT_FOUND):
+                        raise
+                    self.result.not_evaluated.append(due)
+                due += self._options.evaluate_every
+            elif self._over:
+                return
+            else:
+                await self._changed.wait()
 
 
 async def loop(
@@ -295,11 +363,15 @@ async def loop(
     with plain_errors(JourneyworkError, TooManyExceptionsError, ValueError):
         async with anyio.create_task_group() as watching:
             watching.start_soon(running.watch)
-            async with anyio.create_task_group() as playing:
-                for progress in running.rest(known):
-                    if not await running.may_start():
-                        break
-                    running.begin(progress)
-                    playing.start_soon(running.play, progress)
+            async with anyio.create_task_group() as evaluating:
+                if options.evaluate_every:
+                    evaluating.start_soon(running.evaluations)
+                async with anyio.create_task_group() as playing:
+                    for progress in running.rest(known):
+                        if not await running.may_start():
+                            break
+                        running.begin(progress)
+                        playing.start_soon(running.play, progress)
+                running.end()
             watching.cancel_scope.cancel()
     return running.result
