@@ -42,12 +42,14 @@ async def run_all(work: Callable[[Item], Awaitable[Result]], items: Iterable[Ite
 
 @dataclass
 class Progress:
-    """The attempts at one scenario, or one held-out task, as the log has them."""
+    """The attempts at one scenario, or at one held-out task with one version, as the log has them."""
 
     number: int
-    """The scenario's place in the loop."""
+    """The scenario's place in the loop, or the held-out task's in `LoopOptions.evaluation`."""
     missing: int
     """Attempts that have no result yet."""
+    evaluated: int | None = None
+    """The step of the version that plays a held-out task. `None` for a scenario, which is trained."""
     tries: int = 0
     """Groups of attempts that were started."""
     rewards: list[float] = field(default_factory=list)
@@ -67,9 +69,10 @@ class Attempts:
         self._reads = anyio.Semaphore(_READS)
         self._scenarios_at_once = max(_SCENARIOS_AT_ONCE, concurrency)
 
-    def group(self, label: str, tried: int) -> str:
-        """Return the name of a group: the first of a scenario (`label` is its number), or one for a further try."""
-        return f"{self._name}-{label}" + (f".{tried}" if tried else "")
+    def group(self, progress: Progress, tried: int) -> str:
+        """Return the name of a group: the first of a scenario or held-out task, or one for a further try."""
+        label = "" if progress.evaluated is None else f"eval-{progress.evaluated}-"
+        return f"{self._name}-{label}{progress.number}" + (f".{tried}" if tried else "")
 
     async def _recorded(self, trajectory: str) -> dict[str, Any] | None:
         """Return an attempt as the gateway describes it; `None` if it was never opened."""
@@ -93,17 +96,17 @@ class Attempts:
             return await self._recorded(trajectory)
         return state
 
-    async def progress(self, label: str, number: int, size: int) -> Progress:
-        """Read the attempts at a scenario (`label` is its number) or at a held-out task from the gateway.
-
-        Raises `ValueError` if they were begun with another model or in a group of another size."""
-        progress = Progress(number, size)
+    async def read(self, progress: Progress) -> Progress:
+        """Read into `progress`, in which all attempts are missing, what the gateway has of them. Raises `ValueError` if
+        they were begun with another model, or in a group of another size."""
+        size = progress.missing
         while progress.missing and progress.tries < self._tries:
-            group = self.group(label, progress.tries)
+            group = self.group(progress, progress.tries)
             states = await run_all(self._settled, [f"{group}-{at}" for at in range(progress.missing)])
             opened = [state for state in states if state is not None]
             if not opened:
                 break
+            # A further try has as many attempts as the tries before it left without a result.
             self._check_same_loop(opened[0], 0 if progress.tries else size)
             done = [state for state in opened if state["outcome"] != "no_result"]
             progress.rewards += [state["reward"] for state in done if state["reward"] is not None]
@@ -131,7 +134,7 @@ class Attempts:
         while scenarios is None or start < scenarios:
             end = start + self._scenarios_at_once
             end = end if scenarios is None else min(end, scenarios)
-            read = await run_all(lambda number: self.progress(str(number), number, self._size), range(start, end))
+            read = await run_all(self.read, [Progress(number, self._size) for number in range(start, end)])
             if not any(progress.tries for progress in read):
                 break
             known += read

@@ -50,60 +50,57 @@ def not_negative(text: str) -> float:
 
 
 def add_gateway(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that plays through a gateway: `gateway_of` and `client_of` read them."""
+    """Add the arguments of a command that plays through a gateway: `client_of` reads the first three."""
     add = parser.add_argument
     add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the run")
-    add("--run-dir", default="", help="the gateway's run; default: the running one under runs/, else the newest")
+    add("--run-dir", default="", help="the gateway's run; default: the newest one under runs/ that was not stopped")
     add("--api-key-env", default="JOURNEYWORK_API_KEY", metavar="NAME", help="variable with the gateway's API key")
     add("--json", action="store_true", help="print one JSON object")
     add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
     add("--max-exceptions", type=not_negative, default=0.1, help="count, or share below 1, of attempts that may raise")
 
 
-def gateway_of(args: argparse.Namespace) -> str:
-    """Return the gateway's URL: the one given, else that of the run. Raises `ValueError`."""
-    if url := str(args.url or ("" if args.run_dir else os.environ.get("JOURNEYWORK_URL", ""))):
-        return url
-    if args.run_dir:
-        state = Path(args.run_dir) / "state.json"
+def client_of(args: argparse.Namespace) -> AsyncJourneywork:
+    """Return a client of the gateway, with the key, that the arguments name. Raises `ValueError`."""
+    return AsyncJourneywork(gateway_of(args.url, args.run_dir), api_key=os.environ.get(args.api_key_env, ""))
+
+
+def gateway_of(url: str = "", run_dir: str = "") -> str:
+    """Return the gateway's URL: `url`, else that of the run in `run_dir`, else $JOURNEYWORK_URL, else that of the run
+    under `runs/` that is the newest of those not stopped. Raises `ValueError`."""
+    if given := url or ("" if run_dir else os.environ.get("JOURNEYWORK_URL", "")):
+        return given
+    if run_dir:
+        state = Path(run_dir) / "state.json"
     else:
-        states = sorted(Path("runs").glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+        states = sorted(Path("runs").glob("*/state.json"), key=lambda path: path.stat().st_mtime, reverse=True)
         if not states:
             raise ValueError(
-                "no gateway is named: give --url or --run-dir, set JOURNEYWORK_URL, or start `journeywork up`; "
-                "`eval --no-record` needs none for models that no gateway serves"
+                "no gateway is named: give --url or --run-dir, set JOURNEYWORK_URL, or start `journeywork up`"
             )
-        state = next((path for path in reversed(states) if _is_running(path)), states[-1])
-    try:
-        content = _read_state(state)
-        url = str(content["urls"]["gateway"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{state} names no gateway: {error}") from error
-    if content.get("services", {}).get("gateway", {}).get("state") == "stopped":
+        state = next((path for path in states if not _is_stopped(_read_state(path))), states[0])
+    content = _read_state(state)
+    if _is_stopped(content):
         # Another run may have its port now.
         raise ValueError(f"the run {state.parent} is stopped: start it with `journeywork up`, or give --url")
-    return url
-
-
-def client_of(url: str, args: argparse.Namespace) -> AsyncJourneywork:
-    """Return a client of the gateway with the key that the command names."""
-    return AsyncJourneywork(url, api_key=os.environ.get(args.api_key_env, ""))
+    try:
+        return str(content["urls"]["gateway"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{state} names no gateway: {error}") from error
 
 
 def _read_state(state: Path) -> dict[str, Any]:
-    """Return what a supervisor wrote about its run (`pipeline.running.state`)."""
-    return dict(json.loads(state.read_text("utf-8")))
-
-
-def _is_running(state: Path) -> bool:
-    """Whether the supervisor that wrote `state` runs on this machine (`process_start` of `pipeline.running.state`)."""
+    """Return what a supervisor wrote about its run (`pipeline.running.state`). Raises `ValueError` if it can't be
+    read."""
     try:
-        content = _read_state(state)
-        status = Path(f"/proc/{int(content['pid'])}/stat").read_text("utf-8", "replace")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
-    except (OSError, ValueError, KeyError):
-        return False
-    return bool(content.get("since") == f"{boot} {status.rpartition(')')[2].split()[19]}")
+        return dict(json.loads(state.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{state} names no gateway: {error}") from error
+
+
+def _is_stopped(state: dict[str, Any]) -> bool:
+    """Whether a run's supervisor has stopped its gateway."""
+    return bool(state.get("services", {}).get("gateway", {}).get("state") == "stopped")
 
 
 @contextmanager

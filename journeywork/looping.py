@@ -121,13 +121,24 @@ class _Loop(Generic[Task]):
     """One running loop. `loop` starts `watch`, `evaluations` and a `play` for each group as tasks of one task group."""
 
     def __init__(
-        self, client: AsyncJourneywork, model: str, rollout: Rollout[Task], options: LoopOptions[Task]
+        self,
+        client: AsyncJourneywork,
+        model: str,
+        scenarios: Sequence[Task],
+        rollout: Rollout[Task],
+        options: LoopOptions[Task],
     ) -> None:
-        self._client, self._model, self._rollout, self._options = client, model, rollout, options
+        """Raises `ValueError` if there are no scenarios."""
+        if not scenarios:
+            raise ValueError("there are no scenarios")
+        self._client, self._model, self._scenarios = client, model, scenarios
+        self._rollout, self._options = rollout, options
         concurrency = options.concurrency
         self.attempts = Attempts(
             client, model, name=options.name, size=options.group_size, tries=options.tries, concurrency=concurrency
         )
+        self.groups = None if options.epochs is None else options.epochs * len(scenarios)
+        """Number of groups to play; `None` if there is no end to them."""
         self._most_undecided = (options.max_staleness + 1) * options.groups_per_step
         """Groups that may be under way or waiting to be trained, so that none becomes older than `max_staleness`."""
         self._slots = anyio.Semaphore(concurrency)
@@ -145,11 +156,46 @@ class _Loop(Generic[Task]):
         """Whether no group will start any more."""
         self.result = LoopResult()
 
+    # -- what is left ----------------------------------------------------------------------------------------------
+
+    def _task_of(self, progress: Progress) -> Task:
+        """Return the held-out task, or the scenario: the loop begins again with the first one after the last."""
+        if progress.evaluated is not None:
+            return self._options.evaluation[progress.number]
+        return self._scenarios[progress.number % len(self._scenarios)]
+
+    async def resume(self) -> list[Progress]:
+        """Return what an earlier process played of this loop. Raises `ValueError` if it was of other scenarios."""
+        with plain_errors(Exception):
+            known = await self.attempts.resume(self.groups)
+        describe = self._options.describe
+        for progress in known:
+            if describe and progress.task and progress.task != (now := describe(self._task_of(progress))):
+                raise ValueError(
+                    f"scenario {progress.number} was {progress.task!r} when the loop {self._options.name!r} began, and "
+                    f"is {now!r} now: give a loop over other scenarios another name"
+                )
+            self.result.resumed += self._options.group_size - progress.missing
+            if progress.missing and progress.tries >= self._options.tries:
+                self.result.incomplete.append(progress.number)
+        return known
+
+    def rest(self, known: Sequence[Progress]) -> Iterator[Progress]:
+        """Yield what is left to play: first what was started before, then the scenarios after it."""
+        for progress in known:
+            if progress.missing and progress.tries < self._options.tries:
+                yield progress
+        numbers = itertools.count(len(known)) if self.groups is None else range(len(known), self.groups)
+        for number in numbers:
+            yield Progress(number, self._options.group_size)
+
     # -- playing ---------------------------------------------------------------------------------------------------
 
-    async def _attempt(self, task: Task, progress: Progress, group: str, at: int, size: int, pinned: str) -> None:
-        """Play one attempt, whose slot is taken. With a pinned version, it is an evaluation and never trained on."""
+    async def _attempt(self, progress: Progress, group: str, at: int, size: int) -> None:
+        """Play the attempt `at` (from 0) of a group of `size`, and free the slot that `play` took for it. What the
+        rollout raises is kept and counted: the attempt has no result then, and is played again."""
         opened: Trajectory | None = None
+        task, is_evaluation = self._task_of(progress), progress.evaluated is not None
         try:
             described = self._options.describe(task) if self._options.describe else ""
             async with self._client.trajectory(
@@ -159,8 +205,8 @@ class _Loop(Generic[Task]):
                 group_size=size,
                 attempt=at + 1,
                 task=described,
-                split="val" if pinned else "train",
-                pinned=pinned,
+                split="val" if is_evaluation else "train",
+                pinned=f"{self._model}@{progress.evaluated}" if is_evaluation else "",
             ) as opened:
                 reward = await call_rollout(self._rollout, opened, task, self._limiter)
                 if reward is not None:
@@ -182,29 +228,30 @@ class _Loop(Generic[Task]):
         finally:
             self._slots.release()
 
-    async def play(self, label: str, task: Task, progress: Progress, pinned: str = "") -> None:
-        """Play the missing attempts, and those without a result again until `tries` groups were started. `label` names
-        the scenario in the groups' names; `pinned`: a version that is evaluated."""
+    async def play(self, progress: Progress) -> None:
+        """Play the missing attempts, and those without a result again until `tries` groups were started."""
         while progress.missing and progress.tries < self._options.tries:
-            group, size = self.attempts.group(label, progress.tries), progress.missing
+            group, size = self.attempts.group(progress, progress.tries), progress.missing
             progress.tries += 1
             async with anyio.create_task_group() as playing, self._turn:
                 for at in range(size):
                     await self._slots.acquire()
-                    if not at and not pinned:  # `begin` has counted it, with the step before it waited for its slot
+                    if not at and progress.evaluated is None:
+                        # `begin` has counted the group, with the step before it waited for its slot.
                         self._undecided[group] = self.result.step
-                    playing.start_soon(self._attempt, task, progress, group, at, size, pinned)
+                    playing.start_soon(self._attempt, progress, group, at, size)
+        if progress.missing and progress.evaluated is None:
+            self.result.incomplete.append(progress.number)
 
-    async def evaluate(self, step: int, tasks: Sequence[Task]) -> None:
+    async def evaluate(self, step: int) -> None:
         """Play the held-out tasks with the version of `step`, as far as they were not played before."""
 
         async def play_task(number: int) -> list[float]:
-            label = f"eval-{step}-{number}"
-            progress = await self.attempts.progress(label, number, 1)
-            await self.play(label, tasks[number], progress, pinned=f"{self._model}@{step}")
+            progress = await self.attempts.read(Progress(number, 1, evaluated=step))
+            await self.play(progress)
             return progress.rewards
 
-        rewards = await run_all(play_task, range(len(tasks)))
+        rewards = await run_all(play_task, range(len(self._options.evaluation)))
         self.result.evaluations[step] = mean_of([reward for of_task in rewards for reward in of_task])
 
     # -- keeping pace ----------------------------------------------------------------------------------------------
@@ -237,9 +284,7 @@ class _Loop(Generic[Task]):
     async def count_earlier_groups(self, known: Sequence[Progress]) -> None:
         """Count the groups of an earlier process that still wait for the trainer: it trains them before new ones."""
         for progress in known:
-            self._undecided |= dict.fromkeys(
-                self.attempts.group(str(progress.number), tried) for tried in range(progress.tries)
-            )
+            self._undecided |= dict.fromkeys(self.attempts.group(progress, tried) for tried in range(progress.tries))
         for group in await self._decided(opened=True):
             del self._undecided[group]
 
@@ -263,7 +308,7 @@ class _Loop(Generic[Task]):
 
     def begin(self, progress: Progress) -> None:
         """Count a group that is about to start."""
-        self._undecided[self.attempts.group(str(progress.number), progress.tries)] = self.result.step
+        self._undecided[self.attempts.group(progress, progress.tries)] = self.result.step
 
     def end(self) -> None:
         """No group will start any more."""
@@ -288,7 +333,7 @@ class _Loop(Generic[Task]):
         while True:
             if due <= self.result.step:
                 try:
-                    await self.evaluate(due, self._options.evaluation)
+                    await self.evaluate(due)
                 except* JourneyworkError as refused:
                     if refused.subgroup(lambda e: isinstance(e, JourneyworkError) and e.status != NOT_FOUND):
                         raise
@@ -298,43 +343,6 @@ class _Loop(Generic[Task]):
                 return
             else:
                 await self._changed.wait()
-
-
-class _Scenarios(Generic[Task]):
-    """The scenarios of a loop in their order, as often as its epochs say."""
-
-    def __init__(self, scenarios: Sequence[Task], options: LoopOptions[Task]) -> None:
-        """Raises `ValueError` if there are no scenarios."""
-        if not scenarios:
-            raise ValueError("there are no scenarios")
-        self._scenarios, self._options = scenarios, options
-        self.total = None if options.epochs is None else options.epochs * len(scenarios)
-        """Number of groups to play; `None` if there is no end to them."""
-
-    def task_of(self, progress: Progress) -> Task:
-        """Return the scenario: the loop begins again with the first one after the last."""
-        return self._scenarios[progress.number % len(self._scenarios)]
-
-    def check(self, known: Sequence[Progress]) -> None:
-        """Raise `ValueError` if `known`, what was played before, was of other scenarios."""
-        describe = self._options.describe
-        if describe is None:
-            return
-        for progress in known:
-            if progress.task and progress.task != (now := describe(self.task_of(progress))):
-                raise ValueError(
-                    f"scenario {progress.number} was {progress.task!r} when the loop {self._options.name!r} began, and "
-                    f"is {now!r} now: give a loop over other scenarios another name"
-                )
-
-    def rest(self, known: Sequence[Progress]) -> Iterator[Progress]:
-        """Yield what is left to play: first what was started before, then the scenarios after it."""
-        for progress in known:
-            if progress.missing and progress.tries < self._options.tries:
-                yield progress
-        numbers = itertools.count(len(known)) if self.total is None else range(len(known), self.total)
-        for number in numbers:
-            yield Progress(number, self._options.group_size)
 
 
 async def loop(
@@ -348,22 +356,10 @@ async def loop(
     Raises `JourneyworkError` if the gateway refuses a request or stays away, and `TooManyExceptionsError`. Raises
     `ValueError` for no scenarios, and for a loop that was begun under this name with another model, group size or, with
     `describe`, other scenarios."""
-    chosen = _Scenarios(scenarios, options)
-    running = _Loop(client, model, rollout, options)
-    result = running.result
-    with plain_errors(Exception):
-        known = await running.attempts.resume(chosen.total)
-    result.resumed = sum(options.group_size - progress.missing for progress in known)
-    result.step = await running.served_step()
-    chosen.check(known)
+    running = _Loop(client, model, scenarios, rollout, options)
+    known = await running.resume()
+    running.result.step = await running.served_step()
     await running.count_earlier_groups(known)
-    result.incomplete += [p.number for p in known if p.missing and p.tries >= options.tries]
-
-    async def play(progress: Progress, task: Task) -> None:
-        await running.play(str(progress.number), task, progress)
-        if progress.missing:
-            result.incomplete.append(progress.number)
-
     with plain_errors(JourneyworkError, TooManyExceptionsError, ValueError):
         async with anyio.create_task_group() as watching:
             watching.start_soon(running.watch)
@@ -371,11 +367,11 @@ async def loop(
                 if options.evaluate_every:
                     evaluating.start_soon(running.evaluations)
                 async with anyio.create_task_group() as playing:
-                    for progress in chosen.rest(known):
+                    for progress in running.rest(known):
                         if not await running.may_start():
                             break
                         running.begin(progress)
-                        playing.start_soon(play, progress, chosen.task_of(progress))
+                        playing.start_soon(running.play, progress)
                 running.end()
             watching.cancel_scope.cancel()
-    return result
+    return running.result

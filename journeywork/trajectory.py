@@ -120,7 +120,7 @@ class Trajectory:
     """`no_result`: the infrastructure failed, so the run does not reflect the policy. `masked`: keep the run, but do
     not train on it."""
     prompt: str = ""
-    """System prompt to play with, of `journeywork prompt`. Empty: the agent's own."""
+    """System prompt that `journeywork prompt` or an evaluation has the agent play with. Empty: the agent's own."""
     usage: Usage | None = None
     """Known once the trajectory is completed."""
     duration_s: float | None = None

@@ -211,6 +211,6 @@ def test_the_wheel_is_installed_into_an_empty_environment(wheel: Path, tmp_path:
     assert made.returncode == 0, made.stderr
     assert (tmp_path / "support" / "agent.py").is_file()
     shown = subprocess.run([command, "eval", "--help"], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert "https://api.openai.com/v1#gpt-5-mini" in shown.stdout
+    assert "journeywork eval support@0 support@12 gpt-5" in shown.stdout
     missing = subprocess.run([command, "status"], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert (missing.returncode, "make-venv.sh cpu" in missing.stderr) == (2, True)

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 
 def _run() -> None:
+    """Start this process in its part: as one of several that torchrun started (it sets WORLD_SIZE), as what starts
+    those (`trainer.processes`), or as the only one.
+
+    The settings are read here to know that, and for `import_first`, which has to come before the service's modules are
+    imported. `main` reads the arguments as a whole."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config", default=None)
     given, _ = parser.parse_known_args()

@@ -55,12 +55,12 @@ _TRAINERS: dict[Kind, tuple[Any, Any]] = {
     "dpo": (DPOConfig, DPOTrainer),
     "kto": (KTOConfig, KTOTrainer),
 }
-_COLUMNS: dict[Kind, tuple[set[str], ...]] = {
-    "sft": ({"messages"}, {"prompt", "completion"}, {"text"}),
-    "dpo": ({"prompt", "chosen", "rejected"},),
-    "kto": ({"prompt", "completion", "label"},),
+_COLUMNS: dict[Kind, set[str]] = {
+    "sft": {"messages"},
+    "dpo": {"prompt", "chosen", "rejected"},
+    "kto": {"prompt", "completion", "label"},
 }
-"""The sets of columns that a format may have; the first one is what `journeywork dataset` writes."""
+"""The columns that a format must have: those that `journeywork dataset` writes."""
 _IGNORED = -100
 """Label of a token that isn't trained."""
 _UNRENDERABLE = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -122,7 +122,7 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep, left_out: Counte
     tokenizer = AutoTokenizer.from_pretrained(learner.model.base)
     table = _table(file, step.kind)
     rows = Dataset(table)
-    if step.kind == "sft" and "messages" in table.column_names:
+    if step.kind == "sft":
         tokens = conversations_as_tokens(file, table.to_pylist(), tokenizer, step.max_length, left_out)
         rows = Dataset.from_list(tokens)
     model, state = learner.engine.model, learner.state
@@ -173,11 +173,9 @@ def _table(file: Path, kind: Kind) -> pa.Table:
         names = set(table.column_names)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise TrainerError(f"{file} can't be read: name a folder that `journeywork dataset` wrote ({error})") from error
-    columns = next((c for c in _COLUMNS[kind] if c <= names), None)
-    if columns is None:
-        lacking = _COLUMNS[kind][0] - names
+    if lacking := _COLUMNS[kind] - names:
         raise TrainerError(f"{file} has no column {min(lacking)!r}: write it with `journeywork dataset --as {kind}`")
-    return table.select([name for name in table.column_names if name in columns | {"tools", "replies"}])
+    return table.select([name for name in table.column_names if name in _COLUMNS[kind] | {"tools", "replies"}])
 
 
 def conversations_as_tokens(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import httpx
@@ -46,8 +47,9 @@ class GpuTurns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """The trainer's turn. Raises `ConfigError` if a server can't sleep, `httpx.HTTPError` if one fails to; a server
-        that is down holds no memory."""
+        """The trainer's turn: the servers sleep, and the trainer's base models are on the GPU, until the block ends.
+        Raises `ConfigError` if a server can't sleep, `httpx.HTTPError` if one fails to; a server that is down holds no
+        memory."""
         if not self._urls:
             yield
             return
@@ -61,11 +63,11 @@ class GpuTurns:
                     if not self._models:
                         await self._post("wake_up")  # a trainer before this one may have died in its turn
                     await self._post("sleep?level=1&mode=wait")
-                    await run_sync(self._move, True)
+                    await run_sync(partial(self._move, to_gpu=True))
                 yield
             finally:
                 with anyio.CancelScope(shield=True):
-                    await run_sync(self._move, False)
+                    await run_sync(partial(self._move, to_gpu=False))
                     await self._post("wake_up")
 
     def add(self, models: Iterable[PolicyModel]) -> None:
@@ -76,7 +78,8 @@ class GpuTurns:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    def _move(self, to_gpu: bool) -> None:
+    def _move(self, *, to_gpu: bool) -> None:
+        """Move the base models to the GPU, or to the machine's memory."""
         for model in self._models:
             model.move_base(model.device if to_gpu else torch.device("cpu"))
 

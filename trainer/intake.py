@@ -24,7 +24,7 @@ from pipeline.log.broker import Broker, Consumption, Delivery
 from pipeline.log.messages import Place
 from pipeline.names import branch_model
 from pipeline.telemetry.logs import get_logger
-from trainer.batches.groups import AdmittedGroup, Refusal, trainable_members
+from trainer.batches.groups import AdmittedGroup, DiscardedGroup, Refusal, trainable_members
 from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns
 from trainer.checkpoints.commits import LogShrankError
 from trainer.checkpoints.consumed import Consumed
@@ -84,11 +84,15 @@ class Intake:
             self._redelivered.set()
             await self._end_incomplete_batches()
             if len(self.consumed) > _CONSUMED_KEPT:
-                floor = await self._ack_floor()
-                self.consumed.forget(floor)
-                for queue in self.queues.values():
-                    for earlier_runs in queue.earlier_runs.values():
-                        earlier_runs.forget(floor)
+                await self._forget_acknowledged()
+
+    async def _forget_acknowledged(self) -> None:
+        """Drop from memory what only groups need that the server may deliver again: none up to its ack floor is."""
+        floor = await self._ack_floor()
+        self.consumed.forget(floor)
+        for queue in self.queues.values():
+            for earlier_runs in queue.earlier_runs.values():
+                earlier_runs.forget(floor)
 
     async def until_redelivered(self, timeout_s: float) -> None:
         """Wait until the server delivered again what a trainer before this one held, at most `timeout_s` seconds. The
@@ -199,7 +203,7 @@ class Intake:
         await self._publish_discard(event, refusal, queue.learner.version, duration_s or 0.0)
         if refusal.reason != "repeated":  # its rewards were counted when it was trained
             rewards = [m.reward for m in group.members]
-            queue.learner.record_discarded(rewards, equal=refusal.reason == "no_variance")
+            queue.learner.discarded.append(DiscardedGroup(rewards, equal=refusal.reason == "no_variance"))
         queue.requested.settle(event)
         await self._finish(group)
 

@@ -23,7 +23,7 @@ from pipeline.events import STATE_FILE, CheckpointPublished, GroupDiscarded, Tra
 from pipeline.names import version_name
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import cap_graders
-from trainer.batches.groups import GroupWithHistory, group_metrics
+from trainer.batches.groups import DiscardedGroup, GroupWithHistory, group_metrics
 from trainer.batches.sampling import defaults_of
 from trainer.checkpoints.checkpoint import Checkpoints, Manifest, batch_id, pack, passed_over_if_damaged
 from trainer.checkpoints.compatibility import require_compatible
@@ -56,10 +56,8 @@ class PendingStep:
     """The checkpoint's files by name."""
     state: TrainState
     """The training state after the step."""
-    discarded: int
-    """How many of `Learner.discarded_rewards` its metrics count."""
-    equal_groups: int
-    """How many of `Learner.equal_groups` its metrics count."""
+    discarded: int = 0
+    """How many of `Learner.discarded` its metrics count."""
 
 
 class Learner:
@@ -91,10 +89,9 @@ class Learner:
             else None
         )
         self.validation = Validation(None, self.settings.best_min_trajectories)
-        self.equal_groups = 0
-        """Number of groups whose rewards were all equal that no step's metrics count yet."""
-        self.discarded_rewards: list[float] = []
-        """Rewards of the training members of discarded groups that no step's metrics count yet."""
+        self.discarded: list[DiscardedGroup] = []
+        """Groups that were not trained and that no step's metrics count yet. The intake adds to them, also while a step
+        is computed."""
 
     @property
     def version(self) -> str:
@@ -182,12 +179,6 @@ class Learner:
 
     # -- groups --------------------------------------------------------------------------------------------------
 
-    def record_discarded(self, rewards: Sequence[float], *, equal: bool) -> None:
-        """Count a group that is not trained in the metrics of the next step: the rewards of its training members, and
-        whether they were all equal."""
-        self.discarded_rewards += rewards
-        self.equal_groups += equal
-
     def why_unusable(self, sequences: Sequence[TokenSequence]) -> str:
         """Return why the model can't compute one of `sequences`, which would make the whole batch fail; an empty string
         if it can compute all."""
@@ -217,11 +208,11 @@ class Learner:
         began, started_at = time.perf_counter(), now_us()
         places = [g.admitted.place for g in batch]  # before the computation: the intake may replace a group's place
         settings = self.settings_for(request)
-        discarded, equal_groups = len(self.discarded_rewards), self.equal_groups
+        discarded = tuple(self.discarded)
         result = self._compute(batch, settings, MAX_ATTEMPTS)
         self.checkpoints.clear_attempts()
         metrics = result.metrics | self.validation.metrics()
-        metrics |= group_metrics(batch, self.discarded_rewards[:discarded], equal_groups)
+        metrics |= group_metrics(batch, discarded)
         metrics["step_s"] = time.perf_counter() - began
         metrics["gpu_s"] = metrics["step_s"] * self.engine.passes.processes
         manifest, files = self._write(
@@ -234,12 +225,12 @@ class Learner:
             metrics=metrics,
             started_at=started_at,
         )
-        return PendingStep(manifest, files, result.state, discarded, equal_groups)
+        return PendingStep(manifest, files, result.state, len(discarded))
 
     def write_step(self, state: TrainState, **fields: Any) -> PendingStep:
         """Write the checkpoint of a step over something else than groups. `fields`: further fields of its event."""
         manifest, files = self._write(state, (), self.settings, **fields)
-        return PendingStep(manifest, files, state, 0, 0)
+        return PendingStep(manifest, files, state)
 
     def _write(
         self,
@@ -333,8 +324,7 @@ class Learner:
     def commit(self, pending: PendingStep) -> None:
         """Make the step current, after its event is on the log. Deletes checkpoints that are no longer needed."""
         self.state = pending.state
-        self.equal_groups -= pending.equal_groups
-        del self.discarded_rewards[: pending.discarded]
+        del self.discarded[: pending.discarded]
         keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
         best = self.validation.best
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))

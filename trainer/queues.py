@@ -133,8 +133,8 @@ class ModelQueue:
         return list(zip(groups, read, strict=True))
 
     async def read_next(self) -> None:
-        """Read the exchanges of the groups that the next step probably trains. A refusal is found again when their turn
-        comes."""
+        """Read the exchanges of the groups that the next step probably trains, while this one is computed. A group that
+        is refused stays in the queue: its turn finds that out again, and discards it."""
         groups = list(self.waiting)[: self.settings.groups_per_step]
         for group, read in zip(groups, await concurrently(self._read, groups), strict=True):
             if isinstance(read, GroupWithHistory):

@@ -28,8 +28,8 @@ from pipeline.log.messages import Place
 from pipeline.log.subjects import stream_of
 from pipeline.streams import ConsumerSpec
 from pipeline.telemetry.logs import get_logger
-from trainer.checkpoints.checkpoint import CheckpointError, Manifest, passed_over_if_damaged, unpack
-from trainer.checkpoints.commits import Commits, TrainerError
+from trainer.checkpoints.checkpoint import CheckpointError, Manifest, passed_over_if_damaged
+from trainer.checkpoints.commits import Commits, TrainerError, fetch_adapter
 from trainer.checkpoints.consumed import Consumed
 from trainer.checkpoints.start import read_start
 from trainer.checkpoints.tensors import weights_of
@@ -132,7 +132,7 @@ async def _resume_from(
             await run_sync(learner.resume, last.step)
             await commits.publish_discards(manifest)
             return
-    files = await _fetch_adapter(commits.broker, last)
+    files = await fetch_adapter(commits.broker, last)
     try:
         state = await commits.broker.get_object(streams.ADAPTERS_BUCKET, last.state)
         if hashlib.sha256(state).hexdigest() == last.files[STATE_FILE]:
@@ -144,18 +144,8 @@ async def _resume_from(
         if learner.is_within_staleness(event.step, last.step):
             # Without its adapter, the logprobs of that version's tokens are not checked.
             with contextlib.suppress(HistoryGoneError), passed_over_if_damaged():
-                earlier[event.step] = weights_of(await _fetch_adapter(commits.broker, event))
+                earlier[event.step] = weights_of(await fetch_adapter(commits.broker, event))
     await run_sync(learner.resume_from, last, files, earlier)
-
-
-async def _fetch_adapter(broker: Broker, event: CheckpointPublished) -> dict[str, bytes]:
-    """The files of an adapter from the object store. Raises `CheckpointError` if they are not the event's."""
-    archive = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
-    if hashlib.sha256(archive).hexdigest() != event.adapter_sha256:
-        raise CheckpointError(
-            f"the adapter of {event.version} in the object store does not match its event: restore the object store"
-        )
-    return unpack(archive)
 
 
 def _unpublished(learner: Learner, last: CheckpointPublished | None, log_id: str) -> list[Manifest]:

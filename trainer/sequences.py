@@ -111,6 +111,11 @@ class _Builder:
         )
 
 
+_NOT_IN_THE_CONVERSATION = ("side_call", "cancelled", "failed", "unsure")
+"""Reasons not to train a reply (`untrained_reason`) for which it is no context of later calls either, as far as the log
+knows. Other replies that are not trained are."""
+
+
 def build(
     trajectory: str,
     exchanges: Iterable[ExchangeRecorded],
@@ -121,18 +126,17 @@ def build(
 ) -> list[TokenSequence]:
     """The sequences of one trajectory that hold at least one token to train, in the order in which they began.
 
+    Two calls with the prompts A and A b C, of which the first was answered by b and the second by d, are one sequence,
+    A b C d, of which b and d are trained. A third call with another prompt begins a second sequence.
+
     `defaults` are the sampling settings that the inference server uses where a request names none. With
     `mask_truncated`, replies that were cut off at their length limit are context. Calls that an outside model answered
-    are left out. `left_out` is increased by the number of sampled tokens that are not trained because of an unsupported
-    sampling setting, by the setting."""
-    unique: dict[tuple[int, int], ExchangeRecorded] = {}
-    for exchange in exchanges:
-        unique.setdefault((exchange.seq, exchange.choice), exchange)
+    are left out: whatever they hold, the policy did not sample it. `left_out` is increased by the number of sampled
+    tokens that are not trained because of an unsupported sampling setting, by the setting."""
     builders: list[_Builder] = []
-    for key in sorted(unique):
-        exchange = unique[key]
+    for exchange in _in_order(exchanges):
         if is_outside(exchange.policy_version):
-            continue  # whatever it holds, the policy did not sample it
+            continue
         sampling = sampling_of(exchange.request, defaults)
         reason = untrained_reason(
             status=exchange.status,
@@ -141,23 +145,14 @@ def build(
             sampling=sampling,
             mask_truncated=mask_truncated,
         )
-        if reason in ("side_call", "cancelled", "failed", "unsure"):
-            continue  # no part of the conversation, as far as the log knows
-        prompt, sampled = unpack_ids(exchange.prompt_ids), unpack_ids(exchange.sampled_ids)
-        if not len(sampled):
+        sampled = unpack_ids(exchange.sampled_ids)
+        if reason in _NOT_IN_THE_CONVERSATION or not len(sampled):
             continue
-        images = media_of(exchange.request).images
-        # Prompts with different images may have the same tokens.
-        prefixes = [b for b in builders if b.is_prefix_of(prompt) and b.images == images[: len(b.images)]]
-        builder = max(prefixes, key=lambda b: len(b.ids), default=None)
-        if builder is None:
-            builder = _Builder()
-            builders.append(builder)
-        builder.add_context(prompt[len(builder.ids) :])
-        builder.images = images
-        reproducible = not sampling.greedy and not sampling.unsupported
         if sampling.unsupported and left_out is not None:
             left_out[sampling.unsupported] += len(sampled)
+        builder = _with_prompt(builders, unpack_ids(exchange.prompt_ids), media_of(exchange.request).images)
+        # The trainer can't compute the distribution of the others, which are context.
+        reproducible = not sampling.greedy and not sampling.unsupported
         builder.add(
             sampled,
             loss_mask(reason, unpack_mask(exchange.forced), len(sampled)),
@@ -167,6 +162,28 @@ def build(
             exchange.seq,
         )
     return [s for s in (b.sequence(trajectory) for b in builders) if s.loss_mask.any()]
+
+
+def _in_order(exchanges: Iterable[ExchangeRecorded]) -> list[ExchangeRecorded]:
+    """Return a run's calls and their choices in order. One that was recorded twice, as after a retry, counts once."""
+    unique: dict[tuple[int, int], ExchangeRecorded] = {}
+    for exchange in exchanges:
+        unique.setdefault((exchange.seq, exchange.choice), exchange)
+    return [unique[key] for key in sorted(unique)]
+
+
+def _with_prompt(builders: list[_Builder], prompt: npt.NDArray[np.int32], images: tuple[bytes, ...]) -> _Builder:
+    """Return the sequence that a call continues, with the call's prompt as context at its end: the longest one that the
+    prompt begins with, else a new one, which is added to `builders`. Prompts with different images may have the same
+    tokens, so the images must be the same, too."""
+    prefixes = [b for b in builders if b.is_prefix_of(prompt) and b.images == images[: len(b.images)]]
+    builder = max(prefixes, key=lambda b: len(b.ids), default=None)
+    if builder is None:
+        builder = _Builder()
+        builders.append(builder)
+    builder.add_context(prompt[len(builder.ids) :])
+    builder.images = images
+    return builder
 
 
 def _logprobs(exchange: ExchangeRecorded, length: int) -> npt.NDArray[np.float32]:

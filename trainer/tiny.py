@@ -124,19 +124,6 @@ def choice_loss(
     return (divergence_N + ends_N).mean()
 
 
-def reply_loss(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chats: Sequence[Chat]) -> torch.Tensor:
-    """The cross entropy of the tokens of all assistant turns, with the end token of each, for replies of any length."""
-    assistant, end = tokenizer.convert_tokens_to_ids([ROLES[2], END])
-    ids_BT = _encoded(tokenizer, chats)
-    places_T = torch.arange(1, ids_BT.shape[1] + 1)
-    begun_BT = torch.where(ids_BT == assistant, places_T, 0).cummax(1).values
-    ended_BT = torch.where(ids_BT == end, places_T, 0).cummax(1).values
-    # The token after place t is the assistant's if a turn of the assistant has begun there and not ended.
-    speaks_BT = (begun_BT > ended_BT)[:, :-1]
-    hidden_BTD = model.model(input_ids=ids_BT).last_hidden_state[:, :-1]
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden_BTD[speaks_BT]), ids_BT[:, 1:][speaks_BT])
-
-
 def pretrain(model: Qwen3ForCausalLM, loss_of: Callable[[int], torch.Tensor], steps: int) -> None:
     """Minimise the loss that `loss_of` returns for each step's number, on a batch of its own. With `steps` 0 the
     weights stay random.

@@ -57,7 +57,7 @@ class _PlainLogprobs:
 
 @contextmanager
 def plain_logprobs(device: str) -> Iterator[None]:
-    """Let TRL's supervised trainers run on a CPU."""
+    """Let TRL's supervised trainers run on the device: on a CPU with plain PyTorch in place of their GPU kernel."""
     with trl_imports():
         from trl.trainer import utils
     fused = utils._ChunkedLogProbFunction

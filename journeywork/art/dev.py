@@ -6,7 +6,7 @@ weight; the advantages of a step are divided by the mean of their absolute value
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from journeywork.art.errors import UnsupportedError, no_attribute
 
@@ -17,34 +17,13 @@ LEARNING_RATE = 5e-6
 """ART's default."""
 
 
-class InitArgs(TypedDict, total=False):
-    """How the base model is loaded."""
-
-    max_seq_length: int
-    load_in_4bit: bool
-    load_in_16bit: bool
-
-
-class EngineArgs(TypedDict, total=False):
-    """Options of the inference server."""
-
-    max_model_len: int
-    gpu_memory_utilization: float
-    enforce_eager: bool
-    max_num_seqs: int
-    tensor_parallel_size: int
-    num_scheduler_steps: int
-
-
-class InternalModelConfig(TypedDict, total=False):
-    """Experimental options of a model. `LocalBackend` takes those that are settings of an installation."""
-
-    init_args: InitArgs
-    engine_args: EngineArgs
-    trainer_gpu_ids: list[int]
-    inference_gpu_ids: list[int]
-    rollout_weights_mode: Literal["lora", "merged"]
-
+InitArgs: TypeAlias = dict[str, Any]
+"""How the base model is loaded: `max_seq_length`, `load_in_4bit`."""
+EngineArgs: TypeAlias = dict[str, Any]
+"""Options of the inference server: `max_model_len` and those of `_SERVER_OPTIONS`."""
+InternalModelConfig: TypeAlias = dict[str, Any]
+"""ART's experimental options of a model, by name: `init_args` and `engine_args`. `LocalBackend` takes those that are
+settings of an installation, and warns of the others. Programs call these three as ART's classes."""
 
 _SERVER_OPTIONS = ("gpu_memory_utilization", "tensor_parallel_size", "enforce_eager", "max_num_seqs")
 """Options of the engine that vLLM's command line takes under the same names."""

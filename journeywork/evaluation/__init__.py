@@ -1,6 +1,6 @@
-"""Play held-out tasks with policy versions and other models, compare them, and write reports.
+"""Play held-out tasks with policy versions and outside models, compare them, and write reports.
 
-    journeywork eval support@0 support https://host/v1#model --rollout my.agent:play --scenarios my.agent:held_out
+    journeywork eval support@0 support gpt-5 --rollout my.agent:play --scenarios my.agent:held_out
 
 | module | contents |
 | --- | --- |

@@ -1,12 +1,10 @@
-"""`journeywork eval`: play held-out tasks with policy versions and other models, and report with intervals.
+"""`journeywork eval`: play held-out tasks with policy versions and outside models, and report with intervals.
 
-    journeywork eval support@0 support@12 https://api.openai.com/v1#gpt-5-mini --key-env OPENAI_API_KEY \\
-      --rollout my.agent:play --scenarios held_out.jsonl
+    journeywork eval support@0 support@12 gpt-5 --rollout my.agent:play --scenarios held_out.jsonl
 
-An entrant is `<model>` (the version served now), `<model>@<step>` (`@0` or `@base`: the base model), or
-`<base URL>#<model>` of an OpenAI-compatible server. The first one is the baseline: the
-differences of the others are paired by task. The rollout is called as `rollout(run, task)`, as by `gather`. The results
-go to the log (view `evaluations`).
+An entrant is `<model>` (the version served now, or an outside model), or `<model>@<step>` (`@0` or `@base`: the base
+model). The first one is the baseline: the differences of the others are paired by task. The rollout is called as
+`rollout(run, task)`, as by `gather`. The results go to the log (view `evaluations`).
 """
 
 from __future__ import annotations
@@ -15,13 +13,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import anyio
 
 from journeywork import command_line
-from journeywork.evaluation.entrants import Entrant, add_key_env, parse_entrants
+from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
 from journeywork.evaluation.playing import play, versions_of
 from journeywork.evaluation.report import text_report
@@ -37,11 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         command_line.exit_status((ValueError, OSError), (JourneyworkError, TooManyExceptionsError)),
         command_line.output_of_one_object(args.json),
     ):
-        entrants = parse_entrants(args.entrants, args.key_env)
+        entrants = [parse_entrant(text) for text in args.entrants]
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
-        uses_gateway = args.url or not args.no_record or any(entrant.kind == "policy" for entrant in entrants)
-        url = command_line.gateway_of(args) if uses_gateway else ""
-        report = anyio.run(_run, args, entrants, rollout, tasks, url)
+        report = anyio.run(_run, args, entrants, rollout, tasks)
     if isinstance(report, list):
         plan = {"tasks": len(tasks), "versions": dict(zip(args.entrants, report, strict=True))}
         sys.stdout.write(json.dumps(plan) + "\n")
@@ -50,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bodies = [report.request_body(position) for position in range(len(report.entrants))]
         sys.stdout.write(json.dumps({"evaluation": report.id, "entrants": bodies}) + "\n")
     else:
-        recorded = "recorded on the log" if url and not args.no_record else "not recorded"
-        sys.stdout.write(f"{text_report(report)}\n\n{report.id}: {recorded}\n")
+        sys.stdout.write(f"{text_report(report)}\n\n{report.id}: recorded on the log\n")
     if empty := [result.entrant.name for result in report.entrants if result.unrewarded == len(result.tasks)]:
         sys.stderr.write(
             f"journeywork: no task has a reward for {', '.join(empty)}: the rollout must return the reward, or set "
@@ -61,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def _run(
-    args: argparse.Namespace, entrants: list[Entrant], rollout: Any, tasks: list[Any], url: str
+    args: argparse.Namespace, entrants: list[Entrant], rollout: Any, tasks: list[Any]
 ) -> EvaluationReport | list[str]:
     """Return the report, or with `--dry-run` the versions that the entrants would play with."""
-    async with command_line.client_of(url, args) if url else nullcontext() as client:
+    async with command_line.client_of(args) as client:
         if args.dry_run:
             return await versions_of(client, entrants)
         return await play(
@@ -78,7 +72,6 @@ async def _run(
             progress=not args.json,
             scenarios=args.scenarios,
             rollout_name=args.rollout,
-            record=not args.no_record,
         )
 
 
@@ -89,8 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     add_tasks(parser, "a list, a function that returns one, or JSONL")
     add("--attempts", type=command_line.at_least_one, default=1, help="runs of each task (default: 1)")
     add("--limit", type=command_line.at_least_one, metavar="N", help="only the first N tasks; default: all")
-    add_key_env(parser)
-    add("--no-record", action="store_true", help="send no results to the log")
     add("--dry-run", action="store_true", help="play nothing; print the tasks' number and entrants' versions, as JSON")
     command_line.add_gateway(parser)
     return parser

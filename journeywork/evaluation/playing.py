@@ -1,26 +1,23 @@
 """Every entrant plays the same tasks, one entrant after the other.
 
 `play` is `client.evaluate` of the SDK, and the commands `journeywork eval` and `prompt` call it. An *entrant*
-(`journeywork.evaluation.entrants`) is who plays: a policy version through the gateway, or another model by the URL of
-its server. Its attempts are played by `journeywork.gathering.gather`, a group for each task."""
+(`journeywork.evaluation.entrants`) is who plays: a policy version or an outside model. Its attempts are played by
+`journeywork.gathering.gather`, a group for each task."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import anyio
-from typing_extensions import Unpack
 
 from journeywork import gathering
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.results import EntrantResult, EvaluationReport, result_of
 from journeywork.gathering import Rollout, Task
-from journeywork.trajectory import OpenOptions, Trajectory
+from journeywork.trajectory import Trajectory
 from journeywork.versions import Versions, resolve
 
 _MAX_GROUP = 190
@@ -34,35 +31,29 @@ class EvaluationClient(gathering.Client, Versions, Protocol):
         """Record the results of an entrant on the log."""
 
 
-class PlayOptions(TypedDict, total=False):
-    """Further options of `play`, which are those of `gather`."""
-
-    max_exceptions: float
-    progress: bool
-
-
 async def play(
-    client: EvaluationClient | None,
+    client: EvaluationClient,
     entrants: Sequence[Entrant | str],
     tasks: Iterable[Task],
     rollout: Rollout[Task],
     *,
     attempts: int = 1,
     concurrency: int = 64,
+    max_exceptions: float = 0.1,
+    progress: bool = True,
     name: Callable[[Any], str] | None = None,
     scenarios: str = "",
     rollout_name: str = "",
     record: bool = True,
     baseline: EntrantResult | None = None,
-    **options: Unpack[PlayOptions],
 ) -> EvaluationReport:
     """Let every entrant play `attempts` runs of each held-out task, which is never trained, and return the results.
 
     The first entrant is the baseline of the differences. A policy plays with one version: the one that is named, or the
-    one that the model's name stood for when the evaluation began, however long others play before it. `client` may be
-    `None` if no entrant is a policy. `name` returns the name of a task (default: `task_name`). `scenarios` and
-    `rollout_name` are recorded. `record` sends the results of each entrant to the log, if there is a client. `baseline`
-    is an entrant that has played these tasks before: it is entrant 0 and does not play again.
+    one that the model's name stood for when the evaluation began, however long others play before it. `concurrency`,
+    `max_exceptions` and `progress` are those of `gather`. `name` returns the name of a task (default: `task_name`).
+    `scenarios` and `rollout_name` are recorded. `record` sends the results of each entrant to the log. `baseline` is an
+    entrant that has played these tasks before: it is entrant 0 and does not play again.
     Raises `ValueError` if there is no entrant or no task, `attempts` is below 1, two entrants have one name, or the
     gateway has no such model or version; `TooManyExceptionsError` and `JourneyworkError` as `gather`."""
     task_list = list(tasks)
@@ -78,14 +69,10 @@ async def play(
     if baseline is not None and [task.task for task in baseline.tasks] != names:
         raise ValueError(f"{baseline.entrant.name} played other tasks, so it is no baseline of these")
     for position, (entrant, version) in enumerate(zip(parsed_entrants, versions, strict=True), len(results)):
-        if client is not None and entrant.kind == "policy":
-            server: gathering.Client = client
-        else:
-            server = _ExternalServer(entrant)
         groups_of = [f"{evaluation}-{position}-{number}-{name}"[:_MAX_GROUP] for number, name in enumerate(names)]
         began = time.monotonic()
         groups = await gathering.gather(
-            server,
+            client,
             entrant.model,
             range(len(task_list)),
             _by_number(rollout, task_list, entrant.prompt, concurrency),
@@ -95,11 +82,12 @@ async def play(
             pinned=version,
             name=groups_of.__getitem__,
             describe=names.__getitem__,
-            **options,
+            max_exceptions=max_exceptions,
+            progress=progress,
         )
         results.append(result_of(entrant, version, groups, names, attempts, time.monotonic() - began))
     report = EvaluationReport(evaluation, scenarios, rollout_name, tuple(results))
-    if record and client is not None:
+    if record:
         for position in range(len(results)):
             await client.record_evaluation(report.request_body(position))
     return report
@@ -118,44 +106,14 @@ def _by_number(rollout: Rollout[Task], tasks: Sequence[Task], prompt: str, concu
     return play_number
 
 
-class _ExternalServer:
-    """Takes the place of the gateway in `gather`: agents call the server of an external entrant themselves, and nothing
-    is recorded of it. Its model is `run.model`."""
+async def versions_of(client: Versions, entrants: Sequence[Entrant]) -> list[str]:
+    """Return the version that each entrant plays with, in their order; empty for an outside model.
 
-    def __init__(self, entrant: Entrant) -> None:
-        """Raises `ValueError` if the variable of the key is not set."""
-        if entrant.key_env and not os.environ.get(entrant.key_env):
-            raise ValueError(f"{entrant.name}: the environment variable {entrant.key_env} is not set")
-        self._entrant, self._key = entrant, os.environ.get(entrant.key_env, "") or "none"
-
-    @asynccontextmanager
-    async def trajectory(self, model: str, **options: Unpack[OpenOptions]) -> AsyncIterator[Trajectory]:
-        """Yield a run whose calls go to the entrant's server. `model` is not used."""
-        entrant, name = self._entrant, f"x-{secrets.token_hex(10)}"
-        run = Trajectory(name, entrant.model, options.get("group") or name, entrant.url, self._key)
-        try:
-            yield run
-            run.result()  # raises for a reward that is no number
-        except BaseException:
-            run.outcome = "no_result"
-            raise
-
-
-async def versions_of(client: Versions | None, entrants: Sequence[Entrant]) -> list[str]:
-    """Return the version that each entrant plays with, in their order; empty for one that is no policy.
-
-    Raises `ValueError` if there is no entrant, two have one name, a policy has no gateway, or the gateway does not have
-    a model or a version."""
+    Raises `ValueError` if there is no entrant, two have one name, or the gateway does not have a model or a version."""
     names = [entrant.name for entrant in entrants]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"an evaluation needs entrants with different names, not {names}")
-    policies = [entrant.version or entrant.model for entrant in entrants if entrant.kind == "policy"]
-    if not policies:
-        return [""] * len(entrants)
-    if client is None:
-        raise ValueError("a policy is played through a gateway: name the gateway's URL")
-    versions = iter(await resolve(client, policies))
-    return [next(versions) if entrant.kind == "policy" else "" for entrant in entrants]
+    return await resolve(client, [entrant.version or entrant.model for entrant in entrants])
 
 
 def task_name(task: object, number: int) -> str:

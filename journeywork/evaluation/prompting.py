@@ -35,7 +35,7 @@ import httpx
 
 from journeywork import command_line
 from journeywork.client import AsyncJourneywork
-from journeywork.evaluation.entrants import Entrant, add_key_env, parse_entrants
+from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
 from journeywork.evaluation.playing import play
 from journeywork.evaluation.report import text_report
@@ -88,36 +88,40 @@ def _feedback(result: TaskResult) -> str:
     return "; ".join(f"{name}: {value:.3g}" for name, value in result.values.items()) or "It has no reward."
 
 
-def _prompt_writer(model: Entrant) -> Callable[[str | list[dict[str, Any]]], str]:
-    """Return what GEPA calls as `reflection_lm`: it sends a text or messages to the server of an entrant, and returns
-    the answer. It blocks."""
-    headers = {"Authorization": f"Bearer {os.environ[model.key_env]}"} if model.key_env else {}
+def _prompt_writer(server: str, key_env: str) -> Callable[[str | list[dict[str, Any]]], str]:
+    """Return what GEPA calls as `reflection_lm`: it sends a text or messages to the model of an OpenAI-compatible
+    server, and returns the answer. It blocks. `server` is `<base URL>#<model>`, `key_env` the environment variable with
+    the key. Raises `ValueError`."""
+    url, _, model = server.partition("#")
+    if not (url.startswith(("http://", "https://")) and model):
+        raise ValueError(f"--by {server}: write <base URL>#<model>; the gateway's base URL ends in /v1")
+    if key_env and not os.environ.get(key_env):
+        raise ValueError(f"--key-env {key_env}: this environment variable is not set")
+    headers = {"Authorization": f"Bearer {os.environ[key_env]}"} if key_env else {}
 
     def write(asked: str | list[dict[str, Any]]) -> str:
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        body = {"model": model.model, "messages": messages}
-        answer = httpx.post(f"{model.url}/chat/completions", json=body, headers=headers, timeout=600)
+        body = {"model": model, "messages": messages}
+        answer = httpx.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=600)
         return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
 
     return write
 
 
-async def improve(
-    args: argparse.Namespace, entrant: Entrant, writer: Entrant, first: str, url: str
-) -> EvaluationReport:
+async def improve(args: argparse.Namespace, entrant: Entrant, writer: Any, first: str) -> EvaluationReport:
     """Return the evaluation of the prompt `first` and of the best one, if that is another, on the held-out tasks."""
     import gepa
 
     limits = {"concurrency": args.concurrency, "max_exceptions": args.max_exceptions}
     options: dict[str, Any] = {**limits, "progress": False}
     rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios)
-    async with command_line.client_of(url, args) as client:
+    async with command_line.client_of(args) as client:
         optimize = functools.partial(
             gepa.optimize,
             seed_candidate={_PROMPT: first},
             trainset=tasks,
             adapter=_GepaAdapter(client, entrant, rollout, options),
-            reflection_lm=_prompt_writer(writer),
+            reflection_lm=writer,
             max_metric_calls=args.runs,
             seed=args.seed,
         )
@@ -145,11 +149,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     unusable, failed = (ImportError, ValueError, OSError), (JourneyworkError, TooManyExceptionsError, httpx.HTTPError)
     with command_line.exit_status(unusable, failed), command_line.output_of_one_object(args.json):
-        entrant, writer = parse_entrants([args.entrant, args.by], args.key_env)
-        if writer.kind != "external":
-            raise ValueError(f"--by {args.by}: write <base URL>#<model>; the gateway's base URL ends in /v1")
+        entrant, writer = parse_entrant(args.entrant), _prompt_writer(args.by, args.key_env)
         first = Path(args.prompt).read_text("utf-8")
-        report = anyio.run(improve, args, entrant, writer, first, command_line.gateway_of(args))
+        report = anyio.run(improve, args, entrant, writer, first)
         best, better = report.entrants[-1], len(report.entrants) > 1 and report.difference(1, REWARD).low > 0
         if args.out and better:
             Path(args.out).write_text(best.entrant.prompt, "utf-8")
@@ -170,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     add_tasks(parser, "the tasks to improve it on: a list, a function that returns one, or JSONL")
     add("--held-out", required=True, metavar="MODULE:NAME|FILE", help="other tasks, for the comparison at the end")
     add("--by", required=True, metavar="URL#MODEL", help="the model that writes prompts, such as the gateway's #master")
-    add_key_env(parser)
+    add("--key-env", default="", metavar="NAME", help="variable with the key of --by")
     add("--runs", type=command_line.at_least_one, default=200, help="runs to play until the best is chosen")
     add("--seed", type=int, default=0)
     add("--out", default="", metavar="FILE", help="where to write the best prompt if it is better on those")

@@ -29,7 +29,7 @@ class TaskResult:
     attempts: int
     failed: int
     trajectories: tuple[str, ...] = ()
-    """Ids of a policy's runs, which are on the log."""
+    """Ids of the runs, which are on the log."""
     metadata: tuple[dict[str, Any], ...] = ()
     """What the rollout left in `run.metadata`, by attempt; attempts that left nothing are not in it."""
 
@@ -42,7 +42,7 @@ class EntrantResult:
     version: str
     tasks: tuple[TaskResult, ...]
     usage: Usage
-    """Of the calls of all runs that the gateway served; 0 for an external entrant."""
+    """Of the calls of all runs."""
     runs_s: tuple[float, ...]
     """Seconds of each run, in ascending order."""
     wall_s: float
@@ -107,8 +107,7 @@ class EvaluationReport:
             "evaluation": self.id,
             "entrant": result.entrant.name,
             "position": position,
-            "kind": result.entrant.kind,
-            "model": result.entrant.model if result.entrant.kind == "policy" else result.entrant.name,
+            "model": result.entrant.model,
             "version": result.version,
             "scenarios": self.scenarios,
             "rollout": self.rollout,
@@ -173,16 +172,15 @@ def result_of(
     usages = [run.usage for run in runs if run.usage is not None]
     prompt, completion = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
     usage = Usage(sum(u.calls for u in usages), prompt, completion, sum(u.calls_s for u in usages))
-    tasks = tuple(_task_result(entrant, group, names[group.task], attempts) for group in groups)
+    tasks = tuple(_task_result(group, names[group.task], attempts) for group in groups)
     errors = tuple(f"{type(e).__name__}: {e}" for group in groups for e in group.exceptions)
     seconds = tuple(sorted(run.duration_s for run in runs if run.duration_s is not None))
     return EntrantResult(entrant, version, tasks, usage, seconds, wall_s, errors)
 
 
-def _task_result(entrant: Entrant, group: TaskGroup[int], name: str, attempts: int) -> TaskResult:
-    """Return the result of `entrant` at the task `name`. Only completed runs with the outcome `scored` have values; an
-    attempt failed if it raised, also while its trajectory was opened. Only a policy's runs are on the log, under their
-    ids."""
+def _task_result(group: TaskGroup[int], name: str, attempts: int) -> TaskResult:
+    """Return the result of an entrant at the task `name`. Only completed runs with the outcome `scored` have values; an
+    attempt failed if it raised, also while its trajectory was opened."""
     values: dict[str, list[float]] = {}
     for run in group.scored:
         for measure, value in _values(run).items():
@@ -192,7 +190,7 @@ def _task_result(entrant: Entrant, group: TaskGroup[int], name: str, attempts: i
         {measure: math.fsum(of_runs) / len(of_runs) for measure, of_runs in values.items()},
         attempts,
         len(group.exceptions),
-        tuple(run.id for run in group.trajectories) if entrant.kind == "policy" else (),
+        tuple(run.id for run in group.trajectories),
         tuple(run.metadata for run in group.trajectories if run.metadata),
     )
 

@@ -9,7 +9,6 @@ The project's README says how to train and how to evaluate.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -23,18 +22,17 @@ from journeywork.command_line import exit_status
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _PLACEHOLDER = "starter_model"
 FILES = ("agent.py", "journeywork.toml", "README.md", "test_agent.py", "pytest.ini")
-_BASE = 'base = "Qwen/Qwen3-4B"'
-TINY_BASE = "base"
-"""Folder of the tiny model in the project."""
+_BASE, _TINY_BASE = 'base = "Qwen/Qwen3-4B"', 'base = "base"'
+"""Lines of the settings. The tiny model is the folder `base` of the project, where `journeywork up` runs."""
 
 
 class InitError(Exception):
     """The project could not be written. The message says why."""
 
 
-def write_project(name: str, folder: Path, base: str = "", *, tiny: bool = False) -> list[Path]:
-    """Write the project `name` into `folder` and return its files. `base` is the base model in the settings. A `tiny`
-    project has settings for two CPU cores, and `make_model.py`, which makes its base model.
+def write_project(name: str, folder: Path, *, tiny: bool = False) -> list[Path]:
+    """Write the project `name` into `folder` and return its files. A `tiny` project has settings for two CPU cores, and
+    `make_model.py`, which makes its base model.
 
     Raises `InitError` if the name cannot be that of a model, or the folder has files already or cannot be made."""
     if not _NAME.fullmatch(name):
@@ -49,15 +47,10 @@ def write_project(name: str, folder: Path, base: str = "", *, tiny: bool = False
     except OSError as error:
         raise InitError(f"{folder} cannot be made: {error.strerror}; choose a folder with --dir") from error
     written = []
-    # `journeywork up` runs in the project's folder.
-    named = TINY_BASE if tiny else str(Path(base).absolute()) if base and Path(base).is_dir() else base
     for file in (*FILES, *(["make_model.py"] if tiny else [])):
         text = template.joinpath(file).read_text("utf-8").replace(_PLACEHOLDER, name)
-        if file == "journeywork.toml":
-            if named:
-                text = text.replace(_BASE, f"base = {json.dumps(named, ensure_ascii=False)}")
-            if tiny:
-                text += template.joinpath("tiny.toml").read_text("utf-8")
+        if file == "journeywork.toml" and tiny:
+            text = text.replace(_BASE, _TINY_BASE) + template.joinpath("tiny.toml").read_text("utf-8")
         (folder / file).write_text(text, "utf-8")
         written.append(folder / file)
     return written
@@ -79,12 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="journeywork init", description="Write a starter project that runs.")
     parser.add_argument("name", help="name of the project and of its model")
     parser.add_argument("--dir", default="", help="folder; default: the name")
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--base", default="", help="folder of the base model, or its name on the hub; Qwen/Qwen3-4B")
-    model.add_argument("--tiny", action="store_true", help="make a tiny base model that learns on two cores, no GPU")
+    parser.add_argument("--tiny", action="store_true", help="make a tiny base model that learns on two cores, no GPU")
     args = parser.parse_args(argv)
     with exit_status((InitError, OSError), ()):
-        written = write_project(args.name, Path(args.dir or args.name), args.base, tiny=args.tiny)
+        written = write_project(args.name, Path(args.dir or args.name), tiny=args.tiny)
         if args.tiny:
             make_tiny_model(written[0].parent)
     folder = written[0].parent

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 SDK = {
-    "eval": ("journeywork.evaluation.command", "play held-out tasks with versions and other models"),
+    "eval": ("journeywork.evaluation.command", "play held-out tasks with versions and outside models"),
     "prompt": ("journeywork.evaluation.prompting", "improve a system prompt on tasks, before weights"),
     "init": ("journeywork.starter.command", "write a starter project"),
 }

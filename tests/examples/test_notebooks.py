@@ -46,8 +46,9 @@ def test_a_starter_project_trains_and_is_evaluated_and_the_notebooks_train_on_an
     """The commands of the project's README, with a small model before the inference double."""
     project = tmp_path / "tictactoe"  # the double serves this name
     run_dir = project / "runs" / "tictactoe"
-    write_project("tictactoe", project, str(InferenceDouble.base))
-    with up(tmp_path, run_dir, "--config", "journeywork.toml", cwd=project) as running:
+    write_project("tictactoe", project)
+    base = ["--set", f"models.0.base={InferenceDouble.base}"]
+    with up(tmp_path, run_dir, "--config", "journeywork.toml", *base, cwd=project) as running:
         said = program([sys.executable, "agent.py", "--passes", "1"], project, JOURNEYWORK_URL=running.url)
         assert [line.partition(":")[0] for line in said.splitlines()] == ["pass 0"]
         running.until_step(1)

@@ -11,13 +11,6 @@ from transformers import AutoTokenizer
 from trainer import tiny
 
 WORDS = [" cat", " dog", "Write two words."]
-CHAT: tiny.Chat = [
-    {"role": "system", "content": "Write two words."},
-    {"role": "user", "content": "Begin with a."},
-    {"role": "assistant", "content": " cat dog"},
-    {"role": "user", "content": "More."},
-    {"role": "assistant", "content": " dog"},
-]
 
 
 def test_a_word_is_one_token_and_any_text_survives() -> None:
@@ -26,27 +19,6 @@ def test_a_word_is_one_token_and_any_text_survives() -> None:
     assert len(tokenizer("Write two words.").input_ids) == 1
     for text in (" cat dog", "a cats", "naïve ☃", "Write two words. dog"):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
-def test_the_loss_of_replies_is_that_of_their_tokens_and_ends_alone() -> None:
-    tokenizer = tiny.make_tokenizer(WORDS)
-    model = tiny.make_model(tokenizer, 0, width=64, mlp=64, layers=1)
-    short: tiny.Chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": " cat"}]
-    losses = []
-    for chat in (CHAT, short):
-        ids = tokenizer.apply_chat_template(chat, return_tensors="pt").input_ids
-        logprobs = model(ids).logits[0].log_softmax(-1)
-        speaks = False
-        for place, token in enumerate(ids[0].tolist()):
-            if speaks:
-                losses.append(-logprobs[place - 1, token])
-            if token == tokenizer.convert_tokens_to_ids("<|assistant|>"):
-                speaks = True
-            elif token == tokenizer.eos_token_id:
-                speaks = False
-    assert len(losses) == 3 + 2 + 2
-    found = tiny.reply_loss(model, tokenizer, [CHAT, short])  # a batch: the short one is padded
-    assert found.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from journeywork.command_line import add_gateway, at_least_one, exit_status, gateway_of, not_negative
-from pipeline.running.state import process_start
+from journeywork.command_line import at_least_one, exit_status, gateway_of, not_negative
 
 
 def test_numbers_are_read_within_their_bounds() -> None:
@@ -50,23 +49,25 @@ def test_an_error_of_the_program_is_not_hidden() -> None:
         raise ZeroDivisionError
 
 
-def test_the_gateway_of_the_run_that_runs_comes_before_newer_runs(
+def test_the_gateway_of_the_newest_run_that_was_not_stopped_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JOURNEYWORK_URL", raising=False)
-    for at, (name, pid) in enumerate({"running": os.getpid(), "ended": 2**22 + 1, "before": os.getpid()}.items(), 1):
-        since = process_start(pid) if name == "running" else "an earlier boot 5"
-        state = tmp_path / "runs" / name / "state.json"
-        state.parent.mkdir(parents=True)
-        state.write_text(json.dumps({"pid": pid, "since": since, "urls": {"gateway": f"http://{name}:1"}}))
-        os.utime(state, (at, at))
-    parser = argparse.ArgumentParser()
-    add_gateway(parser)
-    assert gateway_of(parser.parse_args([])) == "http://running:1"
-    monkeypatch.setenv("JOURNEYWORK_URL", "")
-    assert gateway_of(parser.parse_args([])) == "http://running:1"
+    with pytest.raises(ValueError, match="no gateway is named"):
+        gateway_of()
+    for at, (name, state) in enumerate({"before": "ready", "running": "ready", "ended": "stopped"}.items(), 1):
+        file = tmp_path / "runs" / name / "state.json"
+        file.parent.mkdir(parents=True)
+        services = {"gateway": {"state": state}}
+        file.write_text(json.dumps({"services": services, "urls": {"gateway": f"http://{name}:1"}}))
+        os.utime(file, (at, at))
+    assert gateway_of() == "http://running:1"
     monkeypatch.setenv("JOURNEYWORK_URL", "http://set:1")
-    assert gateway_of(parser.parse_args([])) == "http://set:1"
-    assert gateway_of(parser.parse_args(["--run-dir", "runs/ended"])) == "http://ended:1"
-    assert gateway_of(parser.parse_args(["--url", "http://given:1"])) == "http://given:1"
+    assert gateway_of() == "http://set:1"
+    assert gateway_of(run_dir="runs/before") == "http://before:1"
+    assert gateway_of(url="http://given:1") == "http://given:1"
+    with pytest.raises(ValueError, match="runs/ended is stopped"):
+        gateway_of(run_dir="runs/ended")
+    with pytest.raises(ValueError, match=r"none/state\.json names no gateway"):
+        gateway_of(run_dir="none")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import anyio
 import msgspec
@@ -41,6 +41,7 @@ from trainer.engine.state import TrainState
 from trainer.sequences import TokenSequence
 
 VOCAB = 32
+Event = TypeVar("Event")
 MODEL = "tiny"
 
 
@@ -317,12 +318,18 @@ async def unacked(broker: Broker) -> int:
     return int(info.num_ack_pending or 0) + int(info.num_pending or 0)
 
 
-async def steps_reach(broker: Broker, n: int) -> list[CheckpointPublished]:
-    async def probe() -> list[CheckpointPublished]:
-        found = await checkpoints(broker)
+async def reach(n: int, read: Callable[[Broker], Awaitable[list[Event]]], broker: Broker) -> list[Event]:
+    """What `read` finds on the log, once that is at least `n` events."""
+
+    async def probe() -> list[Event]:
+        found = await read(broker)
         return found if len(found) >= n else []
 
     return list(await until(probe))
+
+
+async def steps_reach(broker: Broker, n: int) -> list[CheckpointPublished]:
+    return await reach(n, checkpoints, broker)
 
 
 async def all_acked(broker: Broker) -> None:
@@ -332,10 +339,9 @@ async def all_acked(broker: Broker) -> None:
     await until(probe)
 
 
-async def dead_letters(broker: Broker) -> AsyncIterator[DeadLettered]:
-    for recorded in await broker.read(DeadLettered):
-        if isinstance(recorded.event, DeadLettered):
-            yield recorded.event
+async def dead_letters(broker: Broker) -> list[DeadLettered]:
+    history = await broker.read(DeadLettered)
+    return [r.event for r in history]
 
 
 def dies_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

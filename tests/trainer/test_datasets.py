@@ -168,6 +168,8 @@ def test_sft_without_a_reply_to_train_is_an_error(
 def test_a_damaged_data_set_is_named(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": ["a"], "completion": ["b"]}), file)
+    with pytest.raises(TrainerError, match="has no column 'messages': write it with `journeywork dataset --as sft`"):
+        datasets._table(file, "sft")
     whole = file.read_bytes()
     for damaged in (whole[:-8], whole.replace(b"prompt", b"pro\xffpt"), b"text"):
         file.write_bytes(damaged)
@@ -175,29 +177,17 @@ def test_a_damaged_data_set_is_named(tmp_path: Path) -> None:
             datasets._table(file, "sft")
 
 
-@pytest.mark.parametrize(
-    ("row", "context", "trained"),
-    [
-        ({"messages": [*ASKED, GOOD]}, "<|user|>a1=. b1=x<|end|><|assistant|>", "a1<|end|>"),
-        ({"prompt": "a1=. b1=x", "completion": " a1"}, "a1=. b1=x", " a1"),
-        ({"text": "a1=. b1=x"}, "", "a1=. b1=x"),
-    ],
-)
-def test_the_loss_of_sft_is_the_mean_over_the_tokens_that_are_trained(
-    row: dict[str, object], context: str, trained: str, nats_config: NatsConfig, tmp_path: Path
-) -> None:
+def test_the_loss_of_sft_is_the_mean_over_the_tokens_that_are_trained(nats_config: NatsConfig, tmp_path: Path) -> None:
     """The mean of -log p(token | tokens before it), under the version before the step."""
-    pq.write_table(pa.Table.from_pylist([row] * 2), tmp_path / "train.parquet")
+    pq.write_table(pa.Table.from_pylist([{"messages": [*ASKED, GOOD]}] * 2), tmp_path / "train.parquet")
     learner = make_learners(settings(tmp_path, nats_config))[kit.MODEL]
     tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
-    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (context, trained))
-    if "messages" not in row:
-        after.append(tokenizer.eos_token_id)  # TRL ends other texts than conversations
+    texts = "<|user|>a1=. b1=x<|end|><|assistant|>", "a1<|end|>"
+    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
     ids = torch.tensor([[*before, *after]])
     with torch.no_grad():
         logprobs = learner.engine.model.peft(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-    begin = max(1, len(before))  # no token before it predicts the first one
-    expected = -logprobs.gather(1, ids[0, 1:, None])[begin - 1 :].mean()
+    expected = -logprobs.gather(1, ids[0, 1:, None])[len(before) - 1 :].mean()
     learner.checkpoints.prepare_folder()
     pending = datasets.compute(learner, tmp_path / "scratch", DatasetStep(tmp_path, "sft", batch_size=2), Counter())
     assert pending.manifest.event.metrics["dataset_loss"] == pytest.approx(float(expected), rel=1e-4)

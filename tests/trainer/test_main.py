@@ -55,20 +55,6 @@ async def test_stopping_the_trainer_during_a_step_leaves_only_complete_checkpoin
     assert not list(folder.folder.glob(".tmp-*"))
 
 
-def _dry_run(args: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    train.main([*args, "--dry-run"])
-    answer: dict[str, object] = json.loads(capsys.readouterr().out)
-    return answer
-
-
-async def test_train_reads_the_runs_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
-    said = _dry_run(["--run-dir", str(tmp_path), "--nats-url", "nats://x:1", "--set", "trainer.max_steps=5"], capsys)
-    assert said["nats"]["url"] == "nats://x:1"  # type: ignore[index]
-    assert said["trainer"]["max_steps"] == 5  # type: ignore[index]
-    assert said["run_dir"] == str(tmp_path)
-
-
 def test_train_says_in_one_line_why_it_does_not_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a log, at one that does not answer, and beside the trainer of `journeywork up`."""
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")

@@ -22,13 +22,13 @@ from trainer.batches.returns import (
     NO_ROLES,
     Floats,
     Roles,
+    RunReturns,
     baseline,
     by_token,
     calls_with_credit,
     group_returns,
     has_call_returns,
     role_baselines,
-    role_positions,
 )
 from trainer.batches.tasks import task_baselines
 from trainer.distillation.teacher import HintedCall, TeacherLogprobs
@@ -82,14 +82,19 @@ def make_examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> 
     has_returns_of_calls = {g: has_call_returns(g.members, loss.turn_discount) for g in groups}
     if "batch" in (loss.baseline, loss.advantage_scaling):  # so all are compared at the same position
         has_returns_of_calls = dict.fromkeys(groups, any(has_returns_of_calls.values()))
-    # The agents of a run's calls, where calls are compared with those of the same agent.
-    roles = {g: g.history.roles if has_returns_of_calls[g] and loss.baseline != "task" else {} for g in groups}
     returns = {
-        g: group_returns(g.members, g.sequences, loss.turn_discount, by_call=has_returns_of_calls[g], roles=roles[g])
+        g: group_returns(
+            g.members,
+            g.sequences,
+            loss.turn_discount,
+            by_call=has_returns_of_calls[g],
+            # Earlier runs of a task are compared whichever agents made their calls: their events do not say.
+            roles={} if loss.baseline == "task" else g.history.roles,
+        )
         for g in groups
     }
-    batch_std = _std([r for of_group in returns.values() for r in of_group])
-    baselines = _baselines(groups, loss.baseline, returns, roles)
+    batch_std = _std([run for of_group in returns.values() for run in of_group])
+    baselines = _baselines(groups, loss.baseline, returns)
     out = []
     for group in groups:
         match loss.advantage_scaling:
@@ -101,9 +106,9 @@ def make_examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> 
                 divisor = 1.0
         advantage_of = {
             member.trajectory: _advantages(
-                member, (of_calls - mean) / divisor, loss, group.history.roles.get(member.trajectory, NO_ROLES)
+                member, (run.values - mean) / divisor, loss, group.history.roles.get(member.trajectory, NO_ROLES)
             )
-            for member, of_calls, mean in zip(group.members, returns[group], baselines[group], strict=True)
+            for member, run, mean in zip(group.members, returns[group], baselines[group], strict=True)
         }
         out += [
             Example(
@@ -133,27 +138,20 @@ def _supervised_examples(groups: Sequence[GroupWithHistory], weights: Mapping[st
 def _baselines(
     groups: Sequence[GroupWithHistory],
     kind: Literal["group", "task", "batch"],
-    returns: Mapping[GroupWithHistory, list[Floats]],
-    roles: Mapping[GroupWithHistory, Mapping[str, Roles]],
+    returns: Mapping[GroupWithHistory, list[RunReturns]],
 ) -> dict[GroupWithHistory, list[Floats]]:
     """What is subtracted from each run's returns, one number for each of them, by group and in the order of its
     members."""
+    batch = [run for of_group in returns.values() for run in of_group]
     if kind == "task":
-        batch = [r for of_group in returns.values() for r in of_group]
-        batch_means = baseline(batch, max(map(len, batch), default=0))
-        return {g: task_baselines(returns[g], g.admitted.earlier, batch_means) for g in groups}
-    runs = {
-        g: [
-            (r, role_positions(len(r), roles[g].get(m.trajectory, NO_ROLES)))
-            for m, r in zip(g.members, returns[g], strict=True)
-        ]
-        for g in groups
-    }
-    of_batch = role_baselines([run for of_group in runs.values() for run in of_group]) if kind == "batch" else None
+        values = [run.values for run in batch]
+        batch_means = baseline(values, max(map(len, values), default=0))
+        return {g: task_baselines([run.values for run in returns[g]], g.admitted.earlier, batch_means) for g in groups}
+    of_batch = role_baselines(batch) if kind == "batch" else None
     out = {}
     for group in groups:
-        of_roles = of_batch or role_baselines(runs[group])
-        out[group] = [np.array([of_roles[role][at] for role, at in places]) for _, places in runs[group]]
+        of_roles = of_batch or role_baselines(returns[group])
+        out[group] = [np.array([of_roles[role][at] for role, at in run.positions]) for run in returns[group]]
     return out
 
 
@@ -173,9 +171,9 @@ def _normalized(out: list[Example], config: TrainerConfig) -> list[Example]:
     return [e.scaled(1 / size) for e in out] if size else out
 
 
-def _std(returns: Sequence[npt.NDArray[np.float64]]) -> float:
+def _std(runs: Sequence[RunReturns]) -> float:
     """The standard deviation of the returns of all calls of some runs."""
-    numbers = np.concatenate(returns) if returns else np.zeros(0)
+    numbers = np.concatenate([run.values for run in runs]) if runs else np.zeros(0)
     return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else 0.0
 
 

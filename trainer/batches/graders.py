@@ -15,6 +15,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 from pipeline.config import TrainerConfig
 from trainer.batches.examples import Example, loss_terms, make_examples, trajectory_weights
@@ -24,31 +25,36 @@ _ABOVE = 1 + 1e-9
 """A key is above the cap if its part is larger than the cap by more than rounding."""
 
 
+class _Part(NamedTuple):
+    """The part of a step that groups graded by the same keys make up."""
+
+    keys: frozenset[str]
+    examples: Sequence[Example]
+    size: float
+    """Sum of the absolute advantages of what the loss averages over."""
+
+
 def cap_graders(
     groups: Sequence[GroupWithHistory], config: TrainerConfig, max_share: float
 ) -> tuple[list[Example], dict[str, float]]:
     """Return the examples of a batch within the cap, in the order of the groups, and the step's metrics:
     `grader_share`, the largest share that a key would have without the cap, and `graders_limited`, the number of keys
-    above it. No metrics where there is no cap, or nobody gave feedback."""
+    above it. No metrics where there is no cap, or nobody gave feedback.
+
+    With a cap of 0.2, a step of size 10 and a key that graded groups of size 6, the other keys' groups stay as they
+    are, 4, and those of the key are scaled to size 1: 0.2 of the 5 that are left."""
     if max_share >= 1:
         return make_examples(groups, config), {}
-    keys_of = {g: frozenset(key for m in g.event.members for key in m.graded_by) for g in groups}
-    weights = trajectory_weights(groups, config)
-    examples_of: dict[frozenset[str], list[Example]] = {}
-    for keys in dict.fromkeys(keys_of.values()):  # in one order in each process
-        made = make_examples([g for g in groups if keys_of[g] == keys], config)
-        examples_of[keys] = [dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0)) for e in made]
-    total, size_of_key = 0.0, Counter[str]()
-    for keys, examples in examples_of.items():
-        size = sum(loss_terms(e.sequence, config) * e.weight * e.size for e in examples)
-        total += size
-        size_of_key.update(dict.fromkeys(keys, size / max(len(keys), 1)))
+    parts = _parts(groups, config)
+    total, size_of_key = sum(part.size for part in parts), Counter[str]()
+    for part in parts:
+        size_of_key.update(dict.fromkeys(part.keys, part.size / max(len(part.keys), 1)))
     cap = _largest_size(size_of_key.values(), total, max_share)
     factor_of_key = {key: min(1.0, cap / size) if size else 1.0 for key, size in size_of_key.items()}
     scaled: dict[int, Example] = {}
-    for keys, examples in examples_of.items():
-        factor = fmean(factor_of_key[key] for key in keys) if keys else 1.0
-        scaled |= {id(e.sequence): e.scaled(factor) for e in examples}
+    for part in parts:
+        factor = fmean(factor_of_key[key] for key in part.keys) if part.keys else 1.0
+        scaled |= {id(e.sequence): e.scaled(factor) for e in part.examples}
     in_order, taught = _cap_hints(groups, [scaled[id(s)] for g in groups for s in g.sequences], max_share)
     shares = [*taught.values(), *(size / total if total else 0.0 for size in size_of_key.values())]
     if not shares:
@@ -56,6 +62,20 @@ def cap_graders(
     above = {key for key, size in size_of_key.items() if size > cap * _ABOVE}
     above |= {key for key, share in taught.items() if share > max_share}
     return in_order, {"grader_share": max(shares), "graders_limited": float(len(above))}
+
+
+def _parts(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[_Part]:
+    """Return the parts of a batch by the keys that graded them, each compared within itself, in the same order in every
+    process. Trajectories weigh as in the whole batch."""
+    keys_of = {g: frozenset(key for m in g.event.members for key in m.graded_by) for g in groups}
+    weights = trajectory_weights(groups, config)
+    parts = []
+    for keys in dict.fromkeys(keys_of.values()):
+        made = make_examples([g for g in groups if keys_of[g] == keys], config)
+        examples = [dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0)) for e in made]
+        size = sum(loss_terms(e.sequence, config) * e.weight * e.size for e in examples)
+        parts.append(_Part(keys, examples, size))
+    return parts
 
 
 def _largest_size(sizes: Collection[float], total: float, max_share: float) -> float:

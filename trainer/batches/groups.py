@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from pipeline.events.group import DiscardReason
 from pipeline.events.types import REWARD_TOLERANCE
 from pipeline.log.broker import Delivery
 from pipeline.log.messages import Place
-from trainer.batches.returns import NO_ROLES, Roles, group_returns, has_call_returns, largest_difference, role_positions
+from trainer.batches.returns import Roles, group_returns, has_call_returns, largest_difference
 from trainer.batches.tasks import EarlierReturns
 from trainer.distillation.teacher import (
     HintedCall,
@@ -167,7 +168,10 @@ class GroupWithHistory:
         return Refusal("no_tokens", "no member has a token to train" + (f": {why}" if why else ""))
 
     def _no_signal(self, config: TrainerConfig) -> Refusal | None:
-        """Why the tokens that are left have no advantage and no teacher; `None` if they have."""
+        """Why the group can't change the policy; `None` if it can.
+
+        It can't where its returns are equal, so that every advantage is 0, and no teacher says anything of a token that
+        is left: after their calls were read, hints or answers may turn out to be of no use."""
         history, members = self.history, self.members
         if not _compares_within_group(config) or not _has_equal_returns(members, config, history):
             return None
@@ -240,12 +244,7 @@ def _has_equal_returns(members: Sequence[Member], config: TrainerConfig, history
     """Whether the returns that are compared are equal; those of a single member are."""
     discount = config.loss.turn_discount
     by_call = has_call_returns(members, discount)
-    roles = history.roles if by_call else {}
-    returns = group_returns(members, history.sequences, discount, by_call=by_call, roles=roles)
-    runs = [
-        (of_run, role_positions(len(of_run), roles.get(member.trajectory, NO_ROLES)))
-        for member, of_run in zip(members, returns, strict=True)
-    ]
+    runs = group_returns(members, history.sequences, discount, by_call=by_call, roles=history.roles)
     return largest_difference(runs) <= REWARD_TOLERANCE
 
 
@@ -257,12 +256,21 @@ def _no_variance(members: Sequence[Member], why: str = "") -> Refusal:
     return Refusal("no_variance", f"all {len(rewards)} {equal}{why}")
 
 
-def group_metrics(
-    batch: Sequence[GroupWithHistory], discarded_rewards: Sequence[float], equal_groups: int
-) -> dict[str, float]:
+class DiscardedGroup(NamedTuple):
+    """What the metrics of the next step count of a group that is not trained."""
+
+    rewards: Sequence[float]
+    """Of its training members."""
+    equal: bool
+    """Whether they were all equal."""
+
+
+def group_metrics(batch: Sequence[GroupWithHistory], discarded: Sequence[DiscardedGroup]) -> dict[str, float]:
     """Metrics of a step's groups, and of those that were discarded since the step before."""
     members = [m for g in batch for m in g.members]
     rewards = np.array([m.reward for m in members], np.float64)
+    discarded_rewards = [reward for group in discarded for reward in group.rewards]
+    equal_groups = sum(group.equal for group in discarded)
     return {
         "reward_mean": float(rewards.mean()),
         "reward_mean_all": float(np.mean([*rewards, *discarded_rewards])),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -39,6 +39,20 @@ _CONCURRENT_READS = 16
 """Trajectories whose exchanges are read at the same time."""
 
 
+@dataclass(eq=False)
+class _Read:
+    """What was read of a group's runs so far; the fields without a docstring are those of `History`."""
+
+    sequences: list[TokenSequence] = field(default_factory=list)
+    answers: dict[str, list[TeacherAnswer]] = field(default_factory=dict)
+    roles: dict[str, Roles] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
+    duration_s: float = 0.0
+    unjudged_tokens: int = 0
+    runs: list[Run] = field(default_factory=list)
+    """The runs with their exchanges, where hints or the group's best run are rendered."""
+
+
 class Histories:
     """Reads exchanges for the groups of one model. `broker` must outlive it.
 
@@ -61,59 +75,60 @@ class Histories:
 
     async def read(self, group: AdmittedGroup) -> GroupWithHistory | Refusal:
         """Read the exchanges of a group's runs, or return why they can't be read."""
-        sequences: list[TokenSequence] = []
-        answers: dict[str, list[TeacherAnswer]] = {}
-        roles: dict[str, Roles] = {}
-        left_out: Counter[str] = Counter()
-        duration_s, unjudged_tokens = 0.0, 0
-        runs: list[Run] = []
+        read = _Read()
         for member in group.members:
             try:
                 exchanges = await self._exchanges(group.event.project, member)
             except HistoryGoneError as error:
-                return Refusal("history_gone", str(error), duration_s)
+                return Refusal("history_gone", str(error), read.duration_s)
             if self._prompts is not None:
                 # Only then: every request repeats its conversation, and those of all runs take much more memory than
                 # the tokens.
-                runs.append((member, exchanges))
-            duration_s = max(duration_s, _duration_s(exchanges))
-            if of_run := {e.seq: e.role for e in exchanges if e.role}:
-                roles[member.trajectory] = of_run
-            built = build(
-                member.trajectory,
-                exchanges,
-                defaults=self._defaults,
-                mask_truncated=self._settings.loss.mask_truncated,
-                left_out=left_out,
-            )
-            for sequence in built:
-                unjudged = self._unjudged(member, sequence, of_run)
-                unjudged_tokens += int(unjudged.sum())
-                if unjudged.any():
-                    sequence = sequence.masking_out(unjudged)
-                sequences.append(self._with_own_versions(group, sequence))
+                read.runs.append((member, exchanges))
+            read.duration_s = max(read.duration_s, _duration_s(exchanges))
+            sequences = self._sequences(read, group, member, exchanges)
             if self._settings.distill.asks_outside and member.teacher:
-                answers[member.trajectory] = await self._teacher_answers(group.event.project, member, exchanges)
-                if others := {float(t) for s in built for t in s.temperatures[s.loss_mask]} - {1.0}:
-                    logger.warning(
-                        "teacher's answer not used for tokens that were not sampled at temperature 1",
-                        trajectory=member.trajectory,
-                        teacher=member.teacher,
-                        temperatures=sorted(others),
-                    )
-        prompts = _render_hints(self._prompts, runs, self._may_train) if self._prompts else TeacherPrompts({})
+                read.answers[member.trajectory] = await self._teacher_answers(group.event.project, member, exchanges)
+                _warn_of_temperatures(member, sequences)
+            read.sequences += sequences
+        prompts = TeacherPrompts({})
+        if self._prompts is not None:
+            prompts = _render_hints(self._prompts, read.runs, self._may_train)
         history = History(
-            tuple(sequences),
+            tuple(read.sequences),
             prompts.prompts,
             prompts.hints,
             prompts.hints_unused,
-            answers,
-            unjudged_tokens,
-            roles,
-            left_out,
-            duration_s,
+            read.answers,
+            read.unjudged_tokens,
+            read.roles,
+            read.left_out,
+            read.duration_s,
         )
         return GroupWithHistory(group, history)
+
+    def _sequences(
+        self, read: _Read, group: AdmittedGroup, member: Member, exchanges: Sequence[ExchangeRecorded]
+    ) -> list[TokenSequence]:
+        """Return the token sequences of a run. Adds to `read` which agent made each of its calls, and how many of its
+        tokens are context for want of a judgement or because of their sampling settings."""
+        roles = {e.seq: e.role for e in exchanges if e.role}
+        if roles:
+            read.roles[member.trajectory] = roles
+        out = []
+        for sequence in build(
+            member.trajectory,
+            exchanges,
+            defaults=self._defaults,
+            mask_truncated=self._settings.loss.mask_truncated,
+            left_out=read.left_out,
+        ):
+            unjudged = self._unjudged(member, sequence, roles)
+            read.unjudged_tokens += int(unjudged.sum())
+            if unjudged.any():
+                sequence = sequence.masking_out(unjudged)
+            out.append(self._with_own_versions(group, sequence))
+        return out
 
     def _with_own_versions(self, group: AdmittedGroup, sequence: TokenSequence) -> TokenSequence:
         """The sequence with the steps of another branch's versions marked. A replay's later versions have the numbers
@@ -162,6 +177,18 @@ class Histories:
                 "can be read)"
             )
         return exchanges
+
+
+def _warn_of_temperatures(member: Member, sequences: Sequence[TokenSequence]) -> None:
+    """Log the temperatures, other than 1, at which trained tokens of a run were sampled: a teacher from outside is
+    asked at temperature 1 and teaches none of these."""
+    if others := {float(t) for s in sequences for t in s.temperatures[s.loss_mask]} - {1.0}:
+        logger.warning(
+            "teacher's answer not used for tokens that were not sampled at temperature 1",
+            trajectory=member.trajectory,
+            teacher=member.teacher,
+            temperatures=sorted(others),
+        )
 
 
 def _distinct(exchanges: Sequence[ExchangeRecorded]) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,17 @@ def returns_of(member: Member, calls: int, discount: float, roles: Roles = NO_RO
     return returns
 
 
-def role_positions(calls: int, roles: Roles) -> list[tuple[str, int]]:
+@dataclass(frozen=True, eq=False)
+class RunReturns:
+    """The returns of a run's calls. They are compared with those of the same agent at the same position."""
+
+    values: Floats
+    """The return of each call, [calls]; a single number where the run has one for all its calls."""
+    positions: Sequence[tuple[str, int]] = (("", 0),)
+    """For each of `values` its agent, and which of its agent's calls it is, from 0."""
+
+
+def _positions(calls: int, roles: Roles) -> list[tuple[str, int]]:
     """For each of a run's first `calls` calls its agent, and which of its agent's calls it is, from 0."""
     counts: Counter[str] = Counter()
     out = []
@@ -55,26 +66,23 @@ def role_positions(calls: int, roles: Roles) -> list[tuple[str, int]]:
     return out
 
 
-def role_baselines(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[str, Floats]:
-    """By agent, the mean return at each of its positions over the runs in which it made a call. `runs`: returns and
-    positions of each run's calls."""
+def role_baselines(runs: Sequence[RunReturns]) -> dict[str, Floats]:
+    """By agent, the mean return at each of its positions over the runs in which it made a call."""
     return {role: baseline(returns, max(map(len, returns))) for role, returns in _by_role(runs).items()}
 
 
-def _by_role(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> dict[str, list[Floats]]:
-    """By agent, the returns of its calls in each run in which it made one. `runs`: of each run the returns of its
-    calls, and their places (`role_positions`)."""
+def _by_role(runs: Sequence[RunReturns]) -> dict[str, list[Floats]]:
+    """By agent, the returns of its calls in each run in which it made one."""
     by_role: dict[str, list[Floats]] = {}
-    for returns, of_run in runs:
-        roles = np.array([role for role, _ in of_run])
+    for run in runs:
+        roles = np.array([role for role, _ in run.positions])
         for role in dict.fromkeys(roles.tolist()):
-            by_role.setdefault(role, []).append(returns[roles == role])
+            by_role.setdefault(role, []).append(run.values[roles == role])
     return by_role
 
 
-def largest_difference(runs: Sequence[tuple[Floats, Sequence[tuple[str, int]]]]) -> float:
-    """The largest difference between returns that are compared: of one agent at one of its positions. `runs` as in
-    `role_baselines`."""
+def largest_difference(runs: Sequence[RunReturns]) -> float:
+    """The largest difference between returns that are compared: of one agent at one of its positions."""
     differences = [0.0]
     for returns in _by_role(runs).values():
         for position in range(max(map(len, returns))):
@@ -94,11 +102,14 @@ def calls_with_credit(member: Member, calls: int, discount: float, roles: Roles 
     if member.graded == "run":
         return np.ones(calls, np.bool_)
     rewarded = {int(call) for call in member.call_rewards}
-    judged = rewarded | {max(hint.call, 0) for hint in member.hints}
-    last = {roles.get(call, ""): call for call in sorted(rewarded)}
-    return np.array(
-        [c in judged or (discount > 0 and c <= last.get(roles.get(c, ""), -1)) for c in range(calls)], np.bool_
-    )
+    judged = rewarded | {max(hint.call, 0) for hint in member.hints}  # a hint of call -1 is on the first one
+    last_rewarded = {roles.get(call, ""): call for call in sorted(rewarded)}
+    """The last call with a reward, by the agent's role."""
+    trains = np.zeros(calls, np.bool_)
+    for call in range(calls):
+        a_reward_follows = discount > 0 and call <= last_rewarded.get(roles.get(call, ""), -1)
+        trains[call] = call in judged or a_reward_follows
+    return trains
 
 
 def group_returns(
@@ -108,16 +119,20 @@ def group_returns(
     *,
     by_call: bool,
     roles: Mapping[str, Roles] | None = None,
-) -> list[Floats]:
+) -> list[RunReturns]:
     """The returns of each member. `by_call`: one for each of its calls, also for those of which no token is trained;
     else one number, its reward. `roles`: by trajectory, in a group with runs of several agents."""
     if not by_call:
-        return [np.array([m.reward], np.float64) for m in members]
+        return [RunReturns(np.array([m.reward], np.float64)) for m in members]
     calls = {m.trajectory: max(m.exchanges, 1) for m in members}
     for sequence in sequences:
         if sequence.calls is not None and sequence.trajectory in calls:
             calls[sequence.trajectory] = max(calls[sequence.trajectory], int(sequence.calls.max()) + 1)
-    return [returns_of(m, calls[m.trajectory], discount, (roles or {}).get(m.trajectory, NO_ROLES)) for m in members]
+    out = []
+    for member in members:
+        count, of_run = calls[member.trajectory], (roles or {}).get(member.trajectory, NO_ROLES)
+        out.append(RunReturns(returns_of(member, count, discount, of_run), _positions(count, of_run)))
+    return out
 
 
 def baseline(returns: Sequence[Floats], calls: int) -> Floats:

@@ -65,8 +65,8 @@ class EarlierRuns:
         at = bisect_left(scored, seq, key=lambda entry: entry.seq)
         if at == len(scored) or scored[at].seq != seq:
             # Their events alone say how many calls they have.
-            returns = group_returns(members, (), self._discount, by_call=has_call_returns(members, self._discount))
-            scored.insert(at, _Scored(seq, event.group, _totals(returns)))
+            runs = group_returns(members, (), self._discount, by_call=has_call_returns(members, self._discount))
+            scored.insert(at, _Scored(seq, event.group, _totals([run.values for run in runs])))
 
     def before(self, event: GroupScored, seq: int) -> EarlierReturns:
         """Return the earlier runs of the group that was scored at `seq`."""

@@ -6,6 +6,7 @@ part can be repeated, so recovery publishes a step that a crash interrupted by t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.log.broker import Broker
 from pipeline.log.stream_reader import after_catching_up
 from pipeline.security.signing import Signer, Trust
 from pipeline.telemetry.logs import get_logger
-from trainer.checkpoints.checkpoint import Manifest, adapter_archive
+from trainer.checkpoints.checkpoint import CheckpointError, Manifest, adapter_archive, unpack
 
 logger = get_logger("trainer.checkpoints.commits")
 
@@ -98,3 +99,15 @@ class Commits:
             on_log = await self.broker.read(GroupDiscarded, **keys)
             if all(r.event.message_id() != event.message_id() for r in on_log):
                 await self.broker.publish(event)
+
+
+async def fetch_adapter(broker: Broker, event: CheckpointPublished) -> dict[str, bytes]:
+    """Return the files of a version's adapter from the object store. Raises `CheckpointError` if they are not the
+    event's."""
+    archive = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
+    if hashlib.sha256(archive).hexdigest() != event.adapter_sha256:
+        raise CheckpointError(
+            f"the adapter of {event.version} in the object store does not match its event: do not use it, and restore "
+            "the object store"
+        )
+    return unpack(archive)

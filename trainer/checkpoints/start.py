@@ -14,6 +14,7 @@ from pyarrow import fs
 
 from pipeline.config import Config, ConfigError
 from pipeline.events import STATE_FILE, CheckpointPublished, decode
+from pipeline.security.signing import Trust
 from pipeline.versions.lake_files import ADAPTER, EVENT, S3, checkpoint_folder, open_s3
 from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, unpack
 
@@ -62,7 +63,25 @@ def read_start(start: str, config: Config) -> Start:
         raise ConfigError(f"models.start: {start} can't be read: {error}") from error
 
 
+def read_version(config: Config, model: str, step: int) -> Start:
+    """Read a version of the project and branch of the settings from their own lake. Blocks.
+
+    Raises `CheckpointError` if the lake does not hold it whole, or no trainer that is trusted signed it."""
+    own = config.store.dir if config.store.dir.startswith(S3) else str(config.path(config.store.dir))
+    files, root = _open(own, config)
+    folder = f"{root}/{checkpoint_folder(config.project, config.trainer.branch, model, step)}"
+    try:
+        found = _version(files, folder, folder)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"step {step} is not on disk, and can't be read from the lake: {error}") from error
+    if found.event is not None and (objection := Trust(config.signing).objection(found.event)):
+        raise CheckpointError(objection)
+    return found
+
+
 def _peft_folder(folder: Path) -> Start:
+    """Read an adapter that was trained elsewhere. Raises `ConfigError` for one that computes what the trainer's do
+    not."""
     try:
         files = {name: (folder / name).read_bytes() for name in ADAPTER_FILES}
         config = msgspec.json.decode(files["adapter_config.json"], type=dict[str, object])

@@ -22,7 +22,8 @@ class Validation:
         self._rewards: dict[int, list[float]] = {}
 
     def record(self, groups: Iterable[GroupScored]) -> bool:
-        """Count the rewards of groups, each given once. Returns whether `best` changed."""
+        """Count the rewards of groups that were not counted before: of runs that one version played from begin to end.
+        Returns whether `best` changed."""
         steps = set()
         for group in groups:
             for member in group.members:

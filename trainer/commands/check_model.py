@@ -39,7 +39,7 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
     try:
         engine = Engine(base, config)
     except RefusedError as error:
-        return out | _compared(error.verified)
+        return out | _compared(error.verified) | {"layout": None, "refused": str(error)}
     except ConfigError as error:  # the model can't be loaded
         return out | {"refused": str(error)}
     except RuntimeError as error:  # memory does not hold it
@@ -78,8 +78,7 @@ def _compared(verified: Verified) -> dict[str, Any]:
         "padded_difference": verified.padded.largest,
         "packed_difference": verified.packed.largest if verified.packed else None,
         "images_difference": verified.images.largest if verified.images else None,
-        "layout": None if verified.refused else verified.layout,
-        "refused": verified.refused or None,
+        "layout": verified.layout,
         "attention": verified.attention,
         "why_padded": verified.why_padded,
     }

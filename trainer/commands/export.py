@@ -3,30 +3,23 @@
     journeywork export OUT                        the newest checkpoint of the newest run, as a PEFT adapter
     journeywork export OUT --step best --merged   the best by validation, merged into the base model's weights
 
-A checkpoint that is no longer on disk is read from the log's object store, if `--nats-url` names the log.
+A checkpoint that is no longer on disk is read from the lake.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
-import hashlib
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import anyio
-
-from pipeline import streams
-from pipeline.config import Config, ConfigError
-from pipeline.events import CheckpointPublished
-from pipeline.log.broker import Broker
-from pipeline.security.signing import Trust
+from pipeline.config import ConfigError
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
-from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints, unpack
+from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints
+from trainer.checkpoints.start import read_version
 from trainer.commands import options
 
 
@@ -40,62 +33,20 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def find_files(
-    checkpoints: Checkpoints, step: str, fetch: Callable[[int], bytes] | None = None
-) -> tuple[int, dict[str, bytes]]:
-    """The step that `--step` names, and the files of its adapter.
-
-    `fetch` gets an adapter that is not on disk. Raises `CheckpointError` where there is no such checkpoint, and
-    `ConfigError` for another `step`."""
-    steps = checkpoints.steps()
+def number_of(step: str, checkpoints: Checkpoints) -> int:
+    """Return the step that `--step` names. Raises `CheckpointError` where there is no newest or no best one, and
+    `ConfigError` for another word."""
     if step == "latest":
-        if not steps:
-            raise CheckpointError(
-                f"there is no checkpoint in {checkpoints.folder}: name a step and the log with --nats-url"
-            )
-        number = steps[-1]
-    elif step == "best":
-        best = checkpoints.best()
-        if best is None:
+        if not (steps := checkpoints.steps()):
+            raise CheckpointError(f"there is no checkpoint in {checkpoints.folder}: name a step that the lake holds")
+        return steps[-1]
+    if step == "best":
+        if (best := checkpoints.best()) is None:
             raise CheckpointError("no validation trajectories were scored, so no checkpoint is the best: name a step")
-        number = best.step
-    elif re.fullmatch("[1-9][0-9]{0,17}", step):
-        number = int(step)
-    else:
+        return best.step
+    if not re.fullmatch("[1-9][0-9]{0,17}", step):
         raise ConfigError(f"--step {step}: write a number from 1 on, `latest` or `best`")
-    if number in steps:
-        return number, checkpoints.read(number)[1]
-    if fetch is None:
-        raise CheckpointError(
-            f"step {number} is not on disk (there are: {', '.join(map(str, steps)) or 'none'}): "
-            "name the log with --nats-url"
-        )
-    return number, unpack(fetch(number))
-
-
-async def fetch_adapter(config: Config, model: str, step: int) -> bytes:
-    """Read the adapter of a step, as a tar, from the object store of the log at `config.nats.url`. Raises
-    `CheckpointError`."""
-    async with Broker.connect(config.nats, name="export", provision=False) as broker:
-        history = await broker.read(
-            CheckpointPublished, project=config.project, model=model, step=step, branch=config.trainer.branch
-        )
-        if not history:
-            raise CheckpointError(
-                f"the log has no {model}@{step} of project {config.project}: check --step, --model and --nats-url"
-            )
-        trust = Trust(config.signing)
-        # Whoever may write to the log may have published events of this step too: the oldest trusted one counts.
-        trusted = [r.event for r in history if not trust.objection(r.event)]
-        if not trusted:
-            raise CheckpointError(trust.objection(history[-1].event))
-        event = trusted[0]
-        tar = await broker.get_object(streams.ADAPTERS_BUCKET, event.adapter)
-        if hashlib.sha256(tar).hexdigest() != event.adapter_sha256:
-            raise CheckpointError(
-                f"the adapter of {event.version} in the object store does not match its event: do not use it"
-            )
-        return tar
+    return int(step)
 
 
 def write_adapter(files: dict[str, bytes], out: Path) -> None:
@@ -147,11 +98,10 @@ def main(argv: list[str] | None = None) -> None:
         if args.out.exists():
             raise ConfigError(f"{args.out} exists already")
 
-        def fetch(number: int) -> bytes:
-            return anyio.run(fetch_adapter, config, model.name, number)
-
         checkpoints = Checkpoints.of(config, model.name)
-        step, files = find_files(checkpoints, args.step, fetch if args.nats_url else None)
+        step = number_of(args.step, checkpoints)
+        on_disk = step in checkpoints.steps()
+        files = checkpoints.read(step)[1] if on_disk else read_version(config, model.name, step).files
         args.out.mkdir(parents=True)
         if args.merged:
             write_merged(files, model.base, args.out)

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import msgspec
 
 from pipeline.config import Config, ConfigError
 from pipeline.log.broker import BrokerError
@@ -37,7 +36,6 @@ from trainer.first import import_first
 def parser() -> argparse.ArgumentParser:
     made = command_parser("train", "Run the trainer alone.")
     options.add_installation_arguments(made)
-    made.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
     made.add_argument(
         "--until-empty", action="store_true", help="end once the log holds no more groups for a full step"
     )
@@ -61,9 +59,6 @@ def main(argv: list[str] | None = None) -> None:
         if args.on is not None and args.adopt:
             raise ConfigError("--on and --adopt are two steps: take one after the other")
         config = options.settings_of(args)
-        if args.dry_run:
-            print(msgspec.json.format(msgspec.json.encode(config), indent=2).decode())  # noqa: T201 - the output
-            return
         log_of(config)
         state = read_state(Path(config.run_dir))
         if (

@@ -8,10 +8,10 @@ rounded, with gradients that were taken at the published ones.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
-from transformers import get_scheduler
 
 from pipeline.config import TrainerConfig
 from trainer.engine.model import PolicyModel
@@ -40,14 +40,17 @@ def learning_rate(config: TrainerConfig, step: int, parameters: int) -> float:
     peak = default_rate(parameters) if optimizer.learning_rate is None else optimizer.learning_rate
     if step < optimizer.warmup_steps:
         return peak * (step + 1) / (optimizer.warmup_steps + 1)
-    unused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
-    scheduler = get_scheduler(
-        optimizer.schedule,
-        unused,
-        num_warmup_steps=None if optimizer.schedule == "constant" else optimizer.warmup_steps,
-        num_training_steps=max(config.max_steps, 1),
-    )
-    return peak * float(scheduler.lr_lambdas[0](step))
+    left = (config.max_steps - step) / max(1, config.max_steps - optimizer.warmup_steps)
+    match optimizer.schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * max(0.0, left)
+        case "cosine":
+            return peak * (1 - math.cos(math.pi * max(0.0, left))) / 2
+        case "inverse_sqrt":
+            scale = optimizer.warmup_steps or 10_000
+            return peak * math.sqrt(scale / (step + scale - optimizer.warmup_steps))
 
 
 def make_optimizer(

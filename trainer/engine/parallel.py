@@ -190,6 +190,8 @@ class ProcessGroup:
 
     @staticmethod
     def _sum(parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Replace the gradients by their sums over all processes: of one vector, so one transfer, in float32 at
+        least."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([g.to(torch.promote_types(g.dtype, torch.float32)).reshape(-1) for g in gradients])
         dist.all_reduce(flat)

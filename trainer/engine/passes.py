@@ -221,7 +221,9 @@ class Passes:
         if self.config.loss.beta != 0.0 and self.config.loss.type != "sft":
             with torch.no_grad(), self.model.peft.disable_adapter():
                 reference_SK, _ = self.model.logprobs(batch.layout, shape, entropy=False)
-        if not batch.counts:  # the other processes wait for this one in the backward pass too
+        if not batch.counts:
+            # This process has fewer passes than others. With a divided model all take part in each pass, backward too:
+            # it makes one whose gradient is 0.
             (0.0 * logprobs_SK.nan_to_num()).sum().backward()
             return
         given = inputs_of(

@@ -4,7 +4,6 @@
 | --- | --- |
 | `loss` | TRL's loss of the whole batch; the mean over the step's updates |
 | `ratio_*` | trainer's over sampler's probability per token, before the first update: mean, percentiles, largest |
-| `ratio_sequence_max` | the largest ratio of a whole sequence, the product of its tokens' |
 | `kl_sampler` | KL of the sampler from the trainer, nats per token (k3 estimate) |
 | `on_policy_logprob_diff`, `_max` | recorded against computed logprob, tokens of the present version: mean, largest |
 | `clip_share` | share of tokens whose ratio exceeds the bound of the sampler correction |
@@ -29,8 +28,7 @@ def sampler_metrics(
     `logprobs[i]` are those of `sequences[i]` by the policy before the first update; `largest_ratio` is the bound that
     `clip_share` counts by."""
     sampled = [s.logprobs[s.loss_mask] for s in sequences]
-    by_sequence = [np.subtract(mine, its, dtype=np.float32) for mine, its in zip(logprobs, sampled, strict=True)]
-    raw = np.concatenate(by_sequence)
+    raw = np.subtract(np.concatenate(list(logprobs)), np.concatenate(sampled), dtype=np.float32)
     differences = np.nan_to_num(raw.astype(np.float64))
     ratios = np.exp(differences)
     steps = np.concatenate([s.steps[s.loss_mask] for s in sequences])
@@ -45,14 +43,12 @@ def sampler_metrics(
         else {}
     )
     p5, p50, p95 = np.percentile(ratios, [5, 50, 95])
-    longest = max(float(np.nan_to_num(d.astype(np.float64)).sum()) for d in by_sequence)
     return on_policy | {
         "ratio_mean": float(ratios.mean()),
         "ratio_p5": float(p5),
         "ratio_p50": float(p50),
         "ratio_p95": float(p95),
         "ratio_max": float(ratios.max()),
-        "ratio_sequence_max": float(np.exp(min(longest, 700.0))),
         "kl_sampler": float((ratios - 1 - differences).mean()),
         "clip_share": float((ratios > largest_ratio).mean()),
         "staleness_mean": float(own.mean()),

@@ -41,6 +41,8 @@ _TAIL = 24
 """Number of positions compared, at the end of each sequence."""
 _LONGEST = {"cpu": 1024, "cuda": 8192}
 """Length of the longest test sequence in tokens, by device type."""
+_OF_THE_MODEL = (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError)
+"""What the code of a model raises for masks or images that it does not take."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,14 @@ class Verified:
     """Why prefixes can't be shared; empty if they can."""
     images: Difference | None = None
     """In padded rows with images. `None` for a model that is trained without images."""
-    refused: str = ""
-    """Why the model can't be trained under these settings; empty if it can."""
 
 
 class RefusedError(ConfigError):
     """The model can't be trained under the given settings."""
 
-    def __init__(self, verified: Verified) -> None:
-        super().__init__(verified.refused)
+    def __init__(self, refusal: str, verified: Verified) -> None:
+        """`verified`: what was compared until the refusal."""
+        super().__init__(refusal)
         self.verified = verified
 
 
@@ -141,25 +142,26 @@ def _random_image(rng: np.random.Generator, width: int, height: int) -> bytes:
 
 
 @contextmanager
-def _inference_mode(model: PolicyModel, eager: bool) -> Iterator[None]:
-    """Put the model into inference mode, with eager attention if `eager`, and restore it afterwards."""
-    inner = model.peft.get_base_model()
-    before = model.forward.attention
+def _own_forward(model: PolicyModel) -> Iterator[None]:
+    """Let the model compute as its own class does within the block: in inference mode, with eager attention. Unsloth's
+    attention can't be changed."""
+    inner, before = model.peft.get_base_model(), model.forward.attention
+    changes = model.config.engine != "unsloth"
     model.peft.eval()
-    if eager:
+    if changes:
         inner.set_attn_implementation("eager")
     try:
         yield
     finally:
-        if eager:
+        if changes:
             inner.set_attn_implementation(before)
         model.peft.train()
 
 
-def _reference_logprobs(model: PolicyModel, samples: Sequence[TokenSequence], eager: bool) -> list[torch.Tensor]:
+def _reference_logprobs(model: PolicyModel, samples: Sequence[TokenSequence]) -> list[torch.Tensor]:
     """Return the logprobs of each sequence's trained tokens as the model's own forward pass computes them."""
     out = []
-    with _inference_mode(model, eager), torch.no_grad(), model.forward.one_pass():
+    with _own_forward(model), torch.no_grad(), model.forward.one_pass():
         for s in samples:
             ids_1L = torch.from_numpy(s.ids.astype(np.int64))[None].to(model.device)
             keep = s.trained_tokens + 1
@@ -201,7 +203,20 @@ def verify(model: PolicyModel) -> Verified:
     not show. Sets the attention implementation and the mask format that were found right on `model.forward`. Raises
     `RefusedError` if no layout gives the model's logprobs, or if the layout that is set does not."""
     with model.with_adapter(_random_adapter(model)), _in_float32(model):
-        return _verify(model)
+        samples = _samples_for(model)
+        reference = _reference_logprobs(model, samples)
+        rows = _verify_rows(model, samples, reference)
+        packed, why = _verify_prefix_sharing(model, samples, reference)
+        if why and model.config.memory.packing == "prefix":
+            raise RefusedError(
+                f"trainer.memory.packing: prefixes can't be shared with {model.base} "
+                f"({type(model.forward.model).__name__}): {why}; use `padded` or `auto`",
+                Verified(rows, packed, "padded", model.forward.attention, why),
+            )
+        if why:
+            logger.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
+        images = None if model.images is None else _verify_images(model, model.images)
+    return Verified(rows, packed, "padded" if why else "prefix", model.forward.attention, why, images)
 
 
 @contextmanager
@@ -240,16 +255,12 @@ def _samples_for(model: PolicyModel) -> list[TokenSequence]:
     return sequences(model.vocabulary, max(32, min(*at_most, positions)), span)
 
 
-def _verify(model: PolicyModel) -> Verified:
-    """Verify padded rows, first with the model's fast attention, then prefix trees, then images. `verify` has set the
-    adapter and the type of the weights."""
+def _verify_rows(model: PolicyModel, samples: Sequence[TokenSequence], reference: Sequence[torch.Tensor]) -> Difference:
+    """Compare padded rows, first with the model's fast attention. Where that is wrong, eager attention is set, which
+    computes all that a model asks for. Raises `RefusedError` if that is wrong, too."""
     config, forward = model.config, model.forward
-    samples = _samples_for(model)
-    name = type(forward.model).__name__
-    patched = config.engine == "unsloth"  # its attention can't be changed
-    reference = _reference_logprobs(model, samples, eager=not patched)
     rows = _difference(model, padded(samples), samples, reference)
-    if not rows.within_bound(config, forward.trunk.dtype) and not patched:
+    if not rows.within_bound(config, forward.trunk.dtype) and config.engine != "unsloth":
         logger.warning(
             "SDPA gives other logprobs than this model's own attention; eager attention is used instead",
             model=model.base,
@@ -258,34 +269,26 @@ def _verify(model: PolicyModel) -> Verified:
         forward.model.set_attn_implementation("eager")
         rows = _difference(model, padded(samples), samples, reference)
     if not rows.within_bound(config, forward.trunk.dtype):
-        refused = (
-            f"{model.base} ({name}) can't be trained: the logprobs of a training pass differ from the model's own by "
-            f"{rows}; trainer.logprob_bound is {logprob_bound_for(config, forward.trunk.dtype):g}"
+        raise RefusedError(
+            f"{model.base} ({type(forward.model).__name__}) can't be trained: the logprobs of a training pass differ "
+            f"from the model's own by {rows}; trainer.logprob_bound is "
+            f"{logprob_bound_for(config, forward.trunk.dtype):g}",
+            Verified(rows, None, "padded", forward.attention),
         )
-        raise RefusedError(Verified(rows, None, "padded", forward.attention, refused=refused))
-    packed, why = None, "the engine replaces the attention mask"
-    if model.accepts_masks:
-        packed, why = _verify_prefix_sharing(model, samples, reference)
-    verified = Verified(rows, packed, "padded" if why else "prefix", forward.attention, why)
-    if why and config.memory.packing == "prefix":
-        refused = f"prefixes can't be shared with {model.base} ({name}): {why}; use `padded` or `auto`"
-        raise RefusedError(replace(verified, refused=f"trainer.memory.packing: {refused}"))
-    if why:
-        logger.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
-    return verified if model.images is None else replace(verified, images=_verify_images(model, model.images))
+    return rows
 
 
 def _verify_images(model: PolicyModel, images: ImageInputs) -> Difference | None:
     """Compare rows with images; where they are wrong, the model is trained without images, which is logged."""
     try:
         samples = image_sequences(images, model.vocabulary)
-        reference = _reference_logprobs(model, samples, eager=True)
+        reference = _reference_logprobs(model, samples)
         difference = _difference(model, padded(samples), samples, reference)
         right = difference.within_bound(model.config, model.forward.trunk.dtype)
         why = "" if right else f"its logprobs differ by {difference}"
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+    except _OF_THE_MODEL as error:
         difference, why = None, f"{type(error).__name__}: {error}"[:300]
     if why:
         logger.warning("runs with images are not trained", model=model.base, why=why)
@@ -299,6 +302,8 @@ def _verify_prefix_sharing(
     """Try the model's mask formats on a prefix tree and keep the first that gives right logprobs.
 
     Returns its difference and an empty string, or the last difference (`None` if no pass ran) and why none is right."""
+    if not model.accepts_masks:
+        return None, "the engine replaces the attention mask"
     difference: Difference | None = None
     before = model.forward.mask_format
     why = "some of its layers carry a state from token to token"
@@ -309,7 +314,7 @@ def _verify_prefix_sharing(
             difference = _difference(model, layout, samples, reference)
         except torch.OutOfMemoryError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        except _OF_THE_MODEL as error:
             why = f"it does not accept the attention mask of a prefix tree ({type(error).__name__}: {error})"[:300]
             continue
         if difference.within_bound(model.config, model.forward.trunk.dtype):

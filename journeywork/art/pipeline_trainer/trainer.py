@@ -149,8 +149,9 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
     async def _train(
         self, played: MemoryObjectReceiveStream[TrajectoryGroup], due: MemoryObjectSendStream[int]
     ) -> None:
-        """Take steps on the groups that were `played` until the end, log each, and put every version that has to be
-        evaluated into `due`."""
+        """Take steps on the groups that were `played`, log each, and put every version that has to be evaluated into
+        `due`. It ends after `max_steps`, when no more groups come, and after a step before which too many groups had
+        equal rewards."""
         last = None if self.max_steps is None else self._step + self.max_steps
         is_last = False
         while not is_last and (last is None or self._step < last):

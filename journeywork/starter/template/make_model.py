@@ -4,8 +4,8 @@
 
 The model knows each number of the task as one token and reads any other text byte by byte. It is taught to give up
 often, else to guess the sum: RL strengthens what the base model sometimes does. For your own task, replace `WORDS`, all
-replies that it may give, and `teach`, how likely a weak teacher gives each of them. A model whose replies are no single
-words is taught with `tiny.reply_loss`. For real work, name a real model in journeywork.toml instead.
+replies that it may give, and `teach`, how likely a weak teacher gives each of them. For real work, name a real model in
+journeywork.toml instead.
 """
 
 from __future__ import annotations

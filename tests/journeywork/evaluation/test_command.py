@@ -1,4 +1,4 @@
-"""`journeywork eval` as a program: a pinned version and a server by URL, on one log."""
+"""`journeywork eval` as a program: a pinned version and the one that its name stands for, on one log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import pytest
 
 from journeywork.evaluation.command import main
 from pipeline.events import PolicyEvaluated, TrajectoryCompleted
 from pipeline.log.broker import Broker
 from store.reading import sql
-from tests.conftest import VllmServer
 from tests.kits.stub_gateway import StubGateway
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 from tests.store.kit import fill
@@ -33,18 +33,15 @@ def evaluate(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-async def test_versions_and_models_of_others_play_the_same_tasks(
-    gateway: GatewayProcess, inference_double: VllmServer, tmp_path: Path
-) -> None:
-    server, served = f"{inference_double.url}/v1", f"{inference_double.model}@0"
-    entrants = ["tictactoe@0", "tictactoe", f"{server}#{served}"]
+async def test_entrants_play_the_same_tasks_and_are_recorded(gateway: GatewayProcess, tmp_path: Path) -> None:
+    entrants = ["tictactoe@0", "tictactoe"]
     done = evaluate(*entrants, "--url", gateway.url, "--attempts", "2", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [e["entrant"] for e in told["entrants"]] == entrants
-    assert [e["version"] for e in told["entrants"]] == ["tictactoe@0", "tictactoe@0", ""]
-    assert [(e["runs"], e["failed"], e["calls"]) for e in told["entrants"]] == [(6, 0, 6)] * 2 + [(6, 0, 0)]
-    assert all(e["prompt_tokens"] > 0 < e["completion_tokens"] and e["call_s"] > 0 for e in told["entrants"][:2])
+    assert [e["version"] for e in told["entrants"]] == ["tictactoe@0", "tictactoe@0"]
+    assert [(e["runs"], e["failed"], e["calls"]) for e in told["entrants"]] == [(6, 0, 6)] * 2
+    assert all(e["prompt_tokens"] > 0 < e["completion_tokens"] and e["call_s"] > 0 for e in told["entrants"])
 
     async with Broker.connect(gateway.config.nats, name="test") as broker:
         events: list[Any] = [r.event for r in await broker.read(PolicyEvaluated, project=PROJECT)]
@@ -59,7 +56,7 @@ async def test_versions_and_models_of_others_play_the_same_tasks(
             "SELECT entrant, measure, mean, pairs FROM evaluations ORDER BY position, measure"
         ).fetchall()
         assert [row[:2] for row in rows] == [(e, m) for e in entrants for m in ("reward", "short")]
-        assert [row[3] for row in rows] == [0, 0, *[3] * 4]
+        assert [row[3] for row in rows] == [0, 0, 3, 3]
         (mean,) = connection.sql(
             "SELECT avg(t.reward) FROM evaluation_tasks e, unnest(e.trajectories) AS u(name) "
             "JOIN trajectories t ON t.trajectory = u.name WHERE e.position = 0"
@@ -67,23 +64,31 @@ async def test_versions_and_models_of_others_play_the_same_tasks(
         assert mean == pytest.approx(rows[0][2])
 
 
-def test_what_a_rollout_prints_is_no_part_of_the_json() -> None:
-    entrant = "http://127.0.0.1:9/v1#m"
-    done = evaluate(entrant, "--rollout", f"{KIT}:chatter", "--no-record", "--json")
+async def test_what_a_rollout_prints_is_no_part_of_the_json() -> None:
+    stub = StubGateway()
+    async with stub.serving():
+        done = await anyio.to_thread.run_sync(
+            lambda: evaluate("m", "--rollout", f"{KIT}:chatter", "--url", stub.url, "--json")
+        )
     assert done.returncode == 0, done.stderr
     (played,) = json.loads(done.stdout)["entrants"]
-    assert (played["entrant"], played["runs"]) == (entrant, 3)
+    assert (played["entrant"], played["runs"]) == ("m", 3)
     for printed in ("playing a1=x", "from a library", "from a program"):
         assert printed in done.stderr
 
 
-def test_a_dry_run_plays_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = StubGateway(step=3)
-    monkeypatch.setattr("journeywork.command_line.client_of", lambda *_: stub.client())
-    asked = [*PLAYED, "--url", "http://127.0.0.1:9", "--dry-run"]
-    main([*asked, "m", "http://127.0.0.1:9/v1#m"])
-    plan = json.loads(capfd.readouterr().out)
-    assert plan == {"tasks": 3, "versions": {"m": "m@3", "http://127.0.0.1:9/v1#m": ""}}
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubGateway:
+    """The gateway that the command asks, without a network."""
+    gateway = StubGateway(step=3)
+    monkeypatch.setattr("journeywork.command_line.client_of", lambda _: gateway.client())
+    return gateway
+
+
+def test_a_dry_run_plays_nothing(stub: StubGateway, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = [*PLAYED, "--dry-run"]
+    main([*asked, "m", "m@2"])
+    assert json.loads(capfd.readouterr().out) == {"tasks": 3, "versions": {"m": "m@3", "m@2": "m@2"}}
     assert not stub.opened
     for wrong, said in (
         (["x"], "no model 'x'"),
@@ -96,11 +101,11 @@ def test_a_dry_run_plays_nothing(capfd: pytest.CaptureFixture[str], monkeypatch:
         assert said in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("stub")
 def test_an_evaluation_without_a_reward_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["http://127.0.0.1:9/v1#m", "--rollout", f"{KIT}:forget", "--scenarios", f"{KIT}:held_out"]
     with pytest.raises(SystemExit) as ended:
-        main([*args, "--no-record"])
+        main(["m", "--rollout", f"{KIT}:forget", "--scenarios", f"{KIT}:held_out"])
     assert ended.value.code == 1
     told = capsys.readouterr()
-    assert "no task has a reward for http://127.0.0.1:9/v1#m: " in told.err
+    assert "no task has a reward for m: " in told.err
     assert "3 of 3 tasks have no reward" in told.out

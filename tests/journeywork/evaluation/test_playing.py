@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import anyio.to_thread
 import pytest
 
 from journeywork import EvaluationReport, Journeywork
+from journeywork.evaluation.entrants import parse_entrant
 from journeywork.evaluation.playing import play, task_name
 from journeywork.statistics import mean_of, paired_difference
 from journeywork.trajectory import Trajectory
@@ -26,12 +28,14 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
         if task == 3.0:
             raise ZeroDivisionError("no luck")
         better = stub.opened[run.id]["pinned"] == "m@7"
+        assert run.prompt == ("Be brief." if better else "")
         run.metrics["win"] = float(better and task > 1)
         return task + (0.5 if better else 0.0) + (0.1 if better and task == 2.0 else 0.0)
 
     tasks = [0.0, 1.0, 3.0, 2.0, 2.0]  # equal tasks are tasks of their own
+    entrants = ["m", replace(parse_entrant("m@7"), prompt="Be brief.")]
     async with stub.client() as client:
-        report = await play(client, ["m", "m@7"], tasks, rollout, attempts=2, max_exceptions=4, progress=False)
+        report = await play(client, entrants, tasks, rollout, attempts=2, max_exceptions=4, progress=False)
     assert {b["split"] for b in stub.opened.values()} == {"val"}
     assert {b["pinned"] for b in stub.opened.values()} == {"m@3", "m@7"}  # what `m` stood for
     assert len({b["group"] for b in stub.opened.values()}) == 10
@@ -44,7 +48,7 @@ async def test_entrants_play_the_same_tasks_and_are_paired(stub: StubGateway) ->
     assert first.usage.calls == 16  # the stub says 2 for each completed run
     assert [e["position"] for e in stub.evaluations] == [0, 1]
     told = stub.evaluations[1]
-    assert (told["entrant"], told["model"], told["version"], told["kind"]) == ("m@7", "m", "m@7", "policy")
+    assert (told["entrant"], told["model"], told["version"], told["prompt"]) == ("m@7", "m", "m@7", "Be brief.")
     (reward, win) = told["measures"]
     assert reward["difference"] == pytest.approx(0.55)
     assert (reward["pairs"], win["name"]) == (4, "win")
@@ -103,11 +107,6 @@ async def test_a_blocking_client_evaluates(stub: StubGateway) -> None:
         (entrant,) = (await anyio.to_thread.run_sync(compare)).entrants
     assert entrant.estimate("reward") == mean_of([1.0, 1.0, 0.0])
     assert (entrant.unrewarded, entrant.failed) == (1, 0)
-
-
-async def test_a_policy_needs_a_gateway() -> None:
-    with pytest.raises(ValueError, match="name the gateway's URL"):
-        await play(None, ["m"], [1], lambda run, task: 1.0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import anyio
 import pytest
 
 from journeywork.evaluation import prompting
-from journeywork.evaluation.entrants import parse_entrant
 from journeywork.trajectory import Trajectory
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.stub_gateway import StubGateway
@@ -130,14 +129,3 @@ def test_arguments_that_cannot_be_used(changed: dict[str, str], said: str, capsy
         prompting.main(["m", *arguments])
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_an_entrant_with_a_prompt_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Play.")
-    for model, kind in (("m@3", "policy"), ("m+strict", "policy"), ("http://h/v1#m", "external")):
-        text = f"{model}+prompt:{tmp_path / 'a.txt'}"
-        entrant = parse_entrant(text)
-        assert (entrant.name, entrant.kind, entrant.prompt) == (text, kind, "Play.")
-        assert parse_entrant(model).prompt == ""
-    with pytest.raises(OSError, match="No such file"):
-        parse_entrant("m+prompt:none.txt")

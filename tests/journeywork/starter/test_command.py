@@ -55,25 +55,6 @@ def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
         write_project("support", tmp_path / "support" / "agent")
 
 
-def test_a_base_model_in_an_oddly_named_folder_is_a_valid_setting(tmp_path: Path) -> None:
-    base = '/models/it\'s "new"\\v1'
-    write_project("support", tmp_path / "p", base)
-    settings = tomllib.loads((tmp_path / "p" / "journeywork.toml").read_text())
-    assert settings["models"][0]["base"] == base
-
-
-def test_a_base_model_in_a_relative_folder_is_found_from_the_projects_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "v1").mkdir(parents=True)
-    for base, written in (("models/v1", str(tmp_path / "models" / "v1")), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")):
-        project = tmp_path / base.replace("/", "-")
-        write_project("support", project, base)
-        settings = tomllib.loads((project / "journeywork.toml").read_text("utf-8"))
-        assert settings["models"][0]["base"] == written
-
-
 def test_a_tiny_project_is_one_for_two_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
     monkeypatch.setattr(command, "make_tiny_model", made.append)
@@ -84,8 +65,6 @@ def test_a_tiny_project_is_one_for_two_cores(tmp_path: Path, monkeypatch: pytest
     assert settings["trainer"]["groups_per_step"] == 8
     assert settings["trainer"]["optimizer"]["learning_rate"] > 1e-3
     load(tmp_path / "p" / "journeywork.toml")
-    with pytest.raises(SystemExit):
-        main(["sums", "--dir", str(tmp_path / "q"), "--tiny", "--base", "x"])
 
 
 @pytest.mark.slow
@@ -104,9 +83,3 @@ def test_a_tiny_project_makes_its_model_and_takes_a_step(tmp_path: Path, monkeyp
     with up(tmp_path, run_dir, "--config", "journeywork.toml", *own, cwd=project) as running:
         program([sys.executable, "agent.py", "--passes", "1"], project, JOURNEYWORK_URL=running.url)
         running.until_step(1)
-
-
-def test_without_a_base_the_settings_name_the_default_one(tmp_path: Path) -> None:
-    """Regression: they named the current folder."""
-    write_project("support", tmp_path / "support")
-    assert 'base = "Qwen/Qwen3-4B"' in (tmp_path / "support" / "journeywork.toml").read_text()

@@ -16,6 +16,8 @@ from pipeline import config as configuration
 from pipeline.config import LoraConfig, NatsConfig, TrainerConfig
 from pipeline.log.broker import Broker
 from pipeline.statistics.intervals import Sample
+from store.lake.lake import open_lake
+from store.lake.versions import Versions
 from tests.conftest import VllmServer
 from tests.kits.vision import make_vision_model
 from tests.trainer import kit
@@ -75,14 +77,18 @@ async def test_step_best_exports_the_step_with_the_best_validation_reward(
     assert {p.name for p in (tmp_path / "out").iterdir()} == set(checkpoint.ADAPTER_FILES)
 
 
-async def test_a_pruned_step_comes_from_the_log(run_dir: Path, nats_config: NatsConfig, tmp_path: Path) -> None:
-    import anyio.to_thread
-
+async def test_a_pruned_step_comes_from_the_lake(
+    run_dir: Path, broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [str(tmp_path / "out"), "--run-dir", str(run_dir), "--step", "1"]
     with pytest.raises(SystemExit) as pruned:
-        export.main([str(tmp_path / "out"), "--run-dir", str(run_dir), "--step", "1"])
+        export.main(args)
     assert pruned.value.code == 1
-    args = [str(tmp_path / "out"), "--run-dir", str(run_dir), "--step", "1", "--nats-url", nats_config.url]
-    await anyio.to_thread.run_sync(export.main, args)
+    assert "step 1 is not on disk, and can't be read from the lake" in capsys.readouterr().err
+    config = configuration.load(run_dir / "config.toml")
+    (first, *_) = await kit.checkpoints(broker)
+    await Versions(broker, open_lake(config).storage, "adapters").copy(first)
+    export.main(args)
     assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_size > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.kits.settings import with_values
 from tests.trainer import kit
 from tests.trainer.distillation import kit as hinted
 from tests.trainer.distillation.kit import publish
-from tests.trainer.kit import all_acked, discards, running, steps_reach, until
+from tests.trainer.kit import all_acked, discards, reach, running, steps_reach
 
 pytestmark = pytest.mark.anyio
 
@@ -23,24 +24,22 @@ def chat_base(tiny_base: str, tmp_path: Path) -> str:
     return hinted.chat_base(tiny_base, tmp_path / "base")
 
 
-async def test_single_runs_with_hints_and_no_reward_become_a_checkpoint(
-    nats_config: NatsConfig, chat_base: str, tmp_path: Path
-) -> None:
+@pytest.fixture
+def training(nats_config: NatsConfig, chat_base: str, tmp_path: Path) -> kit.Training:
+    return partial(kit.training, nats_config, chat_base, tmp_path)
+
+
+async def test_single_runs_with_hints_and_no_reward_become_a_checkpoint(training: kit.Training) -> None:
     """What is taught: the three tokens of call 0. A hint of a call that the run has not is counted. Old runs, and runs
     without hints, are discarded as ever."""
-    config = kit.settings(
-        chat_base,
-        tmp_path,
-        nats_config,
-        **{
-            "groups_per_step": 1,
-            "max_staleness": 0,
-            "distill.weight": 1.0,
-            "distill.divergence": "reverse_kl",
-            "distill.hint_template": " {hint}",
-        },
-    )
-    async with Broker.connect(nats_config) as broker, running(config):
+    settings = {
+        "groups_per_step": 1,
+        "max_staleness": 0,
+        "distill.weight": 1.0,
+        "distill.divergence": "reverse_kl",
+        "distill.hint_template": " {hint}",
+    }
+    async with training(**settings) as broker:
         await publish(broker, "none")
         await publish(broker, "hinted", (Hint(call=-1, text="9"), Hint(call=7, text="9")))
         (event,) = await steps_reach(broker, 1)
@@ -50,20 +49,15 @@ async def test_single_runs_with_hints_and_no_reward_become_a_checkpoint(
         assert event.metrics["grad_norm"] > 0
         await publish(broker, "old", (Hint(call=0, text="9"),))
         await all_acked(broker)
-
-        async def both() -> bool:
-            return len(await discards(broker)) == 2
-
-        await until(both)
-        assert {(d.group, d.reason) for d in await discards(broker)} == {("none", "too_small"), ("old", "stale")}
+        found = await reach(2, discards, broker)
+        assert {(d.group, d.reason) for d in found} == {("none", "too_small"), ("old", "stale")}
 
 
 @pytest.mark.parametrize("rewards", [(0.0,), (0.5, 0.5)])
 async def test_equal_rewards_and_hints_that_can_t_be_used_take_no_place_in_a_step(
-    nats_config: NatsConfig, chat_base: str, tmp_path: Path, rewards: tuple[float, ...]
+    training: kit.Training, rewards: tuple[float, ...]
 ) -> None:
-    config = kit.settings(chat_base, tmp_path, nats_config, groups_per_step=1, **{"distill.weight": 1.0})
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with training(groups_per_step=1, **{"distill.weight": 1.0}) as broker:
         await publish(broker, "unusable", (Hint(call=7, text="9"),), rewards=rewards)
         await publish(broker, "hinted", (Hint(call=0, text="9"),))
         (event,) = await steps_reach(broker, 1)
@@ -75,14 +69,9 @@ async def test_equal_rewards_and_hints_that_can_t_be_used_take_no_place_in_a_ste
         assert f"of {count}, no prompt could be made of {count}" in discard.detail
 
 
-async def test_the_groups_best_run_teaches_its_worse_runs(
-    nats_config: NatsConfig, chat_base: str, tmp_path: Path
-) -> None:
+async def test_the_groups_best_run_teaches_its_worse_runs(training: kit.Training) -> None:
     """All calls of the worse run. Where no run is better, or the best is not good enough, nothing is taught."""
-    config = kit.settings(
-        chat_base, tmp_path, nats_config, groups_per_step=1, **{"distill.weight": 1.0, "distill.best_run_reward": 0.5}
-    )
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with training(groups_per_step=1, **{"distill.weight": 1.0, "distill.best_run_reward": 0.5}) as broker:
         await publish(broker, "equal", rewards=(0.5, 0.5))
         await publish(broker, "good", rewards=(0.0, 0.7, 0.7))
         await publish(broker, "bad", rewards=(0.0, 0.4))
@@ -123,10 +112,5 @@ async def test_runs_that_a_teacher_from_outside_answered_for_become_a_checkpoint
         assert event.metrics["grad_norm"] > 0
         await publish(broker, "old", teacher="big")
         await all_acked(broker)
-
-        async def all_discarded() -> bool:
-            return len(await discards(broker)) == 3
-
-        await until(all_discarded)
-        reasons = {d.group: d.reason for d in await discards(broker)}
+        reasons = {d.group: d.reason for d in await reach(3, discards, broker)}
         assert reasons == {"hinted": "too_small", "other": "no_variance", "old": "stale"}

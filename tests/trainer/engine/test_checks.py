@@ -159,6 +159,8 @@ def test_recorded_logprobs_are_recomputed_at_the_version_that_sampled(engine: En
     assert (metrics["staleness_max"], metrics["staleness_mean"]) == (2, 1)
     # The old ones did move: it is the version that makes the difference small.
     assert abs(metrics["ratio_max"] - 1) > 1e-3
+    assert metrics["ratio_p5"] <= metrics["ratio_p50"] <= metrics["ratio_p95"] <= metrics["ratio_max"]
+    assert metrics["ratio_p5"] < metrics["ratio_p95"]
 
 
 def test_a_sequence_of_several_versions_is_compared_at_each(engine: Engine) -> None:

@@ -226,7 +226,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             {"loss.entropy_coef": 0.05, "loss.type": loss_type},
             ON | {"entropy_coef": 0.05, "loss_type": loss_type, "epsilon_high": 5.0 if loss_type == "cispo" else None},
         )
-        for loss_type in ("dapo", "grpo", "bnpo", "cispo", "dr_grpo")
+        for loss_type in sorted({*get_args(LossType)} - LACKED_BY_TRL)
     ),
     ({"loss.importance_clip": 1.2}, ON | {"vllm_importance_sampling_clip_max": 1.2}),
     ({"loss.epsilon": 0.9, "loss.importance_sampling": "none"}, OFF | {"epsilon": 0.9}),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from pipeline.config import TrainerConfig, with_batch_settings
 from pipeline.events import STATE_FILE
@@ -55,6 +56,17 @@ def test_no_step_is_taken_at_rate_0(schedule: str) -> None:
     rates = [learning_rate(config, step, 10**9) / default_rate(10**9) for step in range(12)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(0 < rate <= 1 for rate in rates)
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "inverse_sqrt"])
+def test_schedules_are_those_of_transformers_after_the_warmup(schedule: str, warmup: int) -> None:
+    given = {"optimizer.schedule": schedule, "optimizer.warmup_steps": warmup, "max_steps": 12}
+    config = with_values(TrainerConfig(), given)
+    unused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    theirs = get_scheduler(schedule, unused, num_warmup_steps=warmup, num_training_steps=12).lr_lambdas[0]
+    for step in range(warmup, 13):
+        assert learning_rate(config, step, 10**9) / default_rate(10**9) == pytest.approx(theirs(step), abs=1e-12)
 
 
 def test_a_learning_rate_that_a_batch_chooses_is_the_rate_of_its_step(engine: Engine) -> None:

@@ -1,15 +1,9 @@
-"""The formulas of docs/training.md for the memory of a pass, against what PyTorch allocates, and a real process.
-
-`python -m tests.trainer.engine.test_pass_memory FOLDER 4096` makes one pass of 4,096 tokens over a vocabulary of
-151,936."""
+"""The formulas of docs/training.md for the memory of a pass, against what PyTorch allocates."""
 
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +16,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.trainer.kit import settings
 from trainer.batches.examples import Example
-from trainer.batches.packing import micro_batches
 from trainer.engine import loading
 from trainer.engine.engine import Engine
-from trainer.engine.parallel import ProcessGroup
 from trainer.sequences import TokenSequence
 
 pytestmark = pytest.mark.timeout(600)
 
-LARGE = 151_936
-GB = 1_000_000_000
 LOGITS = 4_000_000
 """Largest number of logits at once in these tests; 32 million otherwise."""
 RANK = 4
@@ -69,21 +59,15 @@ class Shape:
         )
         Qwen3ForCausalLM(config).save_pretrained(folder)
 
-    def engine(self, folder: Path, process_group: ProcessGroup | None = None, **trainer: object) -> Engine:
-        if process_group is None:
-            self.save(folder)
+    def engine(self, folder: Path, **trainer: object) -> Engine:
+        self.save(folder)
         fixed: dict[str, object] = {"lora.rank": RANK, "memory.packing": "padded", "memory.tokens_per_batch": self.T}
         config = settings(str(folder), folder, **fixed | trainer).trainer
-        return Engine(str(folder), config, process_group)
+        return Engine(str(folder), config)
 
     def make_pass(self, engine: Engine, *, cuts: bool = False) -> None:
         """One forward and backward pass."""
         engine.passes.gradients([self.example(cuts=cuts)], [0])
-
-    def make_own_pass(self, engine: Engine) -> None:
-        """This process's part of one, without the sum of gradients."""
-        example = self.example()
-        engine.passes.own_gradients(micro_batches([example.sequence], [0], self.T, "padded"), [example])
 
     def example(self, *, cuts: bool = False) -> Example:
         sequence = TokenSequence.made_up("t", np.random.default_rng(0).integers(2, self.V, self.T), self.N)
@@ -177,30 +161,3 @@ def test_a_logit_takes_the_bytes_of_the_formula(
     with Allocated() as allocated:
         shape.make_pass(engine, cuts=cuts)
     assert allocated.peak == pytest.approx(shape.peak("float32", False, logit_bytes), rel=0.1)
-
-
-@pytest.mark.slow
-def test_logits_of_a_large_vocabulary_take_less_than_two_gigabytes(tmp_path: Path) -> None:
-    """The whole process. More tokens make more chunks, which are not in memory together: with 4,096 it takes the same,
-    and with all their logits at once 10.4 GB."""
-    child = [sys.executable, "-m", __name__, str(tmp_path), "1024"]
-    done = subprocess.run(child, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert 16 * int(done.stdout.split()[-2]) * LARGE > 2.4 * GB
-    assert int(done.stdout.split()[-1]) < 2 * GB
-
-
-def _resident_peak() -> int:
-    """The largest resident memory of this process so far, in bytes."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(fields["VmHWM"].split()[0])
-
-
-def _main(folder: Path, tokens: int, say: Callable[[str], object]) -> None:
-    shape = Shape(V=LARGE, D=64, I=128, A=128, K=64, L=2, T=tokens, N=tokens - 1)
-    shape.make_pass(shape.engine(folder, dtype="float32"))
-    say(f"{shape.N} {_resident_peak()}\n")
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]), sys.stdout.write)

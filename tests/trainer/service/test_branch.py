@@ -53,7 +53,7 @@ async def test_a_branch_trains_what_later_versions_of_main_sampled_and_ends_when
     assert "on_policy_logprob_diff" in first.metrics  # version 0 is the branch's own
     assert "on_policy_logprob_diff" not in second.metrics  # version 1 is not that which sampled
     assert second.metrics["staleness_max"] == 0
-    assert [letter async for letter in kit.dead_letters(broker)] == []
+    assert await kit.dead_letters(broker) == []
 
 
 @pytest.mark.timeout(200)
@@ -86,4 +86,4 @@ async def test_main_goes_on_from_the_version_that_it_adopts(
     assert main[1].adapter_sha256 == last.adapter_sha256
     mine, theirs = (Checkpoints.of(c, kit.MODEL).read(s)[1] for c, s in ((config, 2), (on_branch(config), 3)))
     assert mine["state.pt"] == theirs["state.pt"]  # the optimizer goes on, too
-    assert [letter async for letter in kit.dead_letters(broker)] == []
+    assert await kit.dead_letters(broker) == []

@@ -11,11 +11,22 @@ import msgspec
 import pytest
 
 from pipeline.config import ModelConfig, NatsConfig, OutsideConfig
-from pipeline.events import DeadLettered, GroupDiscarded, TrainingBatch
+from pipeline.events import TrainingBatch
 from pipeline.log.broker import Broker
 from tests.trainer import kit
-from tests.trainer.kit import all_acked, checkpoints, dead_letters, discards, running, steps_reach, unacked, until
+from tests.trainer.kit import (
+    all_acked,
+    checkpoints,
+    dead_letters,
+    discards,
+    reach,
+    running,
+    steps_reach,
+    unacked,
+    until,
+)
 from trainer import service
+from trainer.batches.groups import DiscardedGroup
 from trainer.checkpoints import checkpoint
 from trainer.sequences import build
 
@@ -45,12 +56,7 @@ async def test_groups_that_can_t_train_are_discarded_with_their_reason(training:
         await kit.publish_group(broker, "single", [0.3])
         await broker.publish(kit.group("gone", [0.0, 1.0]))
         await kit.publish_group(broker, "good", [0.0, 1.0], seed=3)
-
-        async def three() -> list[GroupDiscarded]:
-            found = await discards(broker)
-            return found if len(found) == 3 else []
-
-        reasons = {d.group: d.reason for d in await until(three)}
+        reasons = {d.group: d.reason for d in await reach(3, discards, broker)}
         assert reasons == {"equal": "no_variance", "single": "too_small", "gone": "history_gone"}
         assert await checkpoints(broker) == []
 
@@ -152,7 +158,7 @@ async def test_only_the_group_that_can_not_be_trained_goes_to_the_dead_letters(
         (event,) = await steps_reach(broker, 1)
         await all_acked(broker)
         assert event.groups == ("good",)
-        (dead,) = [letter async for letter in dead_letters(broker)]
+        (dead,) = await dead_letters(broker)
         assert dead.consumer == "trainer"
         assert said in f"{dead.reason}: {dead.detail}"
 
@@ -190,7 +196,7 @@ async def test_groups_of_outside_models_are_discarded_by_name(
         (discard,) = await discards(broker)
         assert (discard.model, discard.reason, discard.trajectories) == ("master", "outside_model", ("g-0", "g-1"))
         assert "no token of these runs is a policy's" in discard.detail
-        assert [letter async for letter in dead_letters(broker)] == []
+        assert await dead_letters(broker) == []
 
 
 @pytest.mark.usefixtures("quick_redelivery")
@@ -201,7 +207,7 @@ async def test_groups_of_another_model_or_project_become_dead_letters(training: 
         await broker.publish(kit.group("g", [0.0, 1.0], project="former"))
         await broker.publish(kit.group("g", [0.0, 1.0], branch="replay-1"))
         await all_acked(broker)
-        letters = [letter async for letter in dead_letters(broker)]
+        letters = await dead_letters(broker)
         assert [(d.reason, d.original_subject) for d in letters] == [
             ("unknown_model", "group.scored.p.former.g.j.main"),
             ("unknown_model", "group.scored.former.tiny.g.j.main"),
@@ -217,12 +223,7 @@ async def test_groups_with_foreign_logprobs_take_no_healthy_ones_along(
         for seed, name in enumerate(names):
             logprobs = None if name.startswith("foreign") else kit.logprobs_of(tiny_base, [5, 6], [7, 8 + seed])
             await kit.publish_calls(broker, name, [7, 8 + seed], logprobs=logprobs)
-
-        async def buried() -> list[DeadLettered]:
-            found = [letter async for letter in dead_letters(broker)]
-            return found if len(found) == 3 else []
-
-        letters = await until(buried)
+        letters = await reach(3, dead_letters, broker)
         assert {d.reason for d in letters} == {"sampler_mismatch"}
         assert "step 1 is not taken: the sampler's logprobs and the trainer's differ" in letters[0].detail
         assert {r.getMessage() for r in caplog.records if r.levelname == "ERROR"} == {"group moved to the dead letters"}
@@ -238,9 +239,9 @@ async def test_rewards_of_groups_discarded_during_a_step_count_in_the_next_one(t
     config = kit.settings(tiny_base, tmp_path)
     learner = service.make_learners(config)["tiny"]
     batch = [kit.training_group(kit.group("g", [0.0, 1.0]), build("g-1", kit.turns("g-1", 1)))]
-    learner.record_discarded([1.0, 1.0], equal=True)
+    learner.discarded.append(DiscardedGroup([1.0, 1.0], equal=True))
     pending = learner.train_step(batch)
-    learner.record_discarded([0.25, 0.25], equal=True)  # while the step's event goes to the log
+    learner.discarded.append(DiscardedGroup([0.25, 0.25], equal=True))  # while the step's event goes to the log
     learner.commit(pending)
     after = learner.train_step(batch).manifest.event.metrics
     before = pending.manifest.event.metrics

@@ -19,7 +19,7 @@ from pipeline.log.broker import Broker, Consumption, Delivery
 from tests.conftest import NatsServer
 from tests.kits.log import take
 from tests.trainer import kit
-from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach, until
+from tests.trainer.kit import all_acked, discards, running, steps_reach, until
 from trainer import recovery, service
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.commits import Commits, TrainerError
@@ -54,25 +54,6 @@ async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
         async with running(config):
             (event,) = await steps_reach(broker, 1)
             assert event.groups == ("part",)
-
-
-@pytest.mark.usefixtures("quick_redelivery")
-async def test_a_restart_resumes_and_skips_what_was_consumed(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=2)
-    for i in range(3):
-        await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
-    async with running(config):
-        await steps_reach(broker, 2)
-    assert len(await checkpoints(broker)) == 2
-    more = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=3)
-    async with running(more) as facts:
-        assert facts == {"step": 2}
-        events = await steps_reach(broker, 3)
-        await all_acked(broker)
-    assert [e.groups for e in events] == [("g0",), ("g1",), ("g2",)]
-    assert [e.parent for e in events] == ["tiny@0", "tiny@1", "tiny@2"]
 
 
 async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_server_delivers_again_later(

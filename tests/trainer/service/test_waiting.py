@@ -96,6 +96,6 @@ async def test_a_group_that_ends_the_trainer_is_the_only_dead_letter_of_its_batc
             (event,) = await steps_reach(broker, 1)
             await all_acked(broker)
         assert event.groups == ("good0", "good1", "good2", "good3", "good4")
-        (letter,) = [letter async for letter in dead_letters(broker)]
+        (letter,) = await dead_letters(broker)
         assert (letter.reason, letter.original_subject.split(".")[4]) == ("untrainable", "killer")
         assert "the trainer died or failed 2 times" in letter.detail

@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 NAME = os.environ.get("ART_UNDER_TEST", "journeywork.art")
+"""`art`, to run the cases against openpipe-art itself (docs/art.md)."""
 art: Any = importlib.import_module(NAME)
 
 
