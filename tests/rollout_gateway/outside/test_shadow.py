@@ -267,10 +267,8 @@ async def test_queue_is_bounded_and_the_share_is_drawn_by_run_and_call(monkeypat
 
 
 def test_apprentice_is_asked_what_the_master_was_asked_without_what_no_server_here_takes() -> None:
-    tables = {"master": [OutsideConfig(name="master", url="http://h/v1")]}
     body = {**CHAT, "n": 2, "stream": True, "stream_options": {"include_usage": True}, "store": True, "unknown": 1}
-    call = read_call("/v1/chat/completions", msgspec.json.encode(body), tables)
-    assert call is not None
+    call = recorded(0, msgspec.json.encode(body)).call
     asked = msgspec.json.decode(msgspec.json.encode(apprentice_call(call, "a", Permitted()).fields))
     kept = ("temperature", "reasoning_effort", "messages", "tools")
     assert asked == {"model": "a", **{name: CHAT[name] for name in kept}}
