@@ -39,6 +39,8 @@ _RESPONSE_ID = re.compile(r"resp_([in])-(.+)")
 """Whether the recorded request begins with the call's `instructions` (i) or has none (n), and the chat completion's
 id."""
 _INCLUDE_SEALED = "reasoning.encrypted_content"
+_ABOUT_CALLER = ("client_metadata", "prompt_cache_options", "stream_options")
+_OF_OPENAIS_MODELS = ("context_management", "max_tool_calls", "reasoning", "truncation")
 _PARTS = {
     "reasoning": ("summary", "response.reasoning_summary_part", "response.reasoning_summary_text"),
     "message": ("content", "response.content_part", "response.output_text"),
@@ -55,17 +57,7 @@ class ResponsesTranslation(Translation):
 
     path = "/v1/responses"
     kind = ResponsesRequest
-    dropped = frozenset(
-        (
-            "client_metadata",
-            "context_management",
-            "max_tool_calls",
-            "prompt_cache_options",
-            "reasoning",
-            "stream_options",
-            "truncation",
-        )
-    )
+    dropped = frozenset((*_ABOUT_CALLER, *_OF_OPENAIS_MODELS))
     request: ResponsesRequest
 
     def __init__(self, body: bytes) -> None:

@@ -20,23 +20,9 @@ from rollout_gateway.http.errors import ApiError
 
 CUSTOM_INPUT = "input"
 """The only argument of a tool of type `custom`, which takes a text."""
-HOSTED = frozenset(
-    (
-        "web_search",
-        "web_search_preview",
-        "file_search",
-        "code_interpreter",
-        "image_generation",
-        "computer_use",
-        "computer_use_preview",
-        "local_shell",
-        "shell",
-        "apply_patch",
-        "mcp",
-        "tool_search",
-        "computer",
-    )
-)
+_RUN_BY_OPENAI = ("code_interpreter", "file_search", "image_generation", "mcp", "tool_search", "web_search")
+_RUN_BY_CLIENT = ("apply_patch", "computer", "computer_use", "local_shell", "shell")
+HOSTED = frozenset((*_RUN_BY_OPENAI, *_RUN_BY_CLIENT, "computer_use_preview", "web_search_preview"))
 """Types of tools that OpenAI runs itself or defines by name only. The gateway can neither run them nor show their
 schema to the model, so it leaves them out, as vLLM does."""
 
