@@ -38,7 +38,7 @@ from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.dialects.prompts import Sent, read_sent, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation, unknown_reference
-from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
+from rollout_gateway.dialects.translate import TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from rollout_gateway.http.request import HeaderList, Headers, Request
 from rollout_gateway.outside.relay import NotAnsweredError
@@ -222,7 +222,7 @@ class App:
 
     async def _plain_call(self, request: Request, call: Call, caller: Caller) -> int:
         """Answer a call of vLLM's own API. Returns the status."""
-        status, answer = await self._calls.answer(call, caller, StreamSink(request) if call.stream else None)
+        status, answer = await self._calls.answer(call, caller, request if call.stream else None)
         _check_apprentice_answered(caller, status)
         if not request.started:
             await request.answer(status, answer)

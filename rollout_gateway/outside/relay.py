@@ -27,7 +27,7 @@ from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.dialects.calls import Fields, SampledChoice
 from rollout_gateway.http.errors import ApiError, ClientGoneError
 from rollout_gateway.http.event_stream import EventBuffer, event_data
-from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
+from rollout_gateway.http.request import HeaderList, Request
 from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, UpstreamTimeoutError
 from rollout_gateway.outside.answers import OutsideAnswer, Usage, replay_answer
 from rollout_gateway.outside.providers import Provider, ProviderReply
@@ -308,7 +308,7 @@ async def _repeat(request: Request, call: OutsideCall, before: Fields) -> int:
     if not call.stream:
         await request.answer(200, bytes(before.get("native") or msgspec.json.encode(before)))
         return 200
-    await request.start(SSE_HEADERS)
+    await request.start()
     await request.write(replay_answer(call, before))
     await request.end()
     return 200
