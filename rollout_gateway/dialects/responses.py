@@ -104,10 +104,9 @@ class ResponsesTranslation(Translation):
                     continue
                 before = item.type
         chat = self._chat(messages, request.max_output_tokens)
-        tools, choice = self._tools.choose(request.tool_choice if request.tools else None)
-        if tools:
-            chat["tools"] = tools
-        if choice is not None:
+        if self._tools.chat:
+            chat["tools"] = self._tools.chat
+        if (choice := self._tools.choice(request.tool_choice if request.tools else None)) is not None:
             chat["tool_choice"] = choice
         if (form := response_format(request.text)) is not None:
             chat["response_format"] = form
