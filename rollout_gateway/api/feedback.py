@@ -156,11 +156,8 @@ async def _record_signals(request: ControlRequest, body: Feedback, targets: list
     key = body.key or new_id("f")
     check_name(body.name)
     await gateway.registry.log.check_end()
-    checked = []
-    with request.charging(len(targets)) as looked_at:
-        for target in targets:
-            looked_at.append(target.trajectory)
-            checked.append(await _checked_signal(request, body, key, target))
+    request.charge_runs(len(targets))
+    checked = [await _checked_signal(request, body, key, target) for target in targets]
     if body.key and len(targets) > 1:  # else `publish_once` refuses it, before anything is recorded
         for event, _ in checked:
             recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import parse_qsl
@@ -107,10 +107,10 @@ class ControlRequest:
         """The body as `kind`; an empty body is an empty object. Raises an `ApiError` as `read_body`."""
         return read_body(self.http.body or b"{}", kind)
 
-    def charging(self, runs: int) -> AbstractContextManager[list[str]]:
-        """Count the request as a call of its key for each of so many runs. The block appends the runs that it looks at
-        to the list that it gets (`ApiKeys.charging`)."""
-        return self.gateway.api_keys.charging(self.access, hash((self.http.target, self.http.body)), runs)
+    def charge_runs(self, runs: int) -> None:
+        """Count the request as a call of its key for each of so many runs, before any of them is read. Raises a 429
+        `ApiError`."""
+        self.gateway.api_keys.charge_runs(self.access, runs)
 
     def reading(self, opened: TrajectoryOpened) -> AbstractAsyncContextManager[Callable[[int], None]]:
         """Count what the block reads of a run as calls of the request's key. The block calls the function that it gets

@@ -146,31 +146,6 @@ def test_a_request_about_many_runs_counts_as_so_many_calls(start_front: StartGat
         assert int(refused.headers["retry-after"]) > 1000
 
 
-def test_a_refused_request_costs_the_runs_that_it_looked_at(start_front: StartGateway) -> None:
-    slow = {"calls_per_minute": 5}
-    keys = (key_config("a", **slow), key_config("f", role="feedback", **slow), key_config("b", **slow))
-    gateway = start_front(keys=(*keys, key_config("o", role="operator")))
-    Caller(gateway, "b").open(id="made")
-    unknown = {"trajectories": [{"id": str(n)} for n in range(64)]}
-    made = {"exchanges": [{"trajectory": str(n), "reply": "r"} for n in range(64)]}
-    for key, path, bodies in (
-        (
-            "a",
-            "/v1/groups/g/complete",
-            {404: unknown, 400: {"trajectories": [{"id": "a"}] * 64}, 413: {**group_of(64), "task": "t" * 300_000}},
-        ),
-        ("f", "/v1/feedback", {404: ranking_of(64), 400: {"ranking": ["a"] * 64}}),
-        ("b", "/v1/trajectories/made/complete", {404: made}),
-    ):
-        for status, body in bodies.items():
-            assert Caller(gateway, key).status("POST", path, body) == status
-        assert Caller(gateway, key).status("POST", path, bodies[404]) == 404, "each cost a single call"
-    # A member is looked at, and the next one ends the request.
-    half = {**group_of(64), "trajectories": group_of(32)["trajectories"] + unknown["trajectories"][32:]}
-    assert Caller(gateway, "a").status("POST", "/v1/groups/g/complete", half) == 404
-    assert 0 < int(Caller(gateway, "a").ask("GET", "/v1/models").headers["retry-after"]) < 64 / 5 * 60 / 2 + 60
-
-
 def group_of(size: int) -> dict[str, Any]:
     """A group of runs that completing it opens."""
     member = {"reward": 1, "batch": {"id": "b", "groups": ["g"]}}
