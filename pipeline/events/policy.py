@@ -164,7 +164,7 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     model: str
     version: str
     """Empty: follow the newest loaded version."""
-    action: Literal["promote", "rollback", "pin", "split", "follow"] = "promote"
+    action: Literal["promote", "rollback", "split", "follow"] = "promote"
     other: str = ""
     """The second version of a percentage split."""
     percent: float = 100.0

@@ -213,7 +213,7 @@ def test_a_body_that_is_not_meant_is_told_why(start_front: StartGateway) -> None
         ("trajectories", {"model": "tictactoe", "grop": "g"}, "grop", "unknown field `grop`"),
         ("groups/g/complete", {"trajectories": [], "reward": 1}, "reward", "unknown field `reward`"),
         ("groups/g/complete", {"trajectories": [{"id": "r", "rewrad": 1}]}, "trajectories[0].rewrad", "`rewrad`"),
-        ("policies/tictactoe/pin", {"versoin": "tictactoe@0"}, "versoin", "unknown field `versoin`"),
+        ("policies/tictactoe/promote", {"versoin": "tictactoe@0"}, "versoin", "unknown field `versoin`"),
         *(
             ("trajectories", {"model": "tictactoe", "group_size": n}, "group_size", counts)
             for n in (1.5, -1, 2**31, "x")

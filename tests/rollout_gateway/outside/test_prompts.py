@@ -114,7 +114,7 @@ async def test_a_prompt_is_promoted_seen_recorded_and_rolled_back(shop: Shop, br
 
 async def test_an_agent_that_goes_on_with_its_own_prompt_goes_on_with_its_run(shop: Shop, broker: Broker) -> None:
     """Runs are detected by what the agent sends, which is not what the log has."""
-    await shop.decide("tictactoe", "pin", version=BASE, prompt=NEW, replaces=OLD)
+    await shop.decide("tictactoe", "promote", version=BASE, prompt=NEW, replaces=OLD)
     says: list[Any] = [{"role": "system", "content": OLD}, {"role": "user", "content": "go"}]
     for turn in range(3):
         answer = await shop.call(says=says)
