@@ -6,8 +6,8 @@ the key, or of the key that opened the token's trajectory (`access.api_keys`).""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 from pipeline.events import TrajectoryOpened
@@ -36,20 +36,19 @@ GROUP_HEADER = b"x-journeywork-group"
 ATTEMPT_HEADER = b"x-journeywork-attempt"
 
 
-@dataclass(eq=False, slots=True)
-class NamedRun:
+class NamedRun(NamedTuple):
     """The trajectory and group that a call names; empty if it names none."""
 
-    trajectories: tuple[str, str, str]
-    """The ones that URL, body and header name."""
+    by_url: str
+    by_body: str
+    by_header: str
     group: str
     attempt: int
 
     @property
     def trajectory(self) -> str:
         """The one that counts."""
-        by_url, by_body, by_header = self.trajectories
-        return by_url or by_body or by_header
+        return self.by_url or self.by_body or self.by_header
 
 
 class Identity:
@@ -147,7 +146,7 @@ class Identity:
         `ApiError`."""
         named = named_run(url, headers, call.params.metadata)
         if access.trajectory:
-            for name in named.trajectories:
+            for name in (named.by_url, named.by_body, named.by_header):
                 _check_own(name, access.trajectory)
             return await self._registry.find(access.trajectory)
         model = self._router.name(call.params.model)
@@ -203,7 +202,9 @@ def named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None
     body = metadata or {}
     in_header = headers.get(ATTEMPT_HEADER, b"")
     return NamedRun(
-        (url or "", str(body.get("journeywork_trajectory") or ""), _name_in(headers, TRAJECTORY_HEADER)),
+        url or "",
+        str(body.get("journeywork_trajectory") or ""),
+        _name_in(headers, TRAJECTORY_HEADER),
         _name_in(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or ""),
         int(in_header) if in_header.isdigit() and len(in_header) < 9 else 0,
     )
