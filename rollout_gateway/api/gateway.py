@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import parse_qsl
 
 from pipeline.config import Config
 from pipeline.events import TrajectoryOpened
@@ -97,11 +96,6 @@ class ControlRequest:
     access: Access
     values: list[str]
     """Values of the path's parameters, decoded."""
-
-    @property
-    def query(self) -> dict[str, str]:
-        """Parameters of the URL's query. Of repeated ones the last one counts."""
-        return dict(parse_qsl(self.http.target.partition("?")[2], keep_blank_values=True))
 
     def read(self, kind: type[_T]) -> _T:
         """The body as `kind`; an empty body is an empty object. Raises an `ApiError` as `read_body`."""

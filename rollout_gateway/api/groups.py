@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -119,7 +120,8 @@ async def get_group(request: ControlRequest) -> dict[str, Any]:
     only."""
     gateway, access, (group,) = request.gateway, request.access, request.values
     models = gateway.models_of(access)
-    model = request.query.get("model", models[0] if len(models) == 1 else "")
+    query = dict(parse_qsl(request.http.target.partition("?")[2], keep_blank_values=True))
+    model = query.get("model", models[0] if len(models) == 1 else "")
     if model not in models:
         raise gateway.unknown_model(model, access)
     owners = {

@@ -68,8 +68,8 @@ class CallHandler:
             if caller.is_retry and (before := await self.answered_before(exchange)) is not None:
                 return await _deliver(msgspec.json.encode(before), sink)
             attempt = await self._answer_or_record_failure(exchange)
-            if attempt.status != 200:
-                return attempt.status, attempt.body
+            if attempt.reply.status != 200:
+                return attempt.reply.status, attempt.body
             if sink is not None and not call.held:
                 await sink.start()
                 await self._stream(exchange, attempt, sink)
@@ -154,7 +154,7 @@ class CallHandler:
                 status = "failed" if capture.error_code else "complete"
             exchange.first_token_at = capture.first_token_at
             attempt.close()
-            if capture.server_failed or (failure is not None and failure.code == "upstream_broke_off"):
+            if capture.error_code >= 500 or (failure is not None and failure.code == "upstream_broke_off"):
                 attempt.lease.replica.suspect()
             if exchange.captured:
                 recording = self.begin_record(exchange, status, capture.answer)

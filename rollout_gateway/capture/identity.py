@@ -33,7 +33,6 @@ _CALL_BYTES = 1 << 20
 """Bytes of a body for which a further call is counted."""
 TRAJECTORY_HEADER = b"x-journeywork-trajectory"
 GROUP_HEADER = b"x-journeywork-group"
-ATTEMPT_HEADER = b"x-journeywork-attempt"
 
 
 class NamedRun(NamedTuple):
@@ -43,7 +42,6 @@ class NamedRun(NamedTuple):
     by_body: str
     by_header: str
     group: str
-    attempt: int
 
     @property
     def trajectory(self) -> str:
@@ -176,7 +174,6 @@ class Identity:
             trajectory=named.trajectory,
             model=self._router.name(call.params.model),
             group=named.group,
-            attempt=named.attempt,
             owner=access.owner,
         )
         return await self._registry.open(event, "", access)
@@ -197,16 +194,13 @@ def _check_own(named: str, own: str) -> None:
 def named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> NamedRun:
     """Return what a call names. `url`: the trajectory in its path; `metadata`: that of its body.
 
-    The group is that of the header, else of the body. The attempt is that of the header, and 0 if that is no number of
-    at most 8 digits. No name is checked."""
+    The group is that of the header, else of the body. No name is checked."""
     body = metadata or {}
-    in_header = headers.get(ATTEMPT_HEADER, b"")
     return NamedRun(
         url or "",
         str(body.get("journeywork_trajectory") or ""),
         _name_in(headers, TRAJECTORY_HEADER),
         _name_in(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or ""),
-        int(in_header) if in_header.isdigit() and len(in_header) < 9 else 0,
     )
 
 

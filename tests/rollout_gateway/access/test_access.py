@@ -131,7 +131,10 @@ def test_a_request_about_many_runs_counts_as_so_many_calls(start_front: StartGat
     feedback = key_config("ranking", role="feedback", calls_per_minute=3)
     gateway = start_front(keys=(*keys, feedback, key_config("o", role="operator")))
     made = {"exchanges": [{"trajectory": str(n), "reply": "r"} for n in range(64)]}
-    Caller(gateway, "o").open(id="made")
+    operator = Caller(gateway, "o")
+    operator.open(id="made")
+    for status, wrong in ((400, {"trajectories": [{"id": "a"}] * 2}), (413, {**group_of(64), "task": "t" * 300_000})):
+        assert operator.status("POST", "/v1/groups/g/complete", wrong) == status
     for key, path, body, status in (
         ("group", "/v1/groups/g/complete", group_of(64), 200),
         ("ranking", "/v1/feedback", ranking_of(64), 201),
