@@ -16,7 +16,7 @@ from rollout_gateway.serving import command
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import exchanges, key_config
-from tests.rollout_gateway.outside.conftest import KEY, table
+from tests.rollout_gateway.outside.conftest import table
 from tests.rollout_gateway.outside.provider import Provider, completion, whole
 
 pytestmark = pytest.mark.anyio
@@ -57,8 +57,7 @@ class Shop:
 
 
 @pytest.fixture
-async def shop(start_gateway_alone: StartGateway, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
+async def shop(start_gateway_alone: StartGateway, provider: Provider) -> Any:
     provider.says(whole(completion("hi")))
     server = Seeing()
     await server.start()
