@@ -97,12 +97,12 @@ class Dispatcher:
             exchange.mark_sent(lease, started_at)
             streamed = call.stream and not call.held and reply.status == 200
             return Attempt(lease, reply, b"" if streamed else await reply.read())
-        except (UpstreamError, asyncio.CancelledError) as error:
-            # The server may have received the call, unless no connection was made.
-            if not isinstance(error, UpstreamError) or error.sent:
+        except asyncio.CancelledError:
+            exchange.mark_sent(lease, started_at)  # the server may have received the call
+            raise
+        except UpstreamError as error:
+            if error.sent:
                 exchange.mark_sent(lease, started_at)
-            if isinstance(error, asyncio.CancelledError):
-                raise
             if isinstance(error, UpstreamTimeoutError):
                 raise timed_out() from error
             if isinstance(error, UpstreamInvalidError):  # the call is the reason, not the server
