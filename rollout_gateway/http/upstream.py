@@ -108,9 +108,8 @@ class Upstream:
         if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
             raise ValueError(f"{url!r} is no http(s) URL, or its key can't be sent in a header")
         self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        bearer = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **bearer}
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
         """By whether the session keeps connections for later requests. The one that does not is for the retry."""
 
