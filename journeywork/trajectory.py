@@ -63,8 +63,6 @@ class FeedbackOptions(TypedDict, total=False):
     thumb: Literal["up", "down"]
     ranking: Sequence[Any]
     """Answers, or ids of runs or answers, best first."""
-    role: str
-    """With a trajectory: the agent of the run whose last call it is about."""
     about: Literal["call", "run"]
     """With the id of an answer, or a ranking of such: its call, or the whole run. Default: `call`."""
     correction: str

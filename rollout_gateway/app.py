@@ -38,7 +38,7 @@ from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
 from rollout_gateway.dialects.prompts import Sent, read_sent, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation, unknown_reference
-from rollout_gateway.dialects.translate import StreamSink, TranslatedSink, Translation
+from rollout_gateway.dialects.translate import TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from rollout_gateway.http.request import HeaderList, Headers, Request
 from rollout_gateway.outside.relay import NotAnsweredError
@@ -144,22 +144,23 @@ class App:
         return "" if run is None else run.opened.owner
 
     async def __call__(self, request: Request) -> None:
-        """Answer a request whose head has come."""
+        """Answer a request whose head has come. Model calls are counted with their status, refused ones too."""
+        started, status, path = time.perf_counter(), 500, _split_path(request)[1]
         try:
-            try:
-                admitted = self._admit(request)
-            except ApiError as error:  # `_model_call` counts the calls whose heads are good
-                if (path := _split_path(request)[1]) in _MODEL_CALLS:
-                    self._gateway.metrics.count_call(path, error.status, 0.0)
-                raise
+            admitted = self._admit(request)
             if admitted.route is not None:
                 await self._control_call(request, admitted, admitted.route)
             else:
-                await self._model_call(request, admitted)
+                status = await self._model_call(request, admitted)
         except ClientGoneError:
-            pass  # what there was to record is recorded, and nobody waits for an answer
+            status = 499  # what there was to record is recorded, and nobody waits for an answer
         except (ApiError, BrokerError, InvalidNameError) as error:
-            await _answer_with_error(request, _as_api_error(error))
+            refusal = _as_api_error(error)
+            status = refusal.status
+            await _answer_with_error(request, path, refusal)
+        finally:
+            if path in _MODEL_CALLS:
+                self._gateway.metrics.count_call(path, status, time.perf_counter() - started)
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -186,26 +187,18 @@ class App:
 
     # -- model calls ---------------------------------------------------------------------------------------------
 
-    async def _model_call(self, request: Request, admitted: _Admitted) -> None:
-        """Answer a model call, and count it with its status."""
-        started, status = time.perf_counter(), 500
+    async def _model_call(self, request: Request, admitted: _Admitted) -> int:
+        """Answer a model call. Returns the status."""
+        if self._stopping:
+            raise stopping()
         self._running.add(request)
         try:
-            if self._stopping:
-                raise stopping()
             self._check_calls(request.owner)
             await request.read()
             await self._identity.charge_body(admitted.access, request)
-            status = await self._answer_call(request, admitted)
-        except ClientGoneError:
-            status = 499
-            raise
-        except (ApiError, BrokerError, InvalidNameError) as error:
-            status = _as_api_error(error).status
-            raise
+            return await self._answer_call(request, admitted)
         finally:
             self._running.discard(request)
-            self._gateway.metrics.count_call(admitted.path, status, time.perf_counter() - started)
 
     async def _answer_call(self, request: Request, admitted: _Admitted) -> int:
         """Answer a model call whose body has come. Returns the status."""
@@ -222,7 +215,7 @@ class App:
 
     async def _plain_call(self, request: Request, call: Call, caller: Caller) -> int:
         """Answer a call of vLLM's own API. Returns the status."""
-        status, answer = await self._calls.answer(call, caller, StreamSink(request) if call.stream else None)
+        status, answer = await self._calls.answer(call, caller, request if call.stream else None)
         _check_apprentice_answered(caller, status)
         if not request.started:
             await request.answer(status, answer)
@@ -402,11 +395,11 @@ def _as_api_error(error: ApiError | BrokerError | InvalidNameError) -> ApiError:
     return error
 
 
-async def _answer_with_error(request: Request, error: ApiError) -> None:
+async def _answer_with_error(request: Request, path: str, error: ApiError) -> None:
     """Answer with an error, in the format of the API that was asked."""
     if request.started:
         return
-    body, (_, path) = error.body(), _split_path(request)
+    body = error.body()
     if path == MessagesTranslation.path or path.startswith(MessagesTranslation.path + "/"):
         body = messages_error(body, error.status)
     await request.answer(error.status, body, error.headers)

@@ -165,6 +165,7 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     version: str
     """Empty: follow the newest loaded version."""
     action: Literal["promote", "rollback", "pin", "split", "follow"] = "promote"
+    """`pin`: a `promote`, in logs from before 0.2."""
     other: str = ""
     """The second version of a percentage split."""
     percent: float = 100.0

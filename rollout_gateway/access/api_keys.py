@@ -12,10 +12,10 @@ import asyncio
 import hashlib
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio.to_thread
@@ -29,8 +29,6 @@ from rollout_gateway.http.errors import ApiError, invalid_key
 log = get_logger("rollout_gateway.access.api_keys")
 
 _FILE_CHECK_S = 1.0
-_REMEMBERED_PAID = 64
-"""Requests about several runs that are remembered for each name, so that they can be repeated for a single call."""
 _FileVersion = tuple[int, ...] | None
 """Modification time, size and inode of the file of keys. `None` if there is no file."""
 
@@ -84,8 +82,6 @@ class _Account:
     refilled_at: float
     models: frozenset[str]
     expires_at: float
-    paid: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_PAID))
-    """Hashes of requests about several runs that were counted in full and not repeated since, the newest last."""
 
     def spend(self, name: str, calls: int = 1, counted: int = 0) -> None:
         """Count so many calls of the keys named `name`, of which `counted` were counted before. Raises a 429 `ApiError`
@@ -171,27 +167,11 @@ class ApiKeys:
             finally:
                 self._account(owner, feedback_only).left -= sum(sizes) >> 20
 
-    @contextmanager
-    def charging(self, access: Access, request: int, runs: int) -> Iterator[list[str]]:
-        """Count a request about so many `runs`, which `authenticate` counted as one call, as a call for each of them.
-
-        The block gets a list and appends the runs that it looks at; if it raises, the calls for the others are given
-        back. `request`: a hash of the request. A request that was paid for in full may be repeated for a single call,
-        as its answer may have been lost, but once only, as it costs the gateway as much again. Raises a 429 `ApiError`
-        if requests that were checked at the same time left no call."""
-        looked_at, account = list[str](), self._account(access.owner, access.feedback_only)
-        if runs < 2:
-            yield looked_at
-        elif request in account.paid:
-            account.paid.remove(request)
-            yield looked_at
-        else:
-            account.spend(access.owner, runs, counted=1)
-            try:
-                yield looked_at
-                account.paid.append(request)
-            finally:
-                self._account(access.owner, access.feedback_only).left += runs - max(1, len(looked_at))
+    def charge_runs(self, access: Access, runs: int) -> None:
+        """Count a request about so many runs, which `authenticate` counted as one call, as a call for each of them.
+        Raises a 429 `ApiError` if requests that were checked at the same time left no call."""
+        if runs > 1:
+            self._account(access.owner, access.feedback_only).spend(access.owner, runs, counted=1)
 
     def count_calls(self, owner: str, calls: int) -> None:
         """Count further calls of the keys named `owner`, for a call that was let in already: it is not refused, and
@@ -268,5 +248,5 @@ class ApiKeys:
         for name_and_kind, account in accounts.items():
             before = self._accounts.get(name_and_kind)
             if before is not None and before.per_minute == account.per_minute:
-                account.left, account.refilled_at, account.paid = before.left, before.refilled_at, before.paid
+                account.left, account.refilled_at = before.left, before.refilled_at
         self._keys, self._accounts = keys, accounts

@@ -56,8 +56,6 @@ class _Target:
     call: int | str
     """Number (`seq`) of a call, or the id of its answer. -1: the whole run."""
     grade: _Grade
-    role: str = ""
-    """In place of `call`: the agent of the run whose last call is meant."""
     answer: str = ""
     """If the run was named by the id of an answer: this id. The log must hold the answer."""
 
@@ -66,10 +64,8 @@ async def on_trajectory(request: ControlRequest) -> dict[str, Any]:
     """`POST /v1/trajectories/{trajectory}/feedback`: on a run, or on one call of it."""
     body = request.read(RunFeedback)
     grade = _grade(body, request.gateway.config.gateway.max_reward)
-    if body.role and body.call != -1:
-        raise ApiError(400, "invalid_body", "Send either `call` or `role`: each names a call.", param="role")
     (trajectory,) = request.values
-    return await _record_signals(request, body, [_Target(trajectory, body.call, grade, body.role)])
+    return await _record_signals(request, body, [_Target(trajectory, body.call, grade)])
 
 
 async def on_answers(request: ControlRequest) -> dict[str, Any]:
@@ -156,11 +152,8 @@ async def _record_signals(request: ControlRequest, body: Feedback, targets: list
     key = body.key or new_id("f")
     check_name(body.name)
     await gateway.registry.log.check_end()
-    checked = []
-    with request.charging(len(targets)) as looked_at:
-        for target in targets:
-            looked_at.append(target.trajectory)
-            checked.append(await _checked_signal(request, body, key, target))
+    request.charge_runs(len(targets))
+    checked = [await _checked_signal(request, body, key, target) for target in targets]
     if body.key and len(targets) > 1:  # else `publish_once` refuses it, before anything is recorded
         for event, _ in checked:
             recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event))
@@ -196,20 +189,14 @@ async def _checked_signal(
         model=opened.model,
         group=group_key(opened.group, opened.trajectory),
         split=opened.split,
-        call=-1,
+        call=await _call_number(request, opened, target.call),
         name=body.name,
         **grade,
         by=by,
         source=source,
         copied_from=body.corrected_by,
     )
-    if target.role:  # a repeated request means the same call, though the agent may have made others since
-        recorded = await gateway.broker.read_last(SignalGiven, **keys_of(event)) if body.key else None
-        given = recorded.event.call if recorded is not None else -1
-        call = await _last_call_of_role(request, opened, target.role, given)
-    else:
-        call = await _call_number(request, opened, target.call)
-    event = await gateway.registry.log.masks.apply(msgspec.structs.replace(event, call=call))
+    event = await gateway.registry.log.masks.apply(event)
     await _check_amount(gateway, event)
     state = await _state_of(gateway, opened)
     use = _use_of(gateway.config, event, opened.owner, state)
@@ -288,23 +275,6 @@ async def _check_amount(gateway: Gateway, event: SignalGiven) -> None:
             "lets it."
         )
         raise ApiError(409, "too_many_signals", message)
-
-
-async def _last_call_of_role(request: ControlRequest, opened: TrajectoryOpened, role: str, given: int) -> int:
-    """Return the number of the last call of the agent `role` of a run. `given`: the call that an earlier request with
-    the same key was about, or -1; it is returned if it is one of this agent. Raises a 404 `ApiError`."""
-    last: dict[str, int] = {}
-    async with request.reading(opened) as read:
-        async for call in request.gateway.registry.log.calls(opened.trajectory):
-            read(size_of(call))
-            if call.seq == given and call.role == role:
-                return given
-            last[call.role] = max(call.seq, last.get(call.role, -1))
-    if role not in last:
-        named = ", ".join(sorted(filter(None, last))) or "none"
-        message = f"Run {opened.trajectory!r} has no call of the role {role!r}. Its roles are: {named}."
-        raise ApiError(404, "exchange_not_found", message, param="role")
-    return last[role]
 
 
 async def _call_number(request: ControlRequest, opened: TrajectoryOpened, call: int | str) -> int:

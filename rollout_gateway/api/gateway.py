@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import parse_qsl
 
 from pipeline.config import Config
 from pipeline.events import TrajectoryOpened
@@ -98,19 +97,14 @@ class ControlRequest:
     values: list[str]
     """Values of the path's parameters, decoded."""
 
-    @property
-    def query(self) -> dict[str, str]:
-        """Parameters of the URL's query. Of repeated ones the last one counts."""
-        return dict(parse_qsl(self.http.target.partition("?")[2], keep_blank_values=True))
-
     def read(self, kind: type[_T]) -> _T:
         """The body as `kind`; an empty body is an empty object. Raises an `ApiError` as `read_body`."""
         return read_body(self.http.body or b"{}", kind)
 
-    def charging(self, runs: int) -> AbstractContextManager[list[str]]:
-        """Count the request as a call of its key for each of so many runs. The block appends the runs that it looks at
-        to the list that it gets (`ApiKeys.charging`)."""
-        return self.gateway.api_keys.charging(self.access, hash((self.http.target, self.http.body)), runs)
+    def charge_runs(self, runs: int) -> None:
+        """Count the request as a call of its key for each of so many runs, before any of them is read. Raises a 429
+        `ApiError`."""
+        self.gateway.api_keys.charge_runs(self.access, runs)
 
     def reading(self, opened: TrajectoryOpened) -> AbstractAsyncContextManager[Callable[[int], None]]:
         """Count what the block reads of a run as calls of the request's key. The block calls the function that it gets

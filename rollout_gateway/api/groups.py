@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -30,7 +31,7 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     member with `exchanges`, a `demonstration` or a `batch` that is not open is opened first.
 
     All members are checked, and demonstrations rendered, before the first one is changed. If a later one fails
-    nevertheless, the same request completes the rest, and costs a single call."""
+    nevertheless, the same request completes the rest."""
     gateway, access, (group,) = request.gateway, request.access, request.values
     body = request.read(GroupCompletion)
     check_group_size("trajectories", len(body.trajectories), gateway.config.gateway.max_group_size)
@@ -39,9 +40,9 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     if repeated := next((name for name, times in ids.items() if times > 1), None):
         message = f"Trajectory {repeated!r} is named twice. Name each trajectory once."
         raise ApiError(400, "invalid_body", message, param="trajectories")
-    with request.charging(sum(map(runs_named, body.trajectories))) as looked_at:
-        for member in body.trajectories:
-            await _check_member(request, group, body.model, member, looked_at)
+    request.charge_runs(sum(map(runs_named, body.trajectories)))
+    for member in body.trajectories:
+        await _check_member(gateway, access, group, body.model, member)
     calls = {
         member.id: await demonstrated_calls(request, body.model, group, member)
         for member in body.trajectories
@@ -56,19 +57,13 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     return {"group": group, "data": data}
 
 
-async def _check_member(
-    request: ControlRequest, group: str, model: str, member: GroupMember, looked_at: list[str]
-) -> None:
-    """Raise an `ApiError` if a member can't be completed, or, if it is not open, not be opened for `model`. Appends the
-    runs that are looked at to `looked_at` (`ControlRequest.charging`)."""
-    gateway, access = request.gateway, request.access
+async def _check_member(gateway: Gateway, access: Access, group: str, model: str, member: GroupMember) -> None:
+    """Raise an `ApiError` if a member can't be completed, or, if it is not open, not be opened for `model`."""
     try:
-        await check_completion(gateway, member, access, looked_at)
+        await check_completion(gateway, member, access)
     except ApiError as error:
         error.message = f"Trajectory {member.id!r}: {error.message}"
         raise
-    if not member.exchanges:  # else `check_completion` appended what they name
-        looked_at.append(member.id)
     opened = await gateway.registry.opening(member.id)
     if member.demonstration is not None:
         check_demonstration(member, access)
@@ -125,7 +120,8 @@ async def get_group(request: ControlRequest) -> dict[str, Any]:
     only."""
     gateway, access, (group,) = request.gateway, request.access, request.values
     models = gateway.models_of(access)
-    model = request.query.get("model", models[0] if len(models) == 1 else "")
+    query = dict(parse_qsl(request.http.target.partition("?")[2], keep_blank_values=True))
+    model = query.get("model", models[0] if len(models) == 1 else "")
     if model not in models:
         raise gateway.unknown_model(model, access)
     owners = {

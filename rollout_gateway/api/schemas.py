@@ -94,8 +94,6 @@ class RunFeedback(Feedback, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     call: Annotated[int, Meta(ge=-1, lt=2**31)] | Annotated[str, Meta(min_length=1, max_length=1024)] = -1
     """Number of a call, or the id of its answer. -1: the whole run."""
-    role: Annotated[str, Meta(max_length=MAX_NAME)] = ""
-    """The agent of the run whose last call it is about."""
 
 
 class AnswerFeedback(Feedback, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -69,8 +69,8 @@ def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
 async def complete(request: ControlRequest) -> dict[str, Any]:
     """Complete a trajectory. The same request again gets the same answer."""
     gateway, (trajectory,), completion = request.gateway, request.values, request.read(Completion)
-    with request.charging(runs_named(completion)) as looked_at:
-        await check_completion(gateway, completion, request.access, looked_at)
+    request.charge_runs(runs_named(completion))
+    await check_completion(gateway, completion, request.access)
     opened = await gateway.registry.opening(trajectory)
     if opened is not None:
         check_batch(completion, opened.group)
@@ -90,11 +90,10 @@ def runs_named(completion: Completion) -> int:
     return len({reference.trajectory for reference in completion.exchanges}) or 1
 
 
-async def check_completion(gateway: Gateway, completion: Completion, access: Access, looked_at: list[str]) -> None:
-    """Check the results of a run. Appends the trajectories that `exchanges` name to `looked_at`, up to the first wrong
-    one (`ControlRequest.charging`). Raises an `ApiError`. 400: a reward is out of range, or a reward or metric has a
-    name that tables and labels can't hold. 403: a trajectory's own key sets `exchanges` or `batch`, or another key than
-    an operator's sets a batch's `settings`. 404: `exchanges` name a trajectory of another key."""
+async def check_completion(gateway: Gateway, completion: Completion, access: Access) -> None:
+    """Check the results of a run. Raises an `ApiError`. 400: a reward is out of range, or a reward or metric has a name
+    that tables and labels can't hold. 403: a trajectory's own key sets `exchanges` or `batch`, or another key than an
+    operator's sets a batch's `settings`. 404: `exchanges` name a trajectory of another key."""
     _check_rewards(completion, gateway.config.gateway.max_reward)
     for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
         for name in numbers:
@@ -111,7 +110,6 @@ async def check_completion(gateway: Gateway, completion: Completion, access: Acc
             check_name(name)
         _check_settings(gateway, batch, access)
     for trajectory in {reference.trajectory for reference in completion.exchanges}:
-        looked_at.append(trajectory)
         await gateway.registry.opening_for(trajectory, access)
 
 

@@ -159,7 +159,8 @@ class Quote(msgspec.Struct, array_like=True):
 
     def match(self, call: CallMessages, *, newest: bool) -> Match:
         """What a call with this quote's fingerprint is to the run. `newest`: the run has not gone on since the quote.
-        If it has, only ids of tool calls tell that the call steps back to there, and a branch may begin at any time."""
+        If it has, the call steps back to an earlier answer, which only ids of tool calls tell; and a branch may begin
+        at any time."""
         match = self._match(call)
         return match if newest or match in ("certain", "branch") else "none"
 
@@ -178,15 +179,19 @@ class Quote(msgspec.Struct, array_like=True):
 
     def _match_history(self, call: CallMessages) -> Match:
         """The fingerprint says that the last two messages are the same. Here the ones before are compared: all of them,
-        or, where the client cut or cleared some, the answers that it still sends."""
+        or, where the client cut or cleared some, the answers that it still sends. Example: of `user, answer 1, user,
+        answer 2` a client that trims its history sends `user, answer 2` again: that answer is the end of both, so the
+        run may go on."""
         sent = _message_hashes(call)
+        # No two runs share ids of tool calls.
+        same_ids = bool(call.tool_call_ids) and call.tool_call_ids == self.tool_call_ids
         if sent == self.quoted:  # only the instructions differ
-            return "certain" if call.tool_call_ids and call.tool_call_ids == self.tool_call_ids else "likely"
-        answers, before = ([h for h in hashes if h[0] == "a"] for hashes in (sent, self.quoted))
-        if before[-len(answers) :] != answers:
+            return "certain" if same_ids else "likely"
+        answers_sent, answers_quoted = ([h for h in hashes if h[0] == "a"] for hashes in (sent, self.quoted))
+        if answers_quoted[-len(answers_sent) :] != answers_sent:
             return "none"
         if self.tool_call_ids:
-            return "certain" if call.tool_call_ids == self.tool_call_ids else "copy"
+            return "certain" if same_ids else "copy"
         return "likely" if sum(len(m.text) for m in call.up_to_answer[-2:]) >= _MIN_QUOTE_CHARS else "copy"
 
 

@@ -115,22 +115,19 @@ class TrajectoryDetector:
         return run
 
     async def _find_quoted(self, call: Call, conversation: CallMessages) -> tuple[Trajectory | None, bool]:
-        """Return the run whose answer the messages quote. If there is none or several may be meant, return `None`, and
-        whether the call begins a part."""
-        quoting: dict[Match, list[tuple[str, WaitingRun]]] = {}
-        """By what the call is to them: runs of which it has a quote, each with the quote's fingerprint."""
-        for fingerprint in conversation.fingerprints():
-            for quoted in await self._waiting.quoted(fingerprint):
-                match = quoted.quote.match(conversation, newest=quoted.newest)
-                quoting.setdefault(match, []).append((fingerprint, quoted.run))
+        """Return the run whose answer the messages quote, and `False`. If there is none, or several may be meant,
+        return `None`, and whether the call begins a part: whether it quotes a run, or has an answer of a model in
+        it."""
+        quoting = await self._quoted_runs(conversation)
         continued = quoting.get("certain") or quoting.get("likely") or []
         branches = {waiting.subject_end: waiting for _, waiting in quoting.get("branch", ())}
         if len({waiting.history for _, waiting in continued}) == 1:
-            # Runs with the same history are equal up to here.
+            # Runs with the same history are equal up to here, so any of them is right.
             for _, waiting in continued:
                 if (run := await self._take(call, conversation, waiting)) is not None:
                     return run, False
-        elif len({fingerprint for fingerprint, _ in continued}) == 1:  # several runs said the same in the end
+        elif len({fingerprint for fingerprint, _ in continued}) == 1:
+            # Several runs said the same in the end. None is whole from now on: the rest of one is recorded elsewhere.
             for _, waiting in continued:
                 if await self._waiting.take(waiting):
                     await self._let_wait(replace(waiting, cut=True))
@@ -139,6 +136,16 @@ class TrajectoryDetector:
             if (run := await self._branch(call, conversation, parent)) is not None:
                 return run, False
         return None, bool(quoting.keys() - {"none"} or conversation.up_to_answer)
+
+    async def _quoted_runs(self, conversation: CallMessages) -> dict[Match, list[tuple[str, WaitingRun]]]:
+        """Return the waiting runs of which a call has a quote, by what the call is to them, each with the quote's
+        fingerprint."""
+        quoting: dict[Match, list[tuple[str, WaitingRun]]] = {}
+        for fingerprint in conversation.fingerprints():
+            for quoted in await self._waiting.quoted(fingerprint):
+                match = quoted.quote.match(conversation, newest=quoted.newest)
+                quoting.setdefault(match, []).append((fingerprint, quoted.run))
+        return quoting
 
     async def _take(self, call: Call, conversation: CallMessages, waiting: WaitingRun) -> Trajectory | None:
         """Take a waiting run for a call. Returns `None` if another gateway took it, or it can't go on."""

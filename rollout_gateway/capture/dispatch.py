@@ -31,11 +31,6 @@ class Attempt:
     body: bytes = b""
     """The whole response; empty if it is streamed."""
 
-    @property
-    def status(self) -> int:
-        """Of the response."""
-        return self.reply.status
-
     def close(self) -> None:
         """End a streamed response, whether or not it was read to its end, and release the lease."""
         self.reply.close()
@@ -64,12 +59,13 @@ class Dispatcher:
             attempt = await self._send(exchange, lease)
             if isinstance(attempt, Attempt):
                 # A crashing server may return 500, and a restarted one 404 because its adapters are not loaded.
-                if failed or (attempt.status < 500 and attempt.status != 404):
+                status = attempt.reply.status
+                if failed or (status < 500 and status != 404):
                     return attempt
                 if reason := malformed(exchange.call.fields):
                     raise ApiError(400, "invalid_body", f"The inference server can't read the call: {reason}.")
                 # Not its body, which may repeat the call: the server's own log has more.
-                log.warning("server suspected", replica=replica.name, status=attempt.status)
+                log.warning("server suspected", replica=replica.name, status=status)
                 replica.suspect()
             elif not attempt.sent:
                 continue  # no server had the call, so this counts as no failure
@@ -101,12 +97,12 @@ class Dispatcher:
             exchange.mark_sent(lease, started_at)
             streamed = call.stream and not call.held and reply.status == 200
             return Attempt(lease, reply, b"" if streamed else await reply.read())
-        except (UpstreamError, asyncio.CancelledError) as error:
-            # The server may have received the call, unless no connection was made.
-            if not isinstance(error, UpstreamError) or error.sent:
+        except asyncio.CancelledError:
+            exchange.mark_sent(lease, started_at)  # the server may have received the call
+            raise
+        except UpstreamError as error:
+            if error.sent:
                 exchange.mark_sent(lease, started_at)
-            if isinstance(error, asyncio.CancelledError):
-                raise
             if isinstance(error, UpstreamTimeoutError):
                 raise timed_out() from error
             if isinstance(error, UpstreamInvalidError):  # the call is the reason, not the server

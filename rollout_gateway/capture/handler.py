@@ -26,13 +26,17 @@ from rollout_gateway.capture.exchange import Caller, Exchange, Status
 from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.dialects.endpoints import MALFORMED, merged, read_answer
 from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
-from rollout_gateway.dialects.translate import StreamSink
+from rollout_gateway.dialects.translate import TranslatedSink
 from rollout_gateway.http.errors import ApiError, ClientGoneError, answer_too_long, bad_answer, timed_out
+from rollout_gateway.http.request import Request
 from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 
 log = get_logger("rollout_gateway.capture.handler")
+
+Sink = Request | TranslatedSink
+"""Where a streamed answer is written: to its request as it is, or translated."""
 
 
 class UnsureError(Exception):
@@ -51,7 +55,7 @@ class CallHandler:
         self._recording: set[asyncio.Task[None]] = set()
         """Records of streams and of providers' answers that are being made, even if their calls are cancelled."""
 
-    async def answer(self, call: Call, caller: Caller, sink: StreamSink | None = None) -> tuple[int, bytes]:
+    async def answer(self, call: Call, caller: Caller, sink: Sink | None = None) -> tuple[int, bytes]:
         """Answer a call. Returns status and body; a streamed answer with status 200 is written to `sink`, and the body
         is empty.
 
@@ -64,8 +68,8 @@ class CallHandler:
             if caller.is_retry and (before := await self.answered_before(exchange)) is not None:
                 return await _deliver(msgspec.json.encode(before), sink)
             attempt = await self._answer_or_record_failure(exchange)
-            if attempt.status != 200:
-                return attempt.status, attempt.body
+            if attempt.reply.status != 200:
+                return attempt.reply.status, attempt.body
             if sink is not None and not call.held:
                 await sink.start()
                 await self._stream(exchange, attempt, sink)
@@ -124,7 +128,7 @@ class CallHandler:
 
     # -- streams -------------------------------------------------------------------------------------------------
 
-    async def _stream(self, exchange: Exchange, attempt: Attempt, sink: StreamSink) -> None:
+    async def _stream(self, exchange: Exchange, attempt: Attempt, sink: Sink) -> None:
         """Pass the server's stream on to the client, record what came of it, and then write its last events: a client
         that knows the end finds the call on the log. However the stream ends, what was sampled is recorded."""
         capture = StreamCapture(exchange.call)
@@ -150,7 +154,7 @@ class CallHandler:
                 status = "failed" if capture.error_code else "complete"
             exchange.first_token_at = capture.first_token_at
             attempt.close()
-            if capture.server_failed or (failure is not None and failure.code == "upstream_broke_off"):
+            if capture.error_code >= 500 or (failure is not None and failure.code == "upstream_broke_off"):
                 attempt.lease.replica.suspect()
             if exchange.captured:
                 recording = self.begin_record(exchange, status, capture.answer)
@@ -213,7 +217,7 @@ class CallHandler:
             await asyncio.wait(self._recording)
 
 
-async def _deliver(body: bytes, sink: StreamSink | None) -> tuple[int, bytes]:
+async def _deliver(body: bytes, sink: Sink | None) -> tuple[int, bytes]:
     """Return status and body of a whole chat completion, or write it to `sink` as a stream."""
     if sink is None:
         return 200, body

@@ -6,8 +6,8 @@ the key, or of the key that opened the token's trajectory (`access.api_keys`).""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 from pipeline.events import TrajectoryOpened
@@ -33,23 +33,20 @@ _CALL_BYTES = 1 << 20
 """Bytes of a body for which a further call is counted."""
 TRAJECTORY_HEADER = b"x-journeywork-trajectory"
 GROUP_HEADER = b"x-journeywork-group"
-ATTEMPT_HEADER = b"x-journeywork-attempt"
 
 
-@dataclass(eq=False, slots=True)
-class NamedRun:
+class NamedRun(NamedTuple):
     """The trajectory and group that a call names; empty if it names none."""
 
-    trajectories: tuple[str, str, str]
-    """The ones that URL, body and header name."""
+    by_url: str
+    by_body: str
+    by_header: str
     group: str
-    attempt: int
 
     @property
     def trajectory(self) -> str:
         """The one that counts."""
-        by_url, by_body, by_header = self.trajectories
-        return by_url or by_body or by_header
+        return self.by_url or self.by_body or self.by_header
 
 
 class Identity:
@@ -147,7 +144,7 @@ class Identity:
         `ApiError`."""
         named = named_run(url, headers, call.params.metadata)
         if access.trajectory:
-            for name in named.trajectories:
+            for name in (named.by_url, named.by_body, named.by_header):
                 _check_own(name, access.trajectory)
             return await self._registry.find(access.trajectory)
         model = self._router.name(call.params.model)
@@ -177,7 +174,6 @@ class Identity:
             trajectory=named.trajectory,
             model=self._router.name(call.params.model),
             group=named.group,
-            attempt=named.attempt,
             owner=access.owner,
         )
         return await self._registry.open(event, "", access)
@@ -198,14 +194,13 @@ def _check_own(named: str, own: str) -> None:
 def named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> NamedRun:
     """Return what a call names. `url`: the trajectory in its path; `metadata`: that of its body.
 
-    The group is that of the header, else of the body. The attempt is that of the header, and 0 if that is no number of
-    at most 8 digits. No name is checked."""
+    The group is that of the header, else of the body. No name is checked."""
     body = metadata or {}
-    in_header = headers.get(ATTEMPT_HEADER, b"")
     return NamedRun(
-        (url or "", str(body.get("journeywork_trajectory") or ""), _name_in(headers, TRAJECTORY_HEADER)),
+        url or "",
+        str(body.get("journeywork_trajectory") or ""),
+        _name_in(headers, TRAJECTORY_HEADER),
         _name_in(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or ""),
-        int(in_header) if in_header.isdigit() and len(in_header) < 9 else 0,
     )
 
 

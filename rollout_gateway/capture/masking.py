@@ -104,45 +104,51 @@ class Masks:
             raise ApiError(400, "person_masked", message, param=".".join(path))
 
     def _apply(self, event: E) -> E:
-        """What `apply` does, maybe in a thread."""
-        changed: dict[str, Any] = {}
-        """Fields in which a mask matched."""
+        """What `apply` does, maybe in a thread. Example: of a call whose request holds an address, the request is
+        recorded with `[mail]`, the response without its tokens, and ids and logprobs are empty."""
+        changed = self._masked_text_fields(event)
         rewritten: dict[str, Any] = {}
         """Fields in which a mask matched only what no reader of the JSON sees. The call keeps its tokens."""
+        response: Any = {}
+        for name in _JSON_FIELDS:
+            if raw := bytes(getattr(event, name, b"")):
+                written, matched, response = self._masked_json(name, raw)
+                if matched:
+                    changed[name] = written
+                elif written != raw:
+                    rewritten[name] = written
+        if isinstance(event, ExchangeRecorded | ShadowAnswered) and changed:
+            changed |= _without_tokens(event, response)
+        changed = rewritten | changed
+        return msgspec.structs.replace(event, **changed) if changed else event
+
+    def _masked_text_fields(self, event: Event) -> dict[str, Any]:
+        """Return the fields of an event with texts of clients in which a mask matched, masked."""
+        changed: dict[str, Any] = {}
         for name in _TEXT_FIELDS:
             if value := getattr(event, name, None):
                 document = [msgspec.json.decode(msgspec.json.encode(value))]  # lists in place of tuples
                 if self._mask_in_place(document):
                     kind = tuple[type(value[0]), ...] if isinstance(value, tuple) else type(value)  # type: ignore[misc]
                     changed[name] = msgspec.convert(document[0], kind)
-        response: Any = {}
-        for name in _JSON_FIELDS:
-            if raw := bytes(getattr(event, name, b"")):
-                try:
-                    document = [msgspec.json.decode(raw)]
-                    if name == "metadata":
-                        self._check_person({name: document[0]}, _PERSON_PATHS[-1])
-                    if self._mask_in_place(document, numbers=name != "response"):
-                        changed[name] = msgspec.json.encode(document[0])
-                    elif name == "request" and self._mask_texts([text := raw.decode()]) != [text]:
-                        # Of a key that is there twice, the decoded request has the last value, which is the one that
-                        # the server reads.
-                        rewritten[name] = msgspec.json.encode(document[0])
-                    response = document[0]  # the last one
-                except (msgspec.DecodeError, RecursionError):
-                    changed[name] = b"{}"  # what can't be searched is not recorded
-                    response = {}
-        if isinstance(event, ExchangeRecorded | ShadowAnswered) and changed:
-            for container in _containers([response]):
-                if isinstance(container, dict):
-                    for name in _TOKEN_FIELDS & container.keys():
-                        del container[name]
-            changed["response"] = msgspec.json.encode(response)
-            for name in ("prompt_ids", "sampled_ids", "logprobs", "forced", "request_hash"):
-                if hasattr(event, name):
-                    changed[name] = type(getattr(event, name))()
-        changed = rewritten | changed
-        return msgspec.structs.replace(event, **changed) if changed else event
+        return changed
+
+    def _masked_json(self, name: str, raw: bytes) -> tuple[bytes, bool, Any]:
+        """Mask the field `name`, which holds JSON. Returns what is recorded of it, whether a mask matched something
+        that its readers see, and the decoded value. Of what can't be searched, `{}` is recorded."""
+        try:
+            document = [msgspec.json.decode(raw)]
+            if name == "metadata":
+                self._check_person({name: document[0]}, _PERSON_PATHS[-1])
+            if self._mask_in_place(document, numbers=name != "response"):
+                return msgspec.json.encode(document[0]), True, document[0]
+            if name == "request" and self._mask_texts([text := raw.decode()]) != [text]:
+                # Of a key that is there twice, the decoded request has the last value, which is the one that the
+                # server reads.
+                return msgspec.json.encode(document[0]), False, document[0]
+            return raw, False, document[0]
+        except (msgspec.DecodeError, RecursionError):
+            return b"{}", True, {}
 
     def _mask_in_place(self, document: list[Any], *, numbers: bool = False) -> bool:
         """Mask all texts of decoded JSON in place, keys of objects included. Returns whether a mask matched one.
@@ -177,25 +183,40 @@ class Masks:
 
 
 def _masked_texts(texts: list[str], mask: _Mask) -> list[str]:
-    """Apply one mask to texts. A text that is JSON, such as the arguments of a tool call, stays JSON: its single values
-    are masked. If the mask matches more than single values, the JSON becomes `{"_raw": <the masked text>}`."""
+    """Apply one mask to texts. A text that is JSON, such as the arguments of a tool call, stays JSON: `{"to":"a@b.c"}`
+    becomes `{"to":"[mail]"}`. If the mask matches more than single values, it becomes `{"_raw": <the masked text>}`."""
     masked = _replaced_also_decoded(texts, mask)
-    json_texts = [i for i, text in enumerate(texts) if masked[i] != text and _is_json(text)]
-    """Indexes of the JSON in which the mask matched."""
-    small = [i for i in json_texts if len(texts[i]) <= _LARGE_JSON]
-    written = list({value for i in small for value in _JSON_VALUE.findall(texts[i])})
+    matching_json = {i: text for i, text in enumerate(texts) if masked[i] != text and _is_json(text)}
+    by_value = _with_masked_values({i: text for i, text in matching_json.items() if len(text) <= _LARGE_JSON}, mask)
+    for i in matching_json:
+        candidates = (by_value.get(i, ""), masked[i], msgspec.json.encode({"_raw": masked[i]}).decode())
+        masked[i] = next(filter(_is_json, candidates))
+    return masked
+
+
+def _with_masked_values(texts: dict[int, str], mask: _Mask) -> dict[int, str]:
+    """Apply a mask to each text and number in JSON by itself, then to the whole, as it may match across values still:
+    then the result is no JSON any more. What matches nothing keeps its bytes. `texts`: by any number."""
+    written = list({value for text in texts.values() for value in _JSON_VALUE.findall(text)})
     values = [str(msgspec.json.decode(value)) for value in written]
     new = {
         before: before if text == value else msgspec.json.encode(text).decode()
         for before, value, text in zip(written, values, _replaced(values, mask), strict=True)
     }
-    with_new_values = [_JSON_VALUE.sub(lambda match: new[match[0]], texts[i]) for i in small]
-    # The mask may match across values still: then the result is no JSON any more.
-    by_value = dict(zip(small, _replaced_also_decoded(with_new_values, mask), strict=True))
-    for i in json_texts:
-        candidates = (by_value.get(i, ""), masked[i], msgspec.json.encode({"_raw": masked[i]}).decode())
-        masked[i] = next(filter(_is_json, candidates))
-    return masked
+    with_new_values = [_JSON_VALUE.sub(lambda match: new[match[0]], text) for text in texts.values()]
+    return dict(zip(texts, _replaced_also_decoded(with_new_values, mask), strict=True))
+
+
+def _without_tokens(event: ExchangeRecorded | ShadowAnswered, response: Any) -> dict[str, Any]:
+    """Return the fields of a masked call that would hold its tokens, without them: they tell the masked text too.
+    `response`: the masked response, decoded; it is changed."""
+    for container in _containers([response]):
+        if isinstance(container, dict):
+            for name in _TOKEN_FIELDS & container.keys():
+                del container[name]
+    named = ("prompt_ids", "sampled_ids", "logprobs", "forced", "request_hash")
+    empty = {name: type(getattr(event, name))() for name in named if hasattr(event, name)}
+    return {"response": msgspec.json.encode(response), **empty}
 
 
 def _is_json(text: str) -> bool:

@@ -125,17 +125,15 @@ class Registry:
     async def find_to_read(self, trajectory: str) -> Trajectory:
         """An open or completed trajectory, for its recorded calls only. One that is not in memory comes without them,
         until its `refresh`. Raises a 404 `ApiError`."""
-        run = self._known.get(trajectory) or await self._read_opening(trajectory)
+        run = await self._find_opened(trajectory)
         if run is None:
             raise unknown_trajectory(trajectory)
         return run
 
     async def opening(self, trajectory: str) -> TrajectoryOpened | None:
         """The event that opened an open or completed trajectory, or `None`. Reads at most one event."""
-        if run := self._known.get(trajectory):
-            return run.opened
-        recorded = await self.log.opening(trajectory)
-        return recorded.event if recorded is not None else None
+        run = await self._find_opened(trajectory)
+        return run.opened if run is not None else None
 
     async def opening_for(self, trajectory: str, access: Access) -> TrajectoryOpened:
         """The event that opened a trajectory which the caller may use. Raises a 404 `ApiError`."""
@@ -158,7 +156,7 @@ class Registry:
                 of_run[trajectory].append(answer)
         out: dict[str, ExchangeRecorded] = {}
         for trajectory, wanted in of_run.items():
-            run = self._known.get(trajectory) or await self._read_opening(trajectory)
+            run = await self._find_opened(trajectory)
             if run is not None and (access.trajectory or access.owns(run.opened.owner)):
                 out |= await run.exchanges_of(wanted, read=read)
             if not out.keys() >= set(wanted):
@@ -169,17 +167,17 @@ class Registry:
         """How a trajectory was opened and completed, and how many exchange events it has.
 
         Reads two events and a count, however long the run is. Raises a 404 `ApiError`."""
-        opened = await self.opening(trajectory)
-        if opened is None:
-            raise unknown_trajectory(trajectory)
+        opened = (await self.find_to_read(trajectory)).opened
         completed = await self.log.completion(opened)
         if completed is not None:
             return opened, completed, completed.exchanges
         exchanges = await self.log.broker.count(ExchangeRecorded, project=self.project, trajectory=trajectory)
         return opened, None, exchanges
 
-    async def _read_opening(self, trajectory: str) -> Trajectory | None:
-        """The trajectory without its calls, from the log; `None` if it was never opened."""
+    async def _find_opened(self, trajectory: str) -> Trajectory | None:
+        """The trajectory in memory, else without its calls from the log; `None` if it was never opened."""
+        if run := self._known.get(trajectory):
+            return run
         opening = await self.log.opening(trajectory)
         if opening is None:
             return None
@@ -187,9 +185,7 @@ class Registry:
 
     async def _load(self, trajectory: str) -> Trajectory:
         """Read an open trajectory and its calls from the log. Raises as `find`."""
-        run = await self._read_opening(trajectory)
-        if run is None:
-            raise unknown_trajectory(trajectory)
+        run = await self.find_to_read(trajectory)
         if await self.log.completion(run.opened) is not None:  # before the calls are read: they may be many
             raise already_completed(trajectory, "it takes no further calls")
         self.log.check_age(trajectory, run.opened.at)

@@ -44,6 +44,8 @@ _BLOCK_FORMATS = {
 """The format of a block by its kind (`Translation.begin_block`)."""
 _FORMATS_BY_TYPE = {form.type: form for form in _BLOCK_FORMATS.values()}
 
+_ABOUT_CALLER = ("billing_policy", "diagnostics", "fallback_credit_token", "user_profile_id", "workspace_id")
+_OF_ANTHROPICS_MODELS = ("cache_control", "context_management", "inference_geo", "speed", "thinking")
 _ERROR_BYTES = 500
 """Number of bytes of an answer in an unknown format that become the message of the error."""
 
@@ -57,20 +59,7 @@ class MessagesTranslation(Translation):
 
     path = "/v1/messages"
     kind = MessagesRequest
-    dropped = frozenset(
-        (
-            "billing_policy",
-            "cache_control",
-            "context_management",
-            "diagnostics",
-            "fallback_credit_token",
-            "inference_geo",
-            "speed",
-            "thinking",
-            "user_profile_id",
-            "workspace_id",
-        )
-    )
+    dropped = frozenset((*_ABOUT_CALLER, *_OF_ANTHROPICS_MODELS))
     request: MessagesRequest
     _system_first = False
     """Whether system messages further on are put into the first one, since the server refused the call without

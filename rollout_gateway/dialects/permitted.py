@@ -16,86 +16,28 @@ import msgspec
 from rollout_gateway.dialects.calls import Fields, decode_field, is_null
 from rollout_gateway.http.errors import ApiError
 
-FURTHER_SAMPLING = frozenset(
-    (
-        "frequency_penalty",
-        "logit_bias",
-        "presence_penalty",
-        # vLLM's own
-        "allowed_token_ids",
-        "bad_words",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "length_penalty",
-        "min_p",
-        "min_tokens",
-        "repetition_penalty",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "stop_token_ids",
-        "thinking_token_budget",
-        "top_k",
-        "truncate_prompt_tokens",
-        "truncation_side",
-        "chat_template_kwargs",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "structural_tag",
-        "structured_outputs",
-    )
+_PENALTIES = ("frequency_penalty", "length_penalty", "presence_penalty", "repetition_penalty")
+_TOKEN_CHOICE = ("allowed_token_ids", "bad_words", "logit_bias", "min_p", "min_tokens", "stop_token_ids", "top_k")
+_ENDS = ("ignore_eos", "include_stop_str_in_output", "thinking_token_budget")
+_SPECIAL_TOKENS = ("skip_special_tokens", "spaces_between_special_tokens")
+_PROMPT = ("chat_template_kwargs", "truncate_prompt_tokens", "truncation_side")
+_GUIDED = ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structural_tag", "structured_outputs")
+FURTHER_SAMPLING = frozenset((*_PENALTIES, *_TOKEN_CHOICE, *_ENDS, *_SPECIAL_TOKENS, *_PROMPT, *_GUIDED))
+"""Fields that clients of `/v1/responses` and `/v1/messages` may send as well. Most are vLLM's own."""
+_SAMPLING = ("max_completion_tokens", "max_tokens", "n", "seed", "stop", "temperature", "top_p")
+_LOGPROBS = ("logprobs", "top_logprobs")
+_PROMPT_OF_CHAT = ("add_generation_prompt", "add_special_tokens", "continue_final_message", "documents", "suffix")
+_TOOLS = ("parallel_tool_calls", "tool_choice", "tools")
+_REASONING = ("include_reasoning", "reasoning_effort")
+_ANSWER = ("response_format", "return_token_ids", "return_token_strs", "return_tokens_as_token_ids")
+_STREAM = ("stream", "stream_options")
+SENT = FURTHER_SAMPLING.union(
+    ("model", "messages", "prompt"), _SAMPLING, _LOGPROBS, _PROMPT_OF_CHAT, _TOOLS, _REASONING, _ANSWER, _STREAM
 )
-"""Fields that clients of `/v1/responses` and `/v1/messages` may send as well."""
-SENT = FURTHER_SAMPLING | {
-    "model",
-    "messages",
-    "prompt",
-    # for sampling
-    "logprobs",
-    "max_completion_tokens",
-    "max_tokens",
-    "n",
-    "seed",
-    "stop",
-    "temperature",
-    "top_logprobs",
-    "top_p",
-    # for the form of prompt and answer
-    "add_generation_prompt",
-    "add_special_tokens",
-    "continue_final_message",
-    "documents",
-    "include_reasoning",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "response_format",
-    "return_token_ids",
-    "return_token_strs",
-    "return_tokens_as_token_ids",
-    "stream",
-    "stream_options",
-    "suffix",
-    "tool_choice",
-    "tools",
-}
 """Fields of a call that reach the inference server."""
-DROPPED = frozenset(
-    (
-        "metadata",
-        "modalities",
-        "moderation",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
-        "web_search_options",
-    )
-)
+_ABOUT_CALLER = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "store", "user")
+_OF_OPENAIS_MODELS = ("modalities", "moderation", "prediction", "service_tier", "verbosity", "web_search_options")
+DROPPED = frozenset((*_ABOUT_CALLER, *_OF_OPENAIS_MODELS))
 """Fields of OpenAI's API that ask nothing of a vLLM server. The log keeps them."""
 _TEMPLATE_VALUES = bool | int | float | str | None
 _NO_TEMPLATE_VALUES = frozenset(("chat_template", "tokenize", "tools", "documents", "conversation", "messages"))

@@ -39,6 +39,8 @@ _RESPONSE_ID = re.compile(r"resp_([in])-(.+)")
 """Whether the recorded request begins with the call's `instructions` (i) or has none (n), and the chat completion's
 id."""
 _INCLUDE_SEALED = "reasoning.encrypted_content"
+_ABOUT_CALLER = ("client_metadata", "prompt_cache_options", "stream_options")
+_OF_OPENAIS_MODELS = ("context_management", "max_tool_calls", "reasoning", "truncation")
 _PARTS = {
     "reasoning": ("summary", "response.reasoning_summary_part", "response.reasoning_summary_text"),
     "message": ("content", "response.content_part", "response.output_text"),
@@ -55,17 +57,7 @@ class ResponsesTranslation(Translation):
 
     path = "/v1/responses"
     kind = ResponsesRequest
-    dropped = frozenset(
-        (
-            "client_metadata",
-            "context_management",
-            "max_tool_calls",
-            "prompt_cache_options",
-            "reasoning",
-            "stream_options",
-            "truncation",
-        )
-    )
+    dropped = frozenset((*_ABOUT_CALLER, *_OF_OPENAIS_MODELS))
     request: ResponsesRequest
 
     def __init__(self, body: bytes) -> None:
@@ -112,10 +104,9 @@ class ResponsesTranslation(Translation):
                     continue
                 before = item.type
         chat = self._chat(messages, request.max_output_tokens)
-        tools, choice = self._tools.choose(request.tool_choice if request.tools else None)
-        if tools:
-            chat["tools"] = tools
-        if choice is not None:
+        if self._tools.chat:
+            chat["tools"] = self._tools.chat
+        if (choice := self._tools.choice(request.tool_choice if request.tools else None)) is not None:
             chat["tool_choice"] = choice
         if (form := response_format(request.text)) is not None:
             chat["response_format"] = form

@@ -20,23 +20,9 @@ from rollout_gateway.http.errors import ApiError
 
 CUSTOM_INPUT = "input"
 """The only argument of a tool of type `custom`, which takes a text."""
-HOSTED = frozenset(
-    (
-        "web_search",
-        "web_search_preview",
-        "file_search",
-        "code_interpreter",
-        "image_generation",
-        "computer_use",
-        "computer_use_preview",
-        "local_shell",
-        "shell",
-        "apply_patch",
-        "mcp",
-        "tool_search",
-        "computer",
-    )
-)
+_RUN_BY_OPENAI = ("code_interpreter", "file_search", "image_generation", "mcp", "tool_search", "web_search")
+_RUN_BY_CLIENT = ("apply_patch", "computer", "computer_use", "local_shell", "shell")
+HOSTED = frozenset((*_RUN_BY_OPENAI, *_RUN_BY_CLIENT, "computer_use_preview", "web_search_preview"))
 """Types of tools that OpenAI runs itself or defines by name only. The gateway can neither run them nor show their
 schema to the model, so it leaves them out, as vLLM does."""
 
@@ -176,32 +162,17 @@ class Tools:
             function["strict"] = tool.strict
         self.chat.append({"type": "function", "function": function})
 
-    def choose(self, asked: str | dict[str, Any] | None) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
-        """Convert `tool_choice`. Returns the tools that the model is shown, and the `tool_choice` of the chat
-        completion; `None` for the default, or if there is no tool to choose.
-
-        Raises a 400 `ApiError` for a choice that does not name tools of the request."""
+    def choice(self, asked: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        """Convert `tool_choice` to that of the chat completion; `None` for the default, or if there is no tool to
+        choose. Raises a 400 `ApiError` for a choice that does not name a tool of the request."""
         if asked is None or isinstance(asked, str):
-            return self.chat, asked if self.chat else None
+            return asked if self.chat else None
         kind = str(asked.get("type", ""))
         if kind == "allowed_tools":
-            return self._allowed(asked)
+            raise _invalid_choice("allowed_tools is not supported: send in `tools` what the model may call")
         if kind in self.left_out:
             raise _invalid_choice(f"tools of type {kind!r} are not supported")
-        return self.chat, {"type": "function", "function": {"name": self._name(asked)}}
-
-    def _allowed(self, asked: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """The tools that an `allowed_tools` lists, and its mode. The model is not shown the others, so that it can't
-        call them."""
-        mode, listed = asked.get("mode", "auto"), asked.get("tools")
-        if mode not in ("auto", "required"):
-            raise _invalid_choice("the mode of allowed_tools is `auto` or `required`")
-        if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
-            raise _invalid_choice("`tools` of allowed_tools must be a list of objects")
-        names = {self._name(tool) for tool in listed if str(tool.get("type", "")) not in self.left_out}
-        if not names:
-            raise _invalid_choice("allowed_tools lists no tool that the model is shown")
-        return [tool for tool in self.chat if tool["function"]["name"] in names], mode
+        return {"type": "function", "function": {"name": self._name(asked)}}
 
     def _name(self, tool: dict[str, Any]) -> str:
         """The name under which the model is shown a tool that a choice names."""

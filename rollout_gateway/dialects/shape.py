@@ -16,22 +16,14 @@ from rollout_gateway.dialects.calls import Fields
 _Media = dict[str, Any] | str
 
 
+_TextKind = Literal["text", "refusal", "thinking", "reasoning"]
+_MediaKind = Literal["image_url", "input_audio", "audio_url", "video_url", "file", "image_embeds", "image_pil"]
+
+
 class _Part(Struct):
     """A part of a message's content: the kinds that vLLM reads."""
 
-    type: Literal[
-        "text",
-        "image_url",
-        "input_audio",
-        "audio_url",
-        "video_url",
-        "file",
-        "refusal",
-        "thinking",
-        "reasoning",
-        "image_embeds",
-        "image_pil",
-    ]
+    type: Literal[_TextKind, _MediaKind]
     text: str | None = None
     image_url: _Media | None = None
     input_audio: _Media | None = None

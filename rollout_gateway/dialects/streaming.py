@@ -76,14 +76,10 @@ class StreamCapture:
         self.ended = False
         """`[DONE]` has come."""
         self.error_code = 0
-        """The code of the error by which the server ended the stream; 0 if it did not."""
+        """The code of the error by which the server ended the stream; 0 if it did not. From 500 on the error is the
+        server's own: one that is about to die sends such."""
         self.first_token_at = 0
         """When the first sampled token came, in microseconds since 1970; 0 before."""
-
-    @property
-    def server_failed(self) -> bool:
-        """Whether the server ended the stream with an error of its own. A server that is about to die does so."""
-        return self.error_code >= 500
 
     @property
     def last_events(self) -> bytes:
@@ -137,18 +133,12 @@ class StreamCapture:
         if not 0 <= index < self._expected:
             raise msgspec.ValidationError(f"a choice has the index {index} where {self._expected} were asked for")
         state = self._choices.setdefault(index, _StreamedChoice())
-        piece = choice.get("delta", _NULL)
-        empty = bytes(piece) in (b"null", b"{}")
-        if not empty:
+        delta, logprobs = choice.get("delta", _NULL), choice.get("logprobs")
+        says_something = bytes(delta) not in (b"null", b"{}")
+        if says_something:
             # Before the tokens: if the delta is invalid, the record holds neither its text nor its tokens.
-            choice["delta"] = self._take_delta(piece, state)
-        ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-        packed, packed_logprobs = pack_ids(ids), pack_logprobs(logprobs)
-        if packed:
-            if not self.first_token_at:
-                self.first_token_at = now_us()
-            state.ids += packed
-            state.logprobs += packed_logprobs[-len(packed) :]
+            choice["delta"] = self._take_delta(delta, state)
+        self._take_tokens(choice, state)
         clean_choice(choice, self._params)
         check_values(choice)
         if self._params.wants_logprobs and logprobs is not None and not is_null(logprobs):
@@ -159,7 +149,15 @@ class StreamCapture:
             self._call.add_reference(choice, self._head.get("id"))
             state.finish = {k: v for k, v in choice.items() if k not in ("delta", "logprobs", "token_ids")}
             return True
-        return not empty or self._params.wants_logprobs or bool(self._params.return_token_ids)
+        return says_something or self._params.wants_logprobs or bool(self._params.return_token_ids)
+
+    def _take_tokens(self, choice: Fields, state: _StreamedChoice) -> None:
+        """Keep the token ids of a chunk's choice, and as many logprobs, which the record needs."""
+        ids, logprobs = pack_ids(choice.get("token_ids")), pack_logprobs(choice.get("logprobs"))
+        if ids:
+            self.first_token_at = self.first_token_at or now_us()
+            state.ids += ids
+            state.logprobs += logprobs[-len(ids) :]
 
     def _take_delta(self, piece: Raw, state: _StreamedChoice) -> Raw:
         """Read a delta. Returns it with the positions and ids of its tool calls, and with one entry for each call.

@@ -255,32 +255,17 @@ def joined(parts: list[dict[str, Any]], between: str = "\n") -> str | list[dict[
     return parts
 
 
-class StreamSink:
-    """Writes a streamed answer to the client of `request`, who gets further `headers` with it."""
+class TranslatedSink:
+    """Writes the stream of a chat completion as the stream of another API, in place of the `Request` itself. The
+    client gets further `headers` with it."""
 
-    def __init__(self, request: Request, headers: HeaderList = ()) -> None:
-        self.request, self._headers = request, headers
+    def __init__(self, request: Request, translation: Translation, headers: HeaderList = ()) -> None:
+        self._request, self._translation, self._headers = request, translation, headers
+        self._failed = False
 
     async def start(self) -> None:
         """Begin the answer."""
-        await self.request.start((*SSE_HEADERS, *self._headers))
-
-    async def write(self, data: bytes) -> None:
-        """Write whole server-sent events. Waits while the client is too slow."""
-        await self.request.write(data)
-
-    async def end(self) -> None:
-        """End the answer."""
-        await self.request.end()
-
-
-class TranslatedSink(StreamSink):
-    """Writes the stream of a chat completion as the stream of another API."""
-
-    def __init__(self, request: Request, translation: Translation, headers: HeaderList = ()) -> None:
-        super().__init__(request, headers)
-        self._translation = translation
-        self._failed = False
+        await self._request.start((*SSE_HEADERS, *self._headers))
 
     def translated(self, data: bytes) -> bytes:
         """Translate whole events of the chat completion's stream, each of one line of data, as `StreamCapture` and
@@ -304,9 +289,9 @@ class TranslatedSink(StreamSink):
 
     async def write(self, data: bytes) -> None:
         """Write whole events, translated."""
-        await self.request.write(self.translated(data))
+        await self._request.write(self.translated(data))
 
     async def end(self) -> None:
         """Write the translation's last events and end the answer."""
-        await self.request.write(self.last_events())
-        await self.request.end()
+        await self._request.write(self.last_events())
+        await self._request.end()

@@ -33,7 +33,7 @@ _LENGTH_DIGITS = 20
 _ABSOLUTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^/?]+)(.*)")
 _SENT_ONCE = frozenset(
     b"host authorization x-api-key content-length transfer-encoding origin forwarded x-journeywork-trajectory "
-    b"x-journeywork-group x-journeywork-attempt".split()
+    b"x-journeywork-group".split()
 )
 """Headers that decide who sent a request or where it ends. A request with two of one kind is refused."""
 

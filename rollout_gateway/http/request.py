@@ -175,8 +175,8 @@ class Request:
         await self.send({"type": "http.response.start", "status": status, "headers": (*headers, *close)})
         self.started = True
 
-    async def start(self, headers: HeaderList) -> None:
-        """Begin a streamed answer."""
+    async def start(self, headers: HeaderList = SSE_HEADERS) -> None:
+        """Begin a streamed answer, by default of server-sent events."""
         self._stream_headers, self.started = headers, True
         if self._unchunked is None:
             await self._start(200, headers)

@@ -10,7 +10,7 @@ import asyncio
 import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -71,10 +71,10 @@ async def _check_deadlines(state: State) -> None:
 async def _wait(tasks: set[asyncio.Task[None]], wait_s: float) -> list[asyncio.Task[None]]:
     """Wait until `tasks`, the handlers that run, is empty, for at most `wait_s`. Handlers leave it when they end, and
     new ones join it. Returns those that still run."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + wait_s
-    while tasks and (left := until - loop.time()) > 0:
-        await asyncio.wait(list(tasks), timeout=left)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            while tasks:
+                await asyncio.wait(list(tasks))
     return list(tasks)
 
 

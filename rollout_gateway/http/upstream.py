@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -89,6 +90,13 @@ class UpstreamReply:
         self._response.close()
 
 
+def new_session(*, force_close: bool = False, **kwargs: Any) -> aiohttp.ClientSession:
+    """Make a session of as many connections as are asked for, which keeps no cookies and gives bodies as they came. It
+    is made in the event loop. `force_close`: each request has a connection of its own."""
+    connector, jar = aiohttp.TCPConnector(limit=0, force_close=force_close), aiohttp.DummyCookieJar()
+    return aiohttp.ClientSession(connector=connector, cookie_jar=jar, auto_decompress=False, **kwargs)
+
+
 class Upstream:
     """One server and the connections to it."""
 
@@ -100,24 +108,17 @@ class Upstream:
         if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
             raise ValueError(f"{url!r} is no http(s) URL, or its key can't be sent in a header")
         self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        bearer = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **bearer}
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
         """By whether the session keeps connections for later requests. The one that does not is for the retry."""
 
     def _session(self, *, pooled: bool) -> aiohttp.ClientSession:
         """The session that keeps connections, or the one that does not. It is made at its first use, in the event
         loop."""
-        session = self._sessions.get(pooled)
-        if session is None:
-            connector = aiohttp.TCPConnector(limit=0, force_close=not pooled)
-            jar = aiohttp.DummyCookieJar()
-            session = aiohttp.ClientSession(
-                connector=connector, cookie_jar=jar, headers=self._headers, auto_decompress=False
-            )
-            self._sessions[pooled] = session
-        return session
+        if pooled not in self._sessions:
+            self._sessions[pooled] = new_session(force_close=not pooled, headers=self._headers)
+        return self._sessions[pooled]
 
     async def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 300.0) -> UpstreamReply:
         """Send a request and wait for the head of its reply. The whole reply must have come within `timeout_s` seconds.

@@ -282,37 +282,22 @@ def _replay_native(dialect: str, recorded: Raw) -> bytes:
     """Convert an answer in a dialect other than chat completions to the stream that a provider would have sent, each
     text in one event."""
     native = msgspec.json.decode(recorded)
-    events: list[Document] = []
-    if dialect == "responses":
-        begun = native | {"output": [], "status": "in_progress", "usage": None}
-        events = [{"type": "response.created", "response": begun}]
-        for place, item in enumerate(native["output"]):
-            at = {"item_id": item.get("id", ""), "output_index": place}
-            empty, inner = _events_of_item(item)
-            events.append({"type": "response.output_item.added", "output_index": place, "item": empty})
-            events += [{**event, **at} for event in inner]
-            events.append({"type": "response.output_item.done", "output_index": place, "item": item})
-        events.append({"type": f"response.{native['status']}", "response": native})
-        events = [{**event, "sequence_number": number} for number, event in enumerate(events)]
-    else:
-        events = [{"type": "message_start", "message": native | {"content": [], "stop_reason": None}}]
-        for place, block in enumerate(native["content"]):
-            texts = {
-                name: block[name] for name in ("text", "thinking", "signature") if isinstance(block.get(name), str)
-            }
-            deltas: list[Document] = [{"type": f"{name}_delta", name: text} for name, text in texts.items()]
-            empty = block | dict.fromkeys(texts, "")
-            if "input" in block:
-                deltas, empty["input"] = (
-                    [{"type": "input_json_delta", "partial_json": _encode(block["input"]).decode()}],
-                    {},
-                )
-            events.append({"type": "content_block_start", "index": place, "content_block": empty})
-            events += [{"type": "content_block_delta", "index": place, "delta": delta} for delta in deltas]
-            events.append({"type": "content_block_stop", "index": place})
-        stop = {name: native.get(name) for name in ("stop_reason", "stop_sequence")}
-        events += [{"type": "message_delta", "delta": stop, "usage": native["usage"]}, {"type": "message_stop"}]
+    events = _responses_events(native) if dialect == "responses" else _messages_events(native)
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)) for event in events)
+
+
+def _responses_events(response: Document) -> list[Document]:
+    """The stream of a response."""
+    begun = response | {"output": [], "status": "in_progress", "usage": None}
+    events: list[Document] = [{"type": "response.created", "response": begun}]
+    for place, item in enumerate(response["output"]):
+        at = {"item_id": item.get("id", ""), "output_index": place}
+        empty, inner = _events_of_item(item)
+        events.append({"type": "response.output_item.added", "output_index": place, "item": empty})
+        events += [{**event, **at} for event in inner]
+        events.append({"type": "response.output_item.done", "output_index": place, "item": item})
+    events.append({"type": f"response.{response['status']}", "response": response})
+    return [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
 def _events_of_item(item: Document) -> tuple[Document, list[Document]]:
@@ -336,6 +321,23 @@ def _events_of_item(item: Document) -> tuple[Document, list[Document]]:
         events += [{"type": "response.content_part.added", "part": begun, **at}, *texts]
         events.append({"type": "response.content_part.done", "part": part, **at})
     return item | {"content": []}, events
+
+
+def _messages_events(message: Document) -> list[Document]:
+    """The stream of one of Anthropic's messages."""
+    events: list[Document] = [{"type": "message_start", "message": message | {"content": [], "stop_reason": None}}]
+    for place, block in enumerate(message["content"]):
+        texts = {name: block[name] for name in ("text", "thinking", "signature") if isinstance(block.get(name), str)}
+        deltas: list[Document] = [{"type": f"{name}_delta", name: text} for name, text in texts.items()]
+        empty = block | dict.fromkeys(texts, "")
+        if "input" in block:
+            deltas = [{"type": "input_json_delta", "partial_json": _encode(block["input"]).decode()}]
+            empty["input"] = {}
+        events.append({"type": "content_block_start", "index": place, "content_block": empty})
+        events += [{"type": "content_block_delta", "index": place, "delta": delta} for delta in deltas]
+        events.append({"type": "content_block_stop", "index": place})
+    stop = {name: message.get(name) for name in ("stop_reason", "stop_sequence")}
+    return [*events, {"type": "message_delta", "delta": stop, "usage": message["usage"]}, {"type": "message_stop"}]
 
 
 def _error_text(error: Any) -> str:

@@ -12,7 +12,7 @@ import aiohttp
 
 from pipeline.config import ConfigError, OutsideConfig
 from rollout_gateway.http.request import Headers
-from rollout_gateway.http.upstream import UpstreamInvalidError, UpstreamReply, upstream_errors
+from rollout_gateway.http.upstream import UpstreamInvalidError, UpstreamReply, new_session, upstream_errors
 from rollout_gateway.outside.requests import PATHS, headers_for, is_passed_to_agent
 
 _CONNECT_S = 10.0
@@ -50,10 +50,7 @@ class Provider:
         It is sent once: what a provider may have got is not repeated. Raises `UpstreamError`, an `UpstreamInvalidError`
         for a reply that no client can get, or that is compressed although that was not asked."""
         if self._session is None:
-            connector, jar = aiohttp.TCPConnector(limit=0), aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(
-                connector=connector, cookie_jar=jar, trust_env=True, auto_decompress=False
-            )
+            self._session = new_session(trust_env=True)
         timeout = aiohttp.ClientTimeout(total=self.table.timeout_s, sock_connect=_CONNECT_S)
         path = PATHS[self.table.dialect].removeprefix("/v1") + rest
         self._calls += 1

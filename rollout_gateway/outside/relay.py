@@ -27,7 +27,7 @@ from rollout_gateway.capture.handler import CallHandler
 from rollout_gateway.dialects.calls import Fields, SampledChoice
 from rollout_gateway.http.errors import ApiError, ClientGoneError
 from rollout_gateway.http.event_stream import EventBuffer, event_data
-from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
+from rollout_gateway.http.request import HeaderList, Request
 from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, UpstreamTimeoutError
 from rollout_gateway.outside.answers import OutsideAnswer, Usage, replay_answer
 from rollout_gateway.outside.providers import Provider, ProviderReply
@@ -183,6 +183,7 @@ class Relay:
         for provider in free:
             exchange.version, exchange.replica = outside_version(call.params.model), provider.url
             exchange.started_at = now_us()
+            is_last = provider is free[-1]
             try:
                 reply = await provider.post(rest, request.headers, call.body_for(provider.table))
             except UpstreamError as error:
@@ -193,13 +194,13 @@ class Relay:
             else:
                 # An agent that followed a redirection would show the gateway's key to another server.
                 redirects, failed = 300 <= reply.status < 400, reply.status == 429 or reply.status >= 500
-                if not redirects and (provider is free[-1] or not failed):
+                if not redirects and (is_last or not failed):
                     return reply
                 reply.close()
                 what = f"{reply.status}, a redirection: is outside.url right?" if redirects else str(reply.status)
                 message = f"The provider of {call.params.model!r} answered {what}"
                 failure = ApiError(502, "upstream_failed", message)
-            if provider is not free[-1]:
+            if not is_last:
                 exchange.failed.append(f"{provider.url}: {failure.message}")
         raise failure
 
@@ -222,9 +223,12 @@ class Relay:
         await request.answer(reply.status, body, reply.passed + _run_header(exchange), reply.kind)
 
     async def _stream(self, request: Request, exchange: _OutsideExchange, reply: ProviderReply) -> None:
-        """Pass on a stream. What ends it is held back until the call is recorded. A stream that broke off, or whose
-        record the log does not take, ends without its last chunk."""
-        answer, held, events = OutsideAnswer(exchange.call, reply.table), list[bytes](), EventBuffer()
+        """Pass on a stream. Its last events are held back until the call is recorded, however the stream ends. If it
+        broke off at the provider, or the log does not take the record, it ends for the agent without them, as a broken
+        connection."""
+        answer, events = OutsideAnswer(exchange.call, reply.table), EventBuffer()
+        held: list[bytes] = []
+        """The last events."""
         status: Status = "failed"
         broke_off = True
         await request.start([(b"content-type", reply.kind), *reply.passed, *_run_header(exchange)])
@@ -234,12 +238,13 @@ class Relay:
                     for event in map(reply.hide_key, events.add(data)):
                         exchange.first_token_at = exchange.first_token_at or now_us()
                         if not answer.take(event_data(event)):
-                            continue
+                            continue  # the usage, which the agent did not ask for
                         if answer.finishing:
                             held.append(event)
                         else:
                             await request.write(event)
             broke_off = False
+            # A chat completion has said all before `[DONE]`, which some providers do not send.
             finished = answer.ended or (exchange.call.dialect == "chat" and answer.finishing)
             answer.error = answer.error or ("" if finished else "the stream ended before its last event")
             status = "failed" if answer.error else "complete"
@@ -247,16 +252,19 @@ class Relay:
             status, answer.error = "cancelled", "the agent left before the end"
         except (ApiError, UpstreamError) as error:
             answer.error = f"the stream broke off: {error}"
-        finally:
+        finally:  # also if this task is cancelled: what was sampled is recorded
             recording = self._begin_record(exchange, answer, status)
         if recording is not None:
             await asyncio.shield(recording)
-        if broke_off:
-            return  # without its end, as the provider's
-        await request.write(b"".join(held))
+        if not broke_off:
+            await self._end_stream(request, reply, b"".join(held), events)
+
+    async def _end_stream(self, request: Request, reply: ProviderReply, held: bytes, events: EventBuffer) -> None:
+        """Write the events that were held back, and what the provider sends after them."""
+        await request.write(held)
         with suppress(ClientGoneError, ApiError, UpstreamError):
             with request.cancellation:
-                # At once: the key may come in two parts.
+                # In one piece with the rest that is no whole event: the key may come in two parts.
                 await request.write(await reply.read(bytes(events.rest)))
             await request.end()
 
@@ -300,7 +308,7 @@ async def _repeat(request: Request, call: OutsideCall, before: Fields) -> int:
     if not call.stream:
         await request.answer(200, bytes(before.get("native") or msgspec.json.encode(before)))
         return 200
-    await request.start(SSE_HEADERS)
+    await request.start()
     await request.write(replay_answer(call, before))
     await request.end()
     return 200

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,31 +29,12 @@ PATHS = {"chat": CHAT, "responses": ResponsesTranslation.path, "messages": Messa
 
 _encode = msgspec.json.Encoder().encode
 _HEADERS_TO_PROVIDER = frozenset(
-    (
-        b"accept",
-        b"anthropic-beta",
-        b"anthropic-version",
-        b"content-type",
-        b"idempotency-key",
-        b"openai-beta",
-        b"user-agent",
-    )
+    b"accept anthropic-beta anthropic-version content-type idempotency-key openai-beta user-agent".split()
 )
 """Headers of an agent that a provider gets, besides those that begin with `x-stainless-`."""
 _HEADERS_NOT_TO_AGENT = frozenset(
-    (
-        b"connection",
-        b"content-encoding",
-        b"content-length",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-connection",
-        b"set-cookie",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    )
+    b"connection content-encoding content-length keep-alive proxy-authenticate proxy-connection set-cookie te trailer "
+    b"transfer-encoding upgrade".split()
 )
 """Headers of a provider that an agent does not get, besides those that begin with `x-journeywork-`: those of one
 connection, and cookies, which are another origin's."""
@@ -74,17 +55,20 @@ class _UsedFields(_Named):
     metadata: Any = None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class OutsideCall(Call):
     """A call of an outside model. `body` and `fields` are those of the record."""
 
-    sent: bytes = b""
+    sent: bytes
     """The body as the agent sent it."""
-    model_place: tuple[int, int] = (0, 0)
+    model_place: tuple[int, int]
     """Where the value of `model` begins and ends in it."""
-    dialect: str = "chat"
-    tables: list[OutsideConfig] = field(default_factory=list)
-    """The tables of the model, in the order in which they are asked."""
+    tables: list[OutsideConfig]
+    """The tables of the model that speak the call's dialect, in the order in which they are asked."""
+
+    @property
+    def dialect(self) -> str:
+        return self.tables[0].dialect
 
     def asks_usage(self, table: OutsideConfig) -> bool:
         """Whether the provider is asked for the usage although the agent does not ask."""
@@ -122,22 +106,13 @@ def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) ->
         there = ", ".join(dict.fromkeys(PATHS[table.dialect] for table in known))
         message = f"The outside model {head.model!r} does not speak {path}. Post the call to {there}."
         raise ApiError(400, "wrong_dialect", message, param="model")
-    model_place = _find_model(body, decode_object(body))
+    place = _find_model(body, decode_object(body))
     metadata = head.metadata if isinstance(head.metadata, dict) else None
     params = RequestParams(head.model, head.stream is True, metadata=metadata)
     choices = head.n if isinstance(head.n, int) and 0 < head.n <= 128 else 1
     recorded = _as_chat(speaking[0].dialect, body)
-    return OutsideCall(
-        recorded,
-        decode_object(recorded),
-        params,
-        path,
-        choices,
-        sent=body,
-        model_place=model_place,
-        dialect=speaking[0].dialect,
-        tables=speaking,
-    )
+    fields = decode_object(recorded)
+    return OutsideCall(recorded, fields, params, path, choices, sent=body, model_place=place, tables=speaking)
 
 
 def headers_for(headers: Headers, dialect: str, key: str) -> dict[str, str]:

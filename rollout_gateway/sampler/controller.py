@@ -25,7 +25,7 @@ from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import PolicyLoaded, PolicyUnloaded, now_us
 from pipeline.log.broker import Broker, BrokerError
-from pipeline.names import InvalidNameError, parse_version, version_name
+from pipeline.names import is_version, parse_version, version_name
 from pipeline.streams import replica_name
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import Upstream, UpstreamError
@@ -224,12 +224,8 @@ class ServerController:
 
     async def _adopt(self, version: str, folder: str) -> None:
         """Register an adapter that the server had loaded before this agent started. Unload it if it is not the
-        published one."""
-        try:
-            model, _ = parse_version(version)
-        except InvalidNameError:
-            return
-        if self._policies.state(model) is None:
+        published one. An adapter that is no version of a model here is somebody else's: it is left alone."""
+        if not is_version(version) or self._policies.state(parse_version(version)[0]) is None:
             return
         checkpoint = self._policies.checkpoint(version)
         if checkpoint is not None and self._context.files.is_published(checkpoint.event, folder):

@@ -2,7 +2,6 @@
 
     journeywork policy list                                   the version of each model name, and why
     journeywork policy promote support@12 --reason "better on held-out tasks"
-    journeywork policy pin support@12                         keep it while newer versions are trained
     journeywork policy rollback support                       take back the last decision
     journeywork policy split support@12 support@10 --percent 20
     journeywork policy follow support                         the newest version again
@@ -35,7 +34,6 @@ from pipeline.terminal.printing import visible
 
 _DONE = {
     "promote": "promoted",
-    "pin": "pinned",
     "rollback": "the decision after it was taken back",
     "split": "split",
     "follow": "follows the newest",
@@ -71,14 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     listing = commands.add_parser("list", parents=[gateway], help="show the version of each model name, and why")
     listing.add_argument("model", nargs="?", help="one model; default: all")
-    for name, help_text in (
-        ("promote", "route a model name to a version"),
-        ("pin", "keep serving a version while newer ones are trained"),
-    ):
-        of_one = commands.add_parser(name, parents=[of_version], help=help_text)
-        of_one.add_argument("--of", metavar="MODEL", help="outside model that its apprentice's version answers for")
-        of_one.add_argument("--prompt", metavar="FILE", help="system prompt that the version gets")
-        of_one.add_argument("--replaces", metavar="FILE", help="the agent's system prompt in whose place it is put")
+    promote = commands.add_parser("promote", parents=[of_version], help="route a model name to a version from now on")
+    promote.add_argument("--of", metavar="MODEL", help="outside model that its apprentice's version answers for")
+    promote.add_argument("--prompt", metavar="FILE", help="system prompt that the version gets")
+    promote.add_argument("--replaces", metavar="FILE", help="the agent's system prompt in whose place it is put")
     split = commands.add_parser("split", parents=[of_version], help="divide trajectories between two versions")
     split.add_argument("other", help="the version that gets the rest")
     split.add_argument("--percent", type=float, required=True, help="from 0 to 100")

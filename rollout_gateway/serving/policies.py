@@ -57,14 +57,17 @@ class ModelState:
     name: str
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     """Checkpoints by version, in the order of publication."""
-    promoted: PolicyPromoted | None = None
-    """The decision that routes the model name to a version; `None` while the name follows the newest version."""
     decided: PolicyPromoted | None = None
     """The last decision, of any kind."""
     decided_seq: int = 0
     """Stream sequence of the last decision."""
     _by_step: list[tuple[int, str]] = field(default_factory=list)
     """Step and version of all checkpoints, sorted."""
+
+    @property
+    def promoted(self) -> PolicyPromoted | None:
+        """The decision that routes the model name to a version; `None` while the name follows the newest version."""
+        return self.decided if self.decided is not None and self.decided.version else None
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Add a checkpoint, or replace the one of the same version."""
@@ -79,8 +82,7 @@ class ModelState:
         already."""
         if seq <= self.decided_seq:
             return False
-        self.promoted, self.decided = event if event.version else None, event
-        self.decided_seq = seq
+        self.decided, self.decided_seq = event, seq
         return True
 
     def newest_first(self) -> Iterator[str]:

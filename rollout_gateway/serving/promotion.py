@@ -1,4 +1,4 @@
-"""Decisions about which version a model name is routed to: promote, pin, roll back, split, or follow the newest
+"""Decisions about which version a model name is routed to: promote, roll back, split, or follow the newest
 version.
 
 `api.models` has the requests decided here. Each decision is an event on the log, so all gateways apply it
@@ -27,7 +27,7 @@ from rollout_gateway.serving.routing import VersionRouter
 
 _LOAD_WAIT_S = 60.0
 
-Action = Literal["promote", "rollback", "pin", "split", "follow"]
+Action = Literal["promote", "rollback", "split", "follow"]
 
 
 Version = Annotated[str, Meta(min_length=1)]
@@ -46,7 +46,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class VersionDecision(Decision, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /v1/policies/{model}/promote` and `/pin`."""
+    """Body of `POST /v1/policies/{model}/promote`."""
 
     version: Version
     """Exact version."""
@@ -73,7 +73,6 @@ class SplitDecision(VersionDecision, frozen=True, kw_only=True, forbid_unknown_f
 
 BODIES: dict[Action, type[Decision]] = {
     "promote": VersionDecision,
-    "pin": VersionDecision,
     "rollback": Decision,
     "split": SplitDecision,
     "follow": Decision,

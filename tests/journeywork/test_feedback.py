@@ -10,9 +10,10 @@ import pytest
 
 from journeywork import AsyncJourneywork, Journeywork, JourneyworkError
 from journeywork.trajectory import Trajectory, answer_id
+from pipeline.log.broker import Broker
 from tests.rollout_gateway.api.test_feedback import signals
 from tests.rollout_gateway.conftest import GatewayProcess, start_front
-from tests.rollout_gateway.kit import ASK
+from tests.rollout_gateway.kit import ASK, exchanges
 
 pytestmark = [pytest.mark.anyio]
 
@@ -36,7 +37,7 @@ async def test_agents_reward_their_calls(gateway: GatewayProcess) -> None:
 
     def by_hand() -> None:
         with Journeywork(gateway.url) as client, client.trajectory("tictactoe") as run:
-            with openai.OpenAI(**run.openai) as agent:
+            with openai.OpenAI(**run.role("worker")) as agent:
                 agent.chat.completions.create(**ASK)
             run.reward_call(0, 0.5)
             run.feedback(text="of the run")
@@ -48,6 +49,9 @@ async def test_agents_reward_their_calls(gateway: GatewayProcess) -> None:
         await anyio.to_thread.run_sync(by_hand)
         given = await signals(gateway.config.nats)
         assert [(s.call, s.value, s.text) for s in given] == [(0, 0.5, "")] * 3 + [(-1, None, "of the run")]
+        async with Broker.connect(gateway.config.nats) as broker:
+            (call,) = await exchanges(broker, given[-1].trajectory)
+        assert call.role == "worker"
         later = await client.feedback(trajectory=given[0].trajectory, thumb="down", key="k")
         assert later["signals"][0]["run"] == "completed"
         await client.feedback(ranking=[given[0].trajectory, given[-1].trajectory])

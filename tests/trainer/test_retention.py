@@ -89,7 +89,7 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
     await broker.publish(
         PolicyPromoted(project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1")
     )
-    await broker.publish(PolicyPromoted(project="p", model="tiny", version=V[6], action="pin", request="1b"))
+    await broker.publish(PolicyPromoted(project="p", model="tiny", version=V[6], action="promote", request="1b"))
     taken_over = PolicyPromoted(project="p", model="master", version=V[4], other="outside:master", action="split")
     await broker.publish(taken_over)
     opened = TrajectoryOpened(project="p", trajectory="run", model="tiny", group="g", pinned=V[9])

@@ -16,7 +16,7 @@ from pipeline.running.state import read_state
 from store.showing.pages.errors import PageError
 
 _READ_S = 2.0
-ACTIONS = ("promote", "pin", "rollback", "split", "follow")
+ACTIONS = ("promote", "rollback", "split", "follow")
 """Decisions about the version that a model's name stands for."""
 
 

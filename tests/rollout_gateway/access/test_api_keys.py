@@ -54,42 +54,16 @@ def test_the_digest_of_an_empty_key_is_refused(tmp_path: Path) -> None:
         ApiKeys(GatewayConfig(), file=file)
 
 
-def test_requests_at_once_do_not_add_up_to_more_than_one_large_request() -> None:
+def test_requests_at_once_do_not_add_up_to_more_than_one_large_request(tmp_path: Path) -> None:
     """Their keys are checked before their bodies are read."""
-    api_keys = ApiKeys(GatewayConfig(keys=(key_config("k", calls_per_minute=10),)))
-    access = [api_keys.authenticate("k") for _ in range(3)]
-
-    def ask(number: int) -> None:
-        with api_keys.charging(access[number], number, 1000) as looked_at:
-            looked_at += map(str, range(1000))
-
-    assert [status(lambda n=n: ask(n)) for n in range(3)] == [200, 429, 429]  # type: ignore[misc]
-    with ApiKeys(GatewayConfig()).charging(FULL_ACCESS, 0, 1000):
-        pass
-
-
-def test_a_paid_request_is_repeated_once_for_a_single_call(tmp_path: Path) -> None:
-    """The answer of the first may have been lost. More repetitions would read the log at the price of nothing."""
     file = tmp_path / "keys.toml"
-    limited = GatewayConfig(keys=(key_config("k", calls_per_minute=1000),))
-    api_keys = ApiKeys(limited, file=file)
-
-    def ask(request: int, looks_at: int = 400) -> None:
-        with api_keys.charging(api_keys.authenticate("k"), request, 400) as looked_at:
-            looked_at += map(str, range(looks_at))
-            if looks_at < 400:
-                raise ApiError(404, "trajectory_not_found", "It is refused.")
-
-    refused = [status(lambda n=n: ask(7, n)) for n in (0, 1, 2, 0, 1, 2)]  # type: ignore[misc]
-    assert refused == [404] * 6, "the rest is given back, and no refused request is known as paid"
-    ask(7)
+    api_keys = ApiKeys(GatewayConfig(keys=(key_config("k", calls_per_minute=10),)), file=file)
+    access = [api_keys.authenticate("k") for _ in range(3)]
+    assert [status(lambda a=a: api_keys.charge_runs(a, 1000)) for a in access] == [200, 429, 429]  # type: ignore[misc]
     keys_cli.main(["add", "--name", "other", "--file", str(file)])
     assert api_keys.reload(), "a change of other keys forgets nothing"
-    ask(7)
-    ask(8)
-    ask(8)  # 800 are spent, in two requests
-    ask(7)
-    assert status(lambda: ask(9)) == 429
+    assert status(lambda: api_keys.authenticate("k")) == 429
+    ApiKeys(GatewayConfig()).charge_runs(FULL_ACCESS, 1000)
 
 
 def test_keys_of_one_name_share_rate_and_runs() -> None:

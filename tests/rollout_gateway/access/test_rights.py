@@ -107,7 +107,7 @@ async def test_what_each_key_may_do(start_front: StartGateway, nats_config: Nats
     for path in (
         "/tokenize",
         "/v1/evaluations",
-        "/v1/policies/tictactoe/pin",
+        "/v1/policies/tictactoe/promote",
         "/v1/messages",
         "/v1/responses",
         "/v1/completions",

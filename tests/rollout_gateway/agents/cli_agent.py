@@ -70,16 +70,8 @@ def qwen(*arguments: str) -> str:
 
 
 def claude(*arguments: str) -> str:
-    flags = (
-        "-p",
-        "--output-format",
-        "json",
-        "--allowedTools",
-        "mcp__games__move,Bash(echo:*)",
-        "--mcp-config",
-        f"{home}/mcp.json",
-    )
-    result = json.loads(run(*arguments, *flags))
+    allowed = ("--allowedTools", "mcp__games__move,Bash(echo:*)", "--mcp-config", f"{home}/mcp.json")
+    result = json.loads(run(*arguments, "-p", "--output-format", "json", *allowed))
     assert not result["is_error"], result
     return str(result["result"])
 

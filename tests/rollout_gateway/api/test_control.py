@@ -29,15 +29,15 @@ async def test_an_idempotency_id_stands_for_one_decision_which_holds_at_every_ga
     refused = await decide(gateway, "rollback")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "no_decision")
     for version in ("tictactoe@0", "tictactoe@1"):
-        await decide(gateway, "pin", version=version)
+        await decide(gateway, "promote", version=version)
     for _ in range(2):  # the repeat takes back nothing more
         reply = await decide(gateway, "rollback", request="r1")
         assert (reply.status_code, reply.json()["version"]) == (200, "tictactoe@0")
-    refused = await decide(gateway, "pin", version="tictactoe@1", request="r1")
+    refused = await decide(gateway, "promote", version="tictactoe@1", request="r1")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
     assert "Nothing was recorded" in refused.json()["error"]["message"]
     events = [r.event for r in await broker.read(PolicyPromoted)]
-    assert [e.action for e in events] == ["pin", "pin", "rollback"]
+    assert [e.action for e in events] == ["promote", "promote", "rollback"]
     await publish_adapter(broker, 2)
     other = start_gateway(folder="other")
     for pinned in (other, gateway):

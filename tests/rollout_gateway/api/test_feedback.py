@@ -11,7 +11,6 @@ import httpx
 import openai
 import pytest
 
-from journeywork import Journeywork, JourneyworkError
 from judge.feedback import RunFeedback, counted_signals, feedback_on
 from pipeline.config import Config, FeedbackConfig, JudgeConfig, ModelConfig, NatsConfig, RewardConfig, TrainerConfig
 from pipeline.events import GroupDiscarded, GroupScored, Member, SignalGiven, TrajectoryOpened
@@ -93,35 +92,6 @@ async def test_feedback_on_the_answers_of_each_api(
         assert error(give(gateway, answer=wrong, about="run", value=1)) == (404, "exchange_not_found")
     given = [s.call for s in await signals(nats_config)]
     assert given == [call for number in range(7) for call in (number, -1)]
-
-
-@pytest.mark.inference
-def test_feedback_on_an_agents_last_call_can_be_repeated_after_its_next_call(gateway: GatewayProcess) -> None:
-    """The repetition was taken for other feedback, on the newer call, and got a 409."""
-    with Journeywork(gateway.url) as client, client.trajectory("tictactoe", id="r") as run:
-
-        def call(role: str) -> None:
-            closed_after_test(openai.OpenAI(**run.role(role))).chat.completions.create(**ASK)
-
-        def said(**changed: Any) -> tuple[int, bool]:
-            reply = give(gateway, "r", **({"role": "worker", "key": "k", "value": 1.0} | changed))
-            assert reply.status_code == 201, reply.text
-            (signal,) = reply.json()["signals"]
-            return signal["call"], signal["repeated"]
-
-        call("worker")
-        assert said() == (0, False)
-        call("worker")
-        call("planner")
-        assert said() == (0, True)
-        for other in ({"value": 0.0}, {"role": "planner"}):
-            refused = give(gateway, "r", **({"role": "worker", "key": "k", "value": 1.0} | other))
-            assert error(refused) == (409, "request_exists")
-        assert said(key="another") == (1, False)
-        with pytest.raises(JourneyworkError, match="Its roles are: planner, worker"):
-            run.feedback(role="critic", value=1.0)
-        with pytest.raises(openai.BadRequestError):
-            call("%00")
 
 
 @pytest.mark.inference

@@ -98,23 +98,18 @@ async def test_a_key_is_one_signal(start_front: StartGateway, nats_config: NatsC
     assert error(again) == (409, "request_exists")
 
 
-@pytest.mark.parametrize("by", ["role", "answer"])
-async def test_feedback_costs_the_mebibytes_of_the_run_that_it_reads(
-    start_front: StartGateway, broker: Broker, by: str
-) -> None:
+async def test_feedback_costs_the_mebibytes_of_the_run_that_it_reads(start_front: StartGateway, broker: Broker) -> None:
     keys = (key_config("alice"), key_config("fan", role="feedback", calls_per_minute=6))
     gateway = start_front(keys=keys)
     Caller(gateway, "alice").open(id="r")
     ids = [new_answer_id("r") for _ in range(4)]
     for seq, name in enumerate(ids):
         response = msgspec.json.encode({"id": name, "text": str(seq) * (3 << 20)})
-        await broker.publish(exchange("r", project=PROJECT, seq=seq, role="worker", response=response))
+        await broker.publish(exchange("r", project=PROJECT, seq=seq, response=response))
     fan = Caller(gateway, "fan")
-    body = {"thumb": "up"} | ({"role": "worker"} if by == "role" else {"answer": ids[0]})
-    path = "/v1/trajectories/r/feedback" if by == "role" else "/v1/feedback"
 
     def give(key: str) -> int:
-        return fan.status("POST", path, {**body, "key": key})
+        return fan.status("POST", "/v1/feedback", {"thumb": "up", "answer": ids[0], "key": key})
 
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(give, "abcd")) == [201, 429, 429, 429]

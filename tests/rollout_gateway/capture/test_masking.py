@@ -239,31 +239,10 @@ async def test_the_event_loop_goes_on_while_a_large_body_is_masked() -> None:
 def test_every_text_of_an_event_that_the_gateway_publishes_is_masked_or_an_identifier() -> None:
     """A field of a new event that can hold a person's words belongs to `masking._TEXT_FIELDS` or `_JSON_FIELDS`."""
     tokens = {"prompt_ids", "sampled_ids", "logprobs", "forced", "top_ids", "top_logprobs"}
-    identifiers = {
-        "project",
-        "trajectory",
-        "model",
-        "group",
-        "owner",
-        "pinned",
-        "asked",
-        "signal",
-        "by",
-        "policy_version",
-        "version",
-        "other",
-        "outside",
-        "finish_reason",
-        "endpoint",
-        "request_hash",
-        "replica",
-        "copied_from",
-        "evaluation",
-        "entrant",
-        "failed_providers",
-        "teacher",
-        "request",
-    }
+    of_runs = {"project", "trajectory", "group", "owner", "pinned", "asked", "signal", "copied_from", "request"}
+    of_policies = {"model", "policy_version", "version", "other", "outside", "teacher", "evaluation", "entrant"}
+    of_calls = {"by", "finish_reason", "endpoint", "request_hash", "replica", "failed_providers"}
+    identifiers = of_runs | of_policies | of_calls
     of_operators = {"reason", "evidence", "prompt", "replaces"}  # of a promotion
     (gateway,) = [user for user in users.USERS if user.name == "gateway"]
     kinds = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]

@@ -28,26 +28,11 @@ from rollout_gateway.dialects.translate import TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.dialects.kit import recorded
 
-ODD = (
-    "1e400",
-    "1" + "0" * 30,
-    '"\\ud83d"',
-    "5",
-    "-1",
-    "0.5",
-    '"x"',
-    '""',
-    "[]",
-    "[[]]",
-    "[5]",
-    "{}",
-    '{"a":5}',
-    "null",
-    "true",
-    "[" * 150 + "]" * 150,
-    '{"a":' * 150 + "1" + "}" * 150,
-    '"{\\"a\\": 1e400}"',
-)
+NUMBERS = ("1e400", "1" + "0" * 30, "5", "-1", "0.5")
+TEXTS = ('"\\ud83d"', '"x"', '""', '"{\\"a\\": 1e400}"')
+LISTS = ("[]", "[[]]", "[5]", "[" * 150 + "]" * 150)
+OBJECTS = ("{}", '{"a":5}', '{"a":' * 150 + "1" + "}" * 150)
+ODD = (*NUMBERS, *TEXTS, *LISTS, *OBJECTS, "null", "true")
 """JSON in the place of something else."""
 
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "exec", "arguments": '{"a": 1}'}}

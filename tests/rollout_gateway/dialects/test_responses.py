@@ -50,7 +50,7 @@ def test_a_choice_that_names_no_tool_is_refused() -> None:
     assert choice({"type": "custom", "name": "apply_patch"})["function"]["name"] == "apply_patch"
     assert choice("required") == "required"
     assert choice("auto", [{"type": "web_search"}]) is None
-    for wrong in ({"type": "web_search"}, {"type": "function", "name": "nope"}):
+    for wrong in ({"type": "web_search"}, {"type": "function", "name": "nope"}, {"type": "allowed_tools", "tools": []}):
         with pytest.raises(ApiError, match="tool_choice"):
             choice(wrong)
     with pytest.raises(ApiError, match="tool_choice"):  # it is in another namespace
@@ -58,32 +58,6 @@ def test_a_choice_that_names_no_tool_is_refused() -> None:
     with pytest.raises(ApiError, match="'telepathy'"):
         choice("auto", [{"type": "telepathy"}])
     assert Tools([]).chat == []
-
-
-def test_the_model_is_shown_only_allowed_tools() -> None:
-    def chat(*allowed: Any, **choice: Any) -> dict[str, Any]:
-        asked = {"type": "allowed_tools", "tools": list(allowed), **choice}
-        body = {"model": "m", "input": "x", "tools": CODEX, "tool_choice": asked}
-        translation = ResponsesTranslation(json.dumps(body).encode())
-        assert translation.chat() == translation.chat()
-        return translation.chat()
-
-    patch, move = {"type": "custom", "name": "apply_patch"}, {"type": "function", "name": "move"}
-    for mode in ("auto", "required"):
-        asked = chat(patch, {"type": "web_search"}, mode=mode)
-        assert ([tool["function"]["name"] for tool in asked["tools"]], asked["tool_choice"]) == (["apply_patch"], mode)
-    asked = chat(patch, move | {"namespace": "mcp__games"})
-    assert {tool["function"]["name"] for tool in asked["tools"]} == {"apply_patch", "mcp__games__move"}
-    for wrong in (
-        {"allowed": []},
-        {"allowed": [{"type": "web_search"}]},  # the model is not shown it
-        {"allowed": [move | {"namespace": "mcp__chess"}]},
-        {"allowed": [patch, {"type": "function", "name": "nope"}]},
-        {"allowed": ["apply_patch"]},
-        {"allowed": [patch], "mode": "none"},
-    ):
-        with pytest.raises(ApiError, match="tool_choice"):
-            chat(*wrong.pop("allowed"), **wrong)  # type: ignore[misc]
 
 
 def test_an_output_of_a_tool_that_the_model_is_not_shown_is_refused_with_the_reason() -> None:

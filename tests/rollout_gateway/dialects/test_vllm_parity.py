@@ -51,6 +51,8 @@ SYSTEM = {"type": "text", "text": "You are Claude Code.", "cache_control": {"typ
 HELLO = {"role": "user", "content": [{"type": "text", "text": "Hello"}]}
 REMINDER = {"role": "system", "content": [{"type": "text", "text": "The date is today."}]}
 TOOL = {"name": "Bash", "description": "Runs.", "input_schema": PARAMETERS}
+ADDED = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL | {"name": "Grep"}}}
+REMOVED = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Bash"}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"cmd": "ls"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "a.py"}]}
 
@@ -90,21 +92,7 @@ CLAUDE_CODE: dict[str, dict[str, Any]] = {
     "empty user": {"messages": [HELLO, said(text("Hi")), {"role": "user", "content": []}, HELLO]},
     "a tool is added": {
         "tools": [TOOL],
-        "messages": [
-            HELLO,
-            said(text("Hi")),
-            {
-                "role": "system",
-                "content": [
-                    {
-                        "type": "tool_addition",
-                        "tool": {"type": "tool_definition", "definition": TOOL | {"name": "Grep"}},
-                    },
-                    {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Bash"}},
-                ],
-            },
-            HELLO,
-        ],
+        "messages": [HELLO, said(text("Hi")), {"role": "system", "content": [ADDED, REMOVED]}, HELLO],
     },
 }
 

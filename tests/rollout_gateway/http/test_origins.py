@@ -130,7 +130,7 @@ def test_a_web_page_drives_nothing(start_front: StartGateway) -> None:
         {"host": "evil.example", "origin": "http://evil.example"},
     ):
         for path, body in (
-            ("/v1/policies/tictactoe/pin", b'{"version": "tictactoe@0"}'),
+            ("/v1/policies/tictactoe/promote", b'{"version": "tictactoe@0"}'),
             ("/v1/trajectories/run/complete", b'{"reward": 1}'),
             ("/v1/chat/completions", b"{}"),
         ):

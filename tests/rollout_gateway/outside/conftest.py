@@ -18,7 +18,9 @@ StartOutside = Callable[..., GatewayProcess]
 
 
 @pytest.fixture
-def provider() -> Iterator[Provider]:
+def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
+    """A provider whose key the gateways find in their environment (`table`)."""
+    monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
     with Provider() as made:
         yield made
 
@@ -35,7 +37,6 @@ def table(provider: Provider, **more: Any) -> OutsideConfig:
 
 
 @pytest.fixture
-def start_outside(start_front: StartGateway, monkeypatch: pytest.MonkeyPatch) -> StartOutside:
+def start_outside(start_front: StartGateway) -> StartOutside:
     """Starts gateways with these tables of outside models."""
-    monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
     return lambda *tables, **settings: start_front(outside=tables, **settings)

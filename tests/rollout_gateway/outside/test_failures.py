@@ -211,8 +211,7 @@ async def test_killed_gateway_sends_nothing_twice_and_loses_nothing_that_was_ans
 ) -> None:
     """In the middle of a stream nothing is recorded or repeated. Behind the record, before the answer's end, the
     client's retry is answered from the log."""
-    dialects = (table(provider, dialect=dialect) for dialect in ("chat", "messages", "responses"))
-    gateway = start_outside(*dialects)
+    gateway = start_outside(table(provider))
     gateway.stop()
     gateway.start(crash_at="gateway.before_answer:2")
     run = gateway.open(model="master")

@@ -16,7 +16,7 @@ from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK
-from tests.rollout_gateway.outside.conftest import KEY, table
+from tests.rollout_gateway.outside.conftest import table
 from tests.rollout_gateway.outside.provider import Provider, completion, whole
 from tests.rollout_gateway.outside.test_shadow import SHADOWED, ask, opened
 
@@ -24,14 +24,8 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_shadow_is_compared_and_a_low_run_is_healed_by_the_master(
-    start_gateway_alone: StartGateway,
-    fake_vllm: FakeVllm,
-    provider: Provider,
-    broker: Broker,
-    nats_config: NatsConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    start_gateway_alone: StartGateway, fake_vllm: FakeVllm, provider: Provider, broker: Broker, nats_config: NatsConfig
 ) -> None:
-    monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
     provider.says(whole(completion("quality=1.0")))
     outside = (table(provider, may_train=True, **SHADOWED),)
     gateway = await anyio.to_thread.run_sync(partial(start_gateway_alone, urls=(fake_vllm.url,), outside=outside))

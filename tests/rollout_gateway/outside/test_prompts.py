@@ -16,7 +16,7 @@ from rollout_gateway.serving import command
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import exchanges, key_config
-from tests.rollout_gateway.outside.conftest import KEY, table
+from tests.rollout_gateway.outside.conftest import table
 from tests.rollout_gateway.outside.provider import Provider, completion, whole
 
 pytestmark = pytest.mark.anyio
@@ -57,8 +57,7 @@ class Shop:
 
 
 @pytest.fixture
-async def shop(start_gateway_alone: StartGateway, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
+async def shop(start_gateway_alone: StartGateway, provider: Provider) -> Any:
     provider.says(whole(completion("hi")))
     server = Seeing()
     await server.start()
@@ -114,7 +113,7 @@ async def test_a_prompt_is_promoted_seen_recorded_and_rolled_back(shop: Shop, br
 
 async def test_an_agent_that_goes_on_with_its_own_prompt_goes_on_with_its_run(shop: Shop, broker: Broker) -> None:
     """Runs are detected by what the agent sends, which is not what the log has."""
-    await shop.decide("tictactoe", "pin", version=BASE, prompt=NEW, replaces=OLD)
+    await shop.decide("tictactoe", "promote", version=BASE, prompt=NEW, replaces=OLD)
     says: list[Any] = [{"role": "system", "content": OLD}, {"role": "user", "content": "go"}]
     for turn in range(3):
         answer = await shop.call(says=says)

@@ -47,10 +47,7 @@ SHADOWED: Any = {"apprentice": "tictactoe", "shadow_percent": 100.0}
 
 
 @pytest.fixture
-async def gateway(
-    start_gateway_alone: StartGateway, fake_vllm: FakeVllm, provider: Provider, monkeypatch: pytest.MonkeyPatch
-) -> GatewayProcess:
-    monkeypatch.setenv("TEST_PROVIDER_KEY", "sk-provider")
+async def gateway(start_gateway_alone: StartGateway, fake_vllm: FakeVllm, provider: Provider) -> GatewayProcess:
     provider.says(whole(completion("hi")))
     start = partial(start_gateway_alone, urls=(fake_vllm.url,), outside=(table(provider, **SHADOWED),))
     return await anyio.to_thread.run_sync(start)
@@ -192,9 +189,8 @@ async def test_a_gateway_that_stops_waits_for_no_shadow_call(
 
 
 async def test_without_an_inference_server_agents_get_their_answers_and_shadow_calls_wait(
-    start_gateway_alone: StartGateway, provider: Provider, broker: Broker, monkeypatch: pytest.MonkeyPatch
+    start_gateway_alone: StartGateway, provider: Provider, broker: Broker
 ) -> None:
-    monkeypatch.setenv("TEST_PROVIDER_KEY", "sk-provider")
     provider.says(whole(completion("hi")))
     outside = (table(provider, **SHADOWED),)
     start = partial(start_gateway_alone, urls=(f"http://127.0.0.1:{free_port()}",), outside=outside)
@@ -267,10 +263,8 @@ async def test_queue_is_bounded_and_the_share_is_drawn_by_run_and_call(monkeypat
 
 
 def test_apprentice_is_asked_what_the_master_was_asked_without_what_no_server_here_takes() -> None:
-    tables = {"master": [OutsideConfig(name="master", url="http://h/v1")]}
     body = {**CHAT, "n": 2, "stream": True, "stream_options": {"include_usage": True}, "store": True, "unknown": 1}
-    call = read_call("/v1/chat/completions", msgspec.json.encode(body), tables)
-    assert call is not None
+    call = recorded(0, msgspec.json.encode(body)).call
     asked = msgspec.json.decode(msgspec.json.encode(apprentice_call(call, "a", Permitted()).fields))
     kept = ("temperature", "reasoning_effort", "messages", "tools")
     assert asked == {"model": "a", **{name: CHAT[name] for name in kept}}

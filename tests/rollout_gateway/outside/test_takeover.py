@@ -19,7 +19,7 @@ from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import exchanges, key_config
-from tests.rollout_gateway.outside.conftest import KEY, table
+from tests.rollout_gateway.outside.conftest import table
 from tests.rollout_gateway.outside.provider import MESSAGE, RESPONSE, Provider, chunks, completion, stream, whole
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -77,10 +77,7 @@ Open = Callable[..., Awaitable[Shop]]
 
 
 @pytest.fixture
-async def start(
-    start_gateway_alone: StartGateway, broker: Broker, provider: Provider, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Open]:
-    monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
+async def start(start_gateway_alone: StartGateway, broker: Broker, provider: Provider) -> AsyncIterator[Open]:
     provider.says(whole(completion()))
     shops: list[Shop] = []
 

@@ -36,9 +36,9 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
         "  why: it follows the newest version that enough servers hold; there was no decision",
         "  newest tictactoe@2, loaded tictactoe@1, tictactoe@2",
     ]
-    pinned = policy("pin", "tictactoe@1", "--reason", "better on held-out tasks", "--by", "me")
-    assert pinned.startswith("tictactoe: tictactoe@1\n  why: pinned by me at 2")
-    assert " UTC: better on held-out tasks\n" in pinned
+    promoted = policy("promote", "tictactoe@1", "--reason", "better on held-out tasks", "--by", "me")
+    assert promoted.startswith("tictactoe: tictactoe@1\n  why: promoted by me at 2")
+    assert " UTC: better on held-out tasks\n" in promoted
     taken_back = policy("rollback", "tictactoe")
     assert taken_back.startswith("tictactoe: tictactoe@2\n  why: the decision after it was taken back at")
     split = policy("split", "tictactoe@2", "tictactoe@1", "--percent", "20")
@@ -49,7 +49,7 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
     followed = policy("follow", "tictactoe", "--reason", "enough")
     assert followed.startswith("tictactoe: tictactoe@2\n  why: follows the newest at")
     events = [r.event for r in await broker.read(PolicyPromoted)]
-    assert [e.action for e in events] == ["pin", "rollback", "split", "promote", "rollback", "promote", "follow"]
+    assert [e.action for e in events] == ["promote", "rollback", "split", "promote", "rollback", "promote", "follow"]
     assert events[0].reason == "better on held-out tasks"
     assert policy("list") == followed
 
@@ -65,13 +65,13 @@ def test_what_cannot_be_done_is_told(
         return capsys.readouterr().err
 
     assert "Give an operator's key with --key or JOURNEYWORK_API_KEY" in fails("list")
-    told = fails("pin", "chess@0", "--key", "agent")
+    told = fails("promote", "chess@0", "--key", "agent")
     assert told.startswith("waiting until inference servers hold chess@0\n")
     assert "operator" in told
     monkeypatch.setenv("JOURNEYWORK_API_KEY", "op")
-    assert "unknown" in fails("pin", "nope@1").lower() or "nope" in fails("pin", "nope@1")
+    assert "unknown" in fails("promote", "nope@1").lower() or "nope" in fails("promote", "nope@1")
     assert "serves no model 'nope'" in fails("list", "nope")
-    assert "<model>@<step>" in fails("pin", "chess", code=2)
+    assert "<model>@<step>" in fails("promote", "chess", code=2)
     with pytest.raises(SystemExit, match="2"):
         main(["list", "--url", "chess"])
     with pytest.raises(SystemExit, match="1"):

@@ -43,15 +43,13 @@ async def test_a_step_that_is_no_canonical_number_is_an_unknown_version(
             assert chat == (404, "model_not_found", "model")
             pin = await post("/v1/trajectories", model="tictactoe", pinned=name)
             assert pin == (404, "model_not_found", "pinned")
-            for action in ("promote", "pin"):
-                decided = await post(f"/v1/policies/tictactoe/{action}", version=name)
-                assert decided == (404, "model_not_found", "version")
+            decided = await post("/v1/policies/tictactoe/promote", version=name)
+            assert decided == (404, "model_not_found", "version")
             split = await post("/v1/policies/tictactoe/split", version="tictactoe@0", other=name)
             assert split == (404, "model_not_found", "other")
         for action, body, field in (
             ("promote", {}, "version"),
-            ("pin", {}, "version"),
-            ("pin", {"version": ""}, "version"),
+            ("promote", {"version": ""}, "version"),
             ("split", {}, "version"),
             ("split", {"version": "tictactoe@0"}, "other"),
             ("follow", {"by": "x" * 201}, "by"),

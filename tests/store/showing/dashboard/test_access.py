@@ -145,12 +145,16 @@ def test_another_host_or_one_that_two_programs_could_read_in_two_ways_is_refused
 )
 @pytest.mark.parametrize("path", ["/policies/m", "/label/g0", "/correct/t0", "/sign-out", "/sign-in"])
 def test_a_change_that_another_page_asks_for_is_refused(client: TestClient, headers: dict[str, str], path: str) -> None:
-    assert client.post(path, data={"action": "pin"}, headers=headers).status_code == 403
+    assert client.post(path, data={"action": "promote"}, headers=headers).status_code == 403
 
 
 def test_a_decision_without_a_gateway_says_so(client: TestClient) -> None:
-    pin, score, correction = {"action": "pin", "version": "m@1"}, {"score:t0": "1"}, {"call": "0", "correction": "b2"}
-    for path, form in (("/policies/m", pin), ("/label/g0", score), ("/correct/t0", correction)):
+    decision, score, correction = (
+        {"action": "promote", "version": "m@1"},
+        {"score:t0": "1"},
+        {"call": "0", "correction": "b2"},
+    )
+    for path, form in (("/policies/m", decision), ("/label/g0", score), ("/correct/t0", correction)):
         answer = client.post(path, data=form, headers={"origin": URL})
         assert (answer.status_code, "journeywork up" in answer.text) == (503, True)
     assert client.post("/policies/m", data={"action": "x"}, headers={"origin": URL}).status_code == 400
