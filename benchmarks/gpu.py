@@ -141,7 +141,8 @@ def _trl(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: Pat
 def measure(
     size: str, scratch: Path, out: dict[str, Any], part: Callable[..., None], *, device: str, tiny: bool, rounds: int
 ) -> None:
-    """Measure the trainer on a shape: the checks at the start, and steps over the batches of `benchmarks.trainer`.
+    """Measure the trainer on a shape: how far its logprobs are from the model's own (`trainer.engine.verify`, which
+    `Engine` runs as it loads the model), and our step and TRL's over each batch of `benchmarks.trainer`.
 
     Writes into `out`. `part(into, name, measurement)` calls the measurement and puts what it returns into
     `into[name]`."""
@@ -169,7 +170,7 @@ def measure(
     out |= {
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "layout": engine.passes.verified.layout,
-        "logprob_difference": engine.passes.verified.padded.mean,
+        "logprob_difference": engine.passes.verified.padded.mean,  # nats per token, in padded rows
         "token_budget": engine.passes.budget.tokens,
         "batches": {},
     }

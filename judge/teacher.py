@@ -125,12 +125,15 @@ class Teacher:
 
     async def _compare(self, own: Any, ids: Sequence[int], base: str) -> None:
         """Compare the texts of tokens, and the tokens of their text, in one request each. Where they differ, the halves
-        of `ids` are compared until the first token that differs is found, and `ConfigError` names it."""
+        of `ids` are compared until the first token that differs is found. `ConfigError` names it, or the shortest range
+        that differs."""
         text = own.decode(list(ids), skip_special_tokens=False)
         if _unspaced(await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids))) != _unspaced(text):
             middle = len(ids) // 2
-            for half in (ids[:middle], ids[middle:]) if middle else ():
-                await self._compare(own, half, base)
+            if middle:
+                # A half that differs raises. If neither does, the tokens differ only together: the error names them.
+                for half in (ids[:middle], ids[middle:]):
+                    await self._compare(own, half, base)
             there = await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids))
             where = f"tokens {ids[0]} to {ids[-1]} are" if middle else f"token {ids[0]} is"
             raise self._other_tokenizer(base, f"{where} {text[:200]!r} here and {there[:200]!r} there")

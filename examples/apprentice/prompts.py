@@ -46,17 +46,18 @@ _BY_TEXT = {said.text: said for said in TASKS}
 _PROMPT_OF_GEPA = re.compile(r"```\n(.*?)\n```", re.S)
 
 
-async def play(run: Trajectory, said: Message) -> float:
-    """Sort a message with the prompt `run.prompt`, by the most probable tokens."""
-    messages: list[Any] = [{"role": "system", "content": run.prompt}, {"role": "user", "content": said.text}]
+async def play(run: Trajectory, task: Message) -> float:
+    """The rollout of `journeywork prompt`: ask for a message's team, urgency and order with the prompt on trial,
+    `run.prompt`, decoded greedily. Returns the share of right fields."""
+    messages: list[Any] = [{"role": "system", "content": run.prompt}, {"role": "user", "content": task.text}]
     async with openai.AsyncOpenAI(base_url=run.base_url, api_key=run.api_key, timeout=600) as agent:
         reply = await agent.chat.completions.create(
             model=run.model, messages=messages, temperature=0, max_tokens=MAX_TOKENS
         )
     answer = reply.choices[0].message.content or ""
-    right = right_fields(said, answer)
+    right = right_fields(task, answer)
     run.metrics = right
-    run.metadata = {"message": said.text, "answer": answer}
+    run.metadata = {"message": task.text, "answer": answer}
     return share(right)
 
 

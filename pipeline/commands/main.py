@@ -199,6 +199,7 @@ def _up(args: argparse.Namespace) -> None:
     services = tuple(s for s in args.services.split(",") if s)
     if unknown := set(services) - set(SERVICES):
         raise ConfigError(f"no service {', '.join(sorted(unknown))}; there are: {', '.join(SERVICES)}")
+    # `planned`: the settings as the services get them, with the addresses of what is started.
     planned, specs = make_plan(config, services)
     if args.dry_run:
         console.print_json(msgspec.json.encode(planned).decode())
@@ -210,15 +211,16 @@ def _up(args: argparse.Namespace) -> None:
     require_base_files(config, services)
     os.umask(0o077)  # only the owner may read a run's files
     folder_lock.make_private(Path(config.run_dir))
-    path = config.path("logs", "supervisor.log")
+    log_file = config.path("logs", "supervisor.log")
     with folder_lock.hold(Path(config.run_dir)) as lock:
         require_same_bases(config)
         _check_by_services(config, planned, specs)
         check_ports(planned, [spec.name for spec in specs])
         planned = planned.replace(signing=signing.trusting_own_key(planned.signing))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sink = path.open("a", encoding="utf-8")
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        sink = log_file.open("a", encoding="utf-8")
         try:
+            # Every child inherits the lock: the directory is free only when all have ended, also if `up` is killed.
             supervisor = Supervisor(planned, specs, on_change=_print_state, inherit=(lock,))
             _run_supervisor(planned, services, supervisor, sink)
         finally:

@@ -81,11 +81,13 @@ class WaitingRuns:
         self._branches_expire = {"Nats-TTL": f"{int(branches_s) + 1}s"}
 
     async def put(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
-        """Have a run wait, with what calls may quote of it. It waits once, if it waits there already."""
+        """Have a run wait, with what calls may quote of it. If it waits there already, nothing is published:
+        `publish_raw` writes only to an empty subject."""
         for quote in quotes:
             hint = f"{self._prefix}.quoted.{quote.fingerprint}.{waiting.subject_end}"
             await self._broker.publish_raw(hint, msgspec.msgpack.encode(quote), self._quotes_expire)
         subject = f"{self._prefix}.{waiting.subject_end}"
+        # The id: a publish repeated after a lost acknowledgement must not bring back a run that was taken meanwhile.
         await self._broker.publish_raw(subject, msgspec.msgpack.encode(waiting), {}, message_id=new_id("waits"))
 
     async def find(self, subject_end: str) -> WaitingRun | None:

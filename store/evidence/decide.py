@@ -135,7 +135,7 @@ def _parse_guard(text: str) -> Guard:
 
 
 def _begin(args: argparse.Namespace) -> int:
-    """Check the plan, whose metrics are tried over no runs, and divide the model's runs by it."""
+    """Check the plan, and divide the model's runs between the two versions by it."""
     steps = _parse_steps(args.steps) if args.steps else ()
     percent = steps[0] if steps else args.percent
     if not 5 <= percent <= 95:
@@ -155,12 +155,12 @@ def _begin(args: argparse.Namespace) -> int:
         approval=args.approval,
     )
     begun = Evidence(plan=plan, candidate=args.candidate, control=args.control, shares=(Share(percent=percent),))
-    try:
+    try:  # msgspec checks bounds only as it decodes
         msgspec.json.decode(msgspec.json.encode(begun), type=Evidence)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the comparison can't be used: {error}") from error
     _require_versions_of_one_model(config, begun)
-    # An expression that DuckDB refuses begins nothing.
+    # Up to time 0 there are no runs: DuckDB only checks the expressions, so that one that it refuses begins nothing.
     read_evidence(connection, config.project, begun, 0)
     body = {
         "version": args.candidate,
@@ -172,7 +172,7 @@ def _begin(args: argparse.Namespace) -> int:
         "reason": f"compared by {args.metric}",
     }
     gateway = connect(args)
-    say_what_is_awaited(args.candidate, args.control)
+    say_what_is_awaited(args.candidate, args.control)  # the answer comes when the gateway has loaded both versions
     gateway.ask("POST", _path(begun.model, "split"), body)
     sys.stdout.write(
         visible(f"begun: {args.candidate} against {args.control}; now: journeywork decide watch {begun.model}\n")

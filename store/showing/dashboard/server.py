@@ -177,7 +177,7 @@ class Dashboard:
         """Compare the parameters `side`, each `<run>/<branch>` or `<run>` for its branch `main`; without one, this run
         is shown alone."""
         asked, key = request.query_params.getlist("side"), self._access.key(request)
-        return await self._answer(request, "compare", lambda: self._compared(asked, self._runs(key)))
+        return await self._answer(request, "compare", lambda: self._compared(asked, self._readable_runs(key)))
 
     def _compared(self, asked: list[str], runs: dict[str, Config]) -> Data:
         """Return the curves of the sides that are `asked` for, and every side that can be chosen. Branches of a run
@@ -205,8 +205,9 @@ class Dashboard:
         selection = [f"{run}/{branch}" for run, branch in sides]
         return {"sides": shown, "runs": sorted(runs), "choices": choices, "selection": selection}
 
-    def _runs(self, key: str) -> dict[str, Config]:
-        """The settings by name of the run and of those of its neighbours with a history that `key` opens."""
+    def _readable_runs(self, key: str) -> dict[str, Config]:
+        """Return, by folder name, the settings of this run and of those runs in the same parent folder that who has
+        `key` may read. For this run `Access.key` has checked it."""
         here = Path(self._history.config.run_dir)
         runs = {here.name: self._history.config}
         for folder in installations_under(here.parent):
@@ -217,6 +218,8 @@ class Dashboard:
         return runs
 
     async def _decide(self, request: Request) -> Response:
+        """Send the decision of the form (promote, rollback, split, follow) about the version that a model's name stands
+        for to the gateway. Fields left empty are not sent."""
         key = self._access.key(request)
         form = await self._form(request)
         action = form.pop("action", "")
