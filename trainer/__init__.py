@@ -15,7 +15,7 @@
 | `batches` | from scored groups to the batch of a step |
 | `engine` | model, adapter, optimizer, losses: from a batch to gradients |
 | `distillation` | what a teacher is asked, and the divergence from it |
-| `checkpoints` | checkpoints on disk, the commit protocol, retention |
+| `checkpoints` | checkpoints on disk, the commit protocol |
 | `datasets` | a step on a data set, by TRL's trainers; a step that adopts another branch's version |
 | `trl_trainers` | imports TRL without vLLM; its supervised trainers on a CPU |
 | `commands` | `journeywork train`, `export`, `check-model` |

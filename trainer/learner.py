@@ -276,8 +276,11 @@ class Learner:
         self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None
     ) -> dict[GroupWithHistory, str]:
         """Find out which groups made a batch untrainable: compute a step over each alone and abandon it. Returns those
-        that fail alone, with the reason. Blocks."""
-        settings = self.settings_for(request)
+        that fail alone, with the reason; none where the request's settings fail with any group. Blocks."""
+        try:
+            settings = self.settings_for(request)
+        except UntrainableError:
+            return {}
         reasons = {}
         for group in batch:
             try:
@@ -312,7 +315,10 @@ class Learner:
         attempt = self.checkpoints.count_attempt(self._batch_id(batch, settings))
         if attempt > max_attempts:
             raise UntrainableError(f"the trainer died or failed {max_attempts} times while it computed this batch")
-        self.engine.configure(settings)
+        try:
+            self.engine.configure(settings)
+        except ConfigError as error:  # a requested batch chose what the model was loaded with, such as the rank
+            raise UntrainableError(f"the batch's settings can't be used: {error}") from error
         if self.engine.model.sharded:  # its processes can't try again when one of them runs out of memory
             budget = self.engine.passes.budget
             budget.tokens = max(1, settings.memory.tokens_per_batch >> (attempt - 1))

@@ -1,9 +1,10 @@
 """The trainer service: scored groups in, committed checkpoints out.
 
-Three tasks run side by side. The intake queues the groups of each model (`trainer.intake`). The step loop waits until
+Five tasks run side by side. The intake queues the groups of each model (`trainer.intake`). The step loop waits until
 a model has `trainer.groups_per_step` groups, reads their exchanges, computes the step in a thread and commits it.
-The third task looks after every reconnect whether the log is whole. The broker's heartbeats keep held groups from
-being redelivered meanwhile.
+Another one looks after every reconnect whether the log is whole, one removes what nothing needs any more
+(`trainer.retention`), and one keeps the lease, by which one trainer at a time works on a branch. The broker's
+heartbeats keep held groups from being redelivered meanwhile.
 
 The way of a group: `judge.service` closes and scores it and publishes `group.scored`, which `trainer.intake` queues.
 `trainer.batches.histories` reads its exchanges, `Learner.train_step` computes the step, and

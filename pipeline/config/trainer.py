@@ -246,7 +246,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Validation trajectories that a step needs before it can become the best one. It replaces the best one if the
     95 % interval of the difference of their mean rewards lies above 0."""
     seed: Natural = 0
-    """Seed of the adapter's initial weights."""
+    """Seed of the adapter's initial weights, and of the order of minibatches."""
     branch: str = "main"
     """Branch of the log to train from. `journeywork replay` and `rejudge` make branches. Training on another branch
     than `main` begins at the base model; its checkpoints are its own, and served as `<model>+<branch>@<step>`."""

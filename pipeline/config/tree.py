@@ -23,6 +23,8 @@ from pipeline.names import is_outside, outside_model
 
 PROCESSES = ("nats", "vllm", "gateway", "sampler", "judge", "trainer", "store", "ui", "telemetry")
 """Everything that `journeywork up` may start."""
+_SHARED = frozenset(("branch", "checkpoints", "processes", "start_timeout_s"))
+"""Settings of `[trainer]` that are read before there is a model, once for all of them."""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -81,7 +83,11 @@ class Config(Section, frozen=True, kw_only=True):
 
     def trainer_of(self, model: ModelConfig) -> TrainerConfig:
         """Return `[trainer]` with the model's own settings in place of the shared ones, and the served length as the
-        longest sequence of Unsloth. Raises `ConfigError`."""
+        longest sequence of Unsloth. Raises `ConfigError`, also for a setting that all models of an installation
+        share."""
+        if shared := _SHARED & set(model.trainer):
+            name = min(shared)
+            raise ConfigError(f"models: trainer of {model.name}: all models have one {name}; set trainer.{name}")
         values = merged(msgspec.to_builtins(self.trainer), model.trainer)
         if values["engine"] == "unsloth" and not values["unsloth"]["max_seq_length"]:
             values = merged(values, {"unsloth": {"max_seq_length": self.vllm.max_model_len}})

@@ -77,7 +77,7 @@ async def _check_member(gateway: Gateway, access: Access, group: str, model: str
     elif opened.group != group:
         message = f"Trajectory {member.id!r} belongs to group {opened.group!r}, not {group!r}."
         raise ApiError(400, "wrong_group", message)
-    check_batch(member, group)
+    check_batch(gateway, member, access, model if opened is None else opened.model, group)
 
 
 def _opened_by_completing(member: GroupMember) -> bool:

@@ -14,7 +14,7 @@ from pipeline.names import InvalidNameError, check_name, new_dated_id, parse_ver
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import Opening
-from rollout_gateway.capture.registry import BatchRequest, Completion
+from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError, check_group_size, retired_version
 from rollout_gateway.http.request import Headers
 
@@ -73,7 +73,7 @@ async def complete(request: ControlRequest) -> dict[str, Any]:
     await check_completion(gateway, completion, request.access)
     opened = await gateway.registry.opening(trajectory)
     if opened is not None:
-        check_batch(completion, opened.group)
+        check_batch(gateway, completion, request.access, opened.model, opened.group)
     return await complete_checked(gateway, trajectory, completion)
 
 
@@ -92,8 +92,8 @@ def runs_named(completion: Completion) -> int:
 
 async def check_completion(gateway: Gateway, completion: Completion, access: Access) -> None:
     """Check the results of a run. Raises an `ApiError`. 400: a reward is out of range, or a reward or metric has a name
-    that tables and labels can't hold. 403: a trajectory's own key sets `exchanges` or `batch`, or another key than an
-    operator's sets a batch's `settings`. 404: `exchanges` name a trajectory of another key."""
+    that tables and labels can't hold. 403: a trajectory's own key sets `exchanges` or `batch`. 404: `exchanges` name a
+    trajectory of another key."""
     _check_rewards(completion, gateway.config.gateway.max_reward)
     for field, numbers in (("rewards", completion.rewards), ("metrics", completion.metrics)):
         for name in numbers:
@@ -108,23 +108,8 @@ async def check_completion(gateway: Gateway, completion: Completion, access: Acc
     if batch is not None:
         for name in (batch.id, *batch.groups):
             check_name(name)
-        _check_settings(gateway, batch, access)
     for trajectory in {reference.trajectory for reference in completion.exchanges}:
         await gateway.registry.opening_for(trajectory, access)
-
-
-def _check_settings(gateway: Gateway, batch: BatchRequest, access: Access) -> None:
-    """Raise an `ApiError` for settings of a batch: 403 without an operator's key, 400 for some that the installation
-    does not permit."""
-    if not batch.settings:
-        return
-    if not access.operator:
-        message = "A batch's `settings` need an operator's key: they decide what the model becomes."
-        raise ApiError(403, "wrong_role", message, param="batch")
-    try:
-        with_batch_settings(gateway.config.trainer, batch.settings)
-    except ConfigError as error:
-        raise ApiError(400, "invalid_settings", f"{error}.", param="batch") from error
 
 
 def _check_rewards(completion: Completion, limit: float) -> None:
@@ -141,12 +126,26 @@ def _check_rewards(completion: Completion, limit: float) -> None:
             raise ApiError(400, "reward_out_of_range", message, param=name)
 
 
-def check_batch(completion: Completion, group: str) -> None:
-    """Raise a 400 `ApiError` for a batch that does not name the trajectory's own group."""
+def check_batch(gateway: Gateway, completion: Completion, access: Access, model: str, group: str) -> None:
+    """Check the batch of a completed trajectory of `model` in `group`. Raises an `ApiError`. 400: it does not name the
+    group, or has `settings` that the installation does not permit or the model's trainer can't use. 403: it has
+    `settings` without an operator's key."""
     batch = completion.batch
-    if batch is not None and group not in batch.groups:
+    if batch is None:
+        return
+    if group not in batch.groups:
         message = f"`batch.groups` does not name {group!r}, the group of the trajectory. Name it, or leave `batch` out."
         raise ApiError(400, "wrong_group", message, param="batch")
+    if not batch.settings:
+        return
+    if not access.operator:
+        message = "A batch's `settings` need an operator's key: they decide what the model becomes."
+        raise ApiError(403, "wrong_role", message, param="batch")
+    config = gateway.config
+    try:
+        with_batch_settings(config.trainer_of(config.model(model)), batch.settings)
+    except ConfigError as error:
+        raise ApiError(400, "invalid_settings", f"{error}.", param="batch") from error
 
 
 # -- reading -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
+from pipeline.config import Config, TrainerConfig
 from store.showing.pages import chat
 from store.showing.pages.errors import PageError
 from store.showing.pages.history import History, Row
@@ -198,8 +199,13 @@ def _untrained(history: History, call: Row) -> Untrained:
         side_call=call["side_call"],
         finish_reason=call["finish_reason"],
         sampling=sampling_of((call["request"] or "").encode(), _sampling_defaults(history, call["model"])),
-        mask_truncated=history.config.trainer.loss.mask_truncated,
+        mask_truncated=_trainer_of(history.config, call["model"]).loss.mask_truncated,
     )
+
+
+def _trainer_of(config: Config, model: str) -> TrainerConfig:
+    """The trainer's settings of a model; the shared ones for a model that is no longer in the settings."""
+    return next((config.trainer_of(known) for known in config.models if known.name == model), config.trainer)
 
 
 def _sampling_defaults(history: History, model: str) -> Defaults:

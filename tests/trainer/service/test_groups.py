@@ -163,6 +163,25 @@ async def test_only_the_group_that_can_not_be_trained_goes_to_the_dead_letters(
         assert said in f"{dead.reason}: {dead.detail}"
 
 
+@pytest.mark.parametrize("setting", ["optimizer.learning_rate", "lora.rank"])
+async def test_a_batch_of_several_groups_whose_settings_can_not_be_used_goes_to_the_dead_letters(
+    training: kit.Training, setting: str
+) -> None:
+    """The first is out of bounds; the second is permitted, but the model was loaded with another one."""
+    value = {"optimizer.learning_rate": 1e9, "lora.rank": 2}[setting]
+    batch = TrainingBatch(id="b", groups=("one", "two"), settings=msgspec.json.encode({setting: value}))
+    async with training(groups_per_step=1, batch_settings=("optimizer", "lora")) as broker:
+        for seed, name in enumerate(batch.groups):
+            await kit.publish_group(broker, name, [0.0, 1.0], seed=seed, batch=batch)
+        await kit.publish_group(broker, "good", [0.0, 1.0], seed=2)
+        (event,) = await steps_reach(broker, 1)
+        await all_acked(broker)
+        assert event.groups == ("good",)
+        letters = await dead_letters(broker)
+        assert [letter.consumer for letter in letters] == ["trainer", "trainer"]
+        assert all(setting in letter.detail for letter in letters), letters
+
+
 async def test_a_group_sampled_under_a_penalty_is_discarded_and_says_so(training: kit.Training) -> None:
     async with training(groups_per_step=1) as broker:
         await kit.publish_calls(broker, "bent", [7, 8, 9], request=b'{"frequency_penalty": 0.5}')
