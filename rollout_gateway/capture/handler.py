@@ -78,6 +78,8 @@ class CallHandler:
             try:
                 exchange.answer = read_answer(attempt.body, call)
             except MALFORMED as error:
+                if exchange.captured:
+                    await self._record(exchange, "failed")
                 raise bad_answer(call.served_by, error) from error
             if exchange.captured:
                 await self._hold_back_unsure(exchange)

@@ -135,7 +135,7 @@ async def test_a_malformed_reply_is_a_502_and_the_gateway_goes_on(
         scripted.said = reply()
         assert (await post(gateway, path, asked(path), key)).status_code == 200
     recorded = await exchanges(broker, opened["id"])
-    assert [e.status for e in recorded] == ["failed"] * len(MALFORMED_EVENTS) + ["complete"]
+    assert [e.status for e in recorded] == ["failed"] * len(MALFORMED + MALFORMED_EVENTS) + ["complete"]
     assert "internal_error" not in gateway.log
     assert "Traceback" not in gateway.log
 
