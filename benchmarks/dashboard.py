@@ -60,7 +60,6 @@ def page_addresses(trajectories: int) -> dict[str, list[str]]:
         "judge": ["judge"] * 6,
         "compare": ["compare"] * 6,
         "decisions": ["decisions"] * 6,
-        "event": [f"event/group.scored/{i // 8 + 1}" for i in at],
     }
 
 

@@ -157,7 +157,7 @@ USERS: tuple[User, ...] = (
         fetches=(streams.ADAPTERS_BUCKET,),
         probes=EVENT_STREAMS,
         provisions=True,
-        connections=("dead", "export", "provision", "rejudge", "replay", "status", "supervisor", "what-if"),
+        connections=("dead", "provision", "rejudge", "replay", "status", "supervisor", "what-if"),
     ),
     User(
         "memory",

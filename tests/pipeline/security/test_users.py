@@ -175,7 +175,7 @@ async def test_a_branch_s_trainer_and_the_bound_of_memory_can_do_their_work(guar
 
 def test_a_name_that_no_user_has_is_refused_with_the_names_there_are() -> None:
     assert users.user("status").name == "operator"
-    with pytest.raises(ConfigError, match=r"'gatway' is no user of the log: .* erase, experiment, export, gateway, "):
+    with pytest.raises(ConfigError, match=r"'gatway' is no user of the log: .* erase, experiment, gateway, "):
         users.user("gatway")
 
 
