@@ -125,7 +125,7 @@ async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> No
         batch = {"id": "b", "groups": ["g", name]}
         assert refused({"exchanges": [good], "batch": batch}) == (400, "invalid_name")
     for name, value in (("optimizer.learning_rate", -1), ("loss.type", "nope"), ("lora.rank", 4), ("loss", 1)):
-        batch = {**BATCH, "settings": {name: value}}
+        batch = {**BATCH, "groups": ["g"], "settings": {name: value}}
         assert refused({"exchanges": [good], "batch": batch}) == (400, "invalid_settings")
     own = gateway.open(id="own", group="g", key_completes=True)
     gateway.agent(own).chat.completions.create(**ASK)
