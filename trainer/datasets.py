@@ -110,7 +110,7 @@ async def _take_step(config: Config, make: Callable[[Learner], PendingStep]) -> 
         await catch_up(commits, learner)
         pending = await run_sync(make, learner)
         await commits.publish(pending.manifest, pending.files)
-        await run_sync(learner.commit, pending)
+        await run_sync(learner.make_current, pending)
     return learner.version
 
 

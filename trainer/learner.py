@@ -1,6 +1,6 @@
 """Trains one policy: from a batch of groups to a checkpoint on disk. It does not use the log.
 
-`Learner.train_step` computes a step and writes its checkpoint. `Learner.commit` makes the step current, once the
+`Learner.train_step` computes a step and writes its checkpoint. `Learner.make_current` makes the step current, once the
 log holds it. Between the two the learner's state is that of the step before, so an abandoned step leaves only a
 folder, which recovery publishes or the next step overwrites.
 """
@@ -327,7 +327,7 @@ class Learner:
         result = self.engine.step(self.state, made, group_of)
         return dataclasses.replace(result, metrics=result.metrics | metrics)
 
-    def commit(self, pending: PendingStep) -> None:
+    def make_current(self, pending: PendingStep) -> None:
         """Make the step current, after its event is on the log. Deletes checkpoints that are no longer needed."""
         self.state = pending.state
         del self.discarded[: pending.discarded]

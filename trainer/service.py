@@ -207,7 +207,7 @@ class Trainer:
         # So that the log holds the steps in order.
         await self.commits.require_on_log(learner.model.name, queue.step)
         await self.commits.publish(pending.manifest, pending.files)
-        await run_sync(learner.commit, pending)
+        await run_sync(learner.make_current, pending)
         for group in queue.batch.groups:
             self.intake.consumed.add(group.admitted.place)
             if group.admitted.delivery is not None:

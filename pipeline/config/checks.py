@@ -93,7 +93,8 @@ def _check_processes(config: Config) -> None:
         )
     if "--api-key" in config.vllm.flags:
         raise ConfigError("vllm.args: --api-key would be visible in the list of processes; use vllm.api_key_file")
-    if config.trainer.processes == 1 and config.trainer.memory.sharded:
+    trainers = (config.trainer, *map(config.trainer_of, config.models))
+    if config.trainer.processes == 1 and any(trainer.memory.sharded for trainer in trainers):
         raise ConfigError("trainer.memory.sharded: set trainer.processes, among which to divide the model")
     if config.vllm.sleep and config.trainer.processes > 1:
         raise ConfigError(

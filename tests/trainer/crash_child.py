@@ -38,7 +38,7 @@ POINTS = (
 def _instrument(point: str, nth: int) -> None:
     """Die at the nth passage of `point`."""
     left = nth
-    commit = Learner.commit
+    make_current = Learner.make_current
 
     def passed(here: str) -> None:
         nonlocal left
@@ -48,10 +48,10 @@ def _instrument(point: str, nth: int) -> None:
                 os._exit(DIED)
 
     def committed(self: Learner, pending: PendingStep) -> None:
-        commit(self, pending)
+        make_current(self, pending)
         passed("committed")
 
-    crash.point, Learner.commit = passed, committed  # type: ignore[method-assign]
+    crash.point, Learner.make_current = passed, committed  # type: ignore[method-assign]
 
 
 def _limit(longest: int) -> None:

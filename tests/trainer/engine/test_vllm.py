@@ -92,7 +92,7 @@ def test_logprobs_agree_with_vllm_before_and_after_a_step(vllm_server: VllmServe
                 )
             ]
             pending = learner.train_step([kit.training_group(group, sequences, step + 1)])
-            learner.commit(pending)
+            learner.make_current(pending)
             metrics = pending.manifest.event.metrics
             assert metrics["on_policy_logprob_diff"] < 1e-3
             # The first step with tokens of an earlier version compares them. Whether the next one does depends on how

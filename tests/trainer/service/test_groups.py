@@ -261,7 +261,7 @@ async def test_rewards_of_groups_discarded_during_a_step_count_in_the_next_one(t
     learner.discarded.append(DiscardedGroup([1.0, 1.0], equal=True))
     pending = learner.train_step(batch)
     learner.discarded.append(DiscardedGroup([0.25, 0.25], equal=True))  # while the step's event goes to the log
-    learner.commit(pending)
+    learner.make_current(pending)
     after = learner.train_step(batch).manifest.event.metrics
     before = pending.manifest.event.metrics
     assert (before["reward_mean_all"], before["no_variance_share"]) == (0.75, 0.5)
