@@ -97,8 +97,9 @@ class Attempts:
         return state
 
     async def read(self, progress: Progress) -> Progress:
-        """Read into `progress`, in which all attempts are missing, what the gateway has of them. Raises `ValueError` if
-        they were begun with another model, or in a group of another size."""
+        """Read into `progress`, in which all attempts are missing, what the gateway has of them. Those that
+        are still open have lost their process, and are completed without a result. Raises `ValueError` if they were
+        begun with another model, or in a group of another size."""
         size = progress.missing
         while progress.missing and progress.tries < self._tries:
             group = self.group(progress, progress.tries)

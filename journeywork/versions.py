@@ -33,10 +33,12 @@ async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
     parsed = [parse_policy(policy) for policy in policies]
     served = {policy["model"]: str(policy["version"]) for policy in await client.policies()}
     if any(version or model not in served for model, version in parsed):
+        # `policies` tells neither old versions nor branches nor outside models: `models` does.
         known = await client.models()
         for model, version in parsed:
+            # An outside model (a provider's): a name that calls may use and that has no versions.
             if model not in served and not version and model in known and not _versions(model, known):
-                served[model] = ""  # an outside model
+                served[model] = ""
             if model not in served:
                 # A branch of the history (`support+stricter`), about which there are no decisions: its name stands for
                 # its newest version.

@@ -94,8 +94,9 @@ async def score_closed(
     *,
     over_budget: str = "",
 ) -> GroupScored | GroupDiscarded:
-    """Return the event that ends a closed group. `judge` is the judge configuration's hash; `compose` is `None` if only
-    agents' own rewards are used. `over_budget`: why the group is not to be scored; nobody is asked about it then.
+    """Return the event that ends a closed group, one to which no member is added any more. `judge` is the judge
+    configuration's hash; `compose` is `None` if only agents' own rewards are used. `over_budget`: why the group is not
+    to be scored; nobody is asked about it then.
 
     A group that no longer can be scored, or has too few rewards to compare, is discarded with the reason. A group of a
     requested batch is always scored, perhaps with masked members only: the trainer waits for every group of the batch,
@@ -119,6 +120,7 @@ async def score_closed(
         rewards = await with_hints_and_answers(rewards, scorable, group.signals, config, teach)
     if batch is None and len(rewards.final) < needed:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)
+        # "unscored": what `judge.rewards` asks for was not had. Without it, too few members have a reward of their own.
         return _discarded(group.key, events, "unscored" if config.rewards else "too_small", why)
     return GroupScored(
         **group.key._asdict(),

@@ -147,14 +147,15 @@ class Retention:
             await anyio.sleep(self._settings.every_s)
 
     async def run_once(self) -> None:
-        """Retire and remove the versions of every model that nothing needs."""
+        """One round: retire and remove the versions of every model that nothing needs, and old training states."""
+        # After a reconnect the log may lack its end: what was read of it is read again.
         reconnects = self._broker.client.stats["reconnects"]
         if reconnects != self._reconnects:
             self._reset()
             self._reconnects = reconnects
         await self._read_new_events()
         for name, learner in self._learners.items():
-            if self._settings.adapters:
+            if self._settings.adapters:  # 0: all adapters stay
                 await self._retire_and_remove(name, learner)
             await self._remove_states(self._models[name])
 

@@ -71,7 +71,8 @@ async def take_over(version: str, args: argparse.Namespace, up: Installation) ->
     run_dir, began, played = up.run_dir, time.time(), 0
     async with AsyncJourneywork(await up.ready()) as client:
 
-        async def sort(count: int) -> None:
+        async def sort_messages(count: int) -> None:
+            """Have agents sort the next `count` messages of the inbox; their calls name the master."""
             nonlocal played
             numbers = range(FROM + played, FROM + played + count)
             played += count
@@ -80,7 +81,7 @@ async def take_over(version: str, args: argparse.Namespace, up: Installation) ->
             await client.gather(MASTER, messages, Sorter().rollout(training=False), group_size=1, **options)
 
         say(f"the master sorts {SHADOWED} messages, and {version} unseen beside it")
-        await sort(SHADOWED)
+        await sort_messages(SHADOWED)
         shadows = await _read(run_dir, SHADOWS, lambda row: row["n"] >= SHADOWED and not row["unjudged"])
         if not shadows["n"]:
             raise ExampleError(f"{version} answered no shadow call within {_SETTLE_S:g} s: see the gateway's log")
@@ -106,10 +107,10 @@ async def take_over(version: str, args: argparse.Namespace, up: Installation) ->
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(look, tasks.cancel_scope)
                 while True:
-                    await sort(ROUND)
+                    await sort_messages(ROUND)
         decided = time.time()
         say(f"the agents sort {AFTER} messages more")
-        await sort(AFTER)
+        await sort_messages(AFTER)
         work = await _read(run_dir, WORK.format(since=decided), lambda row: row["runs"] >= AFTER)
     over_time = [
         {"s": round(row["s"] - began, 1), "share": row["share"], "usd_per_task": row["usd"]}

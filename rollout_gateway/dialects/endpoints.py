@@ -192,14 +192,15 @@ def check_values(fields: Fields) -> None:
         _usage_decoder.decode(fields["usage"])
 
 
-def _read_message(raw: Raw, reply: Raw | None) -> Raw:
-    """Check the message of a choice, and give each of its tool calls an id. Raises one of `MALFORMED`."""
+def _read_message(raw: Raw, reply_id: Raw | None) -> Raw:
+    """Check the message of a choice, and give an id to each of its tool calls to which the server gave none, made of
+    the reply's id and the call's position. Raises one of `MALFORMED`."""
     message = _value_decoder.decode(raw)
     calls = msgspec.convert(message, _Message).tool_calls or ()
     if all(call.id for call in calls):
         return raw
     for position, call in enumerate(message["tool_calls"]):
-        call["id"] = call.get("id") or new_call_id(reply, position)
+        call["id"] = call.get("id") or new_call_id(reply_id, position)
     return Raw(_encode(message))
 
 

@@ -131,7 +131,8 @@ class OutsideAnswer:
         return True
 
     def _chat_chunk(self, chunk: Document) -> bool:
-        """Read a chunk of a chat completion. Returns as `take`."""
+        """Merge a chunk of a chat completion into `native`, whose `choices` are by index meanwhile. Returns as
+        `take`."""
         choices, usage = chunk.pop("choices", None) or [], chunk.pop("usage", None)
         self.native = {**chunk, **self.native}
         if usage:
@@ -143,6 +144,7 @@ class OutsideAnswer:
             said["finish_reason"] = choice.get("finish_reason") or said.get("finish_reason")
         finished = sum(bool(said["finish_reason"]) for said in told.values())
         self.finishing = self.finishing or finished >= self._call.choices
+        # False for the chunk with the usage alone, which only the gateway asked for.
         return bool(choices or not usage or not self._asks_usage)
 
     def _messages_event(self, event: Document) -> None:

@@ -19,9 +19,11 @@ log = get_logger("rollout_gateway.sampler")
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` for settings with which `serve` would not start. Opens and writes nothing."""
+    """Raise `ConfigError` for settings with which `serve` would not start. Reads the server's key, and connects to
+    nothing."""
     if not config.vllm.urls:
         raise ConfigError("vllm.urls is empty: list the inference servers on this sampler agent's machine")
+    # Both raise it.
     Trust(config.signing)
     api_key(config)
 

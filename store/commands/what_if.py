@@ -174,6 +174,7 @@ async def _publish(config: Config, event: WhatIfAnswered) -> None:
 
 def _variant(question: Question, plan: Plan, published: Sequence[CheckpointPublished]) -> Variant:
     """The variant as it was trained. Raises `WhatIfError` if it has no version."""
+    # A checkpoint without groups is no step of training: it is the version that the branch began with.
     trained = [c for c in published if c.branch == plan.branch and c.groups]
     if not trained:
         raise WhatIfError(

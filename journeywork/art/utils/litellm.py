@@ -16,6 +16,7 @@ def convert_litellm_choice_to_openai(litellm_choice: Any) -> Choice:
     """Return a choice of `litellm.completion` as OpenAI's client returns it, with the reference to its recorded
     call."""
     fields: dict[str, Any] = litellm_choice.model_dump()
+    # Where litellm puts fields that OpenAI's choices do not have, such as the reference.
     extra = fields.pop("provider_specific_fields", None) or {}
     message = fields.get("message") or {}
     message.pop("provider_specific_fields", None)
