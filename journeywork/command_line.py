@@ -78,7 +78,7 @@ def gateway_of(url: str = "", run_dir: str = "") -> str:
             raise ValueError(
                 "no gateway is named: give --url or --run-dir, set JOURNEYWORK_URL, or start `journeywork up`"
             )
-        state = next((path for path in states if not _is_stopped(_read_state(path))), states[0])
+        state = next((path for path in states if _may_run(path)), states[0])
     content = _read_state(state)
     if _is_stopped(content):
         # Another run may have its port now.
@@ -96,6 +96,14 @@ def _read_state(state: Path) -> dict[str, Any]:
         return dict(json.loads(state.read_text("utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(f"{state} names no gateway: {error}") from error
+
+
+def _may_run(state: Path) -> bool:
+    """Whether the gateway of a run was not stopped, as far as its file can be read."""
+    try:
+        return not _is_stopped(_read_state(state))
+    except ValueError:  # another user's run, or what a power cut left of the file
+        return False
 
 
 def _is_stopped(state: dict[str, Any]) -> bool:

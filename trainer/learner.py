@@ -200,7 +200,8 @@ class Learner:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None) -> PendingStep:
-        """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `commit` makes the step current.
+        """Compute one optimizer step over `batch` and write its checkpoint. Blocks. `make_current` makes the step the
+        current one.
 
         The groups have their sequences, with stale tokens as context. `request` may hold settings for this step.
         Raises `UntrainableError` if the batch can't be trained, or if the process died `MAX_ATTEMPTS` times while it
@@ -276,7 +277,7 @@ class Learner:
         self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None
     ) -> dict[GroupWithHistory, str]:
         """Find out which groups made a batch untrainable: compute a step over each alone and abandon it. Returns those
-        that fail alone, with the reason; none where the request's settings fail with any group. Blocks."""
+        that fail alone, with the reason; none where `settings_for` refuses the request's settings. Blocks."""
         try:
             settings = self.settings_for(request)
         except UntrainableError:

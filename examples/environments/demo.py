@@ -44,11 +44,11 @@ EXAMPLES = 64
 """Right conversations of the warm start, with `--small`: SmolLM2 solves nothing before."""
 
 
-def small(recipe: Recipe, base: Path) -> Recipe:
-    """Return the recipe as two cores can play it, with the model in the folder `base`."""
+def small(recipe: Recipe, base: str) -> Recipe:
+    """Return the recipe as two cores can play it, with the model `base`."""
     return dataclasses.replace(
         recipe,
-        base=str(base.absolute()),
+        base=base,
         steps=min(recipe.steps, 8),
         groups_per_step=4,
         group_size=8,
@@ -124,10 +124,10 @@ def main(argv: list[str] | None = None) -> None:
     add_flags(parser)
     args = parser.parse_args(argv)
     recipe = RECIPES[args.name]
-    if args.base:
-        recipe = dataclasses.replace(recipe, base=args.base)
     if args.small:
-        recipe = small(recipe, Path(args.base) if args.base else packaged.make())
+        recipe = small(recipe, args.base or str(packaged.make().absolute()))
+    elif args.base:
+        recipe = dataclasses.replace(recipe, base=args.base)
     if args.dataset:
         recipe = dataclasses.replace(recipe, taskset=recipe.taskset | {"dataset_name": args.dataset})
     run_dir: Path = args.run_dir.absolute()

@@ -258,8 +258,8 @@ def _rights_to_consume(user: User) -> list[str]:
 
 
 def _rights_to_fleet(user: User) -> list[str]:
-    """Keys of the bucket `FLEET`: a user's own records (`keeps`), which others follow, and how often a message ended the
-    process that handled it (`pipeline.log.deaths`)."""
+    """Keys of the bucket `FLEET`: a user's own records (`keeps`), which others follow, and how often a message ended
+    the process that handled it (`pipeline.log.deaths`)."""
     # The consumers of branches have names that are made later: "*", which `deaths_key` puts under `deaths.branch`.
     counted = [f"{streams.deaths_key(name)}.>" for name in (*user.consumes, *("*" for _ in user.branches))]
     publish = [streams.key_subject(streams.FLEET.name, keys) for keys in (*counted, *user.keeps)]

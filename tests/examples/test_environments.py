@@ -15,7 +15,7 @@ from pipeline.config import load
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_a_recipe_is_a_valid_installation(name: str, on_gpu: bool, tmp_path: Path) -> None:
-    recipe = RECIPES[name] if on_gpu else small(RECIPES[name], tmp_path)
+    recipe = RECIPES[name] if on_gpu else small(RECIPES[name], str(tmp_path))
     settings = settings_of(name, recipe, on_gpu=on_gpu)
     config = load(SETTINGS, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     (model,) = config.models

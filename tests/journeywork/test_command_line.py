@@ -63,6 +63,9 @@ def test_the_gateway_of_the_newest_run_that_was_not_stopped_is_meant(
         file.write_text(json.dumps({"services": services, "urls": {"gateway": f"http://{name}:1"}}))
         os.utime(file, (at, at))
     assert gateway_of() == "http://running:1"
+    (tmp_path / "runs" / "damaged").mkdir()
+    (tmp_path / "runs" / "damaged" / "state.json").write_text("{")
+    assert gateway_of() == "http://running:1"
     monkeypatch.setenv("JOURNEYWORK_URL", "http://set:1")
     assert gateway_of() == "http://set:1"
     assert gateway_of(run_dir="runs/before") == "http://before:1"

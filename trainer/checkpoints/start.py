@@ -66,16 +66,27 @@ def read_start(start: str, config: Config) -> Start:
 def read_version(config: Config, model: str, step: int) -> Start:
     """Read a version of the project and branch of the settings from their own lake. Blocks.
 
-    Raises `CheckpointError` if the lake does not hold it whole, or no trainer that is trusted signed it."""
+    Raises `CheckpointError` if the lake does not hold it whole, or no trainer that is trusted signed it as this one."""
     own = config.store.dir if config.store.dir.startswith(S3) else str(config.path(config.store.dir))
     files, root = _open(own, config)
-    folder = f"{root}/{checkpoint_folder(config.project, config.trainer.branch, model, step)}"
+    wanted = config.project, config.trainer.branch, model, step
+    folder = f"{root}/{checkpoint_folder(*wanted)}"
     try:
         found = _version(files, folder, folder)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"step {step} of {model} is neither on disk nor in the lake {root}: check --step and --model, and whether "
+            "the store keeps versions (store.checkpoints)"
+        ) from error
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"step {step} is not on disk, and can't be read from the lake: {error}") from error
-    if found.event is not None and (objection := Trust(config.signing).objection(found.event)):
+    event = found.event
+    assert event is not None, "a version has its event"
+    if objection := Trust(config.signing).objection(event):
         raise CheckpointError(objection)
+    # The signature is of what the event says; the folder's name is nobody's.
+    if (event.project, event.branch, event.model, event.step) != wanted:
+        raise CheckpointError(f"{folder} holds {event.version} of branch {event.branch} of project {event.project}")
     return found
 
 

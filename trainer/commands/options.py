@@ -18,13 +18,12 @@ def add_installation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="settings, TOML")
     parser.add_argument("--run-dir", help="run directory; its config.toml is read unless --config is given")
     add_overrides(parser)
-    parser.add_argument("--nats-url", help="URL of the log")
 
 
 def settings_of(args: argparse.Namespace) -> Config:
     """Return the settings of the installation that the arguments name; the newest if they name none. Raises
     `ConfigError`."""
-    return installation_settings(args.run_dir, args.config, args.overrides, args.nats_url)
+    return installation_settings(args.run_dir, args.config, args.overrides, getattr(args, "nats_url", None))
 
 
 def running(name: str) -> AbstractContextManager[None]:

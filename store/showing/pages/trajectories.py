@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
-from pipeline.config import Config, TrainerConfig
+from pipeline.config import Config, ConfigError, TrainerConfig
 from store.showing.pages import chat
 from store.showing.pages.errors import PageError
 from store.showing.pages.history import History, Row
@@ -176,6 +176,7 @@ def _show_calls(history: History, run: Row, calls: list[Row], decode: Decode) ->
     """Replace what is recorded of the calls of a run by what a page shows: new messages, tools, the reply, tokens."""
     before: list[Any] = []
     replied: Row | None = None
+    mask_truncated = _trainer_of(history.config, run["model"]).loss.mask_truncated
     for call in calls:
         sent = chat.request_messages(call["request"])
         call["messages"] = [chat.shown_message(message) for message in chat.new_messages(before, sent)]
@@ -186,26 +187,30 @@ def _show_calls(history: History, run: Row, calls: list[Row], decode: Decode) ->
         began, opened = call["started_at"], run["opened_at"]
         call["after_s"] = (began - opened).total_seconds() if began and opened else None
         call["reply"] = chat.shown_reply(call["response"], call["choice"])
-        call["untrained"] = _untrained(history, call)
+        call["untrained"] = _untrained(history, call, mask_truncated=mask_truncated)
         call["tokens"] = _tokens(call, decode)
         before, replied = sent, call["reply"]
         del call["request"], call["response"], call["sampled_ids"], call["logprobs"], call["forced"]
 
 
-def _untrained(history: History, call: Row) -> Untrained:
+def _untrained(history: History, call: Row, *, mask_truncated: bool) -> Untrained:
     """Why no token of a call is trained; empty if its unforced tokens are."""
     return untrained_reason(
         status=call["status"],
         side_call=call["side_call"],
         finish_reason=call["finish_reason"],
         sampling=sampling_of((call["request"] or "").encode(), _sampling_defaults(history, call["model"])),
-        mask_truncated=_trainer_of(history.config, call["model"]).loss.mask_truncated,
+        mask_truncated=mask_truncated,
     )
 
 
 def _trainer_of(config: Config, model: str) -> TrainerConfig:
-    """The trainer's settings of a model; the shared ones for a model that is no longer in the settings."""
-    return next((config.trainer_of(known) for known in config.models if known.name == model), config.trainer)
+    """The trainer's settings of a model; the shared ones for a model that is no longer in the settings, or whose table
+    holds what this version does not know."""
+    try:
+        return config.trainer_of(config.model(model))
+    except ConfigError:
+        return config.trainer
 
 
 def _sampling_defaults(history: History, model: str) -> Defaults:

@@ -16,6 +16,7 @@ from pipeline import config as configuration
 from pipeline.config import LoraConfig, NatsConfig, TrainerConfig
 from pipeline.log.broker import Broker
 from pipeline.statistics.intervals import Sample
+from pipeline.versions.lake_files import checkpoint_folder
 from store.lake.lake import open_lake
 from store.lake.versions import Versions
 from tests.conftest import VllmServer
@@ -84,12 +85,19 @@ async def test_a_pruned_step_comes_from_the_lake(
     with pytest.raises(SystemExit) as pruned:
         export.main(args)
     assert pruned.value.code == 1
-    assert "step 1 is not on disk, and can't be read from the lake" in capsys.readouterr().err
+    assert "step 1 of tiny is neither on disk nor in the lake" in capsys.readouterr().err
     config = configuration.load(run_dir / "config.toml")
     (first, *_) = await kit.checkpoints(broker)
     await Versions(broker, open_lake(config).storage, "adapters").copy(first)
     export.main(args)
     assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_size > 0
+    # Whoever can write to the lake must not give one version another's name.
+    lake = config.path(config.store.dir)
+    own, other = (lake / checkpoint_folder(config.project, "main", kit.MODEL, step) for step in (1, 2))
+    shutil.copytree(own, other)
+    with pytest.raises(SystemExit):
+        export.main([str(tmp_path / "other"), "--run-dir", str(run_dir), "--step", "2"])
+    assert "holds tiny@1 of branch main" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("step", ["0", "newest", "-1", "²", "1" * 5000], ids=lambda step: step[:8])

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 from starlette.testclient import TestClient
 
-from pipeline.config import Config
+from pipeline.config import Config, ModelConfig
 from pipeline.events import Event, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened, pack_mask, pack_seqs
 from store.showing.dashboard.gateway import Gateway
 from store.showing.dashboard.server import _SINGLE
@@ -218,6 +218,14 @@ def test_a_token_is_trained_by_the_trainer_s_rule(
     call = open_dashboard().get("/trajectory/one.json").json()["calls"][0]
     assert [token["trained"] for token in call["tokens"]] == trained
     assert bool(call["untrained"]) == (trained == [False, False])
+
+
+def test_the_trainers_settings_are_those_of_the_runs_model() -> None:
+    """A saved file may hold what this version does not know: its runs still have a page."""
+    masks = ModelConfig(name="m", trainer={"loss": {"mask_truncated": True}})
+    config = Config(models=(masks, ModelConfig(name="old", trainer={"gone": 1})))
+    found = [reading._trainer_of(config, model).loss.mask_truncated for model in ("m", "old", "unknown")]
+    assert found == [True, False, False]
 
 
 def test_groups_of_several_models_with_one_name_have_a_page_each(open_dashboard: Open, run_dir: Path) -> None:
