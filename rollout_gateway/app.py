@@ -146,6 +146,7 @@ class App:
     async def __call__(self, request: Request) -> None:
         """Answer a request whose head has come. Model calls are counted with their status, refused ones too."""
         started, status, path = time.perf_counter(), 500, _split_path(request)[1]
+        duration_s: float | None = None
         try:
             admitted = self._admit(request)
             if admitted.route is not None:
@@ -157,10 +158,12 @@ class App:
         except (ApiError, BrokerError, InvalidNameError) as error:
             refusal = _as_api_error(error)
             status = refusal.status
+            duration_s = time.perf_counter() - started  # a refused client may send its body for seconds yet
             await _answer_with_error(request, path, refusal)
         finally:
             if path in _MODEL_CALLS:
-                self._gateway.metrics.count_call(path, status, time.perf_counter() - started)
+                duration_s = time.perf_counter() - started if duration_s is None else duration_s
+                self._gateway.metrics.count_call(path, status, duration_s)
 
     # -- control -------------------------------------------------------------------------------------------------
 

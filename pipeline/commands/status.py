@@ -42,7 +42,8 @@ from pipeline.terminal.printing import with_code
 
 _NEWEST = (256, 1024, 4096)
 """Messages at the end of GROUPS that are read, the next number where the ones before hold no training group."""
-_STORE_S = 120
+_STORE_S = 20
+"""Time in which the store has to answer: what the processes and the log say must not wait for it."""
 
 
 def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:

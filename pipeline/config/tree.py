@@ -87,7 +87,7 @@ class Config(Section, frozen=True, kw_only=True):
         share."""
         if shared := _SHARED & set(model.trainer):
             name = min(shared)
-            raise ConfigError(f"models: trainer of {model.name}: all models have one {name}; set trainer.{name}")
+            raise ConfigError(f"models: trainer of {model.name}: `{name}` is shared by all models: set trainer.{name}")
         values = merged(msgspec.to_builtins(self.trainer), model.trainer)
         if values["engine"] == "unsloth" and not values["unsloth"]["max_seq_length"]:
             values = merged(values, {"unsloth": {"max_seq_length": self.vllm.max_model_len}})

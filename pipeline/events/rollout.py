@@ -141,8 +141,9 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """1 where a grammar constrained the choice; such tokens are never trained. Empty: no token was constrained."""
     finish_reason: str = ""
     status: Literal["complete", "cancelled", "failed", "unsure"] = "complete"
-    """`cancelled`: the client went away; `failed`: the upstream broke off. The tokens sampled until then are
-    recorded. `unsure`: the apprentice's answer was not shown, because its mean logprob is too low."""
+    """`cancelled`: the client went away; `failed`: the upstream broke off, or its answer can't be read. The tokens
+    that were read until then are recorded. `unsure`: the apprentice's answer was not shown, because its mean logprob is
+    too low."""
     side_call: bool = False
     """A call that is no part of the task (a title, a summary): recorded, not trained."""
     role: str = ""

@@ -185,6 +185,8 @@ class Registry:
 
     async def _load(self, trajectory: str) -> Trajectory:
         """Read an open trajectory and its calls from the log. Raises as `find`."""
+        if known := self._known.get(trajectory):  # it was opened since `find` looked
+            return known
         run = await self.find_to_read(trajectory)
         if await self.log.completion(run.opened) is not None:  # before the calls are read: they may be many
             raise already_completed(trajectory, "it takes no further calls")

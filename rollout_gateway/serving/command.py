@@ -34,6 +34,7 @@ from pipeline.terminal.printing import visible
 
 _DONE = {
     "promote": "promoted",
+    "pin": "pinned",  # of logs from before 0.2
     "rollback": "the decision after it was taken back",
     "split": "split",
     "follow": "follows the newest",

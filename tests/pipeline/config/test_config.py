@@ -40,8 +40,11 @@ from tests.kits.settings import with_values
             "models: trainer of policy: settings: trainer.optimizer.learning_rate: expected",
         ),
         ("models.0.trainer.memory.sharded=true", "trainer.memory.sharded: set trainer.processes"),
-        ("models.0.trainer.branch=x", "trainer of policy: all models have one branch; set trainer.branch"),
-        ("models.0.trainer.processes=2", "trainer of policy: all models have one processes; set trainer.processes"),
+        ("models.0.trainer.branch=x", "trainer of policy: `branch` is shared by all models: set trainer.branch"),
+        (
+            "models.0.trainer.processes=2",
+            "trainer of policy: `processes` is shared by all models: set trainer.processes",
+        ),
         ("trainer.optimizer.betas=[0.9, 1.0]", "settings: trainer.optimizer.betas.1: expected `float` < 1.0"),
         ("trainer.optimizer.schedule=linear", "trainer.optimizer.schedule: `linear` falls to 0 at trainer.max_steps"),
         ("trainer.branch=../x", "trainer.branch: '../x' can't be a name"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
+from msgspec import structs
 
 from pipeline.events import PolicyPromoted
 from pipeline.log.broker import Broker
@@ -52,6 +54,12 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
     assert [e.action for e in events] == ["promote", "rollback", "split", "promote", "rollback", "promote", "follow"]
     assert events[0].reason == "better on held-out tasks"
     assert policy("list") == followed
+    # A decision of a log from before 0.2, whose word is not sent any more.
+    await broker.publish(structs.replace(events[0], action="pin", request="old", reason="better"))
+    with anyio.fail_after(30):
+        while "pinned by me" not in (listed := policy("list")):
+            await anyio.sleep(0.05)
+    assert listed.startswith("tictactoe: tictactoe@1\n")
 
 
 def test_what_cannot_be_done_is_told(
