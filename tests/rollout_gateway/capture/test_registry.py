@@ -101,3 +101,11 @@ async def test_the_openings_of_a_keys_runs_take_bounded_memory(broker: Broker) -
     for run in [*registry._known.values()]:
         await registry.complete(run.id, Completion())
     assert not +registry._bytes
+
+
+async def test_a_run_that_was_opened_while_it_was_looked_up_is_in_memory_once(broker: Broker) -> None:
+    registry = registry_of(broker)
+    found = await registry.open(opened("t"), "")
+    held = dict(registry._bytes)
+    assert await registry._load("t") is found
+    assert registry._bytes == held
