@@ -37,7 +37,8 @@ DISCOUNT = 0.5
 def talk(gateway: GatewayProcess, said: tuple[str, ...], api: str) -> None:
     """A chat by one of three APIs: the whole conversation with each call, and no word about runs or rewards."""
     messages = list[Any]()
-    ask: Any = {"model": "tictactoe", "messages": messages, "max_tokens": 4}
+    more: Any = {"model": "tictactoe", "extra_body": {"ignore_eos": True}}  # no answer is empty
+    ask: Any = {**more, "messages": messages, "max_tokens": 4}
     openai, claude = gateway.client(), closed_after_test(Anthropic(base_url=gateway.url, api_key="none"))
     for text in said:
         messages.append({"role": "user", "content": text})
@@ -45,7 +46,7 @@ def talk(gateway: GatewayProcess, said: tuple[str, ...], api: str) -> None:
             case "chat":
                 reply: Any = openai.chat.completions.create(**ask).choices[0].message.content
             case "responses":
-                reply = openai.responses.create(model="tictactoe", input=messages, max_output_tokens=4).output_text
+                reply = openai.responses.create(**more, input=messages, max_output_tokens=4).output_text
             case "messages":
                 reply = claude.messages.create(**ask).content
         messages.append({"role": "assistant", "content": reply or ""})
