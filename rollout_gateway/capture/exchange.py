@@ -1,7 +1,7 @@
 """One model call on its way: its caller, its request, its answer, and the events that record it.
 
-`app` makes the `Caller` from the request's headers. `handler` makes an `Exchange` of the call, fills it while the call
-is dispatched and answered, and records it. `outside.relay` extends it for providers' models."""
+`model_calls` makes the `Caller` from the request's headers. `handler` makes an `Exchange` of the call, fills it while
+the call is dispatched and answered, and records it. `outside.relay` extends it for providers' models."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Call:
     """How many choices the reply will have."""
     held: bool = False
     """Whether the inference server is asked for the whole answer although the client streams: it is not shown if the
-    model was unsure (`rollout_gateway.app`, calls of an apprentice)."""
+    model was unsure (`rollout_gateway.model_calls`, calls of an apprentice)."""
     referenced_in: str = ""
     """The trajectory that records the call, if each choice of the reply is to name its exchange; else empty."""
 

@@ -1,9 +1,9 @@
 """A promoted prompt in place of the system prompt that an agent sends, in the body of a call of any dialect.
 
 An operator's decision can give a model name a prompt of its own (`journeywork policy promote --prompt`).
-`rollout_gateway.app` puts it into the body before anything else reads it: a call is read, recorded and sent with the
-new prompt, as if its agent had sent it: what the model saw is what the log has. Nothing changes unless the agent's
-prompt is exactly the one that the decision names."""
+`rollout_gateway.model_calls` puts it into the body before anything else reads it: a call is read, recorded and sent
+with the new prompt, as if its agent had sent it: what the model saw is what the log has. Nothing changes unless the
+agent's prompt is exactly the one that the decision names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What the translations of other APIs into chat completions share: `messages` is Anthropic's, `responses` OpenAI's.
 
 vLLM serves these APIs too, but returns no token ids there. Translated into chat completions, their calls are captured
-like any other. `rollout_gateway.app` makes a `Translation` of a body, has its `call` answered as a chat completion, and
-gives the client what `answer`, or `TranslatedSink` for a stream, makes of it. An answer of these APIs is a list of
-blocks (reasoning, text, tool calls); the place of a block is its index in that list."""
+like any other. `rollout_gateway.model_calls` makes a `Translation` of a body, has its `call` answered as a chat
+completion, and gives the client what `answer`, or `TranslatedSink` for a stream, makes of it. An answer of these APIs
+is a list of blocks (reasoning, text, tool calls); the place of a block is its index in that list."""
 
 from __future__ import annotations
 

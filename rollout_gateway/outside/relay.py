@@ -1,10 +1,10 @@
 """Passes calls of outside models on, and records them.
 
 An outside model is a provider's model behind the gateway, which agents name in `model`; each of its providers is a
-table of `[[outside]]` in the settings. `rollout_gateway.app` gives the calls of such models to `Relay.answer`. If the
-model has an apprentice, a policy that learns to replace it, some runs are answered by that and by the provider only
-where it does not answer. An agent gets what its provider said, byte for byte. Only the end of an answer waits for the
-record, as with a policy's answer. What breaks off at the provider breaks off for the agent too."""
+table of `[[outside]]` in the settings. `rollout_gateway.model_calls` gives the calls of such models to `Relay.answer`.
+If the model has an apprentice, a policy that learns to replace it, some runs are answered by that and by the provider
+only where it does not answer. An agent gets what its provider said, byte for byte. Only the end of an answer waits for
+the record, as with a policy's answer. What breaks off at the provider breaks off for the agent too."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ import msgspec
 import openai
 import pytest
 
-from rollout_gateway.app import _READERS as READERS
-from rollout_gateway.app import _TRANSLATIONS as TRANSLATIONS
 from rollout_gateway.dialects import permitted
 from rollout_gateway.dialects.calls import Fields
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.errors import ApiError
+from rollout_gateway.model_calls import _READERS as READERS
+from rollout_gateway.model_calls import _TRANSLATIONS as TRANSLATIONS
 from tests.rollout_gateway.access.test_access import LET_IN
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.kit import ASK

@@ -15,12 +15,13 @@ import openai
 import pytest
 
 from pipeline.log.broker import Broker
-from rollout_gateway.app import _READERS, App
+from rollout_gateway.access.api_keys import Access
 from rollout_gateway.capture.exchange import Caller as CallOf
 from rollout_gateway.dialects.calls import CHAT, Call
 from rollout_gateway.dialects.endpoints import read_chat
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.http.request import Request
+from rollout_gateway.model_calls import _READERS, ModelCalls, ModelRequest
 from rollout_gateway.outside.relay import NotAnsweredError
 from tests.conftest import VllmServer
 from tests.rollout_gateway.access.test_access import LET_IN, Caller
@@ -189,15 +190,16 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
         return read_chat(body)
 
     monkeypatch.setitem(_READERS, CHAT, read)
-    monkeypatch.setattr(App, "_plain_call", AsyncMock(side_effect=ApiError(400, "", "refused by the server")))
+    monkeypatch.setattr(ModelCalls, "_plain_call", AsyncMock(side_effect=ApiError(400, "", "refused by the server")))
     gateway = Mock()
     gateway.relay.read.return_value = None  # no outside model
-    app = App(gateway)
+    calls = ModelCalls(gateway)
     for size in (10, 1 << 20):
         request = Request(Mock(), "POST", CHAT, {}, "1.1")
         request.body = json.dumps({"model": "m", "messages": [], "user": "x" * size}).encode()
-        await app._read_call(request, CHAT)
+        asked = ModelRequest(request, Access(), CHAT, None)
+        await calls._read_call(asked)
         # The same body again, for an apprentice.
         with pytest.raises(NotAnsweredError, match="refused by the server"):
-            await app._ask_apprentice(request, Mock(path=CHAT), MagicMock(), CallOf(Mock()))
+            await calls._ask_apprentice(asked, MagicMock(), CallOf(Mock()))
     assert threads == [True, True, False, False]
