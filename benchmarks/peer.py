@@ -72,7 +72,8 @@ def reward(completions: list[Any], number: list[int], seed: list[int], **_: Any)
 def train(run_dir: Path, seconds: float) -> dict[str, Any]:
     """Train with TRL from the warm start of a demo that has ended. Returns both sides' times and scores."""
     report = json.loads((run_dir / "report.json").read_text())
-    settings = tomllib.loads(SETTINGS.read_text())["trainer"]["optimizer"]
+    trainer_settings = tomllib.loads(SETTINGS.read_text())["trainer"]
+    settings = trainer_settings["optimizer"]
     base, seed = packaged.make(), report["seed"]
     dtype = torch.bfloat16 if fast_bfloat16() else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
@@ -113,6 +114,7 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
             max_completion_length=MAX_TOKENS,
             temperature=1.0,
             beta=0.0,
+            entropy_coef=trainer_settings["loss"]["entropy_coef"],
             scale_rewards="none",
             learning_rate=settings["learning_rate"],
             lr_scheduler_type="constant_with_warmup",

@@ -155,6 +155,7 @@ class Judge:
         deliveries a group has. It only decides how many are taken at once."""
         while True:
             while (free := self._free_places()) <= 0:
+                # Looked at again after a while: a group that pauses frees its place without setting the event.
                 with anyio.move_on_after(_WAIT_S):
                     await self._scoring_ended.wait()
             await handle(await messages.batch(min(free * per_group, _BATCH), _WAIT_S))

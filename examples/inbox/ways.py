@@ -135,7 +135,8 @@ def _job_settings(keys: dict[str, str], delay_s: float) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Process]:
-    """Yield the program that tells results late; it ends with the block."""
+    """Yield the desk: the program that reads each answer from its standard input and reports the result to the gateway
+    after the delay (`examples.common.late_results`). It ends with the block."""
     command = [sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(delay_s)]
     environment = {**os.environ, "JOURNEYWORK_API_KEY": key}
     async with await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as process:

@@ -204,7 +204,8 @@ def check(config: Config, *, whole: bool = True) -> None:
 
 
 def _check_judge(config: Config) -> None:
-    """Refuse rewards, a teacher and a healing that lack what they need."""
+    """Refuse rewards, a teacher (`[teacher]`) and a healing (`[judge.healing]`: an outside model answers calls of runs
+    that scored low anew) that lack what they need, and group sizes and waits that contradict each other."""
     if healer := config.judge.healing.outside:
         if not any(table.name == healer and table.dialect == "chat" for table in config.outside):
             raise ConfigError(f"judge.healing.outside: `outside` has no model {healer!r} of the dialect chat")

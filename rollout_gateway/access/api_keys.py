@@ -233,7 +233,8 @@ class ApiKeys:
                     log.error("cannot read the file of API keys: the keys stay as they were", error=logged)
 
     def _use(self, from_file: Iterable[KeyConfig]) -> None:
-        """Replace the keys by those of the settings and `from_file`. An unchanged rate keeps its count."""
+        """Replace the keys by those of the settings and `from_file`. A name whose rate is unchanged keeps the
+        calls that it has left."""
         now = time.monotonic()
         keys: dict[str, tuple[Access, float]] = {}
         accounts: dict[tuple[str, bool], _Account] = {}
