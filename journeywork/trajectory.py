@@ -154,8 +154,8 @@ class Trajectory:
     def result(self) -> CompleteOptions:
         """Return how the run went, as `complete` takes it. Numbers may be bools or NumPy scalars.
 
-        Raises `TypeError` or `ValueError` for a reward or metric that is no finite number, and for metadata that JSON
-        cannot hold."""
+        Raises `TypeError` or `ValueError` for a reward or metric that is no finite number, for an unknown outcome, and
+        for metadata that JSON cannot hold."""
         result = {name: getattr(self, name) for name in CompleteOptions.__annotations__}
         return checked_result(cast(CompleteOptions, result))
 

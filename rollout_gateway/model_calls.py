@@ -222,8 +222,10 @@ class ModelCalls:
     async def _continued_call(
         self, translation: Translation, call: Call, asked: ModelRequest, known: Caller | None
     ) -> Caller:
-        """Put the recorded answers that a call refers to into it, from the log. Return its caller."""
-        # Its messages are not complete yet. A trajectory that the call names otherwise says what it may refer to.
+        """Put the recorded answers that a call refers to into it, from the log. Return its caller: `known`, or the one
+        found by what the call names, or else by its messages once they are complete."""
+        # The trajectory that URL, headers, metadata or token name is found first: a call that is refused for it reads
+        # no recorded answer.
         caller = known or await self._caller(call, asked, detect=False)
         async with self._gateway.api_keys.reading(asked.request.owner) as read:
             exchanges = await self._gateway.registry.exchanges_of(translation.continued, asked.access, read)

@@ -136,7 +136,8 @@ def _check_names(config: Config) -> None:
 
 
 def _check_outside(config: Config, models: list[str]) -> None:
-    """Refuse outside models with the name of one in `models`, and apprentices that are none of these."""
+    """Refuse outside models (a provider's, each with one or several tables of `[[outside]]`) with the name of one in
+    `models`, and apprentices (the model that may take over an outside model's runs) that are none of these."""
     of_policies = {*models, *(model.base for model in config.models)}
     for name in (table.name for table in config.outside):
         if name in of_policies or any(name.startswith(branch_model(model, "")) for model in models):

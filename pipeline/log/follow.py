@@ -45,7 +45,8 @@ async def follow_events(
 ) -> AsyncGenerator[LogEntry[E], None]:
     """Yield events of the given classes, all of one stream, from `next_seq()` on: in order, each once, for ever.
 
-    `after` is the place of the last message that the caller read; with sequence 0, all since its time follow. A message
+    `after` is the place of the last message that the caller read; with sequence 0, all since its time follow. Without
+    it, `next_seq` is asked once, when the iteration begins. `keys` narrow the subjects (`subject_filter`). A message
     that cannot be decoded is skipped. Raises `LogShrankError` if the log lost the last message."""
     stream = stream_of(events[0])
     async with aclosing(follow_messages(reader, events, next_seq, after, **keys)) as messages:
