@@ -3,8 +3,8 @@ a forward and backward pass over each.
 
 A `Layout` says which tokens go through the model, which others each of them sees, and where the predictions for
 the trained tokens come out. The loss gets logprobs of shape [S, K], whatever the layout. In a padded layout each
-sequence is a row. With shared prefixes each group is a row, in which tokens that several of its sequences begin with
-stand once, as in a trie.
+sequence is a row. With shared prefixes a row holds a group, or several that begin alike, and tokens that several of its
+sequences begin with stand once, as in a trie.
 
 Shape letters: S sequences, K most trained tokens in one of them, R rows, L row length, N trained tokens of the
 layout, U distinct predictions of them.
@@ -298,11 +298,12 @@ _CAUSAL = 0.75
 """Share of a row's pairs that a causal kernel computes: half, and the waste of its blocks."""
 
 
-def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost) -> bool:
-    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, and needs masks."""
+def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost, joined: int = 0) -> bool:
+    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, and needs masks. `groups` and `joined`
+    as in `micro_batches`."""
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
-    for inside in by_group(groups):
+    for _, inside in _prefix_rows(sequences, groups, sys.maxsize, joined):
         tree = _tree([used_ids(sequences[s]) for s in inside])
         trees += tree.size * cost.per_token + attended_pairs(tree.ends.tolist()) * cost.per_pair
     return trees < 0.95 * rows
@@ -314,15 +315,17 @@ def micro_batches(
     budget: int,
     packing: Packing,
     together: int = sys.maxsize,
+    joined: int = 0,
 ) -> list[MicroBatch]:
     """The batch as passes of at most about `budget` tokens, padding included. A single sequence may exceed it.
 
-    `groups[s]` is the group of sequence s. Rows share a pass only within `together` tokens, if that is less."""
+    `groups[s]` is the group of sequence s. Rows share a pass only within `together` tokens, if that is less. Groups
+    that begin alike share a row of up to `joined` tokens."""
     together = min(together, budget)
     if packing == "prefix":
         # A row without branches needs no mask, unless it shares its pass with one that has them.
         rows: dict[bool, list[tuple[int, list[int]]]] = {False: [], True: []}
-        for size, inside in _group_pieces(sequences, groups, budget):
+        for size, inside in _prefix_rows(sequences, groups, budget, min(joined, together)):
             rows[size > max(len(used_ids(sequences[s])) for s in inside)].append((size, inside))
         return [
             _prefix_batch(sequences, of_pass) for kind in rows.values() for of_pass in _within_budget(kind, together)
@@ -345,27 +348,45 @@ def _within_budget(rows: Iterable[tuple[int, T]], budget: int) -> list[list[T]]:
     return passes
 
 
-def _group_pieces(
-    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int
+_LEAST_SHARED = 16
+"""Tokens that a group must have in common with the one before it to share its row: another part of a row has costs of
+its own."""
+
+
+def _prefix_rows(
+    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, joined: int
 ) -> list[tuple[int, list[int]]]:
     """The rows with shared prefixes: the tokens of each row's prefix tree, and the places of its sequences. A row is a
-    group, or a part of a group whose tree exceeds the budget."""
-    pieces: list[tuple[int, list[int]]] = []
-    for inside in by_group(groups):
-        # In sorted order, the pieces of a group that is cut still share most.
-        inside.sort(key=lambda s: sequences[s].ids.tolist())
+    group, a part of a group whose tree exceeds the budget, or several groups that begin alike, as all runs of an agent
+    do that has a system prompt."""
+
+    def ids(s: int) -> list[int]:
+        return list(sequences[s].ids.tolist())
+
+    def shared(s: int, row: list[int]) -> int:
+        return common_prefix(used_ids(sequences[s]), used_ids(sequences[row[-1]]))
+
+    rows: list[tuple[int, list[int]]] = []
+    # In sorted order, neighbours share most: groups, and the parts of a group that is cut.
+    members = [sorted(inside, key=ids) for inside in by_group(groups)]
+    for inside in sorted(members, key=lambda inside: ids(inside[0])):
         piece: list[int] = []
         size = 0
+        pieces = []
         for s in inside:
-            used = used_ids(sequences[s])
-            fresh = len(used) - (common_prefix(used, used_ids(sequences[piece[-1]])) if piece else 0)
+            fresh = len(used_ids(sequences[s])) - (shared(s, piece) if piece else 0)
             if piece and size + fresh > budget:
                 pieces.append((size, piece))
-                piece, size, fresh = [], 0, len(used)
+                piece, size, fresh = [], 0, len(used_ids(sequences[s]))
             piece.append(s)
             size += fresh
-        pieces.append((size, piece))
-    return pieces
+        for more, part in [*pieces, (size, piece)]:
+            common = shared(part[0], rows[-1][1]) if rows else 0
+            if common >= _LEAST_SHARED and rows[-1][0] + more - common <= joined:
+                rows[-1] = (rows[-1][0] + more - common, rows[-1][1] + part)
+            else:
+                rows.append((more, part))
+    return rows
 
 
 def _prefix_batch(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]]) -> MicroBatch:

@@ -169,19 +169,26 @@ class Passes:
             return "padded"  # the model itself gives positions to the tokens of an image, row by row
         if packing != "auto":
             return packing
-        return "prefix" if sharing_pays([e.sequence for e in examples], groups, self.cost) else "padded"
+        sequences = [e.sequence for e in examples]
+        return "prefix" if sharing_pays(sequences, groups, self.cost, self._limits(self.budget.tokens)[1]) else "padded"
+
+    def _limits(self, budget: int) -> tuple[int, int]:
+        """Tokens up to which rows share a pass, and up to which groups that begin alike share a row."""
+        together = _CPU_TOKENS if self.model.device.type == "cpu" else budget
+        # Eager attention computes all pairs of a row.
+        return together, 0 if self.model.forward.attention == "eager" else together
 
     def _own_batches(self, job: Job) -> list[MicroBatch]:
         """This process's passes of a job. All processes compute the same division."""
         sequences = [e.sequence for e in job.examples]
-        together = _CPU_TOKENS if self.model.device.type == "cpu" else job.budget
-        batches = micro_batches(sequences, job.groups, job.budget, job.packing, together)
+        limits = self._limits(job.budget)
+        batches = micro_batches(sequences, job.groups, job.budget, job.packing, *limits)
         if self._process_group is None:
             return batches
         if len(batches) < self.processes:
             size = sum(b.layout.ids_RL.numel() for b in batches)
             smaller = min(job.budget, max(-(-size // self.processes), _LEAST_BUDGET))
-            batches = micro_batches(sequences, job.groups, smaller, job.packing, together)
+            batches = micro_batches(sequences, job.groups, smaller, job.packing, *limits)
         return self._process_group.partition(batches, even=self.model.sharded)
 
     def _own_part(self, job: Job) -> Any:

@@ -131,6 +131,22 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(packing: str, 
         assert all(b.layout.ids_RL.numel() <= 40 for b in batches)
 
 
+def test_groups_that_begin_alike_share_a_row() -> None:
+    """Up to the limit, and only where they have enough in common: an agent's system prompt, not a first token."""
+    system = list(range(100, 120))
+
+    prompts = [[*system, 10], [1, 11], [*system, 12], [1, 13]]
+    sequences = [sequence([*p, 7, reply, 3], [len(p) + 1, len(p) + 2]) for p in prompts for reply in (4, 5)]
+
+    def shape(joined: int) -> tuple[int, ...]:
+        (batch,) = micro_batches(sequences, [0, 0, 1, 1, 2, 2, 3, 3], 10_000, "prefix", joined=joined)
+        assert sorted(batch.indices) == list(range(8))
+        return (batch.layout.tokens, *batch.layout.ids_RL.shape)
+
+    assert shape(27) == (24 + 24 + 5 + 5, 4, 24)
+    assert shape(28) == (28 + 5 + 5, 3, 28)
+
+
 @pytest.mark.parametrize("attention", ["dense", "by segments"])
 def test_gradients_do_not_depend_on_the_layout(tiny_base: str, monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
     """Also where every prefix tree, however small, is computed by segments."""
@@ -139,6 +155,7 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, monkeypatch: pyte
     sequences, groups = tree_of_conversations(3)
     advantages = np.random.default_rng(1).normal(size=len(sequences))
     batch = [Example(s, float(a)) for s, a in zip(sequences, advantages, strict=True)]
+    monkeypatch.setattr("trainer.batches.packing._LEAST_SHARED", 1)
     gradients = []
     for packing, budget in (("padded", 10_000), ("prefix", 10_000), ("prefix", 30), ("padded", 30)):
         config = TrainerConfig(
