@@ -18,6 +18,7 @@ import dataclasses
 import shutil
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ EXAMPLES_FROM = 100_000
 """Number of the first example. Training messages have smaller numbers."""
 VLLM_ARGS = tomllib.loads(SETTINGS.read_text())["vllm"]["args"]
 CONCURRENCY = 96
+BASE_MESSAGES = 84
+"""Held-out messages that the base model answers. It solves none, and its answers are the longest."""
+SECONDS, SECONDS_IN_FLOAT32 = 845, 2250
+"""When the steps end: the whole demo takes 15 minutes on two cores that multiply bfloat16."""
 LOOK_EVERY_S = 10.0
 SHOW_STEPS = 10
 """Steps between two looks at the answers to the same few held-out messages."""
@@ -67,8 +72,10 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "trainer.seed": args.seed,
     }
     if fast_bfloat16():
-        settings |= {"trainer.dtype": "bfloat16", "vllm.args": [*VLLM_ARGS, "--dtype", "bfloat16"]}
-    return settings
+        return settings | {"trainer.dtype": "bfloat16", "vllm.args": [*VLLM_ARGS, "--dtype", "bfloat16"]}
+    # In float32 a step computes longer than its answers take: the trainer has the inference server's core, too, where
+    # that waits.
+    return settings | {"trainer.threads": 2}
 
 
 def tuning(args: argparse.Namespace) -> tuple[str, ...]:
@@ -129,10 +136,12 @@ async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[Ev
     sorter, held_out = Sorter(), [message("held_out", number) for number in range(args.held_out)]
     async with AsyncJourneywork(await up.ready(), api_key=way.operator) as client:
 
-        async def evaluate(*versions: str, baseline: EntrantResult | None = None) -> EvaluationReport:
+        async def evaluate(
+            version: str, said: Sequence[Message] = held_out, baseline: EntrantResult | None = None
+        ) -> EvaluationReport:
             return await client.evaluate(
-                versions,
-                held_out,
+                [version],
+                said,
                 sorter.rollout(training=False),
                 concurrency=CONCURRENCY,
                 progress=False,
@@ -141,8 +150,9 @@ async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[Ev
                 baseline=baseline,
             )
 
-        report.say(f"base model and warm start answer {len(held_out)} held-out messages")
-        before = await evaluate(WARM, BASE)
+        report.say(f"the warm start answers {len(held_out)} held-out messages, the base model {BASE_MESSAGES} of them")
+        (warm,) = (await evaluate(WARM)).entrants
+        (base,) = (await evaluate(BASE, held_out[:BASE_MESSAGES])).entrants
         report.show_answers(sorter, [BASE, WARM])
         began = time.monotonic()
         step = await train(way, client, sorter, args, up)
@@ -150,7 +160,6 @@ async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[Ev
         if step < 2:
             raise ExampleError(f"no step was trained in {args.seconds:.0f} s; see {up.run_dir}/logs")
         report.say(f"{MODEL}@{step} answers the held-out messages")
-        warm, base = before.entrants
         after = await evaluate(f"{MODEL}@{step}", baseline=warm)
         report.show_answers(sorter, [BASE, WARM, f"{MODEL}@{step}"])
         sorter.usage = up.usage()
@@ -162,7 +171,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of messages, examples and trainer")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--steps", type=int, default=60, help="steps of reinforcement learning")
-    parser.add_argument("--seconds", type=float, default=845, help="they end when the demo has run for this time")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS if fast_bfloat16() else SECONDS_IN_FLOAT32,
+        help=f"they end when the demo has run for this time: {SECONDS}, or {SECONDS_IN_FLOAT32} where the processor "
+        "does not multiply bfloat16",
+    )
     parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
     parser.add_argument(
         "--way", choices=("function", "judge", "job"), default="function", help="where rewards come from"
@@ -186,6 +201,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         settings = settings_of(args)
         make_room(run_dir)
+        if not fast_bfloat16():
+            report.say(f"this processor does not multiply bfloat16: the demo takes {args.seconds / 60:.0f} minutes")
         report.say(f"warm start: {EXAMPLES} examples")
         warm_start(run_dir, settings, args)
         with way_of(args.way, args) as way:
