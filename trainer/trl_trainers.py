@@ -50,20 +50,22 @@ class _PlainLogprobs:
         if softcapping:
             logits = softcapping * torch.tanh(logits / softcapping)
         logprobs = (logits / temperature).float().log_softmax(-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
         of_labels = logprobs.gather(-1, labels[:, None])[:, 0]
-        return of_labels, entropy, None, logits.mean(-1), logits.argmax(-1) == labels
+        with torch.no_grad():  # TRL only reports the rest
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+            return of_labels, entropy, None, logits.mean(-1), logits.argmax(-1) == labels
 
 
 @contextmanager
 def plain_logprobs(device: str) -> Iterator[None]:
-    """Let TRL's supervised trainers run on the device: on a CPU with plain PyTorch in place of their GPU kernel."""
+    """Let TRL's supervised trainers run on the device: on a CPU with plain PyTorch in place of their GPU kernel, and as
+    on a GPU only for the trained tokens. TRL itself computes the logits of every token there."""
     with trl_imports():
         from trl.trainer import utils
-    fused = utils._ChunkedLogProbFunction
+    fused = utils._ChunkedLogProbFunction, utils._use_triton
     if device == "cpu":
-        utils._ChunkedLogProbFunction = _PlainLogprobs
+        utils._ChunkedLogProbFunction, utils._use_triton = _PlainLogprobs, lambda _: True
     try:
         yield
     finally:
-        utils._ChunkedLogProbFunction = fused
+        utils._ChunkedLogProbFunction, utils._use_triton = fused
