@@ -117,19 +117,19 @@ async def _run(args: argparse.Namespace) -> None:
         if args.command == "list":
             letters = await broker.read(DeadLettered)
             if args.json:
-                out.print_json(_json([describe(letter) for letter in letters]), ensure_ascii=True)
+                _print_json(out, [describe(letter) for letter in letters])
             else:
                 out.print(_table(letters) if letters else "no dead letters")
         elif args.command == "show":
             (letter,) = await find(broker, args.seqs)
-            out.print_json(_json(describe(letter)), ensure_ascii=True)
+            _print_json(out, describe(letter))
         else:
             out.print(await _retry_or_drop(broker, args))
 
 
-def _json(described: Any) -> str:
-    """Return letters as JSON. msgspec writes null for the NaN that may be in an event, which JSON does not have."""
-    return msgspec.json.encode(described).decode()
+def _print_json(out: Console, described: Any) -> None:
+    """Print letters as JSON. msgspec writes null for the NaN that may be in an event, which JSON does not have."""
+    out.print_json(msgspec.json.encode(described).decode(), ensure_ascii=True)
 
 
 def _table(letters: Sequence[Letter]) -> Table:
