@@ -29,9 +29,6 @@ class LogShrankError(BrokerError):
 class StreamMissingError(BrokerError):
     """The server has no such stream."""
 
-    def __init__(self, stream: str) -> None:
-        super().__init__(f"the log has no stream {stream}: run `journeywork up` on it once")
-
 
 class HistoryGoneError(BrokerError):
     """The log no longer holds something that can be used. The message names it, and what to do (`advice`)."""

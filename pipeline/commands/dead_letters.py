@@ -37,19 +37,15 @@ _PREVIEW = 2_000
 """Bytes of an undecodable payload that are shown."""
 
 
-class DeadLetterError(BrokerError):
-    """A dead letter that does not exist; the message names it."""
-
-
 Letter = LogEntry[DeadLettered]
 
 
 async def find(broker: Broker, seqs: Sequence[int]) -> list[Letter]:
-    """Return the letters with these sequences. Raises `DeadLetterError` naming the first that does not exist."""
+    """Return the letters with these sequences. Raises `BrokerError` naming the first that does not exist."""
     letters = {letter.seq: letter for letter in await broker.read(DeadLettered)}
     for seq in seqs:
         if seq not in letters:
-            raise DeadLetterError(f"there is no dead letter {seq}; see `journeywork dead list`")
+            raise BrokerError(f"there is no dead letter {seq}; see `journeywork dead list`")
     return [letters[seq] for seq in seqs]
 
 
@@ -146,7 +142,7 @@ def _table(letters: Sequence[Letter]) -> Table:
 async def _retry_or_drop(broker: Broker, args: argparse.Namespace) -> str:
     """Retry or drop the letters that the arguments name, or all. Return what was done, for the terminal."""
     if bool(args.seqs) == args.all:
-        raise DeadLetterError(f"name the letters (journeywork dead {args.command} SEQ ...) or give --all, not both")
+        raise BrokerError(f"name the letters (journeywork dead {args.command} SEQ ...) or give --all, not both")
     letters = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
     for letter in letters:
         await (retry if args.command == "retry" else drop)(broker, letter)

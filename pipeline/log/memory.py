@@ -53,7 +53,9 @@ async def trim(broker: Broker, max_memory: int) -> None:
             continue
         excess = 1 - (1 - _HEADROOM) * most / subjects
         wanted = state.first_seq + int(excess * (state.last_seq - state.first_seq + 1))
-        unread = [await broker.first_unread(consumer) for consumer in _readers(name)]
+        # Telemetry's consumers begin at the newest event: they may miss some.
+        readers = [c for c in streams.CONSUMERS if c.stream == name and c.start == "all"]
+        unread = [await broker.first_unread(consumer) for consumer in readers]
         first = min([wanted, *(seq for seq in unread if seq is not None)])
         if first < wanted:
             logger.error(
@@ -74,9 +76,3 @@ async def trim(broker: Broker, max_memory: int) -> None:
             most=most,
             kept_h=round(age_s / 3600, 3),
         )
-
-
-def _readers(stream: str) -> list[streams.ConsumerSpec]:
-    """Return the consumers that must have read an event before it is deleted. Telemetry's begin at the newest one: they
-    may miss events."""
-    return [c for c in streams.CONSUMERS if c.stream == stream and c.start == "all"]

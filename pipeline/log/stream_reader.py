@@ -102,7 +102,8 @@ class StreamReader:
             if error.err_code == _NO_MESSAGE:
                 return None
             if error.err_code == _NO_STREAM:
-                raise StreamMissingError(stream) from error
+                why = f"the log has no stream {stream}: run `journeywork up` on it once"
+                raise StreamMissingError(why) from error
             raise BrokerError(f"a read of {stream} failed: {error.description}") from error
         stored = _decode_answer(data).message
         if stored is None:
