@@ -53,11 +53,8 @@ def _sum_by_call(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def numbers_by_key(signals: Iterable[SignalGiven], name: str, call: int = -1) -> dict[str, float]:
     """Return the last number that each key gave under `name` about a call, or about the run; by the key's name.
     `signals`: those of one run, in the order of the log."""
-    return {
-        s.by: s.value
-        for s in signals
-        if (s.kind, s.name, s.call) == ("number", name, call) and is_usable(s.value) and s.value is not None
-    }
+    about = [s for s in signals if (s.kind, s.name, s.call) == ("number", name, call)]
+    return {s.by: s.value for s in about if is_usable(s.value)}
 
 
 def feedback_value(signals: Iterable[SignalGiven], reward: RewardConfig) -> float | None:

@@ -62,7 +62,7 @@ class Healer:
         """What was spent in the day: by any judge as the log says, and here without being on the log yet."""
         self._reading = anyio.Lock()
 
-    async def heal(self, group: GroupScored) -> GroupScored:
+    async def __call__(self, group: GroupScored) -> GroupScored:
         """Return the group with the corrections of its low runs among their hints, within `judge.healing.wait_s`."""
         if group.split != "train" or group.model not in self._models:
             return group

@@ -45,8 +45,7 @@ class JudgeMonitor:
         project: str = "",
         judge: str = "",
     ) -> None:
-        """`judges` by the name of their reward (`""` for the default one); `judge` is the judge configuration's
-        hash."""
+        """`judges` by the name of their reward; `judge` is the judge configuration's hash."""
         self._config, self._judges, self._anchors = config, judges, anchors
         self._publish, self._project, self._judge = publish, project, judge
         self._published: dict[str, tuple[int, int, float]] = {}
@@ -91,7 +90,7 @@ class JudgeMonitor:
             "project": self._project,
             "judge": self._judge,
             "model": self._config.model,
-            "ruler": name or "default",
+            "ruler": name,
             "rubric": ruler.rubric.name,
             "rubric_hash": ruler.rubric.hash,
         }
@@ -121,4 +120,4 @@ class JudgeMonitor:
         write = logger.error if alarm else logger.info
         message = "judge disagrees with the anchors" if alarm else "judge agrees with the anchors"
         message = message if pairs else "no anchor could be judged"
-        write(message, ruler=name or "default", kendall_tau=agreement.kendall_tau, failed=failed)
+        write(message, ruler=name, kendall_tau=agreement.kendall_tau, failed=failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from pipeline.config import JudgeConfig
 from pipeline.events.types import MAX_NUMBER
@@ -26,6 +27,6 @@ def combine(config: JudgeConfig, components: Mapping[str, float]) -> float:
             return weighted / total if total else 0.0
 
 
-def is_usable(value: float | None) -> bool:
+def is_usable(value: float | None) -> TypeGuard[float]:
     """Return whether a number may be a reward or a part of one: it is finite and at most `MAX_NUMBER`."""
     return value is not None and abs(value) <= MAX_NUMBER

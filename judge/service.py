@@ -108,9 +108,7 @@ async def serve(config: Config, ready: Ready) -> None:
                 tg.start_soon(monitor.run)
             tg.start_soon(ShadowJudge(broker, config, answer_ruler).run, shadows)
             ready()
-            teach = teacher.teach if teacher is not None else None
-            heal = healer.heal if healer is not None else None
-            await Judge(broker, config, composer, judge_id, teach, heal).run(arrivals, timers)
+            await Judge(broker, config, composer, judge_id, teacher, healer).run(arrivals, timers)
 
 
 class Judge:

@@ -169,7 +169,7 @@ class Teacher:
 
     # -- answers -------------------------------------------------------------------------------------------------
 
-    async def teach(self, runs: Sequence[TrajectoryCompleted]) -> dict[str, str]:
+    async def __call__(self, runs: Sequence[TrajectoryCompleted]) -> dict[str, str]:
         """Put the teacher's answers about runs on the log, those that are not there yet, within `teacher.wait_s`.
         Returns the teacher's name by trajectory, of the runs with an answer. Raises `ConfigError` as `check` does."""
         answered: dict[str, str] = {}

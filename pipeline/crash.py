@@ -15,11 +15,11 @@ import signal
 VARIABLE = "JOURNEYWORK_CRASH"
 
 _name, _left = "", 0
-"""The armed point, and how often the process may still reach it; the last time ends it."""
+"""The armed point, empty if there is none, and how often the process may still reach it; the last time ends it."""
 
 
-def _die_at(name: str) -> None:
-    """Kill the process if `name` is the armed point and its count is reached."""
+def point(name: str) -> None:
+    """Kill the process if `name` is the armed point and its count is reached. Call it as `crash.point`."""
     global _left
     if name != _name:
         return
@@ -28,21 +28,12 @@ def _die_at(name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _do_nothing(name: str) -> None:
-    """Do nothing: no crash point is armed."""
-
-
-point = _do_nothing
-"""`point(name)`: kill the process if this point is armed and its count is reached. Call it as `crash.point`."""
-
-
 def arm(where: str) -> None:
     """Arm a point: `"name:count"` kills the process when it reaches the point for the count-th time; an empty text
     disarms."""
-    global _name, _left, point
+    global _name, _left
     _name, _, count = where.partition(":")
     _left = int(count or 1)
-    point = _die_at if _name else _do_nothing
 
 
 arm(os.environ.get(VARIABLE, ""))

@@ -27,11 +27,10 @@ _UNSAFE = re.compile(rb"[^A-Za-z0-9_\-/@:+=,~]")
 
 
 class InvalidNameError(ValueError):
-    """A name that cannot be used as an identifier; `name` holds its beginning."""
+    """A name that cannot be used as an identifier. The message holds its beginning."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name!r} cannot be a name: {why}")
-        self.name = name
 
 
 def is_name(name: str) -> bool:

@@ -219,18 +219,14 @@ def claims_bucket(stream: str) -> str:
     return f"CLAIMS_{stream}"
 
 
-def streams_with_ages(rollouts_max_age_s: float = 0.0) -> tuple[StreamSpec, ...]:
-    """Return the streams of events with `nats.rollouts_max_age_h` as the age of ROLLOUTS, in seconds; 0: that of the
-    table."""
-    return tuple(
-        dataclasses.replace(s, max_age_s=rollouts_max_age_s) if s.name == "ROLLOUTS" and rollouts_max_age_s else s
-        for s in STREAMS
-    )
+def streams_with_ages(rollouts_max_age_s: float) -> tuple[StreamSpec, ...]:
+    """Return the streams of events with `nats.rollouts_max_age_h` as the age of ROLLOUTS, in seconds."""
+    return tuple(dataclasses.replace(s, max_age_s=rollouts_max_age_s) if s.name == "ROLLOUTS" else s for s in STREAMS)
 
 
-def buckets(specs: tuple[StreamSpec, ...] = ()) -> tuple[BucketSpec, ...]:
+def buckets(specs: tuple[StreamSpec, ...] = STREAMS) -> tuple[BucketSpec, ...]:
     """Return every bucket. An object of a claim check is kept as long as a message of its stream, and a margin.
-    `specs`: the streams with their ages; empty: those of the table."""
+    `specs`: the streams with their ages."""
     claims = tuple(
         BucketSpec(
             claims_bucket(s.name),
@@ -238,7 +234,7 @@ def buckets(specs: tuple[StreamSpec, ...] = ()) -> tuple[BucketSpec, ...]:
             CLAIMS_SHARE * s.share,
             s.max_age_s + CLAIM_MARGIN_S if s.max_age_s else 0.0,
         )
-        for s in specs or STREAMS
+        for s in specs
     )
     return (BucketSpec(ADAPTERS_BUCKET, "trained adapters, one uncompressed tar each", 0.17), *claims)
 

@@ -22,10 +22,8 @@ import msgspec
 from judge.labelled import LabelledGroup, measure_agreement, read_labelled
 from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
-from judge.next_state import NextStateJudge
-from judge.ruler.asking import Asker, JudgingError
-from judge.ruler.rubrics import load_rubric, rubric_of
-from judge.ruler.ruler import LlmRuler
+from judge.rewards.compose import RULER, make_judge
+from judge.ruler.asking import JudgingError
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import ConfigError, JudgeConfig, RewardConfig, load
 from pipeline.events import Verdict
@@ -34,15 +32,11 @@ from pipeline.terminal.printing import visible, visible_json
 
 
 async def evaluate(
-    config: JudgeConfig, groups: Sequence[LabelledGroup], model: ChatModel, reward: RewardConfig | None = None
+    config: JudgeConfig, groups: Sequence[LabelledGroup], model: ChatModel, reward: RewardConfig = RULER
 ) -> dict[str, Any]:
     """Judge every group once and return the report: agreement with the known rewards, cost and time. Groups that could
-    not be judged are counted and left out of the averages. `reward`: a reward of kind `ruler` or `next_state`; `None`
-    for RULER with `judge.rubric`."""
-    rubric = load_rubric(config.rubric) if reward is None else rubric_of(reward, config)
-    ruler: Asker = LlmRuler(config, rubric, model)
-    if reward is not None and reward.kind == "next_state":
-        ruler = NextStateJudge(config, reward.votes, rubric, model)
+    not be judged are counted and left out of the averages. `reward`: a reward of kind `ruler` or `next_state`."""
+    ruler = make_judge(config, reward, model)
     pairs: list[tuple[dict[str, float], dict[str, float]]] = []
     verdicts: list[Verdict] = []
     failures: list[str] = []
@@ -61,8 +55,8 @@ async def evaluate(
     latencies = sorted(v.latency_s for v in verdicts) or [0.0]
     return {
         "judge": config.model,
-        "rubric": rubric.name,
-        "rubric_hash": rubric.hash,
+        "rubric": ruler.rubric.name,
+        "rubric_hash": ruler.rubric.hash,
         **ruler.statistics.as_dict(),
         "failed_judgings": ruler.statistics.failed_judgings,  # passes; `failed` counts groups
         **asdict(measure_agreement(pairs)),
@@ -102,7 +96,7 @@ def run_command(args: argparse.Namespace) -> None:
 
     async def run() -> dict[str, Any]:
         async with open_judge_model(config) as model:
-            return await evaluate(config, groups, model, judged.get(args.reward))
+            return await evaluate(config, groups, model, judged.get(args.reward, RULER))
 
     report = anyio.run(run)
     if args.json:

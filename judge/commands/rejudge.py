@@ -262,9 +262,8 @@ async def _run(config: Config, args: argparse.Namespace) -> RejudgeReport:
         open_composer_on_log(config, broker) as composer,
         open_teacher(config, broker) as teacher,
     ):
-        teach = teacher.teach if teacher is not None else None
         rejudge = Rejudge(
-            broker, config, composer, teach, branch=args.branch, source=args.from_branch, verdicts=args.verdicts
+            broker, config, composer, teacher, branch=args.branch, source=args.from_branch, verdicts=args.verdicts
         )
         return await rejudge.run(args.limit, args.since, args.until)
 

@@ -53,12 +53,11 @@ class ContextWindowError(ModelError):
     """The prompt and the tokens reserved for the reply exceed the model's context."""
 
 
-def list_schema(name: str, properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the `response_format` of an object with one list, `name`, whose entries have all of `properties` (JSON
+def list_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the `response_format` of an object with one list, `scores`, whose entries have all of `properties` (JSON
     schemas by key)."""
-    entry = _object_schema(properties)
-    schema = _object_schema({name: {"type": "array", "items": entry}})
-    return {"type": "json_schema", "json_schema": {"name": name, "strict": True, "schema": schema}}
+    schema = _object_schema({"scores": {"type": "array", "items": _object_schema(properties)}})
+    return {"type": "json_schema", "json_schema": {"name": "scores", "strict": True, "schema": schema}}
 
 
 def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:

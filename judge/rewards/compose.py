@@ -16,12 +16,13 @@ from typing import NamedTuple
 import msgspec
 
 from judge.feedback import RunFeedback, feedback_value, merge_feedback, signals_by_run
+from judge.models.chat import ChatModel
 from judge.models.judge_model import open_judge_model
 from judge.next_state import NextStateJudge
 from judge.reward_parts import combine, is_usable
 from judge.rewards.sandbox import FunctionReward, RewardFunction, RewardFunctionError
-from judge.ruler.asking import LoadTranscript
-from judge.ruler.rubrics import load_rubric, rubric_of
+from judge.ruler.asking import LoadTranscript, no_log
+from judge.ruler.rubrics import rubric_of
 from judge.ruler.ruler import LlmRuler
 from judge.ruler.transcripts import Transcript, load_transcript
 from judge.scoring import AGENT, GroupRewards, agent_reward
@@ -36,7 +37,8 @@ logger = get_logger("judge.rewards.compose")
 _AT_LEAST, _AT_MOST = 8, 256
 """Groups that a process scores at once: with a judge model at least, without one. A group that one process holds no
 other process can score."""
-
+RULER = RewardConfig(name="ruler", kind="ruler")
+"""The one part of the rewards where `judge.rewards` is empty and there is a judge model."""
 
 Judges = Mapping[str, LlmRuler | NextStateJudge]
 """All that ask the judge model, by the name of their reward."""
@@ -59,8 +61,8 @@ class ConfiguredComposer:
     def __init__(
         self, config: JudgeConfig, judges: Judges, functions: Mapping[str, RewardFunction], load: LoadTranscript
     ) -> None:
-        """`judges` and `functions` are given by the name of their reward in the settings. Without `judge.rewards` there
-        is one judge, a ruler named `""`. `load` returns what a member said."""
+        """`judges` and `functions` are given by the name of their reward in `config`. `load` returns what a member
+        said."""
         self._config, self.judges, self._functions, self._load = config, judges, functions, load
 
     @property
@@ -78,12 +80,6 @@ class ConfiguredComposer:
     ) -> GroupRewards:
         """`signals`: what was said about the members, in the order of the log. Raises `UnscoredError` if the group
         cannot be scored at all."""
-        if not self._config.rewards:
-            ruler = self.judges[""]
-            assert isinstance(ruler, LlmRuler)
-            final, verdicts = await ruler(members)
-            reported = {m.trajectory: {**_reported(m), "ruler": final[m.trajectory]} for m in members}
-            return GroupRewards(final, reported, verdicts)
         components = await concurrently(lambda r: self._component(r, members, signals), self._config.rewards)
         return self._compose(members, dict(zip((r.name for r in self._config.rewards), components, strict=True)))
 
@@ -119,7 +115,7 @@ class ConfiguredComposer:
             case "agent":
                 source = AGENT
                 values = {m.trajectory: m.rewards.get(reward.name, m.reward) for m in members}
-        usable = {t: v for t, v in values.items() if v is not None and is_usable(v)}
+        usable = {t: v for t, v in values.items() if is_usable(v)}
         scores = tuple(Score(trajectory=t, score=v) for t, v in usable.items())
         return Component(usable, (Verdict(judge_model=source, rubric=reward.name, scores=scores),), calls)
 
@@ -221,13 +217,25 @@ def _reported(member: TrajectoryCompleted) -> dict[str, float]:
     return {**member.rewards, **({AGENT: own} if own is not None else {})}
 
 
+def make_judge(
+    config: JudgeConfig, reward: RewardConfig, model: ChatModel, load: LoadTranscript = no_log
+) -> LlmRuler | NextStateJudge:
+    """Return what judges by a reward of kind `ruler` or `next_state`. Raises `ConfigError` for its rubric."""
+    rubric = rubric_of(reward, config)
+    if reward.kind == "next_state":
+        return NextStateJudge(config, reward.votes, rubric, model, load)
+    return LlmRuler(config, rubric, model, load)
+
+
 @asynccontextmanager
 async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[ConfiguredComposer | None]:
     """Open what the settings want beyond agents' own rewards; `None` if nothing. `load` returns a member's transcript.
 
     Raises `ConfigError` if a rubric, a key or a required sandbox is missing, or a function can't be imported."""
     judge = config.judge
-    if not judge.model and not judge.rewards:
+    if judge.model and not judge.rewards:
+        judge = judge.replace(rewards=(RULER,))
+    if not judge.rewards:
         yield None
         return
     async with AsyncExitStack() as stack:
@@ -236,18 +244,10 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
             for r in judge.rewards
             if r.kind == "python"
         }
-        judges: dict[str, LlmRuler | NextStateJudge] = {}
-        judged = [r for r in judge.rewards if r.kind in ("ruler", "next_state")]
-        if judge.model and (judged or not judge.rewards):
+        judges: Judges = {}
+        if judged := [r for r in judge.rewards if r.kind in ("ruler", "next_state")]:
             model = await stack.enter_async_context(open_judge_model(judge))
-            if not judge.rewards:
-                judges[""] = LlmRuler(judge, load_rubric(judge.rubric), model, load)
-            for reward in judged:
-                rubric = rubric_of(reward, judge)
-                if reward.kind == "ruler":
-                    judges[reward.name] = LlmRuler(judge, rubric, model, load)
-                else:
-                    judges[reward.name] = NextStateJudge(judge, reward.votes, rubric, model, load)
+            judges = {r.name: make_judge(judge, r, model, load) for r in judged}
         yield ConfiguredComposer(judge, judges, functions, load)
 
 

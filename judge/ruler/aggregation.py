@@ -73,11 +73,6 @@ class PositionBias:
             count += len(passes) - 1
         self._sums[n] = (a, b, squares, count)
 
-    @property
-    def measured(self) -> bool:
-        """Whether any group of two or more was added."""
-        return any(n > 1 for n in self._sums)
-
     def effects(self, n: int) -> Vector:
         """Return the score that each of `n` positions adds [n], mean 0. Effects that noise could explain are shrunk
         towards 0."""
@@ -91,12 +86,13 @@ class PositionBias:
         shrunk = raw * np.maximum(0.0, 1.0 - error / np.maximum(raw**2, 1e-12))
         return np.asarray(shrunk - shrunk.mean())
 
-    def first_position(self) -> float:
-        """Return how much the first position adds compared with the others, weighted over the lengths of lists."""
+    def first_position(self) -> float | None:
+        """Return how much the first position adds compared with the others, weighted over the lengths of lists; `None`
+        if no group of two or more was added yet."""
         effects = {n: self.effects(n) for n in self._sums if n > 1}
         weights = {n: self._sums[n][3] for n in effects}
         total = sum(weights.values())
-        return sum(float(e[0] - e[1:].mean()) * weights[n] for n, e in effects.items()) / total if total else 0.0
+        return sum(float(e[0] - e[1:].mean()) * weights[n] for n, e in effects.items()) / total if total else None
 
 
 def aggregate(passes: Sequence[JudgePass], bias: PositionBias) -> dict[str, float]:

@@ -80,14 +80,11 @@ class JudgeStatistics:
     asked_again: int = 0
     usage: Usage = field(default_factory=Usage)
     agreement_sum: float = 0.0
+    """Over the groups with two passes, the shares of pairs of trajectories that both order equally; over the runs with
+    two votes, the shares of calls that both score equally."""
     agreement_groups: int = 0
+    """Groups or runs in `agreement_sum`."""
     bias: PositionBias = field(default_factory=PositionBias)
-
-    @property
-    def self_agreement(self) -> float | None:
-        """Return the share of pairs of trajectories that two passes over a group order equally, or of calls that two
-        votes score equally; `None` if there were no two yet."""
-        return self.agreement_sum / self.agreement_groups if self.agreement_groups else None
 
     def add(self, passes: Sequence[JudgePass]) -> None:
         """Add the passes over a group."""
@@ -106,11 +103,6 @@ class JudgeStatistics:
             self.agreement_sum += sum(equal) / len(equal)
             self.agreement_groups += 1
 
-    @property
-    def position_bias(self) -> float | None:
-        """Return how much the first position adds; `None` if no position was compared yet."""
-        return self.bias.first_position() if self.bias.measured else None
-
     def as_dict(self) -> dict[str, Any]:
         """Return the fields of `JudgeMeasured` that are about all groups so far; `None` where nothing was measured."""
         return {
@@ -118,8 +110,8 @@ class JudgeStatistics:
             **asdict(self.usage),
             "failed": self.failed_judgings,
             "asked_again": self.asked_again,
-            "self_agreement": self.self_agreement,
-            "position_bias": self.position_bias,
+            "self_agreement": self.agreement_sum / self.agreement_groups if self.agreement_groups else None,
+            "position_bias": self.bias.first_position(),
         }
 
 

@@ -118,7 +118,7 @@ class Prompt:
             "explanation": {"type": "string"},
             self.score_key: score,
         }
-        return list_schema("scores", properties | ({self.hint_key: {"type": "string"}} if self.hint_key else {}))
+        return list_schema(properties | ({self.hint_key: {"type": "string"}} if self.hint_key else {}))
 
     def parse(self, reply: str) -> replies.ParsedScores:
         """Return what a reply gives each id. Raises `UnreadableReplyError`."""

@@ -21,9 +21,6 @@ from judge.ruler.asking import Asker, Judged, JudgingError, Usage, charged, new_
 from judge.ruler.transcripts import Transcript
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.events import Score, TrajectoryCompleted, Verdict
-from pipeline.telemetry.logs import get_logger
-
-logger = get_logger("judge.ruler.ruler")
 
 _PASS_RETRIES = 4
 """How often failed passes are tried again for the sake of a single one that succeeded."""

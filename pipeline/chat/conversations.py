@@ -66,11 +66,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Keyed:
-    """A message and its key."""
+    """A message. Two that say the same are equal, because they have the same key."""
 
-    message: Message
+    message: Message = field(compare=False)
     key: int
-    """Equal for messages that say the same."""
 
 
 @dataclass
@@ -81,8 +80,7 @@ class _OpenConversation:
     """Its index among the trajectory's conversations."""
     choice: int
     """Index of the choice with which its first call goes on, where that call has several."""
-    messages: list[Message] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
+    messages: list[_Keyed]
     tools: tuple[dict[str, Any], ...] = ()
     calls: list[int] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
@@ -93,14 +91,9 @@ class _OpenConversation:
         """Return the number of messages without the partial ones."""
         return len(self.messages) - self.partial
 
-    def add(self, messages: Sequence[_Keyed]) -> None:
-        self.messages += [m.message for m in messages]
-        self.keys += [m.key for m in messages]
-
     def drop_partial(self) -> None:
         """Remove the messages of a reply that broke off: the agent continued without them."""
-        firm = self.firm()
-        del self.messages[firm:], self.keys[firm:]
+        del self.messages[self.firm() :]
         self.partial = 0
 
     def end_follow_up(self) -> None:
@@ -115,7 +108,7 @@ class _OpenConversation:
             calls += f", choice {self.choice + 1} of call {self.calls[0] + 1}"
         replies = tuple(r for r in self.replies if r.call not in calls_with_choices)
         sampled = tuple(r.place for r in self.replies)
-        return Conversation(tuple(self.messages), self.tools, calls, replies, sampled)
+        return Conversation(tuple(m.message for m in self.messages), self.tools, calls, replies, sampled)
 
 
 def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Conversation, ...], int]:
@@ -128,11 +121,8 @@ def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Co
     ordered = [unique[key] for key in sorted(unique)]
     main = [e for e in ordered if not e.side_call] or ordered
     builder = _ConversationBuilder()
-    last, newest = 0, (-1, 0)
-    for exchange in main:
-        number = builder.add(exchange)
-        if (exchange.seq, -exchange.choice) > newest:
-            last, newest = number, (exchange.seq, -exchange.choice)
+    numbers = {(exchange.seq, -exchange.choice): builder.add(exchange) for exchange in main}
+    last = numbers[max(numbers)] if numbers else 0
     calls_with_choices = {e.seq for e in main if e.choice}
     return tuple(c.close(calls_with_choices) for c in builder.conversations), last
 
@@ -148,28 +138,26 @@ class _ConversationBuilder:
         """Add an exchange to the conversation that it continues, or begin a new one. Return the conversation's
         index."""
         request, tools = self._request(exchange)
-        keys = [m.key for m in request]
-        conversation = self._continued_by(keys)
+        conversation = self._continued_by(request)
         if conversation is None:
-            conversation = _OpenConversation(len(self.conversations), exchange.choice)
-            conversation.add(request)
+            conversation = _OpenConversation(len(self.conversations), exchange.choice, [])
             self.conversations.append(conversation)
-        elif conversation.keys != keys[: len(conversation.keys)]:
+        elif conversation.messages != request[: len(conversation.messages)]:
             conversation.drop_partial()
-        conversation.add(request[len(conversation.keys) :])
+        conversation.messages += request[len(conversation.messages) :]
         conversation.tools = tools or conversation.tools
         conversation.calls.append(exchange.seq)
         conversation.end_follow_up()
         reply = [_Keyed(m, _content_key(m)) for m in _reply_messages(exchange)]
         if reply and exchange.status == "complete" and not exchange.side_call:
             conversation.replies.append(Reply(exchange.seq, len(conversation.messages), role=exchange.role))
-        conversation.add(reply)
+        conversation.messages += reply
         conversation.partial = len(reply) if exchange.status != "complete" else 0
         return conversation.number
 
-    def _continued_by(self, keys: Sequence[int]) -> _OpenConversation | None:
+    def _continued_by(self, request: Sequence[_Keyed]) -> _OpenConversation | None:
         """Return the longest conversation with which a request begins."""
-        fitting = [c for c in self.conversations if c.keys[: c.firm()] == keys[: c.firm()]]
+        fitting = [c for c in self.conversations if c.messages[: c.firm()] == request[: c.firm()]]
         return max(fitting, key=_OpenConversation.firm, default=None)
 
     def _request(self, exchange: ExchangeRecorded) -> tuple[list[_Keyed], tuple[dict[str, Any], ...]]:
@@ -206,9 +194,9 @@ class _ConversationBuilder:
         text, known = "", list[_Keyed]()
         for conversation in self.conversations:
             firm = conversation.messages[: conversation.firm()]
-            said = "".join(text_of(m.get("content")) for m in firm)
-            if firm and firm[0].get("role") == _PROMPT and len(said) > len(text) and prompt.startswith(said):
-                text, known = said, [_Keyed(m, k) for m, k in zip(firm, conversation.keys, strict=False)]
+            said = "".join(text_of(m.message.get("content")) for m in firm)
+            if firm and firm[0].message.get("role") == _PROMPT and len(said) > len(text) and prompt.startswith(said):
+                text, known = said, firm
         if rest := prompt[len(text) :]:
             message = {"role": _PROMPT, "content": rest}
             known.append(_Keyed(message, _content_key(message)))

@@ -37,19 +37,15 @@ _PREVIEW = 2_000
 """Bytes of an undecodable payload that are shown."""
 
 
-class DeadLetterError(BrokerError):
-    """A dead letter that does not exist; the message names it."""
-
-
 Letter = LogEntry[DeadLettered]
 
 
 async def find(broker: Broker, seqs: Sequence[int]) -> list[Letter]:
-    """Return the letters with these sequences. Raises `DeadLetterError` naming the first that does not exist."""
+    """Return the letters with these sequences. Raises `BrokerError` naming the first that does not exist."""
     letters = {letter.seq: letter for letter in await broker.read(DeadLettered)}
     for seq in seqs:
         if seq not in letters:
-            raise DeadLetterError(f"there is no dead letter {seq}; see `journeywork dead list`")
+            raise BrokerError(f"there is no dead letter {seq}; see `journeywork dead list`")
     return [letters[seq] for seq in seqs]
 
 
@@ -117,19 +113,19 @@ async def _run(args: argparse.Namespace) -> None:
         if args.command == "list":
             letters = await broker.read(DeadLettered)
             if args.json:
-                out.print_json(_json([describe(letter) for letter in letters]), ensure_ascii=True)
+                _print_json(out, [describe(letter) for letter in letters])
             else:
                 out.print(_table(letters) if letters else "no dead letters")
         elif args.command == "show":
             (letter,) = await find(broker, args.seqs)
-            out.print_json(_json(describe(letter)), ensure_ascii=True)
+            _print_json(out, describe(letter))
         else:
             out.print(await _retry_or_drop(broker, args))
 
 
-def _json(described: Any) -> str:
-    """Return letters as JSON. msgspec writes null for the NaN that may be in an event, which JSON does not have."""
-    return msgspec.json.encode(described).decode()
+def _print_json(out: Console, described: Any) -> None:
+    """Print letters as JSON. msgspec writes null for the NaN that may be in an event, which JSON does not have."""
+    out.print_json(msgspec.json.encode(described).decode(), ensure_ascii=True)
 
 
 def _table(letters: Sequence[Letter]) -> Table:
@@ -146,7 +142,7 @@ def _table(letters: Sequence[Letter]) -> Table:
 async def _retry_or_drop(broker: Broker, args: argparse.Namespace) -> str:
     """Retry or drop the letters that the arguments name, or all. Return what was done, for the terminal."""
     if bool(args.seqs) == args.all:
-        raise DeadLetterError(f"name the letters (journeywork dead {args.command} SEQ ...) or give --all, not both")
+        raise BrokerError(f"name the letters (journeywork dead {args.command} SEQ ...) or give --all, not both")
     letters = await broker.read(DeadLettered) if args.all else await find(broker, args.seqs)
     for letter in letters:
         await (retry if args.command == "retry" else drop)(broker, letter)

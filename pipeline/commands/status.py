@@ -10,7 +10,7 @@ import functools
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from pipeline.events import (
     PolicyPromoted,
     standing_decisions,
 )
-from pipeline.log.broker import Broker, BrokerError
+from pipeline.log.broker import Broker, BrokerError, LogEntry
 from pipeline.names import branch_model, version_name
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.running.state import read_state
@@ -40,8 +40,9 @@ from pipeline.security.signing import Trust
 from pipeline.telemetry import logs
 from pipeline.terminal.printing import with_code
 
-_NEWEST = (256, 1024, 4096)
-"""Messages at the end of GROUPS that are read, the next number where the ones before hold no training group."""
+_READ, _NEWEST = 4096, 256
+"""Messages at the end of GROUPS that are read, and the most of training groups among them that count: those of an
+evaluation may be the newest."""
 _STORE_S = 20
 """Time in which the store has to answer: what the processes and the log say must not wait for it."""
 
@@ -151,14 +152,10 @@ async def _raised(broker: Broker) -> list[dict[str, Any]]:
 async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
     """Return by model how many of the newest training groups were discarded, whole or in part, by reason."""
     last = (await broker.stream_info("GROUPS")).state.last_seq
-    events: list[GroupScored | GroupDiscarded] = []
-    for messages in _NEWEST:  # an evaluation's groups may be the newest
-        first = max(last - messages, 0) + 1
-        events = [r.event for r in await broker.read(GroupScored, start_seq=first, project=project)]
-        events += [r.event for r in await broker.read(GroupDiscarded, start_seq=first, project=project)]
-        events = [e for e in events if (e.branch, e.split) == ("main", "train")]
-        if events or first == 1:
-            break
+    recorded: Sequence[LogEntry[GroupScored | GroupDiscarded]] = await broker.read_all(
+        (GroupScored, GroupDiscarded), start_seq=max(last - _READ, 0) + 1, project=project
+    )
+    events = [r.event for r in recorded if (r.event.branch, r.event.split) == ("main", "train")][-_NEWEST:]
     groups = Counter(model for model, _ in {(e.model, e.group) for e in events})
     reasons = {(e.model, e.reason, e.group) for e in events if isinstance(e, GroupDiscarded)}
     counts = Counter((model, reason) for model, reason, _ in sorted(reasons)).most_common()

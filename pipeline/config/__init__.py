@@ -23,7 +23,6 @@ from pipeline.config.batch_settings import with_batch_settings
 from pipeline.config.files import config_hash, load, save
 from pipeline.config.gateway import DetectionConfig, GatewayConfig, HttpConfig, KeyConfig, MaskConfig, ReplicasConfig
 from pipeline.config.judge import (
-    AnchorConfig,
     FeedbackConfig,
     HealingConfig,
     JudgeConfig,
@@ -36,7 +35,6 @@ from pipeline.config.sections import (
     BudgetConfig,
     NatsConfig,
     RetentionConfig,
-    SamplerConfig,
     SigningConfig,
     StoreConfig,
     SupervisorConfig,

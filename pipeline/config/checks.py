@@ -17,7 +17,6 @@ from pipeline.streams import STREAMS
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `--max-lora-rank`. An adapter may have any rank up to the server's."""
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+:-]{0,199}")
 _MODEL_NAME = re.compile(rf"(?=.{{1,200}}$){_NAME.pattern}(/{_NAME.pattern})*")
 """Names of models may have parts, as on hubs: `organisation/model`."""
@@ -131,8 +130,6 @@ def _check_names(config: Config) -> None:
                     f"models.{i}.name: {name!r} is also the name of branch {branch!r} of the model {other!r}, so its "
                     "runs would not be trained; give it a name without '+'"
                 )
-    if config.log_level.upper() not in _LEVELS:
-        raise ConfigError(f"log_level: {config.log_level!r} is unknown; use {', '.join(_LEVELS)}")
 
 
 def _check_outside(config: Config, models: list[str]) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -51,8 +51,8 @@ class Config(Section, frozen=True, kw_only=True):
     """Namespace of trajectories, groups and versions on the log."""
     run_dir: str = "runs/default"
     """Folder of the installation: logs, state, keys, checkpoints and history."""
-    log_level: str = "INFO"
-    """`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    """The least level of the lines in the services' logs."""
     nats: sections.NatsConfig = sections.NatsConfig()
     vllm: sections.VllmConfig = sections.VllmConfig()
     sampler: sections.SamplerConfig = sections.SamplerConfig()

@@ -66,4 +66,4 @@ from pipeline.events.rollout import (
 )
 from pipeline.events.shadow import AnswersCompared, ShadowAnswered
 from pipeline.events.signal import SignalGiven, TeacherAnswered
-from pipeline.events.types import Json, Logprobs, Micros, Outcome, Split, StreamSeqs, TokenIds, TokenMask
+from pipeline.events.types import Outcome, Split

@@ -10,8 +10,6 @@ them."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from pipeline.events import alarm, dead_letter, evaluation, group, policy, rollout, shadow, signal
@@ -64,7 +62,9 @@ EVENTS: tuple[type[Event], ...] = AnyEvent.__args__
 """Every event class, in the order of a trajectory's life."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyEvent | ClaimCheck | Continuation)
+_decoder: msgspec.msgpack.Decoder[AnyEvent | ClaimCheck | Continuation] = msgspec.msgpack.Decoder(
+    AnyEvent | ClaimCheck | Continuation
+)
 
 
 def wire_name(event: type[Event] | Event) -> str:
@@ -82,23 +82,20 @@ def decode(payload: bytes) -> AnyEvent | ClaimCheck | Continuation:
     """Decode a message. Raises `msgspec.DecodeError` (or its `ValidationError`) if it is no known event, or if a
     packed array has an impossible length, so that readers can unpack arrays without a check."""
     event = _decoder.decode(payload)
-    kind = type(event)
-    if kind is rollout.ExchangeRecorded or kind is Continuation:
-        exchange = event if kind is rollout.ExchangeRecorded else event.exchange
+    exchange = event.exchange if isinstance(event, Continuation) else event
+    if isinstance(exchange, rollout.ExchangeRecorded):
         # Logprobs and masks may differ in length from the tokens. The trainer then ignores them.
         if (len(exchange.prompt_ids) | len(exchange.sampled_ids) | len(exchange.logprobs)) % 4:
             _check_packed(exchange, ("prompt_ids", "sampled_ids", "logprobs"), 4)
-    elif kind is policy.CheckpointPublished:
+    elif isinstance(event, policy.CheckpointPublished):
         _check_packed(event, ("group_seqs", "group_times"), 8)
         seqs, times = len(event.group_seqs) // 8, len(event.group_times) // 8
         if seqs not in (0, len(event.groups)) or times not in (0, seqs):
             raise msgspec.ValidationError(
                 f"{len(event.groups)} groups with {seqs} sequences and {times} stream times: "
-                "the numbers must be equal - at "
-                "`$.group_seqs`"
+                "the numbers must be equal - at `$.group_seqs`"
             )
-    checked: AnyEvent | ClaimCheck | Continuation = event
-    return checked
+    return event
 
 
 def decode_error(payload: bytes) -> str:

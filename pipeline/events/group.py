@@ -195,7 +195,7 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     model: str
     """The judge model as configured."""
     ruler: str
-    """Name of the reward that the judge scores. `default`: rewards are not composed."""
+    """Name of the reward that the judge scores; `ruler` where `judge.rewards` is empty."""
     rubric: str = ""
     rubric_hash: str = ""
     groups: int = 0

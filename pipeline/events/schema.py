@@ -74,12 +74,8 @@ ENVELOPE: tuple[Column, ...] = (
 
 def docstrings(cls: type) -> dict[str, str]:
     """Field name to the docstring below it, base classes first."""
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__ == "builtins" or base is msgspec.Struct:
-            continue
-        texts.update(_own_docstrings(base))
-    return texts
+    bases = [base for base in reversed(cls.__mro__) if base.__module__ != "builtins" and base is not msgspec.Struct]
+    return {field: text for base in bases for field, text in _own_docstrings(base).items()}
 
 
 @functools.cache
@@ -158,9 +154,4 @@ def _column(name: str, hint: Any) -> Column:
 @functools.cache
 def tables() -> dict[str, tuple[Column, ...]]:
     """Event tag to all columns of its files, envelope first."""
-    made = {wire_name(cls): ENVELOPE + columns(cls) for cls in EVENTS}
-    for tag, its in made.items():
-        names = [c.name for c in its]
-        if len(set(names)) != len(names):
-            raise SchemaError(f"{tag}: a field is called as a column of the envelope is")
-    return made
+    return {wire_name(cls): ENVELOPE + columns(cls) for cls in EVENTS}

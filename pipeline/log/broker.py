@@ -404,11 +404,14 @@ class Broker(Reader):
             return None
         return event
 
+    async def first_unread(self, spec: streams.ConsumerSpec) -> int | None:
+        """Return the first sequence that a consumer may still need; `None` if it has acknowledged everything."""
+        info = await self.consumer_info(spec)
+        if not (info.num_pending or info.num_ack_pending):
+            return None
+        return int(info.ack_floor.stream_seq if info.ack_floor is not None else 0) + 1
+
     async def lag(self, prefix: str = "") -> int:
         """Return how many events the consumers whose names begin with `prefix` have not acknowledged yet."""
-        waiting = 0
-        for spec in streams.CONSUMERS:
-            if spec.name.startswith(prefix):
-                info = await self.consumer_info(spec)
-                waiting += int(info.num_pending or 0) + int(info.num_ack_pending or 0)
-        return waiting
+        infos = [await self.consumer_info(spec) for spec in streams.CONSUMERS if spec.name.startswith(prefix)]
+        return sum(int(info.num_pending or 0) + int(info.num_ack_pending or 0) for info in infos)

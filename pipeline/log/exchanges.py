@@ -65,10 +65,7 @@ class RememberedExchanges:
 
     def find(self, project: str, trajectory: str, key: Key) -> Base | None:
         """Return an exchange of a trajectory, or `None` if it is not remembered."""
-        for base in self._ends.get((project, trajectory), ()):
-            if base.key == key:
-                return base
-        return None
+        return next((base for base in self._ends.get((project, trajectory), ()) if base.key == key), None)
 
     def shortest(self, exchange: ExchangeRecorded) -> Form:
         """Return the exchange as it takes the fewest bytes: continuing a remembered one, or whole."""

@@ -76,7 +76,7 @@ async def fills(broker: Broker) -> list[Fill]:
             info = await broker.js.stream_info(name)
         except nats.js.errors.NotFoundError:
             continue
-        except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+        except (nats.errors.Error, TimeoutError) as error:
             why = str(error) or type(error).__name__
             raise BrokerError(f"{name} was not described: {why}") from error
         out.append(Fill(name, "stream", info.state.bytes, max(0, info.config.max_bytes or 0)))

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipeline.config import NatsConfig
-from pipeline.errors import HistoryGoneError, OtherEventError, UndecodableError
+from pipeline.errors import HistoryGoneError
 from pipeline.events import AnyEvent, ClaimCheck, Continuation, Event, ExchangeRecorded, decode
 from pipeline.log import objects
 from pipeline.log.exchanges import ExchangeNotWholeError, RememberedExchanges, make_whole
@@ -148,19 +148,19 @@ class Reader(StreamReader):
     async def read_at(self, event: type[E], seq: int) -> LogEntry[E]:
         """Return the event of a class at a sequence of its stream.
 
-        Raises `HistoryGoneError` if there is no message of that sequence (any more); its subclass `OtherEventError` if
-        an event of another class has that sequence, `UndecodableError` if the message is no event or its object is
-        gone, `ExchangeNotWholeError` if it continues an exchange that is gone."""
+        Raises `HistoryGoneError` if no event of that class has that sequence (any more): the message was deleted, it is
+        no event, its object is gone, or an event of another class took its place after a power cut. Its subclass
+        `ExchangeNotWholeError` says that the event continues an exchange that is gone."""
         stream = stream_of(event)
-        message = await self.direct_get(stream, seq)
+        message = await self.leader_get(stream, {"seq": seq})
         if message is None:
             raise HistoryGoneError(f"message {seq} of {stream}")
         entry = await self._entry(stream, message)
         if entry is None:
-            raise UndecodableError(stream, seq)
-        if (found := _of_class(entry, event)) is not None:
-            return found
-        raise OtherEventError(stream, seq, event.__name__)
+            raise HistoryGoneError(f"message {seq} of {stream}", "can't be decoded: see `journeywork dead list`")
+        if (found := _of_class(entry, event)) is None:
+            raise HistoryGoneError(f"the {event.__name__} at message {seq} of {stream}")
+        return found
 
     async def recorded(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
         """Return the event in a message. None if it cannot be decoded or made whole: it is skipped then."""
@@ -197,17 +197,12 @@ class Reader(StreamReader):
     async def event_of(self, form: AnyEvent | ClaimCheck | Continuation) -> AnyEvent:
         """Return the event that a decoded payload stands for. Raises as `decode` does."""
         if isinstance(form, ClaimCheck):
-            form = await self._claimed(form)
+            form = decode(await self.get_object(form.bucket, form.object))
+        if isinstance(form, ClaimCheck):
+            raise msgspec.DecodeError("the object of a claim check is a claim check itself")
         if isinstance(form, ExchangeRecorded | Continuation):
             return await make_whole(self, self.exchanges, form)
         return form
-
-    async def _claimed(self, claim: ClaimCheck) -> AnyEvent | Continuation:
-        """Return what is in a claim check's object: the event as the log would hold it."""
-        event = decode(await self.get_object(claim.bucket, claim.object))
-        if isinstance(event, ClaimCheck):
-            raise msgspec.DecodeError("the object of a claim check is a claim check itself")
-        return event
 
     async def resolve(self, payload: bytes) -> bytes:
         """Replace a claim check by its object. Return the payload unchanged if it is no claim check or the object has

@@ -7,7 +7,7 @@ messages are counted (`pipeline.log.deaths`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 import nats.js.errors
@@ -24,7 +24,7 @@ async def put(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: 
     """Write a value, which expires after `ttl_s` seconds, at least 1.
 
     Repeated while the log is unavailable. Raises `BrokerUnavailableError` after `nats.publish_deadline_s`."""
-    await _publish(reader, bucket, key, value, {"Nats-TTL": _ttl(ttl_s)})
+    await _publish(reader, bucket, key, value, ttl_s)
 
 
 async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float) -> bool:
@@ -37,7 +37,7 @@ async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s:
             return False
         after = {"Nats-Expected-Last-Subject-Sequence": str(newest.seq if newest is not None else 0)}
         try:
-            await _publish(reader, bucket, key, value, {"Nats-TTL": _ttl(ttl_s), **after})
+            await _publish(reader, bucket, key, value, ttl_s, after)
         except nats.js.errors.APIError as error:
             if error.err_code != _WRONG_LAST_SEQUENCE:
                 raise
@@ -47,7 +47,7 @@ async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s:
 
 async def delete(reader: StreamReader, bucket: str, key: str) -> None:
     """Delete a value. Followers of the key learn of it. Raises as `put` does."""
-    await _publish(reader, bucket, key, b"", {"KV-Operation": "DEL", "Nats-TTL": _ttl(60)})
+    await _publish(reader, bucket, key, b"", 60, {"KV-Operation": "DEL"})
 
 
 async def follow(reader: StreamReader, bucket: str, keys: str) -> AsyncGenerator[tuple[str, bytes], None]:
@@ -61,14 +61,12 @@ async def follow(reader: StreamReader, bucket: str, keys: str) -> AsyncGenerator
             yield message.subject[prefix:], message.payload
 
 
-async def _publish(reader: StreamReader, bucket: str, key: str, value: bytes, headers: dict[str, str]) -> None:
-    """Write a message to the subject of a key. Repeated while the log is unavailable."""
+async def _publish(
+    reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float, more: Mapping[str, str] = {}
+) -> None:
+    """Write a message to the subject of a key, with `more` headers. Repeated while the log is unavailable."""
     subject, timeout_s = streams.key_subject(bucket, key), reader.config.ack_timeout_s
+    headers = {"Nats-TTL": f"{max(ttl_s, 1.0):g}s", **more}  # the server takes no time below a second
     await reader.retry(
         lambda: reader.client.publish_acked(subject, value, headers, timeout_s), f"{subject} was not acknowledged"
     )
-
-
-def _ttl(seconds: float) -> str:
-    """Return the header `Nats-TTL`, which the server takes from a second on."""
-    return f"{max(seconds, 1.0):g}s"

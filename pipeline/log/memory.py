@@ -44,10 +44,8 @@ def retention(nats: NatsConfig) -> str:
     )
 
 
-async def trim(broker: Broker, max_memory: int) -> dict[str, float]:
-    """Delete the oldest events of streams with too many subjects. Returns, by stream, the age in seconds of the oldest
-    event that is left where some were deleted. Raises `BrokerError` and nats-py's errors."""
-    ages: dict[str, float] = {}
+async def trim(broker: Broker, max_memory: int) -> None:
+    """Delete the oldest events of streams with too many subjects. Raises `BrokerError` and nats-py's errors."""
     for name in MEMORY_SHARES:
         state = (await broker.stream_info(name)).state
         most, subjects = most_subjects(max_memory, name), await broker.count_subjects(name)
@@ -55,7 +53,10 @@ async def trim(broker: Broker, max_memory: int) -> dict[str, float]:
             continue
         excess = 1 - (1 - _HEADROOM) * most / subjects
         wanted = state.first_seq + int(excess * (state.last_seq - state.first_seq + 1))
-        first = min([wanted, *[await _first_unread(broker, c, state.last_seq) for c in _readers(name)]])
+        # Telemetry's consumers begin at the newest event: they may miss some.
+        readers = [c for c in streams.CONSUMERS if c.stream == name and c.start == "all"]
+        unread = [await broker.first_unread(consumer) for consumer in readers]
+        first = min([wanted, *(seq for seq in unread if seq is not None)])
         if first < wanted:
             logger.error(
                 "the NATS server needs more memory than nats.max_memory: a consumer is behind, and keeps events",
@@ -67,26 +68,11 @@ async def trim(broker: Broker, max_memory: int) -> dict[str, float]:
             continue
         await broker.js.purge_stream(name, seq=first)
         oldest = await broker.next_of_leader(name, ">", first)
-        ages[name] = time.time() - oldest[0].place.at / 1e6 if oldest else 0.0
+        age_s = time.time() - oldest[0].place.at / 1e6 if oldest else 0.0
         logger.warning(
             "the oldest events were deleted to bound the NATS server's memory (nats.max_memory)",
             stream=name,
             subjects=subjects,
             most=most,
-            kept_h=round(ages[name] / 3600, 3),
+            kept_h=round(age_s / 3600, 3),
         )
-    return ages
-
-
-def _readers(stream: str) -> list[streams.ConsumerSpec]:
-    """Return the consumers that must have read an event before it is deleted. Telemetry's begin at the newest one: they
-    may miss events."""
-    return [c for c in streams.CONSUMERS if c.stream == stream and c.start == "all"]
-
-
-async def _first_unread(broker: Broker, spec: streams.ConsumerSpec, last: int) -> int:
-    """Return the first sequence that a consumer may still need; one above `last` if it has read everything."""
-    info = await broker.consumer_info(spec)
-    if not (info.num_pending or info.num_ack_pending):
-        return last + 1
-    return int(info.ack_floor.stream_seq if info.ack_floor is not None else 0) + 1

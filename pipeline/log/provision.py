@@ -17,12 +17,11 @@ from pipeline import streams
 from pipeline.errors import BrokerError
 from pipeline.log.retry import retry_while_unavailable
 from pipeline.log.stream_reader import StreamReader
-from pipeline.telemetry.logs import get_logger
 
-logger = get_logger("pipeline.log.provision")
-
-_LIMITS = ("description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas")
-_FEATURES = ("compression", "allow_direct", "allow_msg_ttl", "allow_msg_schedules")
+_STREAM_FIELDS = (
+    *("description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas"),
+    *("compression", "allow_direct", "allow_msg_ttl", "allow_msg_schedules"),
+)
 _BUCKET_WINDOW_S = 120.0
 """NATS' own window of duplicates; the server refuses one that is longer than the stream's age."""
 _MARKER_S = 60.0
@@ -88,13 +87,11 @@ async def _stream(reader: StreamReader, spec: streams.StreamSpec) -> None:
         allow_direct=True,
         allow_msg_schedules=spec.timers,
     )
-    await _ensure_stream(reader, wanted, (*_LIMITS, *_FEATURES), spec.share)
+    await _ensure_stream(reader, wanted, spec.share)
 
 
-async def _ensure_stream(
-    reader: StreamReader, wanted: api.StreamConfig, fields: tuple[str, ...], share: float = 0.0
-) -> None:
-    """Create a stream, or update it where one of `fields` differs. `share`: of `nats.max_bytes`; 0: it has none."""
+async def _ensure_stream(reader: StreamReader, wanted: api.StreamConfig, share: float = 0.0) -> None:
+    """Create a stream, or update it where it differs. `share`: of `nats.max_bytes`; 0: it has none."""
     try:
         info = await reader.js.stream_info(str(wanted.name))
     except nats.js.errors.NotFoundError:
@@ -103,7 +100,7 @@ async def _ensure_stream(
     if share:
         now, size = info.config.max_bytes, info.state.bytes
         wanted.max_bytes = streams.byte_limit(share, reader.config.max_bytes, now=now, size=size)
-    if _differ(info.config, wanted, fields):
+    if _differ(info.config, wanted, _STREAM_FIELDS):
         await reader.js.update_stream(wanted)
 
 
@@ -146,7 +143,7 @@ async def _bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
         allow_direct=True,
         num_replicas=reader.config.replicas,
     )
-    await _ensure_stream(reader, wanted, ("max_age", "max_bytes", "num_replicas"), spec.share)
+    await _ensure_stream(reader, wanted, spec.share)
 
 
 async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
@@ -166,9 +163,10 @@ async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
         subject_delete_marker_ttl=_MARKER_S,
         num_replicas=reader.config.replicas,
     )
-    await _ensure_stream(reader, wanted, ("description", "num_replicas"))
+    await _ensure_stream(reader, wanted)
 
 
 def _differ(existing: Any, wanted: Any, fields: tuple[str, ...]) -> bool:
-    """Return whether a setting differs from the wanted value. The server leaves out values of zero."""
-    return any((getattr(existing, f) or 0) != (getattr(wanted, f) or 0) for f in fields)
+    """Return whether one of `fields` differs that `wanted` sets. The server leaves out values of zero."""
+    given = {f: value for f in fields if (value := getattr(wanted, f)) is not None}
+    return any((getattr(existing, f) or 0) != (value or 0) for f, value in given.items())

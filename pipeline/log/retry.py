@@ -33,9 +33,8 @@ _RETRYABLE_CODES = frozenset(
     }
 )
 _RETRYABLE = (
-    TimeoutError,
+    TimeoutError,  # also that of nats-py
     BrokerUnavailableError,
-    nats.errors.TimeoutError,
     nats.errors.NoRespondersError,
     nats.errors.ConnectionReconnectingError,
     nats.errors.OutboundBufferLimitError,

@@ -102,18 +102,14 @@ class StreamReader:
             if error.err_code == _NO_MESSAGE:
                 return None
             if error.err_code == _NO_STREAM:
-                raise StreamMissingError(stream) from error
+                why = f"the log has no stream {stream}: run `journeywork up` on it once"
+                raise StreamMissingError(why) from error
             raise BrokerError(f"a read of {stream} failed: {error.description}") from error
         stored = _decode_answer(data).message
         if stored is None:
             raise BrokerError(f"a read of {stream} was answered without a message")
         place, headers = Place(stored.seq, stream_time_us(stored.time)), parse_headers(base64.b64decode(stored.hdrs))
         return StoredMessage(place, stored.subject, headers, base64.b64decode(stored.data))
-
-    async def direct_get(self, stream: str, seq: int) -> StoredMessage | None:
-        """Return the message at `seq` from any replica, and from the leader if that replica does not hold it."""
-        page, _ = await self._direct_get(stream, {"seq": seq})
-        return page[0] if page else await self.leader_get(stream, {"seq": seq})
 
     async def holds(self, stream: str, place: Place) -> bool:
         """Return whether the message at `place` is in the stream, by its leader. False if retention removed it, too."""
@@ -152,11 +148,10 @@ class StreamReader:
     # -- many messages -------------------------------------------------------------------------------------------
 
     async def messages(
-        self, stream: str, first: int = 1, last: int = LAST_SEQ, subject: str = ">", *, batch: int = 0
+        self, stream: str, first: int = 1, last: int = LAST_SEQ, subject: str = ">", *, batch: int = _BATCH
     ) -> AsyncGenerator[StoredMessage, None]:
         """Yield what the stream still holds on `subject` (wildcards allowed) from sequence `first` to `last`, in
         pages of `batch`."""
-        batch = batch or _BATCH
         while first <= last:
             page, _ = await self.message_page(stream, subject, first, min(batch, last - first + 1))
             page = page or await self.next_of_leader(stream, subject, first)
@@ -170,11 +165,11 @@ class StreamReader:
             first = page[-1].seq + 1
 
     async def message_page(
-        self, stream: str, subject: str, first: int, batch: int = 0
+        self, stream: str, subject: str, first: int, batch: int = _BATCH
     ) -> tuple[list[StoredMessage], bool]:
         """Return messages on `subject` from sequence `first` on, as one replica holds them, and whether it holds
         more."""
-        request = {"seq": first, "next_by_subj": subject, "batch": batch or _BATCH, "max_bytes": _PAGE_BYTES}
+        request = {"seq": first, "next_by_subj": subject, "batch": batch, "max_bytes": _PAGE_BYTES}
         page, more = await self._direct_get(stream, request)
         return page, more and bool(page)
 
@@ -205,7 +200,7 @@ class StreamReader:
         return [] if message is None else [message]
 
     async def _direct_get(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
-        """Send the server's direct get, batched if `request` says so; return messages and whether there are more.
+        """Send the server's batched direct get; return messages and whether there are more.
 
         Any replica answers, also one that lags. The list is empty if none answers at all: ask the leader then."""
         return await self.retry(lambda: self._direct_get_once(stream, request), f"a read of {stream} was not answered")
@@ -214,12 +209,11 @@ class StreamReader:
         """Send the request once and collect the answers, one for each message; return the messages and whether there
         are more.
 
-        Each answer of a batch has the sequence of the one before it, and an answer with status 204 ends the batch. If
+        Each answer has the sequence of the one before it, and an answer with status 204 ends the batch. If
         the connection breaks or the replica dies in between, what came until then is returned with the word that there
         is more: the next page asks for the rest, of any replica."""
         inbox = self.client.new_inbox()
         answers = await self.client.subscribe(inbox)
-        batched = "batch" in request
         found: list[StoredMessage] = []
         try:
             await self.client.publish(f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=inbox)
@@ -233,14 +227,12 @@ class StreamReader:
                     kind = _TooManySubjectsError if status == _TOO_MANY else BrokerError
                     raise kind(f"a direct get from {stream} failed: {status} {headers.get('Description', '')}")
                 last = found[-1].seq if found else 0
-                if batched and int(headers.get("Nats-Last-Sequence", last)) != last:  # an answer was lost
+                if int(headers.get("Nats-Last-Sequence", last)) != last:  # an answer was lost
                     if not found:
                         raise BrokerUnavailableError(f"a read of {stream} lost its beginning")
                     return found, True
                 place = Place(int(headers["Nats-Sequence"]), stream_time_us(headers["Nats-Time-Stamp"]))
                 found.append(StoredMessage(place, headers["Nats-Subject"], headers, answer.data))
-                if not batched:
-                    return found, False
         except nats.errors.TimeoutError as error:
             if found:
                 return found, True
@@ -284,7 +276,7 @@ class StreamReader:
             await self.js.stream_info(stream)
         except nats.js.errors.NotFoundError:
             return f"the stream {stream} does not exist"
-        except (nats.errors.Error, nats.js.errors.Error, TimeoutError):
+        except (nats.errors.Error, TimeoutError):
             return f"the stream {stream} has no leader"  # which would have answered
         return f"the stream {stream} had no leader for a moment"
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import nats.js.errors
-
 from pipeline import streams
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
-from pipeline.log.stream_reader import StreamReader
 
 
 @dataclass(frozen=True)
@@ -40,16 +37,13 @@ class UnwrittenEvents:
 
     async def check(self, broker: Broker) -> list[Unwritten]:
         """Return what is wrong now. A loss stays. Raises nats-py's errors and `BrokerError`."""
-        out = []
-        for spec in streams.CONSUMERS:
-            if spec.name.startswith("store-"):
-                out += await self._of_consumer(broker, spec)
-        return out
+        consumers = [spec for spec in streams.CONSUMERS if spec.name.startswith("store-")]
+        return [unwritten for spec in consumers for unwritten in await self._of_consumer(broker, spec)]
 
     async def _of_consumer(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
         """Return what is wrong with a consumer. The event that was its oldest at the last check (`before`) has been
         written since, or the log has deleted it: then the consumer passed it without an acknowledgement."""
-        oldest, before = await oldest_unread(broker, spec), self._oldest.pop(spec.name, None)
+        oldest, before = await _oldest_unread(broker, spec), self._oldest.pop(spec.name, None)
         passed = before is not None and (oldest is None or oldest.seq > before.seq)
         if before is not None and passed and not await broker.holds(spec.stream, before):
             floor = (await broker.consumer_info(spec)).ack_floor
@@ -78,15 +72,9 @@ class UnwrittenEvents:
         return found
 
 
-async def oldest_unread(reader: StreamReader, spec: streams.ConsumerSpec) -> Place | None:
-    """Return the place of the oldest event that a consumer has not acknowledged; `None` if there is none, or no such
-    consumer."""
-    try:
-        info = await reader.js.consumer_info(spec.stream, spec.name)
-    except nats.js.errors.NotFoundError:
+async def _oldest_unread(broker: Broker, spec: streams.ConsumerSpec) -> Place | None:
+    """Return the place of the oldest event that a consumer has not acknowledged; `None` if there is none."""
+    if (first := await broker.first_unread(spec)) is None:
         return None
-    if not (info.num_pending or info.num_ack_pending):
-        return None
-    after = int(info.ack_floor.stream_seq) if info.ack_floor is not None else 0
-    oldest = await reader.leader_get(spec.stream, {"seq": after + 1, "next_by_subj": spec.subjects[0]})
-    return oldest.place if oldest is not None else None
+    oldest = await broker.next_of_leader(spec.stream, spec.subjects[0], first)
+    return oldest[0].place if oldest else None

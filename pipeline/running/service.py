@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 import anyio
 import msgspec
@@ -28,12 +27,8 @@ BEAT_S = 1.0
 """Seconds between two heartbeats."""
 
 
-class Ready(Protocol):
-    """Reports that the service is ready, with facts such as its URL."""
-
-    def __call__(self, **facts: str | int | float) -> None: ...
-
-
+Ready = Callable[..., None]
+"""Reports that the service is ready, with facts such as its URL as keyword arguments."""
 Serve = Callable[[Config, Ready], Awaitable[None]]
 
 
@@ -42,14 +37,11 @@ class _Report:
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
-        self._reported = False
         self._ready = anyio.Event()
 
     def __call__(self, **facts: str | int | float) -> None:
-        line = msgspec.json.encode({"ready": True, **facts}) + b"\n"
-        if self._fd is not None and not self._reported:
-            os.write(self._fd, line)
-        self._reported = True
+        if self._fd is not None:
+            os.write(self._fd, msgspec.json.encode({"ready": True, **facts}) + b"\n")
         self._ready.set()
         logs.get_logger("pipeline.running.service").info("ready", **facts)
 

@@ -93,10 +93,6 @@ class Supervisor:
         self._probing: anyio.CancelScope | None = None
 
     @property
-    def ready(self) -> bool:
-        return all(w.state == "ready" for w in self.watched.values())
-
-    @property
     def alarms(self) -> tuple[str, ...]:
         """Present alarms about the log."""
         return self._log_probe.alarms
@@ -355,7 +351,7 @@ class Supervisor:
         state = RunState(
             pid=os.getpid(),
             since=process_start(os.getpid()),
-            ready=self.ready,
+            ready=all(w.state == "ready" for w in self.watched.values()),
             project=config.project,
             urls=urls,
             alarms=self.alarms,

@@ -64,21 +64,15 @@ def load_or_make(path: Path) -> KeyPair:
 def verify(public: str, message: bytes, signature: bytes) -> bool:
     """Return whether `signature` is a signature of `message` with the private key of `public`."""
     try:
-        nacl.signing.VerifyKey(_raw(public)).verify(message, signature)
+        nacl.signing.VerifyKey(public_bytes(public)).verify(message, signature)
     except (ValueError, nacl.exceptions.CryptoError):
         return False
     return True
 
 
-def check_public(public: str) -> str:
-    """Return `public` if it is the public nkey of a user. Raises `ValueError` otherwise; its text leaves out the
+def public_bytes(public: str) -> bytes:
+    """Return the 32 bytes of the public nkey of a user. Raises `ValueError` for anything else; its text leaves out the
     value, which may be a seed."""
-    _raw(public)
-    return public
-
-
-def _raw(public: str) -> bytes:
-    """Return the 32 bytes of a public nkey. Raises `ValueError`, which leaves out the value, for anything else."""
     try:
         data = base64.b32decode(public + "=" * (-len(public) % 8))
     except binascii.Error:

@@ -74,7 +74,7 @@ class Trust:
     def __init__(self, config: SigningConfig) -> None:
         for key in config.keys:
             try:
-                nkey.check_public(key)
+                nkey.public_bytes(key)
             except ValueError as error:
                 raise ConfigError(f"signing.keys: {error}; put no seed there") from error
         self._keys = frozenset(config.keys)

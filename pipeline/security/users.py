@@ -45,9 +45,7 @@ class User:
     reads: tuple[str, ...] = ()
     """Streams that it may read without a consumer, including the oversized payloads of their events."""
     fetches: tuple[str, ...] = ()
-    """Buckets whose objects it may read."""
-    inspects: tuple[str, ...] = ()
-    """Buckets whose size it may ask for."""
+    """Buckets whose objects, and whose size, it may read."""
     stores: tuple[str, ...] = ()
     """Buckets that it may also write to, which includes replacing and removing objects."""
     keeps: tuple[str, ...] = ()
@@ -130,7 +128,6 @@ USERS: tuple[User, ...] = (
         "writes every event to Parquet, raises alarms",
         publishes=("policy.alarm.>",),
         follows=("POLICY",),
-        inspects=(streams.ADAPTERS_BUCKET,),
         fetches=(streams.ADAPTERS_BUCKET,),
         consumes=tuple(c.name for c in streams.CONSUMERS if c.name.startswith("store-")),
         reads=EVENT_STREAMS,
@@ -236,7 +233,7 @@ def _rights_to_read(user: User) -> list[str]:
     written = {streams.stream_of_subject(subject) for subject in user.publishes}
     buckets = {*user.fetches, *user.stores, *map(streams.claims_bucket, streams_read | written)}
     reached = {*streams_read, *map(streams.bucket_stream, buckets), *([streams.DETECTED.name] if user.detects else [])}
-    publish = [f"{_API}STREAM.NAMES", *(f"{_API}STREAM.INFO.{streams.bucket_stream(name)}" for name in user.inspects)]
+    publish = [f"{_API}STREAM.NAMES"]
     for stream in sorted(reached):
         gets = ("STREAM.INFO.{}", "STREAM.MSG.GET.{}", "DIRECT.GET.{}", "DIRECT.GET.{}.>")
         publish += [_API + get.format(stream) for get in gets]

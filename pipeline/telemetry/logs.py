@@ -76,7 +76,7 @@ def configure(service: str, level: str = "INFO", sink: TextIO | None = None) -> 
     handler.setFormatter(_JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(level)
     # A log line for each request would cost more than its capture.
     for noisy in ("httpx", "httpcore", "LiteLLM", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

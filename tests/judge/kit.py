@@ -117,7 +117,7 @@ async def judging(broker: Broker, config: Config, judge_hash: str = "j") -> Asyn
         broker.consume("judge-timers") as timers,
         anyio.create_task_group() as tg,
     ):
-        judge = Judge(broker, config, composer, judge_hash, teacher and teacher.teach)
+        judge = Judge(broker, config, composer, judge_hash, teacher)
         tg.start_soon(judge.run, arrivals, timers)
         yield judge
         tg.cancel_scope.cancel()

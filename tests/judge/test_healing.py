@@ -95,8 +95,8 @@ async def test_a_better_answer_is_a_correction_on_the_log_and_a_hint_of_the_memb
     gateway = master("quality=0.9")
     async with healing(broker, nats_config, gateway) as (healer, _):
         await play(broker, "quality=0.2")
-        healed = await healer.heal(scored(0.1))
-        again = await healer.heal(scored(0.1))  # as after a crash before the group was published
+        healed = await healer(scored(0.1))
+        again = await healer(scored(0.1))  # as after a crash before the group was published
     assert healed.members[0].hints == again.members[0].hints == (CORRECTION,)
     (request,) = gateway.requests
     assert set(request) == {"messages", "tools", "model"}
@@ -117,7 +117,7 @@ async def test_a_run_is_healed_although_a_shadow_of_its_masters_call_was_compare
         await broker.publish(msgspec.structs.replace(by_master, policy_version="outside:master", step=-1))
         names: Any = {"project": "p", "trajectory": "r", "call": 1, "model": "m", "outside": "master"}
         await broker.publish(AnswersCompared(**names, outside_score=1.0, apprentice_score=0.0))
-        healed = await healer.heal(scored(0.1, calls=2))
+        healed = await healer(scored(0.1, calls=2))
     assert healed.members[0].hints == (CORRECTION,)
 
 
@@ -126,8 +126,8 @@ async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_
     async with healing(broker, nats_config, master(said)) as (healer, _):
         await play(broker, "quality=0.2")
         group = scored(0.1)
-        assert await healer.heal(group) == group
-        assert await healer.heal(group) == group
+        assert await healer(group) == group
+        assert await healer(group) == group
     assert await signals_on_log(broker) == []
     assert len(await broker.read(AnswersCompared)) == 1
 
@@ -151,7 +151,7 @@ async def test_runs_that_are_not_healed(
     gateway = master("quality=0.9")
     async with healing(broker, nats_config, gateway, **more) as (healer, _):
         await play(broker, "quality=0.2")
-        assert await healer.heal(group) == group
+        assert await healer(group) == group
     assert await signals_on_log(broker) == []
 
 
@@ -167,7 +167,7 @@ async def test_a_run_is_left_as_it_is_if_the_outside_model_does_not_answer_as_as
     async with healing(broker, nats_config, master(reply)) as (healer, _):
         await play(broker, "quality=0.2", "quality=0.1")
         group = scored(0.1, calls=2)
-        assert await healer.heal(group) == group
+        assert await healer(group) == group
     assert await signals_on_log(broker) == []
 
 
@@ -177,7 +177,7 @@ async def test_the_call_at_fault_is_the_lowest_graded_or_the_one_that_the_outsid
     gateway = master('The first: {"reply": 1}', "quality=0.9")
     async with healing(broker, nats_config, gateway) as (healer, _):
         await play(broker, "quality=0.3", "quality=0.2", "quality=0.4")
-        healed = await healer.heal(scored(0.1, calls=3))
+        healed = await healer(scored(0.1, calls=3))
         assert [hint.call for hint in healed.members[0].hints] == [1]
         asked = gateway.requests[0]["messages"][0]["content"]
         assert "Reply 1: quality=0.2" in asked
@@ -186,7 +186,7 @@ async def test_the_call_at_fault_is_the_lowest_graded_or_the_one_that_the_outsid
     await broker.publish(exchange("r2", "quality=0.2", seq=1))
     async with healing(broker, nats_config, master("quality=0.9")) as (healer, _):
         run = Member(trajectory="r2", reward=0.0, exchanges=2, call_rewards={"0": -1.0, "1": 0.5, "9": -5.0})
-        healed = await healer.heal(msgspec.structs.replace(scored(0.1), members=(run,)))
+        healed = await healer(msgspec.structs.replace(scored(0.1), members=(run,)))
     assert [hint.call for hint in healed.members[0].hints] == [0]
 
 
@@ -214,16 +214,16 @@ async def test_money_of_a_day_is_spent_once_by_all_judges(
         healing(broker, nats_config, gateway, failing, **limit) as (healer, _),
         healing(broker, nats_config, second_gateway, **limit) as (second, _),
     ):
-        await second.heal(others)  # its day begins, and nothing is paid
+        await second(others)  # its day begins, and nothing is paid
         await play(broker, *["quality=0.2"] * calls)
-        await healer.heal(scored(0.1, calls=calls))
-        await healer.heal(others)
+        await healer(scored(0.1, calls=calls))
+        await healer(others)
         assert len(gateway.requests) == 1
-        await second.heal(others)
+        await second(others)
         assert len(second_gateway.requests) == 1
         tomorrow = time.time() + 86_400
         monkeypatch.setattr(time, "time", lambda: tomorrow)
-        await second.heal(others)
+        await second(others)
         assert len(second_gateway.requests) == 2
 
 
@@ -251,7 +251,7 @@ async def test_a_reply_of_tool_calls_is_corrected_by_their_json(broker: Broker, 
     gateway = ScoringServer(lambda request: body)
     async with healing(broker, nats_config, gateway) as (healer, _):
         await play(broker, "quality=0.2")
-        healed = await healer.heal(scored(0.1))
+        healed = await healer(scored(0.1))
     (hint,) = healed.members[0].hints
     assert json.loads(hint.text) == look
     assert [e.event.policy_version for e in await broker.read(ExchangeRecorded)] == ["m@0"]

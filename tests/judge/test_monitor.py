@@ -27,7 +27,7 @@ def monitoring(judge: LlmRuler, anchors: Sequence[LabelledGroup] = ()) -> tuple[
         published.append(event)
 
     config = JudgeConfig(model="test/judge")
-    return JudgeMonitor(config, {"": judge}, anchors, publish, project="p", judge="j"), published
+    return JudgeMonitor(config, {"ruler": judge}, anchors, publish, project="p", judge="j"), published
 
 
 @pytest.mark.parametrize(("wrong", "alarm"), [(False, False), (True, True)])
@@ -36,10 +36,10 @@ async def test_the_alarm_is_raised_when_the_judge_disagrees_with_the_anchors(
 ) -> None:
     judge = ruler(Model(Scorer()))
     monitor, published = monitoring(judge, read_labelled(labelled(tmp_path / "anchors.jsonl", wrong=wrong)))
-    await monitor.check_anchors("", judge)
+    await monitor.check_anchors("ruler", judge)
     await monitor.publish()
     (event,) = published  # nothing was judged but the anchors
-    assert (event.kind, event.ruler, event.alarm, event.rubric) == ("anchors", "default", alarm, "general")
+    assert (event.kind, event.ruler, event.alarm, event.rubric) == ("anchors", "ruler", alarm, "general")
     assert event.kendall_tau == pytest.approx(-1.0 if wrong else 1.0)
     await judge.judge([transcript(f"t{i}", f"quality=0.{i + 1}") for i in range(3)])
     await monitor.publish()
@@ -60,5 +60,5 @@ async def test_a_judge_that_scores_nothing_is_measured_too(tmp_path: Path) -> No
     counts = [(e.groups, e.recent_passes, e.recent_failed, e.calls) for e in published]
     assert counts == [(0, 2, 2, 4), (0, 2, 2, 8)]
     assert published[0].failure.startswith("the reply could not be read 2 times: score_")
-    await monitor.check_anchors("", judge)
+    await monitor.check_anchors("ruler", judge)
     assert (published[2].alarm, published[2].groups, published[2].kendall_tau) == (True, 0, None)

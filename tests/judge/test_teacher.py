@@ -159,7 +159,7 @@ async def test_history_is_taught_later(broker: Broker, nats_config: NatsConfig, 
         await groups(broker, 1, "discarded")
     for branch in ("one", "two"):
         async with open_teacher(config, broker) as teacher:
-            report = await Rejudge(broker, config, None, teacher and teacher.teach, branch=branch).run()
+            report = await Rejudge(broker, config, None, teacher, branch=branch).run()
         assert (report.rejudged, report.rescued) == (2, 1)
     assert sorted(a.trajectory for a in await answers(broker)) == ["plain", "rewarded"]
     taught = [m for g in await groups(broker, 5) if g.branch != "main" for m in g.members]

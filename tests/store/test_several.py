@@ -105,7 +105,7 @@ async def test_one_store_of_a_run_directory_checks_alarms(
     monkeypatch.setattr("store.service._LOCK_RETRY_S", 0.05)
 
     def config(name: str) -> Config:
-        return Config(run_dir=str(tmp_path), nats=nats_config, log_level=name)
+        return Config(run_dir=str(tmp_path), nats=nats_config, log_level=name)  # type: ignore[arg-type]
 
     async with anyio.create_task_group() as second, anyio.create_task_group() as both:
         ready = anyio.Event()

@@ -14,7 +14,7 @@ import pytest
 
 from judge.commands.rejudge import Rejudge
 from judge.errors import UnscoredError
-from judge.rewards.compose import ConfiguredComposer, open_composer_on_log
+from judge.rewards.compose import RULER, ConfiguredComposer, open_composer_on_log
 from judge.ruler.transcripts import load_transcript
 from judge.scoring import GroupRewards, agent_rewards
 from pipeline import config as configuration
@@ -46,7 +46,7 @@ def composer(broker: Broker, config: Config, model: Model) -> ConfiguredComposer
         return await load_transcript(broker, member.project, member.trajectory)
 
     judge._load = read  # type: ignore[assignment]
-    return ConfiguredComposer(config.judge, {"": judge}, {}, read)  # type: ignore[arg-type]
+    return ConfiguredComposer(config.judge.replace(rewards=(RULER,)), {"ruler": judge}, {}, read)  # type: ignore[arg-type]
 
 
 async def test_verdicts_of_another_judge_are_published_on_their_own_branch(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from judge.groups import Arrival, Group, key_of
 from judge.models.chat import ModelError
 from judge.models.judge_model import open_judge_model
-from judge.rewards.compose import ConfiguredComposer
+from judge.rewards.compose import RULER, ConfiguredComposer
 from judge.ruler.rubrics import load_rubric
 from judge.ruler.ruler import LlmRuler
 from judge.scoring import score_closed
@@ -118,7 +118,8 @@ async def opened(bodies: Bodies) -> AsyncIterator[tuple[JudgeConfig, ConfiguredC
         )
         async with open_judge_model(config) as model:
             load = loading(transcript(m.trajectory, f"quality=0.{n}") for n, m in enumerate(MEMBERS))
-            yield (config, ConfiguredComposer(config, {"": LlmRuler(config, load_rubric(), model, load)}, {}, load))
+            rulers = {"ruler": LlmRuler(config, load_rubric(), model, load)}
+            yield config, ConfiguredComposer(config.replace(rewards=(RULER,)), rulers, {}, load)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_the_position_bias_is_estimated_despite_noise() -> None:
 
 def test_without_position_bias_scores_are_hardly_corrected() -> None:
     _, bias = merged_bias(0.0, 0.05)
-    assert abs(bias.first_position()) < 0.02
+    assert bias.first_position() == pytest.approx(0.0, abs=0.02)
     assert all(abs(e) < 0.03 for e in bias.effects(8))
 
 

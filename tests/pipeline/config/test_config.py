@@ -32,7 +32,10 @@ from tests.kits.settings import with_values
         ("trainer.lora.rank=64", "trainer.lora.rank is 64: an adapter of vllm.max_lora_rank = 8 at most would load"),
         ("trainer.lora.rank=1024", "vLLM serves adapters up to rank 512"),
         ("vllm.max_lora_rank=24", "vllm.max_lora_rank is 24: vLLM takes 1, 8, 16, 32, 64, 128, 256, 320, 512"),
-        ("log_level=LOUD", "log_level: 'LOUD' is unknown; use DEBUG, INFO, WARNING, ERROR, CRITICAL"),
+        (
+            "log_level=LOUD",
+            "settings: log_level: invalid enum value 'LOUD', expected DEBUG or INFO or WARNING or ERROR or CRITICAL",
+        ),
         ("nats.sync=never", "settings: nats.sync: invalid enum value 'never', expected always or float"),
         ("judge.anchors=x.jsonl", "settings: judge.anchors: expected table, got text"),
         (

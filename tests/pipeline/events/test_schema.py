@@ -87,6 +87,11 @@ def test_no_field_that_was_recorded_went_away_or_changed_its_type() -> None:
             assert got == kind or got.startswith(kind.rstrip(">")), f"{tag}.{name} was {kind}"
 
 
+def test_no_field_is_called_as_a_column_of_the_envelope_is() -> None:
+    for tag, columns in schema.tables().items():
+        assert len({column.name for column in columns}) == len(columns), tag
+
+
 @pytest.mark.parametrize("cls", EVENTS, ids=wire_name)
 def test_every_event_survives_its_encoding_and_fields_that_a_newer_writer_adds(cls: type[Event]) -> None:
     event = sample(cls)

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.commands import dead_letters as dead
 from pipeline.config import NatsConfig
-from pipeline.errors import UndecodableError
+from pipeline.errors import HistoryGoneError
 from pipeline.events import (
     CheckpointPublished,
     DeadLettered,
@@ -47,7 +47,7 @@ async def test_reads_skip_it_and_make_one_dead_letter_of_it(nats_config: NatsCon
         assert await broker.read_last(ExchangeRecorded, project="p", trajectory="none") is None
         await throw(broker, "rollout.exchange.p.none")
         assert await broker.read_last(ExchangeRecorded, project="p", trajectory="none") is None
-        with pytest.raises(UndecodableError, match=f"message {seq} of ROLLOUTS"):
+        with pytest.raises(HistoryGoneError, match=f"message {seq} of ROLLOUTS can't be decoded"):
             await broker.read_at(ExchangeRecorded, seq)
         found, last, _, _ = await broker.read_page(ExchangeRecorded, project="p", trajectory="t1")
         assert ([r.seq for r in found], last) == ([1], seq)
