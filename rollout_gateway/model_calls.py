@@ -111,14 +111,12 @@ class ModelCalls:
         Raises `NotAnsweredError` if its master is to answer, because the apprentice is unsure, late or refused; and
         `ApiError`. `Relay.answer` calls it."""
         assert caller.trajectory is not None
-        opened, wait_s, detector = caller.trajectory.opened, call.tables[0].apprentice_wait_s, self._gateway.detector
-        own: Call = call
+        opened, wait_s = caller.trajectory.opened, call.tables[0].apprentice_wait_s
         try:
             own, translation = await self._read_large_in_thread(asked, partial(self._read_for_policy, asked))
             own.params.model, own.held = opened.model, opened.min_logprob is not None and own.stream
+            own.detected = call.detected
             caller = replace(caller, wait_s=wait_s, min_logprob=opened.min_logprob)
-            if detector is not None:
-                detector.replace(call, own)
             if translation is not None:
                 return await self._translated_call(asked, translation, own, caller)
             return await self._plain_call(asked.request, own, caller)
@@ -126,9 +124,7 @@ class ModelCalls:
             final = isinstance(error, ApiError) and (not wait_s or error.code in _NOT_FOR_MASTER)
             if asked.request.started or final:
                 raise
-            if detector is not None:
-                detector.replace(own, call)
-            raise NotAnsweredError(opened.pinned or opened.model, str(error)) from error
+            raise NotAnsweredError(f"{opened.pinned or opened.model}: {error}") from error
 
     async def _put_prompt(self, asked: ModelRequest) -> None:
         """Put a promoted prompt in place of the agent's, if a decision in force has one for the call."""
@@ -232,7 +228,7 @@ class ModelCalls:
         for missing in translation.continued - exchanges.keys():
             raise unknown_reference(missing)
         whole = translation.call(exchanges)
-        call.body, call.fields = whole.body, whole.fields  # the same object: the detector knows the call by it
+        call.body, call.fields = whole.body, whole.fields
         return await self._caller(call, asked) if caller.trajectory is None else caller
 
 

@@ -156,6 +156,8 @@ class Call:
     model was unsure (`rollout_gateway.model_calls`, calls of an apprentice)."""
     referenced_in: str = ""
     """The trajectory that records the call, if each choice of the reply is to name its exchange; else empty."""
+    detected: object = None
+    """What `rollout_gateway.capture.detection`, which found the call's run, has to know when the answer comes."""
 
     @property
     def served_by(self) -> str:

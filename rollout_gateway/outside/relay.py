@@ -72,11 +72,7 @@ class _OutsideExchange(Exchange):
 
 
 class NotAnsweredError(Exception):
-    """The apprentice did not answer, so that its master does. `version`: who was asked."""
-
-    def __init__(self, version: str, why: str) -> None:
-        super().__init__(why)
-        self.version = version
+    """The apprentice did not answer, so that its master does. Its text says who was asked, and why there is none."""
 
 
 class Relay:
@@ -130,7 +126,7 @@ class Relay:
                 try:
                     return await apprentice()
                 except NotAnsweredError as error:
-                    exchange.failed.append(f"{error.version}: {error}")
+                    exchange.failed.append(str(error))
             return await self._answer(request, exchange)
         finally:
             run.end()
