@@ -11,7 +11,7 @@ import msgspec
 
 from rollout_gateway.api.gateway import ControlRequest, RawAnswer
 from rollout_gateway.dialects.calls import Call, Fields, RequestParams, read_fields
-from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
+from rollout_gateway.dialects.messages import MessagesTranslation, error_body
 from rollout_gateway.http.errors import ApiError, bad_answer
 from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.serving.replicas import least_loaded
@@ -39,8 +39,8 @@ async def count_tokens(request: ControlRequest) -> RawAnswer:
     if answer.status == 400 and translation.merge_system():
         answer = await _tokenize_call(request, translation.call())
     if answer.status != 200:
-        return RawAnswer(answer.status, messages_error(answer.body, answer.status))
-    return RawAnswer(200, _encode({"input_tokens": _read_tokens(answer.body).count}))
+        return RawAnswer(answer.status, error_body(MessagesTranslation.path, answer.body, answer.status))
+    return RawAnswer(200, msgspec.json.encode({"input_tokens": _read_tokens(answer.body).count}))
 
 
 async def _tokenize_call(request: ControlRequest, call: Call) -> RawAnswer:

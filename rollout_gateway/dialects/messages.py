@@ -160,10 +160,6 @@ class MessagesTranslation(Translation):
         status = 503 if error.get("code") == "stopping" else 500
         return self.event("error", error=_error(error, status)["error"])
 
-    def error(self, body: bytes, status: int) -> bytes:
-        """Convert an error from OpenAI's format."""
-        return messages_error(body, status)
-
     def _stop_fields(self) -> dict[str, str | None]:
         """Return the fields that tell why the model stopped."""
         sequence, reason = self.ended.get("stop_reason"), self.ended.get("finish_reason") or "stop"
@@ -174,10 +170,13 @@ class MessagesTranslation(Translation):
         return {"stop_reason": reason, "stop_sequence": None}
 
 
-def messages_error(body: bytes, status: int) -> bytes:
-    """Convert an error from OpenAI's format to Anthropic's.
+def error_body(path: str, body: bytes, status: int) -> bytes:
+    """Convert an error from OpenAI's format to that of the API which has this path.
 
-    If the body is not in OpenAI's format, for example the text of a proxy, its beginning becomes the message."""
+    If the body is not in OpenAI's format, for example the text of a proxy, its beginning becomes the message in
+    Anthropic's."""
+    if path != MessagesTranslation.path and not path.startswith(MessagesTranslation.path + "/"):
+        return body
     try:
         error = msgspec.json.decode(body, type=_OpenAiError).error
     except (msgspec.DecodeError, UnicodeDecodeError):

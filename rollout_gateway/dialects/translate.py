@@ -238,10 +238,6 @@ class Translation(ABC):
     def stream_error(self, error: dict[str, Any]) -> bytes:
         """Convert an error in the middle of a stream, in OpenAI's format, to events."""
 
-    def error(self, body: bytes, status: int) -> bytes:
-        """Convert an error from OpenAI's format."""
-        return body
-
     def event(self, kind: str, **data: Any) -> bytes:
         """Encode a server-sent event."""
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **data}))
