@@ -32,9 +32,10 @@ REFERENCE = "journeywork"
 """Field of a choice that names the recorded call, so that a client can make a run of calls later."""
 
 _NULL = Raw(b"null")
-_GRAMMAR_FIELDS = frozenset(
+GRAMMAR_FIELDS = frozenset(
     ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
 )
+"""Fields by which a call asks for a reply under a grammar."""
 _STRICT = re.compile(rb'"strict"\s*:\s*true')
 
 
@@ -52,14 +53,12 @@ Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 MAX_CHOICES = 1024
 """Choices of one reply: `n` for each prompt."""
-MAX_STOPS, MAX_TOOLS, MAX_MESSAGES = (
-    msgspec.Meta(max_length=128),
-    msgspec.Meta(max_length=1024),
-    msgspec.Meta(max_length=16384),
-)
+MAX_STOPS, MAX_TOOLS, MAX_MESSAGES = (msgspec.Meta(max_length=length) for length in (128, 1024, 16384))
 """Bounds of lists that an inference server works through for each token or call."""
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Logprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A number of tokens in an answer's usage."""
 
 
 class RequestParams(msgspec.Struct):
@@ -198,7 +197,7 @@ class Call:
         whole reply."""
         fields = self.fields
         form, tools, tool_choice = (fields.get(name, _NULL) for name in ("response_format", "tools", "tool_choice"))
-        if any(not is_null(fields.get(name)) for name in _GRAMMAR_FIELDS):
+        if any(not is_null(fields.get(name)) for name in GRAMMAR_FIELDS):
             return "all"
         if not is_null(form) and _type_of(form) != "text":
             return "all"

@@ -26,6 +26,7 @@ from rollout_gateway.dialects.calls import (
     Raw,
     RequestParams,
     SampledChoice,
+    Tokens,
     decode_field,
     decode_object,
     decode_text,
@@ -71,13 +72,10 @@ class _Logprobs(msgspec.Struct):
 _logprobs_decoder = msgspec.json.Decoder(_Logprobs | None)
 
 
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-
-
 class _Usage(msgspec.Struct):
-    prompt_tokens: _Tokens = 0
-    completion_tokens: _Tokens | None = 0
-    total_tokens: _Tokens = 0
+    prompt_tokens: Tokens = 0
+    completion_tokens: Tokens | None = 0
+    total_tokens: Tokens = 0
     prompt_tokens_details: dict[str, Any] | None = None
     completion_tokens_details: dict[str, Any] | None = None
 

@@ -119,15 +119,11 @@ class Translation(ABC):
 
     def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
         """Convert a whole chat completion."""
-        self._read_choices(completion, "message")
+        self.read_choices(completion, "message")
         self.close_blocks()
         return self.whole_answer()
 
-    def translate_chunk(self, chunk: dict[str, Any]) -> bytes:
-        """Convert a chunk of a streamed chat completion to events."""
-        return self._read_choices(chunk, "delta")
-
-    def _read_choices(self, completion: dict[str, Any], part: str) -> bytes:
+    def read_choices(self, completion: dict[str, Any], part: str) -> bytes:
         """Read a whole chat completion (`part`: "message") or a chunk ("delta"). Returns the events."""
         out = b""
         if not self.head:
@@ -240,7 +236,16 @@ class Translation(ABC):
 
     def event(self, kind: str, **data: Any) -> bytes:
         """Encode a server-sent event."""
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **data}))
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **data}))
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Decode a tool call's arguments; `None` if they are not a JSON object, which small models may write."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def joined(parts: list[dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]] | None:
@@ -276,7 +281,7 @@ class TranslatedSink:
                 self._failed = True
                 out += self._translation.stream_error(error)
             else:
-                out += self._translation.translate_chunk(chunk)
+                out += self._translation.read_choices(chunk, "delta")
         return out
 
     def last_events(self) -> bytes:
