@@ -38,7 +38,6 @@ from rollout_gateway.outside.requests import OutsideCall
 
 log = get_logger("rollout_gateway.model_calls")
 
-_encode = msgspec.json.Encoder().encode
 
 _READERS: dict[str, Callable[[bytes], Call]] = {CHAT: read_chat, COMPLETIONS: read_completion}
 _TRANSLATIONS: dict[str, Callable[[bytes], Translation]] = {
@@ -204,7 +203,7 @@ class ModelCalls:
             status, answer = await self._calls.answer(call, caller, sink)
         _check_apprentice_answered(caller, status)
         if status == 200 and not call.stream:
-            await request.answer(200, _encode(translation.answer(msgspec.json.decode(answer))), headers)
+            await request.answer(200, msgspec.json.encode(translation.answer(msgspec.json.decode(answer))), headers)
         if not request.started:
             await request.answer(status, error_body(asked.path, answer, status))
         return status

@@ -16,7 +16,6 @@ from rollout_gateway.http.errors import ApiError, bad_answer
 from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.serving.replicas import least_loaded
 
-_encode = msgspec.json.Encoder().encode
 _REPLICA_WAIT_S = 60.0
 _TIMEOUT_S = 30.0
 
@@ -81,7 +80,7 @@ async def _tokenize(request: ControlRequest, model: str, fields: Mapping[str, An
     request.access.check_model(router.name(model))
     lease = await gateway.fleet.acquire(lambda: router.resolve(model, None), least_loaded, deadline)
     try:
-        body = _encode({**fields, "model": lease.version})
+        body = msgspec.json.encode({**fields, "model": lease.version})
         return RawAnswer(*await lease.replica.upstream.fetch("POST", "/tokenize", body, timeout_s=_TIMEOUT_S))
     except UpstreamError as error:
         lease.replica.suspect()

@@ -24,7 +24,6 @@ Fields = dict[str, msgspec.Raw]
 decode_object = msgspec.json.Decoder(Fields).decode
 """Decodes an object one level deep."""
 _ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]])
-_encode = msgspec.json.Encoder().encode
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 """The endpoints of vLLM that return token ids."""
@@ -132,7 +131,7 @@ class Answer:
         if self._body:
             return self._body  # with one choice, the client and the event get the same
         choices = self.choices if only is None else [only]
-        body = _encode({**self.fields, "choices": [c.fields for c in choices]})
+        body = msgspec.json.encode({**self.fields, "choices": [c.fields for c in choices]})
         if len(self.choices) == 1:
             self._body = body
         return body
@@ -171,7 +170,8 @@ class Call:
         """Add the field that names the recorded call to a choice of the reply whose `id` is `reply`, if the trajectory
         was opened with `references`."""
         if self.referenced_in and reply is not None:
-            choice[REFERENCE] = Raw(b'{"trajectory":%b,"reply":%b}' % (_encode(self.referenced_in), bytes(reply)))
+            run = msgspec.json.encode(self.referenced_in)
+            choice[REFERENCE] = Raw(b'{"trajectory":%b,"reply":%b}' % (run, bytes(reply)))
 
     def hash(self) -> str:
         """Return the SHA-256 of the endpoint and the fields in alphabetical order, by which a client's retry is

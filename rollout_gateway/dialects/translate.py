@@ -20,7 +20,6 @@ from rollout_gateway.dialects.calls import Call, Raw, RequestParams, is_null, re
 from rollout_gateway.dialects.permitted import FURTHER_SAMPLING, SENT, not_permitted
 from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
 
-_encode = msgspec.json.Encoder().encode
 _NAMED_ALIKE = ("temperature", "top_p", "seed", "parallel_tool_calls")
 
 
@@ -103,8 +102,8 @@ class Translation(ABC):
     def call(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> Call:
         """Return the chat completion request as a call for the inference server. Raises a 400 `ApiError`."""
         chat = self.chat(exchanges)
-        fields = {name: Raw(_encode(value)) for name, value in chat.items()}
-        return Call(_encode(fields), fields, RequestParams(chat["model"], chat["stream"]), self.path)
+        fields = {name: Raw(msgspec.json.encode(value)) for name, value in chat.items()}
+        return Call(msgspec.json.encode(fields), fields, RequestParams(chat["model"], chat["stream"]), self.path)
 
     def _chat(self, messages: list[dict[str, Any]], max_tokens: int | None) -> dict[str, Any]:
         """Return a chat completion request with the fields that have the same meaning in both APIs."""

@@ -40,7 +40,6 @@ _MAX_WAIT_S = 600.0
 """How long a shadow call may wait: what is recorded of a run is not to come long after it."""
 _FIELDS_OF_FORM = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
 """Fields by which the agent asks for another form of answer: a shadow call has one choice, and is no stream."""
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(eq=False, slots=True)
@@ -196,7 +195,7 @@ def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
     """Return a call of an outside model as one of the policy model `apprentice`: plain, with one choice, without fields
     that no inference server here takes. Raises a 400 `ApiError` for what it can't be asked."""
     fields = {name: raw for name, raw in call.fields.items() if name in SENT - _FIELDS_OF_FORM}
-    made = read_chat(_encode({**fields, "model": apprentice}))
+    made = read_chat(msgspec.json.encode({**fields, "model": apprentice}))
     permitted.check(made.fields)
     return made
 
