@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -18,28 +17,12 @@ from pipeline.names import InvalidNameError
 from rollout_gateway import model_calls
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.gateway import ControlRequest, Gateway, RawAnswer
-from rollout_gateway.api.routes import Route, decode_segment, find_route, not_allowed
+from rollout_gateway.api.routes import decode_segment, find_route, not_allowed
 from rollout_gateway.capture.identity import KeyKind
-from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
+from rollout_gateway.dialects.messages import error_body
 from rollout_gateway.http.errors import ApiError, ClientGoneError, stopping
 from rollout_gateway.http.request import Request
 from rollout_gateway.model_calls import ModelCalls, ModelRequest
-
-_encode = msgspec.json.Encoder().encode
-
-
-@dataclass(eq=False, slots=True)
-class _Admitted:
-    """A request whose head was checked."""
-
-    access: Access
-    path: str
-    """Path of the URL, without the trajectory that it may begin with."""
-    trajectory: str | None
-    """The trajectory that the URL names."""
-    route: Route | None = None
-    """`None` for a model call."""
-    values: list[str] = field(default_factory=list)
 
 
 class App:
@@ -61,35 +44,22 @@ class App:
         for request in list(self._running):
             request.cancellation.cancel(stopping())
 
-    def _admit(self, request: Request) -> _Admitted:
-        """Check the origin, the URL and the key of a request by its head. Raises `ApiError`.
-
-        Before the key is known to be good, nothing is read from the log or of the body."""
+    def _check_head(self, request: Request) -> None:
+        """Check the origin and the coding of a request. Raises `ApiError`."""
         self._gateway.origins.check(request)
         coding = request.headers.get(b"content-encoding", b"").strip().lower()
         if coding not in (b"", b"identity"):
             name = coding.decode("latin-1")[:100]
             message = f"The Content-Encoding {name!r} is not supported: send the body as it is."
             raise ApiError(415, "unsupported_encoding", message)
-        segment, path = _split_path(request)
-        named = decode_segment(segment) or None
-        if path in model_calls.PATHS:
-            if request.method != "POST":
-                raise not_allowed("POST")
-            admitted = _Admitted(Access(), path, named)
-            wanted: KeyKind = "call"
-        else:
-            route, values = find_route(request.method, path)
-            admitted, wanted = _Admitted(Access(), path, named, route, values), route.auth
-            if wanted != "call":
-                request.max_body = min(request.max_body, self._gateway.config.gateway.http.max_control_body_bytes)
-            if wanted == "none":
-                return admitted
-            if values and wanted in ("trajectory", "completion", "feedback"):
-                named = values[0]
-        admitted.access = self._identity.admit(request.headers, wanted, named, _announced(request))
-        request.owner = self._owner(admitted.access)
-        return admitted
+
+    def _admit(self, request: Request, wanted: KeyKind, trajectory: str) -> Access:
+        """Check the key of a request by its head. Before the key is known to be good, nothing is read from the log or
+        of the body. `wanted`, `trajectory`: as in `Identity.admit`, whose errors it raises."""
+        announced = request.announced if request.announced <= request.max_body else 0  # a longer body is not read
+        access = self._identity.admit(request.headers, wanted, trajectory, announced)
+        request.owner = self._owner(access)
+        return access
 
     def _owner(self, access: Access) -> str:
         """The key by which a request is sent: of a trajectory's key, the one that opened the trajectory. All
@@ -101,34 +71,42 @@ class App:
 
     async def __call__(self, request: Request) -> None:
         """Answer a request whose head has come. Model calls are counted with their status, refused ones too."""
-        started, status, path = time.perf_counter(), 500, _split_path(request)[1]
+        started, status, (segment, path) = time.perf_counter(), 500, _split_path(request)
         duration_s: float | None = None
         try:
-            admitted = self._admit(request)
-            if admitted.route is not None:
-                await self._control_call(request, admitted, admitted.route)
+            self._check_head(request)
+            trajectory = decode_segment(segment)
+            if path in model_calls.PATHS:
+                status = await self._model_call(request, path, trajectory)
             else:
-                status = await self._model_call(request, admitted)
+                await self._control_call(request, path, trajectory)
         except ClientGoneError:
             status = 499  # what there was to record is recorded, and nobody waits for an answer
         except (ApiError, BrokerError, InvalidNameError) as error:
             refusal = _as_api_error(error)
             status = refusal.status
             duration_s = time.perf_counter() - started  # a refused client may send its body for seconds yet
-            await _answer_with_error(request, path, refusal)
+            if not request.started:
+                body = error_body(path, refusal.body(), status)  # in the format of the API that was asked
+                await request.answer(status, body, refusal.headers)
         finally:
             if path in model_calls.PATHS:
                 duration_s = time.perf_counter() - started if duration_s is None else duration_s
                 self._gateway.metrics.count_call(path, status, duration_s)
 
-    # -- control -------------------------------------------------------------------------------------------------
-
-    async def _control_call(self, request: Request, admitted: _Admitted, route: Route) -> None:
-        """Answer a request to the control API, by the handler of its route."""
+    async def _control_call(self, request: Request, path: str, trajectory: str) -> None:
+        """Answer a request to the control API, by the handler of its route. `trajectory`: the one that the URL begins
+        with; empty if it begins with none."""
+        route, values = find_route(request.method, path)
+        if route.auth != "call":
+            request.max_body = min(request.max_body, self._gateway.config.gateway.http.max_control_body_bytes)
+        access = Access()
+        if route.auth != "none":
+            about_run = values and route.auth in ("trajectory", "completion", "feedback")
+            access = self._admit(request, route.auth, values[0] if about_run else trajectory)
         await request.read()
         if route.opens and self._stopping:
             raise stopping()
-        access, values = admitted.access, admitted.values
         if route.auth != "none":
             await self._identity.charge_body(access, request)
             access = await self._identity.authorize(access, route.auth, values[0] if values else "")
@@ -142,21 +120,21 @@ class App:
         if isinstance(answer, RawAnswer):
             await request.answer(answer.status, answer.body, answer.headers, answer.content_type)
         else:
-            await request.answer(route.status, _encode(answer))
+            await request.answer(route.status, msgspec.json.encode(answer))
 
-    # -- model calls ---------------------------------------------------------------------------------------------
-
-    async def _model_call(self, request: Request, admitted: _Admitted) -> int:
-        """Answer a model call. Returns the status."""
+    async def _model_call(self, request: Request, path: str, trajectory: str) -> int:
+        """Answer a model call. `trajectory`: the one that the URL names, or empty. Returns the status."""
+        if request.method != "POST":
+            raise not_allowed("POST")
+        access = self._admit(request, "call", trajectory)
         if self._stopping:
             raise stopping()
         self._running.add(request)
         try:
             self._check_calls(request.owner)
             await request.read()
-            await self._identity.charge_body(admitted.access, request)
-            asked = ModelRequest(request, admitted.access, admitted.path, admitted.trajectory)
-            return await self._model_calls.answer(asked)
+            await self._identity.charge_body(access, request)
+            return await self._model_calls.answer(ModelRequest(request, access, path, trajectory))
         finally:
             self._running.discard(request)
 
@@ -168,11 +146,6 @@ class App:
         calls = Counter(request.owner for request in self._running)
         if calls[owner] > max(1, self._max_calls // len(calls)):
             raise ApiError(429, "too_many_calls", "The gateway has reached gateway.max_calls. Try again.")
-
-
-def _announced(request: Request) -> int:
-    """Return the bytes of the body by the request's head; 0 if it does not say, or if the body is not read."""
-    return request.announced if request.announced <= request.max_body else 0
 
 
 def _split_path(request: Request) -> tuple[str, str]:
@@ -192,13 +165,3 @@ def _as_api_error(error: ApiError | BrokerError | InvalidNameError) -> ApiError:
         case InvalidNameError():
             return ApiError(400, "invalid_name", str(error))
     return error
-
-
-async def _answer_with_error(request: Request, path: str, error: ApiError) -> None:
-    """Answer with an error, in the format of the API that was asked."""
-    if request.started:
-        return
-    body = error.body()
-    if path == MessagesTranslation.path or path.startswith(MessagesTranslation.path + "/"):
-        body = messages_error(body, error.status)
-    await request.answer(error.status, body, error.headers)

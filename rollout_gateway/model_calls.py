@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
-from urllib.parse import unquote
 
 import anyio
 import anyio.to_thread
@@ -25,10 +24,10 @@ from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.trajectories import traceparent
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import UnsureError
-from rollout_gateway.capture.identity import named_run
+from rollout_gateway.capture.identity import name_in, named_run
 from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
 from rollout_gateway.dialects.endpoints import read_chat, read_completion
-from rollout_gateway.dialects.messages import MessagesTranslation
+from rollout_gateway.dialects.messages import MessagesTranslation, error_body
 from rollout_gateway.dialects.prompts import Sent, read_sent, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation, unknown_reference
 from rollout_gateway.dialects.translate import TranslatedSink, Translation
@@ -39,7 +38,6 @@ from rollout_gateway.outside.requests import OutsideCall
 
 log = get_logger("rollout_gateway.model_calls")
 
-_encode = msgspec.json.Encoder().encode
 
 _READERS: dict[str, Callable[[bytes], Call]] = {CHAT: read_chat, COMPLETIONS: read_completion}
 _TRANSLATIONS: dict[str, Callable[[bytes], Translation]] = {
@@ -69,8 +67,8 @@ class ModelRequest:
     access: Access
     path: str
     """Path of the URL, without the trajectory that it may begin with."""
-    trajectory: str | None
-    """The trajectory that the URL names."""
+    trajectory: str
+    """The trajectory that the URL names; empty if it names none."""
     prompt: str = ""
     """Id of the promoted prompt that was put into the call; empty if none was."""
     sent: Sent | None = None
@@ -87,7 +85,7 @@ class ModelCalls:
     async def answer(self, asked: ModelRequest) -> int:
         """Answer a model call. Returns the status. Raises `ApiError`, `BrokerError` and `ClientGoneError`."""
         await self._put_prompt(asked)
-        call, translation = await self._read_call(asked)
+        call, translation = await self._read_large_in_thread(asked, partial(self._read_call, asked))
         if translation is not None:
             return await self._translated_call(asked, translation, call)
         caller = await self._caller(call, asked)
@@ -111,14 +109,12 @@ class ModelCalls:
         Raises `NotAnsweredError` if its master is to answer, because the apprentice is unsure, late or refused; and
         `ApiError`. `Relay.answer` calls it."""
         assert caller.trajectory is not None
-        opened, wait_s, detector = caller.trajectory.opened, call.tables[0].apprentice_wait_s, self._gateway.detector
-        own: Call = call
+        opened, wait_s = caller.trajectory.opened, call.tables[0].apprentice_wait_s
         try:
             own, translation = await self._read_large_in_thread(asked, partial(self._read_for_policy, asked))
             own.params.model, own.held = opened.model, opened.min_logprob is not None and own.stream
+            own.detected = call.detected
             caller = replace(caller, wait_s=wait_s, min_logprob=opened.min_logprob)
-            if detector is not None:
-                detector.replace(call, own)
             if translation is not None:
                 return await self._translated_call(asked, translation, own, caller)
             return await self._plain_call(asked.request, own, caller)
@@ -126,9 +122,7 @@ class ModelCalls:
             final = isinstance(error, ApiError) and (not wait_s or error.code in _NOT_FOR_MASTER)
             if asked.request.started or final:
                 raise
-            if detector is not None:
-                detector.replace(own, call)
-            raise NotAnsweredError(opened.pinned or opened.model, str(error)) from error
+            raise NotAnsweredError(f"{opened.pinned or opened.model}: {error}") from error
 
     async def _put_prompt(self, asked: ModelRequest) -> None:
         """Put a promoted prompt in place of the agent's, if a decision in force has one for the call."""
@@ -156,15 +150,10 @@ class ModelCalls:
         self._gateway.permitted.check(call.fields)
         return call, translation
 
-    async def _read_call(self, asked: ModelRequest) -> tuple[Call, Translation | None]:
+    def _read_call(self, asked: ModelRequest) -> tuple[Call, Translation | None]:
         """Read and check the body of a model call."""
-
-        def read() -> tuple[Call, Translation | None]:
-            if (outside := self._gateway.relay.read(asked.path, asked.request.body)) is not None:
-                return outside, None
-            return self._read_for_policy(asked)
-
-        return await self._read_large_in_thread(asked, read)
+        outside = self._gateway.relay.read(asked.path, asked.request.body)
+        return (outside, None) if outside is not None else self._read_for_policy(asked)
 
     async def _read_large_in_thread(self, asked: ModelRequest, read: Callable[[], _Read]) -> _Read:
         """Return what `read` makes of the request's body. Large bodies are decoded in a thread, one at a time, so that
@@ -214,9 +203,9 @@ class ModelCalls:
             status, answer = await self._calls.answer(call, caller, sink)
         _check_apprentice_answered(caller, status)
         if status == 200 and not call.stream:
-            await request.answer(200, _encode(translation.answer(msgspec.json.decode(answer))), headers)
+            await request.answer(200, msgspec.json.encode(translation.answer(msgspec.json.decode(answer))), headers)
         if not request.started:
-            await request.answer(status, translation.error(answer, status))
+            await request.answer(status, error_body(asked.path, answer, status))
         return status
 
     async def _continued_call(
@@ -232,7 +221,7 @@ class ModelCalls:
         for missing in translation.continued - exchanges.keys():
             raise unknown_reference(missing)
         whole = translation.call(exchanges)
-        call.body, call.fields = whole.body, whole.fields  # the same object: the detector knows the call by it
+        call.body, call.fields = whole.body, whole.fields
         return await self._caller(call, asked) if caller.trajectory is None else caller
 
 
@@ -251,7 +240,7 @@ def _check_apprentice_answered(caller: Caller, status: int) -> None:
 
 def _role(headers: Headers) -> str:
     """Return the agent that calls, escaped as in URLs; empty where none is named. Raises `InvalidNameError`."""
-    name = unquote(headers.get(ROLE_HEADER, b"").decode("latin-1"))
+    name = name_in(headers, ROLE_HEADER)
     return check_name(name) if name else ""
 
 

@@ -17,7 +17,6 @@ from rollout_gateway.api.schemas import GroupMember
 from rollout_gateway.api.tokens import token_ids
 from rollout_gateway.http.errors import ApiError
 
-_encode = msgspec.json.Encoder().encode
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Recorded with a demonstration: its tokens are trained under the model's own distribution."""
 
@@ -75,14 +74,14 @@ async def demonstrated_calls(
                 policy_version=version,
                 step=parse_version(version)[1],
                 group=group,
-                request=_encode(asked),
-                response=_encode({"object": "chat.completion", "choices": [choice]}),
+                request=msgspec.json.encode(asked),
+                response=msgspec.json.encode({"object": "chat.completion", "choices": [choice]}),
                 prompt_ids=pack_ids(prompt),
                 sampled_ids=pack_ids(reply_ids),
                 logprobs=b"",
                 finish_reason="stop",
                 endpoint="demonstration",
-                request_hash=hashlib.sha256(_encode([asked, reply.message])).hexdigest()[:32],
+                request_hash=hashlib.sha256(msgspec.json.encode([asked, reply.message])).hexdigest()[:32],
                 started_at=now,
                 first_token_at=now,
             )

@@ -26,6 +26,7 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import LONGEST_TEXT, AnswerFeedback, Feedback, RunFeedback
 from rollout_gateway.capture.answer_ids import trajectory_of
+from rollout_gateway.capture.identity import check_own
 from rollout_gateway.capture.trajectory import size_of
 from rollout_gateway.http.errors import ApiError, check_repeated_text, unknown_trajectory
 from rollout_gateway.serving.idempotency import publish_once, refuse_different
@@ -56,8 +57,8 @@ class _Target:
     call: int | str
     """Number (`seq`) of a call, or the id of its answer. -1: the whole run."""
     grade: _Grade
-    answer: str = ""
-    """If the run was named by the id of an answer: this id. The log must hold the answer."""
+    of_run: bool = False
+    """Whether the feedback is about the whole run that `call` belongs to."""
 
 
 async def on_trajectory(request: ControlRequest) -> dict[str, Any]:
@@ -84,15 +85,8 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
         if trajectory is None:
             raise _unknown_answer(body.answer)
         grade = _grade(body, request.gateway.config.gateway.max_reward)
-        return await _record_signals(request, body, [_target_of_answer(body, trajectory, grade, body.answer)])
+        return await _record_signals(request, body, [_Target(trajectory, body.answer, grade, body.about == "run")])
     return await _record_signals(request, body, _targets_of_ranking(body))
-
-
-def _target_of_answer(body: AnswerFeedback, trajectory: str, grade: _Grade, answer: str) -> _Target:
-    """Return what feedback by the id of an answer of a run is about: the answer's call, or the whole run."""
-    if body.about == "call":
-        return _Target(trajectory, answer, grade)
-    return _Target(trajectory, -1, grade, answer=answer)
 
 
 def _grade(body: Feedback, limit: float) -> _Grade:
@@ -137,8 +131,8 @@ def _targets_of_ranking(body: AnswerFeedback) -> list[_Target]:
     check_repeated_text("text", body.text, len(body.ranking), _RANKING_BYTES)
     targets = []
     for place, name in enumerate(body.ranking):
-        trajectory, grade = trajectory_of(name), _Grade("number", 1 - place / last, body.text)
-        targets.append(_target_of_answer(body, trajectory, grade, name) if trajectory else _Target(name, -1, grade))
+        run, grade = trajectory_of(name), _Grade("number", 1 - place / last, body.text)
+        targets.append(_Target(run, name, grade, body.about == "run") if run else _Target(name, -1, grade))
     run, times = Counter(target.trajectory for target in targets).most_common(1)[0]
     if times > 1:
         message = f"`ranking` names the run {run!r} more than once: name one answer of each run."
@@ -174,8 +168,7 @@ async def _checked_signal(
     gateway, access = request.gateway, request.access
     opened = await _opening_to_grade(gateway, target.trajectory, access)
     by = opened.owner if access.trajectory else access.owner
-    if target.answer:
-        await _call_number(request, opened, target.answer)
+    call = await _call_number(request, opened, target.call)
     grade, source = target.grade._asdict(), body.source
     if source == "healing" or is_outside(source):
         raise ApiError(400, "invalid_body", f"`source` {source!r} is the installation's own.", param="source")
@@ -189,7 +182,7 @@ async def _checked_signal(
         model=opened.model,
         group=group_key(opened.group, opened.trajectory),
         split=opened.split,
-        call=await _call_number(request, opened, target.call),
+        call=-1 if target.of_run else call,
         name=body.name,
         **grade,
         by=by,
@@ -239,8 +232,8 @@ async def _opening_to_grade(gateway: Gateway, trajectory: str, access: Access) -
     """Return the opening of a run that the caller may give feedback on. Raises an `ApiError`: 404 if there is none, 410
     if the log no longer holds all of it, 403 for a trajectory's key of another run."""
     check_name(trajectory)
-    if access.trajectory and access.trajectory != trajectory:
-        raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
+    if access.trajectory:
+        check_own(trajectory, access.trajectory)
     opened = await gateway.registry.opening(trajectory)
     gateway.registry.log.check_age(trajectory, opened.at if opened is not None else 0)
     may_grade_any = access.trajectory or access.feedback_only
@@ -255,11 +248,10 @@ async def _opening_to_grade(gateway: Gateway, trajectory: str, access: Access) -
 async def _check_amount(gateway: Gateway, event: SignalGiven) -> None:
     """Raise a 409 `ApiError` if the key has given as many signals, or as much text, on the run as it may: judge and
     trainer read all signals of a run. Requests at the same moment may exceed the number by a few."""
-    named = ("project", "model", "group", "trajectory")
-    of_run = subject_filter(SignalGiven, **{name: getattr(event, name) for name in named})
-    given = await gateway.broker.subjects(stream_of(SignalGiven), of_run)
+    run: dict[str, Any] = {name: getattr(event, name) for name in ("project", "model", "group", "trajectory")}
+    given = await gateway.broker.subjects(stream_of(SignalGiven), subject_filter(SignalGiven, **run))
     if len(event.text) > _LONG_TEXT:
-        own = await gateway.broker.read(SignalGiven, **{name: getattr(event, name) for name in named})
+        own = await gateway.broker.read(SignalGiven, **run)
         others = sum(len(r.event.text) for r in own if r.event.by == event.by and r.event.signal != event.signal)
         if others + len(event.text) > _MAX_TEXT:
             message = (
@@ -283,20 +275,17 @@ async def _call_number(request: ControlRequest, opened: TrajectoryOpened, call: 
     if call == -1:
         return -1
     gateway, trajectory = request.gateway, opened.trajectory
+    run = await gateway.registry.find_to_read(trajectory)
     if isinstance(call, str):
-        run = await gateway.registry.find_to_read(trajectory)
         async with request.reading(opened) as read:
-            exchange = (await run.exchanges_of([call], complete=False, read=read)).get(call)
+            exchange = (await run.exchanges_of([call], read, complete=False)).get(call)
         if exchange is None:
             raise _unknown_answer(call, f"Run {trajectory!r}")
         return exchange.seq
     completed = await gateway.registry.log.completion(opened)
-    if completed is not None:
-        calls = completed.calls
-    else:
-        run = await gateway.registry.find_to_read(trajectory)
+    if completed is None:
         await run.refresh()
-        calls = run.recorded.next_seq
+    calls = run.recorded.next_seq if completed is None else completed.calls
     if call >= calls:
         message = f"Run {trajectory!r} has {calls} calls, numbered from 0: there is no call {call}."
         raise ApiError(404, "exchange_not_found", message, param="call")

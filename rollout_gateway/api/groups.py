@@ -132,18 +132,13 @@ async def get_group(request: ControlRequest) -> dict[str, Any]:
         message = f"Group {group!r} is unknown: it was not opened here, or another API key opened it."
         raise ApiError(404, "group_not_found", message)
     unknown = {"version": "", "metrics": {}, "reason": "", "detail": ""}
-    outcomes = []
-    for name in own or [model]:
-        outcome = await _outcome_of(gateway, name, group)
-        if not access.sees(name):  # the version of a model that took over
-            outcome = {field: value for field, value in outcome.items() if field not in ("version", "metrics")}
-        outcomes.append(outcome)
+    outcomes = [await _outcome_of(gateway, access, name, group) for name in own or [model]]
     # Of a group that was opened around a decision, one part may be decided later.
     outcome = next((o for o in outcomes if o["status"] == "waiting"), outcomes[-1])
     return {"group": group, "model": model, **unknown, **outcome}
 
 
-async def _outcome_of(gateway: Gateway, model: str, group: str) -> dict[str, Any]:
+async def _outcome_of(gateway: Gateway, access: Access, model: str, group: str) -> dict[str, Any]:
     """What the log says of a group, as the answer's fields. `status` is `trained`, `discarded`, `dead` (the trainer
     could not use it, or the judge that scored it ended, and it is among the dead letters) or `waiting` (none of
     these)."""
@@ -151,7 +146,8 @@ async def _outcome_of(gateway: Gateway, model: str, group: str) -> dict[str, Any
     for checkpoint in reversed(state.checkpoints.values() if state is not None else ()):
         event = checkpoint.event
         if group in event.groups and event.branch == "main":
-            return {"status": "trained", "version": event.version, "metrics": with_art_names(event.metrics)}
+            told = {"version": event.version, "metrics": with_art_names(event.metrics)}
+            return {"status": "trained", **(told if access.sees(model) else {})}  # else the model has taken over
     discards = await gateway.broker.read(GroupDiscarded, project=gateway.project, model=model, group=group)
     for discard in (recorded.event for recorded in reversed(discards)):
         # `late` and `too_large` concern single trajectories.

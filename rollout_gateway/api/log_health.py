@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import anyio
 
-from pipeline import streams
 from pipeline.log import health
 from pipeline.log.broker import Broker
 from pipeline.telemetry.logs import get_logger
+from rollout_gateway.capture.run_log import STREAM
 
 log = get_logger("rollout_gateway.api.log_health")
 
 PROBE_EVERY_S = 5.0
-_STREAM = streams.stream_of_subject("rollout.exchange")
 
 
 class LogHealth:
@@ -24,7 +23,7 @@ class LogHealth:
     async def run(self, broker: Broker) -> None:
         """Probe every 5 seconds. Never returns."""
         while True:
-            refusal = await health.probe(broker, _STREAM, broker.config.ack_timeout_s)
+            refusal = await health.probe(broker, STREAM, broker.config.ack_timeout_s)
             trouble = refusal.reason if refusal is not None else ""
             if trouble and not self.trouble:
                 log.error("the log takes no writes: captured calls are answered 503", reason=trouble)

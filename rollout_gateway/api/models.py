@@ -39,23 +39,23 @@ async def get_models(request: ControlRequest) -> dict[str, Any]:
 async def get_model(request: ControlRequest) -> dict[str, Any]:
     """One of them. A model that the key does not permit is a 404, like one that does not exist."""
     gateway, access, (name,) = request.gateway, request.access, request.values
-    known = gateway.policies.state(name) is not None or gateway.policies.knows(name)
-    if not ((known or name in gateway.router.outside) and access.sees(gateway.router.name(name))):
-        raise unknown_model(name, _visible_names(gateway, access))
+    names = _visible_names(gateway, access)
+    if name not in names:
+        raise unknown_model(name, names)
     return _model(gateway, name)
 
 
 async def get_policies(request: ControlRequest) -> dict[str, Any]:
     """The version that each model's name is routed to, and why."""
     gateway, access = request.gateway, request.access
-    names = [name for name in (*gateway.policies.models, *gateway.policies.masters) if access.sees(name)]
+    names = [name for name in gateway.policies.routed if access.sees(name)]
     return {"data": [_policy(gateway, name, access) for name in names]}
 
 
 def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
     """What `GET /v1/policies` tells of a policy's name, or of an outside model that has an apprentice."""
     policies, version = gateway.policies, gateway.router.current(model)
-    decided = (policies.masters.get(model) or policies.models[model]).decided
+    decided = policies.routed[model].decided
     trained = policies.apprentices.get(model, model)
     loaded = {v for r in gateway.fleet.ready() for v in r.loaded if parse_version(v)[0] == trained}
     fields = _DECISION_FIELDS + (_OPERATOR_FIELDS if access.operator else ())

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pipeline.events import PolicyEvaluated
-from pipeline.names import InvalidNameError, check_name, parse_version
+from pipeline.names import check_name, is_version, parse_version
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import EvaluationBody
@@ -52,10 +52,7 @@ def _check_version(gateway: Gateway, event: PolicyEvaluated) -> None:
     if not event.version:
         return
     newest = gateway.policies.newest(event.model, ())
-    try:
-        model, step = parse_version(event.version)
-    except InvalidNameError:
-        model, step = "", 0
+    model, step = parse_version(event.version) if is_version(event.version) else ("", 0)
     if model != event.model or step > parse_version(newest)[1]:
         message = f"{event.version!r} is no version of {event.model!r}: name the one that played, up to {newest}."
         raise ApiError(400, "invalid_name", message, param="version")

@@ -11,12 +11,11 @@ import msgspec
 
 from rollout_gateway.api.gateway import ControlRequest, RawAnswer
 from rollout_gateway.dialects.calls import Call, Fields, RequestParams, read_fields
-from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
+from rollout_gateway.dialects.messages import MessagesTranslation, error_body
 from rollout_gateway.http.errors import ApiError, bad_answer
 from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.serving.replicas import least_loaded
 
-_encode = msgspec.json.Encoder().encode
 _REPLICA_WAIT_S = 60.0
 _TIMEOUT_S = 30.0
 
@@ -39,8 +38,8 @@ async def count_tokens(request: ControlRequest) -> RawAnswer:
     if answer.status == 400 and translation.merge_system():
         answer = await _tokenize_call(request, translation.call())
     if answer.status != 200:
-        return RawAnswer(answer.status, messages_error(answer.body, answer.status))
-    return RawAnswer(200, _encode({"input_tokens": _read_tokens(answer.body).count}))
+        return RawAnswer(answer.status, error_body(MessagesTranslation.path, answer.body, answer.status))
+    return RawAnswer(200, msgspec.json.encode({"input_tokens": _read_tokens(answer.body).count}))
 
 
 async def _tokenize_call(request: ControlRequest, call: Call) -> RawAnswer:
@@ -81,7 +80,7 @@ async def _tokenize(request: ControlRequest, model: str, fields: Mapping[str, An
     request.access.check_model(router.name(model))
     lease = await gateway.fleet.acquire(lambda: router.resolve(model, None), least_loaded, deadline)
     try:
-        body = _encode({**fields, "model": lease.version})
+        body = msgspec.json.encode({**fields, "model": lease.version})
         return RawAnswer(*await lease.replica.upstream.fetch("POST", "/tokenize", body, timeout_s=_TIMEOUT_S))
     except UpstreamError as error:
         lease.replica.suspect()

@@ -15,7 +15,7 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import Opening
 from rollout_gateway.capture.registry import Completion
-from rollout_gateway.http.errors import ApiError, check_group_size, retired_version, unknown_trajectory
+from rollout_gateway.http.errors import ApiError, check_group_size, retired_version
 from rollout_gateway.http.request import Headers
 
 # -- opening -------------------------------------------------------------------------------------------------------
@@ -71,9 +71,7 @@ async def complete(request: ControlRequest) -> dict[str, Any]:
     gateway, (trajectory,), completion = request.gateway, request.values, request.read(Completion)
     request.charge_runs(runs_named(completion))
     await check_completion(gateway, completion, request.access)
-    opened = await gateway.registry.opening(trajectory)
-    if opened is None:
-        raise unknown_trajectory(trajectory)
+    opened = (await gateway.registry.find_to_read(trajectory)).opened
     check_batch(gateway, completion, request.access, opened.model, opened.group)
     return await complete_checked(gateway, trajectory, completion)
 

@@ -20,11 +20,10 @@ seems to have, because theirs was killed in the middle of a call: it has them wa
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import random
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 from msgspec.structs import replace
@@ -54,11 +53,10 @@ _PREFIX = "i"
 """Ids of detected trajectories begin with it."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _TakenRun:
     """A run that this process took for a call, until the call is answered."""
 
-    call: Call
     run: Trajectory
     conversation: CallMessages
     waits_again_as: WaitingRun
@@ -77,8 +75,8 @@ class TrajectoryDetector:
         # Another gateway may have a call of a restored run in flight; it is recorded only when it ends.
         self._restored_idle_s = config.detection.idle_s + config.replicas.timeout_s
         self._waiting = WaitingRuns(registry.log.broker, project, self._idle_s + _RESTART_S, self._restored_idle_s)
-        self._taken: dict[int, _TakenRun] = {}
-        """By `id()` of the call."""
+        self._taken: set[_TakenRun] = set()
+        """Each is also in `Call.detected`."""
         self._unpublished: list[WaitingRun] = []
         """Runs that are to wait and whose message the log did not take yet."""
         self._ready = asyncio.Event()
@@ -111,8 +109,14 @@ class TrajectoryDetector:
         )
         # Its client knows nothing of groups.
         run = await self._registry.open(event, "", paced=False, named=False)
-        self._taken[id(call)] = _TakenRun(call, run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0)
-        return run
+        return self._keep_for(call, _TakenRun(run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0))
+
+    def _keep_for(self, call: Call, taken: _TakenRun) -> Trajectory:
+        """Keep a run until a call of it is answered. Returns the run."""
+        taken.run.used_at = time.monotonic()
+        call.detected = taken
+        self._taken.add(taken)
+        return taken.run
 
     async def _find_quoted(self, call: Call, conversation: CallMessages) -> tuple[Trajectory | None, bool]:
         """Return the run whose answer the messages quote, and `False`. If there is none, or several may be meant,
@@ -152,12 +156,10 @@ class TrajectoryDetector:
         number = await self._waiting.begin_branch(waiting.run) if waiting.branch else 0
         run = await self._resume(waiting) if await self._waiting.take(waiting) else None
         if run is None:
-            await self._end_branch(number)
+            await self._waiting.end_branch(number)
             return None
-        run.used_at = time.monotonic()
         waits_again_as = replace(waiting, calls=run.recorded.next_seq, restored=False)
-        self._taken[id(call)] = _TakenRun(call, run, conversation, waits_again_as, number)
-        return run
+        return self._keep_for(call, _TakenRun(run, conversation, waits_again_as, number))
 
     async def _branch(self, call: Call, conversation: CallMessages, parent: WaitingRun) -> Trajectory | None:
         """Begin a branch of a run that waits for it. Returns `None` if the run waits no longer."""
@@ -166,18 +168,10 @@ class TrajectoryDetector:
         still_waiting = await self._waiting.find(parent.subject_end)
         run = await self._resume(replace(still_waiting, restored=False)) if still_waiting is not None else None
         if run is None:
-            await self._end_branch(number)
+            await self._waiting.end_branch(number)
             return None
-        run.used_at = time.monotonic()
         waits_again_as = WaitingRun(run.id, no_history(new_id("branch")), 0, branch=True)
-        self._taken[id(call)] = _TakenRun(call, run, conversation, waits_again_as, number)
-        return run
-
-    async def _end_branch(self, number: int) -> None:
-        """End what `begin_branch` began, if it was called. A note that can't be deleted now expires."""
-        if number:
-            with contextlib.suppress(BrokerError):
-                await self._waiting.end_branch(number)
+        return self._keep_for(call, _TakenRun(run, conversation, waits_again_as, number))
 
     async def _resume(self, waiting: WaitingRun) -> Trajectory | None:
         """Return the run that was taken, up to date with the log; `None` if it can't go on: it was completed, or it was
@@ -194,24 +188,19 @@ class TrajectoryDetector:
             raise
         return None if waiting.restored and run.recorded.next_seq > waiting.calls else run
 
-    def replace(self, call: Call, other: Call) -> None:
-        """Take the answer to `other` for the answer to `call`, whose run was found: an apprentice is asked in place of
-        its master."""
-        if taken := self._taken.pop(id(call), None):
-            self._taken[id(other)] = dataclasses.replace(taken, call=other)
-
     async def answered(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
         """Have a detected run wait for its next call, which begins with this answer."""
-        if id(call) not in self._taken or not answer.choices:
+        taken = call.detected
+        if not isinstance(taken, _TakenRun) or taken not in self._taken or not answer.choices:
             return
-        taken = self._taken.pop(id(call))
+        self._taken.remove(taken)
         said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
         answered = taken.conversation.with_answer(said)
         programs = [*dict.fromkeys([*taken.waits_again_as.programs, answered.program])][-_MAX_PROGRAMS:]
         history, calls = answered.histories[-1], trajectory.recorded.next_seq
         waiting = replace(taken.waits_again_as, history=history, calls=calls, programs=programs, cut=False)
         await self._let_wait(waiting, quotes(answered, programs))
-        await self._end_branch(taken.branch_number)
+        await self._waiting.end_branch(taken.branch_number)
 
     async def _let_wait(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
         """Have a run wait, now or, if the log does not answer, in a later turn of `run`."""
@@ -244,11 +233,12 @@ class TrajectoryDetector:
     async def _put_back_failed(self) -> None:
         """Have the runs whose call ended without an answer wait for a call again."""
         before = time.monotonic() - _CALL_FAILED_S
-        for key, taken in list(self._taken.items()):
-            if key in self._taken and not taken.run.in_flight and taken.run.used_at < before:
-                del self._taken[key]  # a call may have been answered while another run was put back
+        for taken in list(self._taken):
+            # A call may have been answered while another run was put back.
+            if taken in self._taken and not taken.run.in_flight and taken.run.used_at < before:
+                self._taken.remove(taken)
                 await self._let_wait(replace(taken.waits_again_as, calls=taken.run.recorded.next_seq))
-                await self._end_branch(taken.branch_number)
+                await self._waiting.end_branch(taken.branch_number)
 
     async def _restore(self) -> None:
         """Have the unfinished runs wait that do not. Tries until the log answers."""

@@ -6,6 +6,7 @@ the call is dispatched and answered, and records it. `outside.relay` extends it 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from pipeline.events import ExchangeRecorded, now_us
@@ -45,7 +46,7 @@ class Caller:
     """Id of the promoted prompt that was put into the call."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Exchange:
     """A model call, from its request to its record on the log."""
 
@@ -62,7 +63,6 @@ class Exchange:
     status: Status = "failed"
     seq: int = -1
     """Number of the call in its run, once it is recorded."""
-    _hash: str = ""
 
     @property
     def captured(self) -> bool:
@@ -75,11 +75,10 @@ class Exchange:
         assert self.caller.trajectory is not None
         return self.caller.trajectory
 
+    @cached_property
     def request_hash(self) -> str:
-        """SHA-256 of the endpoint and the request's fields. Computed once."""
-        if not self._hash:
-            self._hash = self.call.hash()
-        return self._hash
+        """SHA-256 of the endpoint and the request's fields."""
+        return self.call.hash()
 
     def mark_sent(self, lease: Lease, started_at: int) -> None:
         """Note that the request was sent, when (Unix microseconds), and to which server and version."""
@@ -108,7 +107,7 @@ class Exchange:
             prompt=self.caller.prompt,
             endpoint=call.endpoint,
             streamed=call.stream,
-            request_hash=self.request_hash(),
+            request_hash=self.request_hash,
             replica=self.replica,
             started_at=self.started_at,
             first_token_at=self.first_token_at,

@@ -5,7 +5,6 @@ so gateways that open the same group at once agree. `Registry.open` has each run
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from rollout_gateway.capture.run_log import RunLog
 from rollout_gateway.http.errors import ApiError
 
 _REMEMBERED = 10_000
-"""Openings of groups that are kept in memory."""
+"""Openings of groups that are kept in memory, the newest ones."""
 
 
 class Groups:
@@ -27,8 +26,8 @@ class Groups:
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
-        self._openings: OrderedDict[str, GroupOpened] = OrderedDict()
-        """The openings used last, by subject."""
+        self._openings: dict[str, GroupOpened] = {}
+        """By subject."""
 
     async def join(self, opened: TrajectoryOpened, access: Access) -> TrajectoryOpened:
         """Open the group of a trajectory that is about to be opened, or add the trajectory to it. Returns the event
@@ -57,9 +56,7 @@ class Groups:
             group_size=opened.group_size,
         )
         subject = event.subject()
-        known = self._openings.get(subject)
-        if known is not None:
-            self._openings.move_to_end(subject)
+        if known := self._openings.get(subject):
             return known
         if opened.group not in ("", opened.trajectory) and time_of_id(event.group):
             # The name looks like a run's id: it may be the group of a run that was opened without naming a group.
@@ -77,7 +74,7 @@ class Groups:
             event = recorded.event
         self._openings[subject] = event
         if len(self._openings) > _REMEMBERED:
-            self._openings.popitem(last=False)
+            del self._openings[next(iter(self._openings))]
         return event
 
     async def _owner_by_outcome(self, keys: dict[str, Any]) -> str | None:

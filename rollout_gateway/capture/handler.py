@@ -11,7 +11,6 @@ A client that repeats a call whose answer was recorded and never arrived gets th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 
@@ -23,7 +22,7 @@ from rollout_gateway.capture.answer_ids import new_answer_id
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
-from rollout_gateway.dialects.calls import Answer, Call, Fields
+from rollout_gateway.dialects.calls import Call, Fields
 from rollout_gateway.dialects.endpoints import MALFORMED, merged, read_answer
 from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
 from rollout_gateway.dialects.translate import TranslatedSink
@@ -159,7 +158,8 @@ class CallHandler:
             if capture.error_code >= 500 or (failure is not None and failure.code == "upstream_broke_off"):
                 attempt.lease.replica.suspect()
             if exchange.captured:
-                recording = self.begin_record(exchange, status, capture.answer)
+                exchange.answer = capture.answer()
+                recording = self.begin_record(exchange, status)
         if exchange.captured:
             try:
                 await asyncio.shield(recording)  # the record is made even if this task is cancelled
@@ -169,18 +169,17 @@ class CallHandler:
 
     # -- records -------------------------------------------------------------------------------------------------
 
-    def begin_record(self, exchange: Exchange, status: Status, answer: Callable[[], Answer]) -> asyncio.Task[None]:
-        """Record a captured call with this answer, also if the caller is cancelled. `settle` waits for it."""
+    def begin_record(self, exchange: Exchange, status: Status) -> asyncio.Task[None]:
+        """Record a captured call with its answer, also if the caller is cancelled. `settle` waits for it."""
         exchange.recorded_in.begin_work()
-        recording = asyncio.ensure_future(self._record_and_report(exchange, status, answer))
+        recording = asyncio.ensure_future(self._record_and_report(exchange, status))
         self._recording.add(recording)
         recording.add_done_callback(self._recording.discard)
         return recording
 
-    async def _record_and_report(self, exchange: Exchange, status: Status, answer: Callable[[], Answer]) -> None:
+    async def _record_and_report(self, exchange: Exchange, status: Status) -> None:
         """What the task of `begin_record` does. Raises a 503 `ApiError`."""
         try:
-            exchange.answer = answer()
             await self._record(exchange, status)
             if status == "complete":
                 await self._report_answer(exchange)
@@ -192,7 +191,7 @@ class CallHandler:
         if not exchange.captured:
             return None
         trajectory = exchange.recorded_in
-        events = await trajectory.recorded_call(exchange.request_hash())
+        events = await trajectory.recorded_call(exchange.request_hash)
         if not events:
             return None
         log.info("answered from the log", trajectory=trajectory.id, seq=events[0].seq)

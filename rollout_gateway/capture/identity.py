@@ -18,7 +18,7 @@ from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Call
-from rollout_gateway.http.errors import ApiError, invalid_key, unknown_trajectory
+from rollout_gateway.http.errors import ApiError, invalid_key
 from rollout_gateway.http.request import Headers, Request
 from rollout_gateway.serving.routing import VersionRouter
 
@@ -36,17 +36,17 @@ GROUP_HEADER = b"x-journeywork-group"
 
 
 class NamedRun(NamedTuple):
-    """The trajectory and group that a call names; empty if it names none."""
+    """The trajectory and group that a call names."""
 
-    by_url: str
-    by_body: str
-    by_header: str
+    names: tuple[str, ...]
+    """The trajectory's id in URL, body and header; empty where none is. The first one counts."""
     group: str
+    """Empty if it names none."""
 
     @property
     def trajectory(self) -> str:
-        """The one that counts."""
-        return self.by_url or self.by_body or self.by_header
+        """The one that counts; empty if there is none."""
+        return next(filter(None, self.names), "")
 
 
 class Identity:
@@ -66,9 +66,9 @@ class Identity:
 
     # -- by the head of a request. Nothing is read from the log ----------------------------------------------------
 
-    def admit(self, headers: Headers, wanted: KeyKind, trajectory: str | None, size: int = 0) -> Access:
+    def admit(self, headers: Headers, wanted: KeyKind, trajectory: str, size: int) -> Access:
         """Check a request's key, count the request as one call and one for each MiB of its body, and return the key's
-        permissions. `wanted`: the kind of key that the route takes. `trajectory`: the one named in the path, if any.
+        permissions. `wanted`: the kind of key that the route takes. `trajectory`: the one named in the path, or empty.
         `size`: bytes of the body as far as the head says them. What can't be counted yet, `charge_body` counts.
 
         Raises an `ApiError`: 401 for an invalid key, 403 for one that does not permit this, 429 for too many
@@ -81,8 +81,7 @@ class Identity:
             if wanted not in ("call", "trajectory", "completion", "feedback"):
                 message = "A trajectory's key can only make the trajectory's calls, read it, complete it and rate it."
                 raise ApiError(403, "wrong_role", message)
-            if trajectory is not None:
-                _check_own(trajectory, own)
+            check_own(trajectory, own)
             run = self._registry.get(own)
             if run is not None:
                 self._api_keys.charge(run.opened.owner, run.opened.named, 1 + size // _CALL_BYTES)
@@ -105,7 +104,7 @@ class Identity:
         Raises `ApiError`: a 403 for a token that may not complete its trajectory, and a 404 for a trajectory of another
         key, as for one that does not exist."""
         if access.trajectory:
-            opened = await self._opening(access)
+            opened = (await self._registry.find_to_read(access.trajectory)).opened
             if wanted in ("completion", "feedback") and not opened.key_completes:
                 message = (
                     "This trajectory's key can't complete it or give feedback on it. Open with `key_completes`, or use "
@@ -117,13 +116,6 @@ class Identity:
             await self._registry.opening_for(trajectory, access)
         return access
 
-    async def _opening(self, access: Access) -> TrajectoryOpened:
-        """The opening of a token's trajectory. Raises a 404 `ApiError`."""
-        opened = await self._registry.opening(access.trajectory)
-        if opened is None:
-            raise unknown_trajectory(access.trajectory)
-        return opened
-
     async def charge_body(self, access: Access, request: Request) -> None:
         """Count what `admit` could not, now that the log may be read and the body is there: a request with the token of
         a trajectory that was not in memory, and a body in chunks, whose size the head does not say. Raises an
@@ -131,25 +123,24 @@ class Identity:
         for too many."""
         calls = len(request.body) // _CALL_BYTES
         if access.trajectory and not access.charged:
-            opened = await self._opening(access)
+            opened = (await self._registry.find_to_read(access.trajectory)).opened
             self._api_keys.charge(opened.owner, opened.named, 1 + calls)
         elif calls and b"content-length" not in request.headers:
             self._api_keys.spend(request.owner, calls, feedback_only=access.feedback_only)
 
     async def trajectory(
-        self, access: Access, url: str | None, headers: Headers, call: Call, *, detect: bool = True
+        self, access: Access, url: str, headers: Headers, call: Call, *, detect: bool = True
     ) -> Trajectory | None:
         """The open trajectory of a call, opened if the call may open it; `None` if the call belongs to none. `url`: the
-        one that the path names. `detect`: whether the call's messages, which are all there, may tell it. Raises
-        `ApiError`."""
+        one that the path names, or empty. `detect`: whether the call's messages, which are all there, may tell it.
+        Raises `ApiError`."""
         named = named_run(url, headers, call.params.metadata)
         if access.trajectory:
-            for name in (named.by_url, named.by_body, named.by_header):
-                _check_own(name, access.trajectory)
+            for name in named.names:
+                check_own(name, access.trajectory)
             return await self._registry.find(access.trajectory)
         model = self._router.name(call.params.model)
-        if access.models:
-            access.check_model(model)
+        access.check_model(model)
         if named.trajectory:
             return await self._find_or_open(named, call, access)
         if detect and self._detector is not None and call.fields.get("messages") is not None:
@@ -185,25 +176,22 @@ def _key_of(headers: Headers) -> str:
     return key if scheme.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
 
 
-def _check_own(named: str, own: str) -> None:
+def check_own(named: str, own: str) -> None:
     """Raises a 403 `ApiError` if a request with the key of the trajectory `own` names another one."""
     if named and named != own:
         raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
 
 
-def named_run(url: str | None, headers: Headers, metadata: dict[str, Any] | None) -> NamedRun:
-    """Return what a call names. `url`: the trajectory in its path; `metadata`: that of its body.
+def named_run(url: str, headers: Headers, metadata: dict[str, Any] | None) -> NamedRun:
+    """Return what a call names. `url`: the trajectory in its path, or empty; `metadata`: that of its body.
 
     The group is that of the header, else of the body. No name is checked."""
     body = metadata or {}
-    return NamedRun(
-        url or "",
-        str(body.get("journeywork_trajectory") or ""),
-        _name_in(headers, TRAJECTORY_HEADER),
-        _name_in(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or ""),
-    )
+    names = (url, str(body.get("journeywork_trajectory") or ""), name_in(headers, TRAJECTORY_HEADER))
+    group = name_in(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or "")
+    return NamedRun(names, group)
 
 
-def _name_in(headers: Headers, header: bytes) -> str:
+def name_in(headers: Headers, header: bytes) -> str:
     """Return the percent-encoded name in a header; empty if the header is missing."""
     return unquote(headers.get(header, b"").decode("latin-1"))

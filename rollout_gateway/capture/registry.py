@@ -117,8 +117,7 @@ class Registry:
         self.log.check_age(trajectory)
         task = self._loading.get(trajectory)
         if task is None:
-            task = asyncio.ensure_future(self._load(trajectory))
-            self._loading[trajectory] = task
+            task = self._loading[trajectory] = asyncio.ensure_future(self._load(trajectory))
             task.add_done_callback(lambda _: self._loading.pop(trajectory, None))
         return await asyncio.shield(task)
 
@@ -143,7 +142,7 @@ class Registry:
         return opened
 
     async def exchanges_of(
-        self, answers: Iterable[str], access: Access, read: Callable[[int], None] = lambda size: None
+        self, answers: Iterable[str], access: Access, read: Callable[[int], None]
     ) -> dict[str, ExchangeRecorded]:
         """The complete exchanges of answers, by the answers' ids. `read`: as for `Trajectory.exchanges_of`. Left out
         are those that the log does not hold, and those of runs that the caller may not use. Each run is read once at
@@ -158,7 +157,7 @@ class Registry:
         for trajectory, wanted in of_run.items():
             run = await self._find_opened(trajectory)
             if run is not None and (access.trajectory or access.owns(run.opened.owner)):
-                out |= await run.exchanges_of(wanted, read=read)
+                out |= await run.exchanges_of(wanted, read)
             if not out.keys() >= set(wanted):
                 break
         return out

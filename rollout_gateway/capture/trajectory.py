@@ -277,7 +277,7 @@ class Trajectory:
         return events[0] if events else None
 
     async def exchanges_of(
-        self, replies: Iterable[str], *, complete: bool = True, read: Callable[[int], None] = lambda size: None
+        self, replies: Iterable[str], read: Callable[[int], None], *, complete: bool = True
     ) -> dict[str, ExchangeRecorded]:
         """The exchanges whose answers have these ids, by id. An id may have the prefix of any API (`unwrapped`).
         `complete`: only if the answer was complete. Reads the whole run, once, if one of them is not a recent one, and

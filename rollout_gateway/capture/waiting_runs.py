@@ -12,6 +12,7 @@ The stream holds two kinds of hints beside the runs, which expire by themselves:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline import streams
-from pipeline.log.broker import Broker
+from pipeline.log.broker import Broker, BrokerError
 from pipeline.names import name_of_token, new_id, subject_token
 from rollout_gateway.capture.conversations import Quote
 
@@ -72,7 +73,7 @@ def no_history(run: str) -> str:
 
 
 class WaitingRuns:
-    """The detected runs of a project that wait. All raise `BrokerError`."""
+    """The detected runs of a project that wait. All but `end_branch` raise `BrokerError`."""
 
     def __init__(self, broker: Broker, project: str, quotes_s: float, branches_s: float) -> None:
         """`quotes_s`, `branches_s`: seconds after which quotes, and notes of branches in flight, expire."""
@@ -156,8 +157,11 @@ class WaitingRuns:
         return (await self._broker.publish_raw(subject, b"", self._branches_expire)).seq
 
     async def end_branch(self, number: int) -> None:
-        """Delete the note that `begin_branch` made."""
-        await self._broker.delete(streams.DETECTED.name, number)
+        """Delete the note that `begin_branch` made; `number` is 0 if it made none. A note that can't be deleted now
+        expires."""
+        if number:
+            with contextlib.suppress(BrokerError):
+                await self._broker.delete(streams.DETECTED.name, number)
 
     async def has_branch(self, run: str) -> bool:
         """Whether a call of a branch is in flight at any gateway."""

@@ -24,7 +24,6 @@ Fields = dict[str, msgspec.Raw]
 decode_object = msgspec.json.Decoder(Fields).decode
 """Decodes an object one level deep."""
 _ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]])
-_encode = msgspec.json.Encoder().encode
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 """The endpoints of vLLM that return token ids."""
@@ -32,9 +31,10 @@ REFERENCE = "journeywork"
 """Field of a choice that names the recorded call, so that a client can make a run of calls later."""
 
 _NULL = Raw(b"null")
-_GRAMMAR_FIELDS = frozenset(
+GRAMMAR_FIELDS = frozenset(
     ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
 )
+"""Fields by which a call asks for a reply under a grammar."""
 _STRICT = re.compile(rb'"strict"\s*:\s*true')
 
 
@@ -52,14 +52,12 @@ Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 MAX_CHOICES = 1024
 """Choices of one reply: `n` for each prompt."""
-MAX_STOPS, MAX_TOOLS, MAX_MESSAGES = (
-    msgspec.Meta(max_length=128),
-    msgspec.Meta(max_length=1024),
-    msgspec.Meta(max_length=16384),
-)
+MAX_STOPS, MAX_TOOLS, MAX_MESSAGES = (msgspec.Meta(max_length=length) for length in (128, 1024, 16384))
 """Bounds of lists that an inference server works through for each token or call."""
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Logprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A number of tokens in an answer's usage."""
 
 
 class RequestParams(msgspec.Struct):
@@ -133,7 +131,7 @@ class Answer:
         if self._body:
             return self._body  # with one choice, the client and the event get the same
         choices = self.choices if only is None else [only]
-        body = _encode({**self.fields, "choices": [c.fields for c in choices]})
+        body = msgspec.json.encode({**self.fields, "choices": [c.fields for c in choices]})
         if len(self.choices) == 1:
             self._body = body
         return body
@@ -156,6 +154,8 @@ class Call:
     model was unsure (`rollout_gateway.model_calls`, calls of an apprentice)."""
     referenced_in: str = ""
     """The trajectory that records the call, if each choice of the reply is to name its exchange; else empty."""
+    detected: object = None
+    """What `rollout_gateway.capture.detection`, which found the call's run, has to know when the answer comes."""
 
     @property
     def served_by(self) -> str:
@@ -170,7 +170,8 @@ class Call:
         """Add the field that names the recorded call to a choice of the reply whose `id` is `reply`, if the trajectory
         was opened with `references`."""
         if self.referenced_in and reply is not None:
-            choice[REFERENCE] = Raw(b'{"trajectory":%b,"reply":%b}' % (_encode(self.referenced_in), bytes(reply)))
+            run = msgspec.json.encode(self.referenced_in)
+            choice[REFERENCE] = Raw(b'{"trajectory":%b,"reply":%b}' % (run, bytes(reply)))
 
     def hash(self) -> str:
         """Return the SHA-256 of the endpoint and the fields in alphabetical order, by which a client's retry is
@@ -196,7 +197,7 @@ class Call:
         whole reply."""
         fields = self.fields
         form, tools, tool_choice = (fields.get(name, _NULL) for name in ("response_format", "tools", "tool_choice"))
-        if any(not is_null(fields.get(name)) for name in _GRAMMAR_FIELDS):
+        if any(not is_null(fields.get(name)) for name in GRAMMAR_FIELDS):
             return "all"
         if not is_null(form) and _type_of(form) != "text":
             return "all"

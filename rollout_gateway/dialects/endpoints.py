@@ -26,6 +26,7 @@ from rollout_gateway.dialects.calls import (
     Raw,
     RequestParams,
     SampledChoice,
+    Tokens,
     decode_field,
     decode_object,
     decode_text,
@@ -34,7 +35,6 @@ from rollout_gateway.dialects.calls import (
 )
 from rollout_gateway.http.errors import ApiError
 
-_encode = msgspec.json.Encoder().encode
 choices_decoder = msgspec.json.Decoder(list[Fields])
 _index_decoder = msgspec.json.Decoder(int)
 _NULL = Raw(b"null")
@@ -71,13 +71,10 @@ class _Logprobs(msgspec.Struct):
 _logprobs_decoder = msgspec.json.Decoder(_Logprobs | None)
 
 
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-
-
 class _Usage(msgspec.Struct):
-    prompt_tokens: _Tokens = 0
-    completion_tokens: _Tokens | None = 0
-    total_tokens: _Tokens = 0
+    prompt_tokens: Tokens = 0
+    completion_tokens: Tokens | None = 0
+    total_tokens: Tokens = 0
     prompt_tokens_details: dict[str, Any] | None = None
     completion_tokens_details: dict[str, Any] | None = None
 
@@ -139,15 +136,15 @@ def upstream_body(call: Call, version: str, *, answer_id: str) -> bytes:
     """Return the body for the inference server, which is asked for the exact policy version. `answer_id`: the id that
     the answer will have; empty if the call is not captured. A captured call asks for token ids and logprobs too."""
     fields = dict(call.fields)
-    fields["model"] = Raw(_encode(version))
+    fields["model"] = Raw(msgspec.json.encode(version))
     if call.held:
         fields = {name: raw for name, raw in fields.items() if name not in ("stream", "stream_options")}
     if answer_id:
-        fields["request_id"] = Raw(_encode(answer_id))
+        fields["request_id"] = Raw(msgspec.json.encode(answer_id))
         fields["return_token_ids"] = _TRUE
         if not call.params.wants_logprobs:
             fields["logprobs"] = _SAMPLED_ONLY[call.served_by]
-    return _encode(fields)
+    return msgspec.json.encode(fields)
 
 
 def read_answer(body: bytes, call: Call) -> Answer:
@@ -201,7 +198,7 @@ def _read_message(raw: Raw, reply_id: Raw | None) -> Raw:
         return raw
     for position, call in enumerate(message["tool_calls"]):
         call["id"] = call.get("id") or new_call_id(reply_id, position)
-    return Raw(_encode(message))
+    return Raw(msgspec.json.encode(message))
 
 
 def clean(fields: Fields, params: RequestParams) -> None:
@@ -234,4 +231,4 @@ def merged(bodies: list[bytes]) -> Fields:
     retry."""
     replies = [decode_object(body) for body in bodies]
     choices = [choice for reply in replies for choice in choices_decoder.decode(reply["choices"])]
-    return {**replies[0], "choices": Raw(_encode(choices))}
+    return {**replies[0], "choices": Raw(msgspec.json.encode(choices))}

@@ -10,7 +10,7 @@ import msgspec
 
 from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.messages_input import MessagesRequest, ToolChoice, chat_messages, system_text, tools_of
-from rollout_gateway.dialects.translate import Translation
+from rollout_gateway.dialects.translate import Translation, parse_object
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
@@ -144,7 +144,9 @@ class MessagesTranslation(Translation):
         block, text = self.blocks[place], self.text(place)
         match block["type"]:
             case "tool_use":
-                block["input"] = _parse_arguments(text)
+                # `messages_input` gives the model its own text again when the client sends the call back.
+                arguments = parse_object(text)
+                block["input"] = {"_raw": text} if arguments is None else arguments
             case kind:
                 block[kind] = text
         return self.event("content_block_stop", index=place) if self.streams else b""
@@ -160,10 +162,6 @@ class MessagesTranslation(Translation):
         status = 503 if error.get("code") == "stopping" else 500
         return self.event("error", error=_error(error, status)["error"])
 
-    def error(self, body: bytes, status: int) -> bytes:
-        """Convert an error from OpenAI's format."""
-        return messages_error(body, status)
-
     def _stop_fields(self) -> dict[str, str | None]:
         """Return the fields that tell why the model stopped."""
         sequence, reason = self.ended.get("stop_reason"), self.ended.get("finish_reason") or "stop"
@@ -174,10 +172,13 @@ class MessagesTranslation(Translation):
         return {"stop_reason": reason, "stop_sequence": None}
 
 
-def messages_error(body: bytes, status: int) -> bytes:
-    """Convert an error from OpenAI's format to Anthropic's.
+def error_body(path: str, body: bytes, status: int) -> bytes:
+    """Convert an error from OpenAI's format to that of the API which has this path.
 
-    If the body is not in OpenAI's format, for example the text of a proxy, its beginning becomes the message."""
+    If the body is not in OpenAI's format, for example the text of a proxy, its beginning becomes the message in
+    Anthropic's."""
+    if path != MessagesTranslation.path and not path.startswith(MessagesTranslation.path + "/"):
+        return body
     try:
         error = msgspec.json.decode(body, type=_OpenAiError).error
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -195,13 +196,3 @@ def _usage(usage: dict[str, Any] | None) -> dict[str, int]:
     """Convert a chat completion's usage."""
     usage = usage or {}
     return {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens") or 0}
-
-
-def _parse_arguments(text: str) -> dict[str, Any]:
-    """Decode a tool call's arguments. If they are not a JSON object, which small models may write, return them as the
-    field `_raw`: `messages_input` gives the model its own text again when the client sends the call back."""
-    try:
-        value = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"_raw": text}

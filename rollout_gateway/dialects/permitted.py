@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_gateway.dialects.calls import Fields, decode_field, is_null
+from rollout_gateway.dialects.calls import GRAMMAR_FIELDS, Fields, decode_field, is_null
 from rollout_gateway.http.errors import ApiError
 
 _PENALTIES = ("frequency_penalty", "length_penalty", "presence_penalty", "repetition_penalty")
@@ -21,8 +21,7 @@ _TOKEN_CHOICE = ("allowed_token_ids", "bad_words", "logit_bias", "min_p", "min_t
 _ENDS = ("ignore_eos", "include_stop_str_in_output", "thinking_token_budget")
 _SPECIAL_TOKENS = ("skip_special_tokens", "spaces_between_special_tokens")
 _PROMPT = ("chat_template_kwargs", "truncate_prompt_tokens", "truncation_side")
-_GUIDED = ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structural_tag", "structured_outputs")
-FURTHER_SAMPLING = frozenset((*_PENALTIES, *_TOKEN_CHOICE, *_ENDS, *_SPECIAL_TOKENS, *_PROMPT, *_GUIDED))
+FURTHER_SAMPLING = frozenset((*_PENALTIES, *_TOKEN_CHOICE, *_ENDS, *_SPECIAL_TOKENS, *_PROMPT, *GRAMMAR_FIELDS))
 """Fields that clients of `/v1/responses` and `/v1/messages` may send as well. Most are vLLM's own."""
 _SAMPLING = ("max_completion_tokens", "max_tokens", "n", "seed", "stop", "temperature", "top_p")
 _LOGPROBS = ("logprobs", "top_logprobs")
@@ -80,11 +79,9 @@ class Permitted:
             if name not in DROPPED and not is_null(fields[name]):
                 raise not_permitted(name)
             del fields[name]
-        values = fields.get("chat_template_kwargs")
-        if values is not None:
+        if (values := fields.get("chat_template_kwargs")) is not None:
             self._check_template_values(values)
-        messages = fields.get("messages")
-        if messages is not None:
+        if (messages := fields.get("messages")) is not None:
             self._check_media(messages)
 
     def _check_template_values(self, raw: msgspec.Raw) -> None:

@@ -21,8 +21,6 @@ _FIELD = {MessagesTranslation.path: "system", ResponsesTranslation.path: "instru
 """Field of the prompt, in the APIs that have one."""
 _MESSAGES = {CHAT: "messages", ResponsesTranslation.path: "input"}
 """Field of the messages, in the APIs whose first message may be the prompt."""
-_list = msgspec.json.Decoder(list[Raw])
-_encode = msgspec.json.Encoder().encode
 
 
 class Sent(msgspec.Struct):
@@ -48,7 +46,7 @@ def with_prompt(path: str, body: bytes, replaces: str, prompt: str) -> bytes | N
         fields = decode_object(body)
         for name, change in ((_FIELD.get(path), _replace_in_content), (_MESSAGES.get(path), _replace_in_first_message)):
             if name in fields and (changed := change(fields[name], replaces, prompt)) is not None:
-                return _encode({**fields, name: Raw(changed)})
+                return msgspec.json.encode({**fields, name: Raw(changed)})
     except (AttributeError, msgspec.MsgspecError, RecursionError, TypeError, UnicodeDecodeError):
         pass  # whoever reads the call says what is wrong with it
     return None
@@ -59,12 +57,12 @@ def _replace_in_content(raw: Raw, replaces: str, prompt: str) -> bytes | None:
     it."""
     value = msgspec.json.decode(raw)
     if not isinstance(value, list):
-        return _encode(prompt) if value == replaces else None
+        return msgspec.json.encode(prompt) if value == replaces else None
     # Claude Code has a block of its own before the prompt.
     place = next((n for n, part in enumerate(value) if part.get("text") == replaces), None)
     if place is None:
         return None
-    return _encode([*value[:place], {**value[place], "text": prompt}, *value[place + 1 :]])
+    return msgspec.json.encode([*value[:place], {**value[place], "text": prompt}, *value[place + 1 :]])
 
 
 def _replace_in_first_message(raw: Raw, replaces: str, prompt: str) -> bytes | None:
@@ -72,9 +70,9 @@ def _replace_in_first_message(raw: Raw, replaces: str, prompt: str) -> bytes | N
     `replaces`."""
     if not bytes(raw).lstrip().startswith(b"["):
         return None
-    messages = _list.decode(raw)
+    messages = msgspec.json.decode(raw, type=list[Raw])
     first = msgspec.json.decode(messages[0]) if messages else {}
     if first.get("role") not in ("system", "developer") or "content" not in first:
         return None
-    content = _replace_in_content(Raw(_encode(first["content"])), replaces, prompt)
-    return None if content is None else _encode([{**first, "content": Raw(content)}, *messages[1:]])
+    content = _replace_in_content(Raw(msgspec.json.encode(first["content"])), replaces, prompt)
+    return None if content is None else msgspec.json.encode([{**first, "content": Raw(content)}, *messages[1:]])

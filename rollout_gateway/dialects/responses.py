@@ -27,7 +27,7 @@ from rollout_gateway.dialects.responses_input import (
     response_format,
     seal,
 )
-from rollout_gateway.dialects.translate import Translation
+from rollout_gateway.dialects.translate import Translation, parse_object
 from rollout_gateway.http.errors import ApiError
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
@@ -236,12 +236,7 @@ class ResponsesTranslation(Translation):
             case "function_call":
                 item["arguments"] = text
             case "custom_tool_call":
-                try:
-                    values = msgspec.json.decode(text or "null")
-                except (msgspec.DecodeError, RecursionError):
-                    values = None
-                has_input = isinstance(values, dict) and CUSTOM_INPUT in values
-                item["input"] = str(values[CUSTOM_INPUT]) if has_input else text
+                item["input"] = str((parse_object(text) or {}).get(CUSTOM_INPUT, text))
             case kind:
                 item[_PARTS[kind][0]][0]["text"] = text
                 if kind == "reasoning" and _INCLUDE_SEALED in (self.request.include or ()):

@@ -61,14 +61,11 @@ class _Call(Struct):
     prompt: str | list[int | str | list[int]] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Call)
-
-
 def malformed(fields: Fields) -> str:
     """Return what is wrong with the messages, tools or prompt of a call; empty if nothing is."""
     raw = {name: fields[name] for name in ("messages", "tools", "prompt") if name in fields}
     try:
-        _decoder.decode(msgspec.json.encode(raw))
+        msgspec.json.decode(msgspec.json.encode(raw), type=_Call)
     except msgspec.ValidationError as error:
         return str(error)
     return ""

@@ -27,7 +27,6 @@ from rollout_gateway.dialects.calls import (
 from rollout_gateway.dialects.endpoints import ADDED, check_values, choices_decoder, clean, clean_choice, pack_logprobs
 from rollout_gateway.http.event_stream import EventBuffer, event_data
 
-_encode = msgspec.json.Encoder().encode
 _NULL = Raw(b"null")
 DONE = b"data: [DONE]\n\n"
 
@@ -105,7 +104,7 @@ class StreamCapture:
         if not is_null(fields.get("error")):
             return self._take_error(msgspec.json.decode(fields["error"]))
         if "choices" not in fields:
-            return _encode(fields)
+            return msgspec.json.encode(fields)
         if not self._head:
             self._head = {k: v for k, v in fields.items() if k not in ("choices", "usage", *ADDED)}
         if not self._prompt_ids and "prompt_token_ids" in fields:
@@ -117,14 +116,14 @@ class StreamCapture:
         visible = [c for c in choices if self._take_choice(c)]
         if choices and not visible and is_null(fields.get("usage")):
             return None
-        return _encode({**fields, "choices": visible})
+        return msgspec.json.encode({**fields, "choices": visible})
 
     def _take_error(self, error: Any) -> bytes:
         """Read the error that ends the stream. Returns the event for the client."""
         error = error if isinstance(error, dict) else {"message": str(error)}
         code = error.get("code")
         self.error_code = code if isinstance(code, int) and code else 500
-        return _encode({"error": error})
+        return msgspec.json.encode({"error": error})
 
     def _take_choice(self, choice: Fields) -> bool:
         """Read a chunk's choice, and remove what the client did not ask for. Returns whether anything is left for the
@@ -177,7 +176,7 @@ class StreamCapture:
                 joined[call.index] = said | {"index": call.index, "id": call.id}
             else:
                 begun["function"] = _join_functions(begun.get("function"), said.get("function"))
-        return Raw(_encode(fields | {"tool_calls": list(joined.values())}))
+        return Raw(msgspec.json.encode(fields | {"tool_calls": list(joined.values())}))
 
     def answer(self) -> Answer:
         """Return the reply as if it had not been streamed, as far as it has come."""
@@ -208,7 +207,7 @@ class StreamCapture:
 
 def _id_list(packed: bytes) -> Raw:
     """Return packed token ids as a JSON list."""
-    return Raw(_encode(memoryview(packed).cast("i").tolist()))
+    return Raw(msgspec.json.encode(memoryview(packed).cast("i").tolist()))
 
 
 def _join_deltas(deltas: list[_Delta]) -> Raw:
@@ -235,7 +234,7 @@ def _join_deltas(deltas: list[_Delta]) -> Raw:
     message |= {name: text for name, text in texts.items() if text}
     if tools:
         message["tool_calls"] = list(tools.values())
-    return Raw(_encode(message))
+    return Raw(msgspec.json.encode(message))
 
 
 def _join_functions(*parts: dict[str, Any] | None) -> dict[str, Any]:
@@ -248,7 +247,7 @@ def _join_functions(*parts: dict[str, Any] | None) -> dict[str, Any]:
 def _join_logprobs(parts: list[Raw]) -> Raw:
     """Join the `logprobs` of a choice's chunks."""
     content = [entry for raw in parts for entry in msgspec.json.decode(raw).get("content") or ()]
-    return Raw(_encode({"content": content}))
+    return Raw(msgspec.json.encode({"content": content}))
 
 
 def replay(answer: Fields) -> bytes:
@@ -263,4 +262,4 @@ def replay(answer: Fields) -> bytes:
         chunks.append({**top, "choices": [{**choice, "delta": message}]})
     if "usage" in answer:
         chunks.append({**top, "choices": [], "usage": answer["usage"]})
-    return b"".join(b"data: %b\n\n" % _encode(chunk) for chunk in chunks) + DONE
+    return b"".join(b"data: %b\n\n" % msgspec.json.encode(chunk) for chunk in chunks) + DONE

@@ -20,7 +20,6 @@ from rollout_gateway.dialects.calls import Call, Raw, RequestParams, is_null, re
 from rollout_gateway.dialects.permitted import FURTHER_SAMPLING, SENT, not_permitted
 from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
 
-_encode = msgspec.json.Encoder().encode
 _NAMED_ALIKE = ("temperature", "top_p", "seed", "parallel_tool_calls")
 
 
@@ -103,8 +102,8 @@ class Translation(ABC):
     def call(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> Call:
         """Return the chat completion request as a call for the inference server. Raises a 400 `ApiError`."""
         chat = self.chat(exchanges)
-        fields = {name: Raw(_encode(value)) for name, value in chat.items()}
-        return Call(_encode(fields), fields, RequestParams(chat["model"], chat["stream"]), self.path)
+        fields = {name: Raw(msgspec.json.encode(value)) for name, value in chat.items()}
+        return Call(msgspec.json.encode(fields), fields, RequestParams(chat["model"], chat["stream"]), self.path)
 
     def _chat(self, messages: list[dict[str, Any]], max_tokens: int | None) -> dict[str, Any]:
         """Return a chat completion request with the fields that have the same meaning in both APIs."""
@@ -119,15 +118,11 @@ class Translation(ABC):
 
     def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
         """Convert a whole chat completion."""
-        self._read_choices(completion, "message")
+        self.read_choices(completion, "message")
         self.close_blocks()
         return self.whole_answer()
 
-    def translate_chunk(self, chunk: dict[str, Any]) -> bytes:
-        """Convert a chunk of a streamed chat completion to events."""
-        return self._read_choices(chunk, "delta")
-
-    def _read_choices(self, completion: dict[str, Any], part: str) -> bytes:
+    def read_choices(self, completion: dict[str, Any], part: str) -> bytes:
         """Read a whole chat completion (`part`: "message") or a chunk ("delta"). Returns the events."""
         out = b""
         if not self.head:
@@ -238,13 +233,18 @@ class Translation(ABC):
     def stream_error(self, error: dict[str, Any]) -> bytes:
         """Convert an error in the middle of a stream, in OpenAI's format, to events."""
 
-    def error(self, body: bytes, status: int) -> bytes:
-        """Convert an error from OpenAI's format."""
-        return body
-
     def event(self, kind: str, **data: Any) -> bytes:
         """Encode a server-sent event."""
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **data}))
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **data}))
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Decode a tool call's arguments; `None` if they are not a JSON object, which small models may write."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def joined(parts: list[dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]] | None:
@@ -280,7 +280,7 @@ class TranslatedSink:
                 self._failed = True
                 out += self._translation.stream_error(error)
             else:
-                out += self._translation.translate_chunk(chunk)
+                out += self._translation.read_choices(chunk, "delta")
         return out
 
     def last_events(self) -> bytes:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from pipeline.config import OutsideConfig
-from rollout_gateway.dialects.calls import MAX_CHOICES, Answer, Fields, Raw, SampledChoice
+from rollout_gateway.dialects.calls import MAX_CHOICES, Answer, Fields, Raw, SampledChoice, Tokens
 from rollout_gateway.dialects.messages_input import InputMessage, chat_messages
 from rollout_gateway.dialects.responses_input import InputItem, add_item
 from rollout_gateway.dialects.streaming import replay
@@ -22,7 +22,6 @@ from rollout_gateway.http.errors import ApiError
 from rollout_gateway.outside.requests import OutsideCall
 
 Document = dict[str, Any]
-_encode = msgspec.json.Encoder().encode
 UNREADABLE = (
     msgspec.MsgspecError,
     ArithmeticError,
@@ -48,18 +47,15 @@ _FINISHES = {
 }
 
 
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-
-
 class Usage(msgspec.Struct, array_like=True):
     """What a call used, in tokens by the provider's count."""
 
-    input: _Tokens = 0
+    input: Tokens = 0
     """Cached ones included."""
-    cached: _Tokens = 0
-    written: _Tokens = 0
+    cached: Tokens = 0
+    written: Tokens = 0
     """Written to the provider's cache."""
-    output: _Tokens = 0
+    output: Tokens = 0
 
     def cost_usd(self, table: OutsideConfig) -> float:
         """Return what the provider charges by the prices of its table in the settings, which are for a million
@@ -272,20 +268,16 @@ class OutsideAnswer:
 
 
 def replay_answer(call: OutsideCall, recorded: Fields) -> bytes:
-    """Convert a recorded answer to a stream, for a streaming client's retry. It has no usage if only the gateway asked
-    for it."""
-    if call.dialect != "chat":
-        return _replay_native(call.dialect, recorded["native"])
-    asks = any(map(call.asks_usage, call.tables))
-    return replay({name: value for name, value in recorded.items() if name != "usage" or not asks})
-
-
-def _replay_native(dialect: str, recorded: Raw) -> bytes:
-    """Convert an answer in a dialect other than chat completions to the stream that a provider would have sent, each
-    text in one event."""
-    native = msgspec.json.decode(recorded)
-    events = _responses_events(native) if dialect == "responses" else _messages_events(native)
-    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event)) for event in events)
+    """Convert a recorded answer to the stream that a provider would have sent, each text in one event, for a streaming
+    client's retry. It has no usage if only the gateway asked for it."""
+    if call.dialect == "chat":
+        asks = any(map(call.asks_usage, call.tables))
+        return replay({name: value for name, value in recorded.items() if name != "usage" or not asks})
+    native = msgspec.json.decode(recorded["native"])
+    events = _responses_events(native) if call.dialect == "responses" else _messages_events(native)
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in events
+    )
 
 
 def _responses_events(response: Document) -> list[Document]:
@@ -333,7 +325,7 @@ def _messages_events(message: Document) -> list[Document]:
         deltas: list[Document] = [{"type": f"{name}_delta", name: text} for name, text in texts.items()]
         empty = block | dict.fromkeys(texts, "")
         if "input" in block:
-            deltas = [{"type": "input_json_delta", "partial_json": _encode(block["input"]).decode()}]
+            deltas = [{"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()}]
             empty["input"] = {}
         events.append({"type": "content_block_start", "index": place, "content_block": empty})
         events += [{"type": "content_block_delta", "index": place, "delta": delta} for delta in deltas]
@@ -350,7 +342,7 @@ def _error_text(error: Any) -> str:
 
 def _encode_fields(fields: Document) -> Fields:
     """Encode each field by itself."""
-    return {name: Raw(_encode(value)) for name, value in fields.items()}
+    return {name: Raw(msgspec.json.encode(value)) for name, value in fields.items()}
 
 
 def _merge_delta(into: Document, delta: Document) -> None:

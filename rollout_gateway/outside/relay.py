@@ -40,7 +40,7 @@ _ERROR_BYTES = 2000
 """Bytes that the record keeps of an answer which is no JSON."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class _OutsideExchange(Exchange):
     """A call of an outside model, from its request to its record."""
 
@@ -72,11 +72,7 @@ class _OutsideExchange(Exchange):
 
 
 class NotAnsweredError(Exception):
-    """The apprentice did not answer, so that its master does. `version`: who was asked."""
-
-    def __init__(self, version: str, why: str) -> None:
-        super().__init__(why)
-        self.version = version
+    """The apprentice did not answer, so that its master does. Its text says who was asked, and why there is none."""
 
 
 class Relay:
@@ -130,7 +126,7 @@ class Relay:
                 try:
                     return await apprentice()
                 except NotAnsweredError as error:
-                    exchange.failed.append(f"{error.version}: {error}")
+                    exchange.failed.append(str(error))
             return await self._answer(request, exchange)
         finally:
             run.end()
@@ -295,11 +291,11 @@ class Relay:
         exchange.usage = answer.usage()
         if exchange.usage is not None:
             exchange.cost_usd = exchange.usage.cost_usd(answer.table)
-        said = answer.answer()
+        exchange.answer = answer.answer()
         exchange.error = answer.error
         # Whether a stream can be read shows only now.
         status = "failed" if status == "complete" and answer.error else status
-        return self._calls.begin_record(exchange, status, lambda: said)
+        return self._calls.begin_record(exchange, status)
 
 
 async def _repeat(request: Request, call: OutsideCall, before: Fields) -> int:

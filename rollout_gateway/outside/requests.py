@@ -27,7 +27,6 @@ from rollout_gateway.http.request import Headers
 PATHS = {"chat": CHAT, "responses": ResponsesTranslation.path, "messages": MessagesTranslation.path}
 """Where agents post the calls of a dialect. Providers have the same paths below their own URL."""
 
-_encode = msgspec.json.Encoder().encode
 _HEADERS_TO_PROVIDER = frozenset(
     b"accept anthropic-beta anthropic-version content-type idempotency-key openai-beta user-agent".split()
 )
@@ -83,7 +82,7 @@ class OutsideCall(Call):
         """Return the body for a provider: the agent's bytes with the provider's name of the model."""
         body, (start, end) = self.sent, self.model_place
         if table.model not in ("", table.name):
-            body = body[:start] + _encode(table.model) + body[end:]
+            body = body[:start] + msgspec.json.encode(table.model) + body[end:]
         if self.asks_usage(table):
             start = body.index(b"{") + 1
             body = body[:start] + b'"stream_options":{"include_usage":true},' + body[start:]
@@ -168,7 +167,7 @@ def _as_chat(dialect: str, body: bytes) -> bytes:
             # What the provider runs itself has no schema.
             tools = request.get("tools") or []
             request["tools"] = [t for t in tools if t.get("input_schema") or t.get("type", "custom") == "custom"]
-            made = MessagesTranslation(_encode(request))
+            made = MessagesTranslation(msgspec.json.encode(request))
         else:
             # The gateway wrote none of these ids and sealed none of this reasoning.
             for name in ("previous_response_id", "background"):
@@ -177,7 +176,7 @@ def _as_chat(dialect: str, body: bytes) -> bytes:
                 request["input"] = [item for item in request["input"] if item.get("type") != "item_reference"]
                 for item in request["input"]:
                     item.pop("encrypted_content", None)
-            made = ResponsesTranslation(_encode(request))
+            made = ResponsesTranslation(msgspec.json.encode(request))
         return made.call().body
     except (ApiError, msgspec.DecodeError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError):
         return body

@@ -40,7 +40,6 @@ _MAX_WAIT_S = 600.0
 """How long a shadow call may wait: what is recorded of a run is not to come long after it."""
 _FIELDS_OF_FORM = frozenset(("n", "stream", "stream_options", "logprobs", "top_logprobs"))
 """Fields by which the agent asks for another form of answer: a shadow call has one choice, and is no stream."""
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(eq=False, slots=True)
@@ -67,8 +66,6 @@ class Shadows:
         self._fleet, self._router = fleet, router
         self._waiting: dict[str, deque[_Shadow]] = {name: deque() for name in self._tables}
         """By outside model."""
-        self._bytes = 0
-        """Of the requests that wait."""
         self._under_way: Counter[str] = Counter()
         """Number of shadow calls under way, by outside model."""
         self.counts: Counter[str] = Counter()
@@ -84,7 +81,8 @@ class Shadows:
             len(bytes(c.fields.get("message", b""))) for c in exchange.answer.choices[:1]
         )
         waiting = self._waiting[table.name]
-        if len(waiting) >= _MAX_WAITING or self._bytes + size > _MAX_WAITING_BYTES:
+        waiting_bytes = sum(shadow.size for shadows in self._waiting.values() for shadow in shadows)
+        if len(waiting) >= _MAX_WAITING or waiting_bytes + size > _MAX_WAITING_BYTES:
             self.counts["dropped"] += 1
             return
         run, seq = exchange.recorded_in, exchange.seq
@@ -95,7 +93,6 @@ class Shadows:
             self._count_failure(run, seq, error)
             return
         waiting.append(shadow)
-        self._bytes += size
         self._fleet.idle.set()
 
     async def run(self) -> None:
@@ -114,7 +111,7 @@ class Shadows:
         long are dropped."""
         table, waiting = self._tables[name], self._waiting[name]
         while waiting and time.monotonic() - waiting[0].offered_at > _MAX_WAIT_S:
-            self._bytes -= waiting.popleft().size
+            waiting.popleft()
             self.counts["dropped"] += 1
         if not waiting or self._under_way[name] >= table.shadow_calls:
             return None
@@ -122,7 +119,6 @@ class Shadows:
         if lease is None:
             return None
         shadow, scope = waiting.popleft(), anyio.CancelScope()
-        self._bytes -= shadow.size
         self._under_way[name] += 1
         lease.replica.shadows.add(scope)
         return shadow, lease, scope
@@ -147,7 +143,6 @@ class Shadows:
             await self._record(shadow, lease, answer, same, started_at)
         else:
             self._waiting[shadow.table.name].appendleft(shadow)
-            self._bytes += shadow.size
 
     async def _answer(self, call: Call, lease: Lease) -> Answer:
         """Return the apprentice's answer. Raises `UpstreamError`, and one of `MALFORMED`."""
@@ -196,7 +191,7 @@ def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
     """Return a call of an outside model as one of the policy model `apprentice`: plain, with one choice, without fields
     that no inference server here takes. Raises a 400 `ApiError` for what it can't be asked."""
     fields = {name: raw for name, raw in call.fields.items() if name in SENT - _FIELDS_OF_FORM}
-    made = read_chat(_encode({**fields, "model": apprentice}))
+    made = read_chat(msgspec.json.encode({**fields, "model": apprentice}))
     permitted.check(made.fields)
     return made
 

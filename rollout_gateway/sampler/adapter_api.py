@@ -75,18 +75,10 @@ async def next_logprobs(server: Upstream, model: str) -> list[dict[str, float]]:
     return [c.logprobs.top_logprobs[0] for c in choices]
 
 
-async def max_logprob_difference(server: Upstream, base: list[dict[str, float]], version: str) -> float:
-    """Return the largest absolute difference, after the probe prompts, between a token's logprob under `version` and
-    under the base version, whose `next_logprobs` are `base`; 0 if the adapter changes nothing.
-
-    Raises `AdapterError`, `UpstreamError`."""
-    adapted = await next_logprobs(server, version)
-    return max(_difference(a, b) for a, b in zip(base, adapted, strict=True))
-
-
-def _difference(a: dict[str, float], b: dict[str, float]) -> float:
-    """Return the largest difference over the tokens that are in both. If there is none, return the difference between
-    the logprobs of the two likeliest tokens, or 1 if these are equal."""
+def logprob_difference(a: dict[str, float], b: dict[str, float]) -> float:
+    """Return the largest absolute difference between a token's logprobs in `a` and in `b`, over the tokens that are in
+    both; 0 if they are equal. If no token is, return the difference between the logprobs of the two likeliest tokens,
+    or 1 if these are equal."""
     shared = a.keys() & b.keys()
     if shared:
         return max(abs(a[token] - b[token]) for token in shared)

@@ -350,7 +350,9 @@ class ServerController:
         base = checkpoint.base
         if base not in self._base_logprobs:
             self._base_logprobs[base] = await adapter_api.next_logprobs(self._server, base)
-        delta = await adapter_api.max_logprob_difference(self._server, self._base_logprobs[base], version)
+        adapted = await adapter_api.next_logprobs(self._server, version)
+        pairs = zip(self._base_logprobs[base], adapted, strict=True)
+        delta = max(adapter_api.logprob_difference(a, b) for a, b in pairs)
         if delta == 0.0:
             message = "the adapter changes nothing: its logprobs equal those of the base model"
             raise AdapterError(message, permanent=True)

@@ -18,8 +18,6 @@ from rollout_gateway.serving.fleet_records import GatewayRecord
 
 log = get_logger("rollout_gateway.sampler.gateway_records")
 
-_decode = msgspec.json.Decoder(GatewayRecord).decode
-
 
 class GatewayRecords:
     """The latest record of each gateway of a project, kept up to date by `follow`."""
@@ -40,7 +38,7 @@ class GatewayRecords:
         if not value:
             return
         try:
-            self._records[key] = _decode(value)
+            self._records[key] = msgspec.json.decode(value, type=GatewayRecord)
         except msgspec.DecodeError as error:
             log.error("record of a gateway ignored: it can't be decoded", key=key, error=str(error))
 

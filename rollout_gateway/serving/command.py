@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     with exit_on_error("policy", (ConfigError, InvalidNameError, OSError, UnicodeDecodeError), (GatewayError,)):
         gateway = connect(args)
-        _list(gateway, args.model if args.action == "list" else _decide(gateway, args))
+        _list(gateway, None if args.action == "list" else _decide(gateway, args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,8 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     of_version.add_argument(
         "version", help="exact version, such as support@12; in a split it gets --percent of the runs"
     )
-    listing = commands.add_parser("list", parents=[gateway], help="show the version of each model name, and why")
-    listing.add_argument("model", nargs="?", help="one model; default: all")
+    commands.add_parser("list", parents=[gateway], help="show the version of each model name, and why")
     promote = commands.add_parser("promote", parents=[of_version], help="route a model name to a version from now on")
     promote.add_argument("--of", metavar="MODEL", help="outside model that its apprentice's version answers for")
     promote.add_argument("--prompt", metavar="FILE", help="system prompt that the version gets")
@@ -105,11 +104,9 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> str:
 
 
 def _list(gateway: GatewayApi, model: str | None) -> None:
-    policies = [p for p in gateway.ask("GET", "/v1/policies")["data"] if model in (None, p["model"])]
-    if model is not None and not policies:
-        raise GatewayError(f"the gateway serves no model {model!r}; `journeywork policy list` shows the models")
-    for policy in policies:
-        sys.stdout.write(visible(_description(policy)) + "\n")
+    for policy in gateway.ask("GET", "/v1/policies")["data"]:
+        if model in (None, policy["model"]):
+            sys.stdout.write(visible(_description(policy)) + "\n")
 
 
 def _answered_name(version: str) -> str:

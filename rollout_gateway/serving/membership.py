@@ -36,8 +36,6 @@ _BUCKET = streams.FLEET.name
 _WANTED_S = 3.0
 """How long a version is reported as wanted after a call has asked for it. A waiting call asks again after each health
 check."""
-_decode = msgspec.json.Decoder(SamplerRecord).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class Membership:
@@ -99,7 +97,7 @@ class Membership:
             self._remove(key)
             return
         try:
-            record = _decode(value)
+            record = msgspec.json.decode(value, type=SamplerRecord)
             replica = self._fleet.add(record.url)
         except (msgspec.DecodeError, ValueError) as error:
             log.error("record of a sampler agent ignored: it is not valid", key=key, error=str(error))
@@ -177,7 +175,8 @@ class Membership:
         while True:
             self._fleet.use_changed.clear()
             try:
-                await key_value.put(self._broker, _BUCKET, self._key, _encode(self._own_record()), self._ttl_s)
+                record = msgspec.json.encode(self._own_record())
+                await key_value.put(self._broker, _BUCKET, self._key, record, self._ttl_s)
             except BrokerError as error:
                 log.warning("the gateway's record was not renewed", error=str(error))
             with anyio.move_on_after(self._ttl_s / 3):

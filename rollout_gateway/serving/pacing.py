@@ -42,8 +42,6 @@ class _GroupsAhead:
         A group may be opened again afterwards."""
         self.last_seq = 0
         """Stream sequence of the newest admission that was read."""
-        self.was_read = False
-        """Whether the newest admission was read since this process started."""
         self.admitting = asyncio.Lock()
         """Held while a group is admitted: calls of one process need not compete on the log."""
 
@@ -91,7 +89,7 @@ class Pacing:
         state = self._models[model]
         while not self._is_ahead(state, group):
             async with state.admitting:
-                if self._must_refuse(state, owner) or not state.was_read:
+                if self._must_refuse(state, owner):
                     await self._read(model, state)  # another process may know better
                 if self._is_ahead(state, group):
                     break
@@ -148,7 +146,6 @@ class Pacing:
     async def _read(self, model: str, state: _GroupsAhead) -> None:
         """Read the newest admission."""
         admitted = await self._broker.read_last(GroupAdmitted, project=self._project, model=model)
-        state.was_read = True
         if admitted is not None:
             state.apply(admitted)
 

@@ -30,7 +30,7 @@ from pipeline.events import (
 from pipeline.log.broker import Broker, LogEntry
 from pipeline.log.follow import follow_events
 from pipeline.log.messages import Place
-from pipeline.names import branch_model, is_name, is_outside, is_version, outside_version, version_name
+from pipeline.names import branch_model, is_base_version, is_name, is_outside, is_version, outside_version, version_name
 from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from pipeline.versions.loaded import LoadedVersions
@@ -111,8 +111,8 @@ class Policies:
         """Checkpoints without a valid signature that are not reported yet, each with the reason."""
         self.models = {name: ModelState(name) for name in models}
         self.apprentices = dict(apprentices or {})
-        self.masters = {name: ModelState(name) for name in self.apprentices}
-        """The outside models that may be taken over, with the decisions about them."""
+        self.routed = self.models | {name: ModelState(name) for name in self.apprentices}
+        """What decisions are about: the models, and the outside models that have an apprentice."""
         self.branches: dict[str, ModelState] = {}
         """What was trained on other branches, by the name under which it is served. Each has a version at least."""
         self._loaded = LoadedVersions()
@@ -135,7 +135,7 @@ class Policies:
 
     def decided(self) -> list[str]:
         """Return the policy versions that the decisions in force name."""
-        decisions = (state.promoted for state in (*self.models.values(), *self.masters.values()))
+        decisions = (state.promoted for state in self.routed.values())
         named = (version for d in decisions if d is not None for version in (d.version, d.other))
         return [version for version in named if version and not is_outside(version)]
 
@@ -146,10 +146,8 @@ class Policies:
     def knows(self, version: str) -> bool:
         """Return whether `version` is a base version or a published checkpoint of a model served here. A branch has no
         base version of its own."""
-        model = self.state(version.rpartition("@")[0])
-        if model is None:
-            return False
-        return version in model.checkpoints or (version == version_name(model.name, 0) and model.name in self.models)
+        is_base = is_base_version(version) and version.rpartition("@")[0] in self.models
+        return is_base or self.checkpoint(version) is not None
 
     def checkpoint(self, version: str) -> Checkpoint | None:
         """Return the published checkpoint of `version`; `None` for a base version, which has no adapter, and for an
@@ -206,12 +204,10 @@ class Policies:
                 self._loaded.apply(event)
                 self.loads_seq = recorded.seq
                 return True
-            case PolicyPromoted() if master := self.masters.get(event.model):
-                named = {event.version, event.other} - {outside_version(event.model)}
-                return _are_versions(named, recorded.seq) and master.decide(event, recorded.seq)
-            case PolicyPromoted() if model := self.models.get(event.model):
-                named = {event.version, event.other}
-                return _are_versions(named, recorded.seq) and model.decide(event, recorded.seq)
+            case PolicyPromoted() if state := self.routed.get(event.model):
+                itself = {outside_version(event.model)} if event.model in self.apprentices else set()
+                named = {event.version, event.other} - itself
+                return _are_versions(named, recorded.seq) and state.decide(event, recorded.seq)
             case CheckpointPublished() | PolicyRetired() if event.model in self.models:
                 return _are_versions({event.version}, recorded.seq) and self._apply_version(event, recorded)
         return False

@@ -123,9 +123,8 @@ class Promotion:
 
     def _check(self, model: str, action: Action, fields: dict[str, Any]) -> None:
         """Raise a 404 `ApiError` for an unknown model, and a 400 one for fields that do not go together."""
-        known = [*self._policies.models, *self._policies.masters]
-        if model not in known:
-            raise unknown_model(model, known)
+        if model not in self._policies.routed:
+            raise unknown_model(model, list(self._policies.routed))
         if model in self._policies.models and fields.get("min_logprob") is not None:
             message = f"{model!r} is no outside model: nobody else can answer where its answers are not shown."
             raise ApiError(400, "invalid_body", message, param="min_logprob")
@@ -157,7 +156,7 @@ class Promotion:
             refuse_different(event, stored, "request")
         else:
             # Apply it here at once; other gateways read it from the log.
-            (self._policies.models | self._policies.masters)[event.model].decide(event, ack.seq)
+            self._policies.routed[event.model].decide(event, ack.seq)
             self._fleet.changed()
         return True
 
@@ -175,13 +174,13 @@ class Promotion:
         if not standing:
             message = f"No decision about {model} is left to take back. To serve an old version, promote it."
             raise ApiError(409, "no_decision", message)
-        first = {"version": outside_version(model)} if model in self._policies.masters else {}
+        first = {"version": outside_version(model)} if model in self._policies.apprentices else {}
         return _routing(standing[-2]) if len(standing) > 1 else first, recorded[-1].seq
 
     async def _load(self, model: str, version: str, param: str) -> None:
         """Wait until enough replicas hold `version`. `param`: the field of the request that names it, for a 404
         `ApiError`. Raises a 503 `ApiError` after 60 s."""
-        if model in self._policies.masters and version == outside_version(model):
+        if model in self._policies.apprentices and version == outside_version(model):
             return
         model = self._policies.apprentices.get(model, model)
         if not self._policies.knows(version) or parse_version(version)[0] != model:

@@ -48,8 +48,6 @@ class Replica:
         """Shadow calls in flight, which are also in `in_flight`. The next agent's call breaks them off."""
         self.check_now = asyncio.Event()
         """Set to make `Membership` check the server now."""
-        self.hash_key = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
-        """For `replica_of`; the same at all gateways."""
 
     @property
     def load(self) -> int:
@@ -248,9 +246,8 @@ def least_loaded(replicas: list[Replica]) -> Replica:
 
 
 def replica_of(conversation: str, replicas: list[Replica]) -> Replica:
-    """Return the replica for a conversation, by rendezvous hashing: the one whose hash of the conversation is largest.
+    """Return the replica for a conversation, by rendezvous hashing: the one whose name has the largest hash with it.
 
     All gateways choose the same one, so the server's prefix cache holds the conversation. When a replica is added or
     removed, only the conversations of that replica move."""
-    text = conversation.encode()
-    return max(replicas, key=lambda r: hashlib.blake2b(text, digest_size=8, key=r.hash_key).digest())
+    return max(replicas, key=lambda r: hashlib.sha256(f"{r.name}\0{conversation}".encode()).digest())

@@ -111,8 +111,8 @@ class VersionRouter:
 
         The whole run keeps its model. All runs of a group get the same one, as they are compared with each other; if a
         decision comes between their openings, those of each model are a group of their own."""
-        state = self._policies.masters.get(opened.model)
-        if state is None or state.decided is None or opened.pinned:
+        state = self._policies.routed.get(opened.model)
+        if state is None or state.decided is None or opened.model not in self._policies.apprentices or opened.pinned:
             return opened
         decision, name = state.promoted, opened.model
         version = "" if decision is None else _version_in_split(decision, opened.group or opened.trajectory)
@@ -124,13 +124,12 @@ class VersionRouter:
 
     def has_prompts(self) -> bool:
         """Return whether a decision in force has a prompt: if not, no call needs to be read for `prompt_for`."""
-        states = (*self._policies.models.values(), *self._policies.masters.values())
-        return any(state.promoted is not None and state.promoted.prompt for state in states)
+        return any(s.promoted is not None and s.promoted.prompt for s in self._policies.routed.values())
 
     def prompt_for(self, model: str, opening: TrajectoryOpened | None) -> PolicyPromoted | None:
         """Return the decision whose prompt a call gets that names `model`; `None` if none has one. Exact versions, and
         runs that another decision or their client gave to a version, get none."""
-        state = self._policies.models.get(model) or self._policies.masters.get(model)
+        state = self._policies.routed.get(model)
         decision = state.promoted if state is not None else None
         if decision is None or not decision.prompt:
             return None
@@ -152,10 +151,10 @@ class VersionRouter:
     def current(self, model: str) -> str:
         """Return the version that the model name `model` resolves to; in an A/B split, the one that the decision calls
         `version`. Without a decision, remember the version: the name resolves to no older one later."""
-        state = self._policies.masters.get(model) or self._policies.models[model]
+        state = self._policies.routed[model]
         if state.promoted is not None:
             return state.promoted.version
-        if model in self._policies.masters:  # the outside model answers itself until a decision is made
+        if model in self._policies.apprentices:  # the outside model answers itself until a decision is made
             return outside_version(model) if state.decided is None else self.current(self._policies.apprentices[model])
         for version in state.newest_first():
             if version in self._policies.refused:

@@ -224,7 +224,7 @@ def unload_all(server: VllmServer) -> None:
             httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": card["id"]}, timeout=60)
 
 
-def adapter_tensors(seed: int, scale: float = 0.1) -> bytes:
+def adapter_tensors(seed: int) -> bytes:
     """The weights of `make_adapter`, as safetensors."""
     model = json.loads((VllmServer.base / "config.json").read_text())
     hidden = model["hidden_size"]
@@ -235,14 +235,13 @@ def adapter_tensors(seed: int, scale: float = 0.1) -> bytes:
         for name, count in heads.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             tensors[f"{prefix}.lora_A.weight"] = random.normal(size=(8, hidden)).astype(np.float32)
-            tensors[f"{prefix}.lora_B.weight"] = (scale * random.normal(size=(count * model["head_dim"], 8))).astype(
-                np.float32
-            )
+            weights = 0.1 * random.normal(size=(count * model["head_dim"], 8))
+            tensors[f"{prefix}.lora_B.weight"] = weights.astype(np.float32)
     return save(tensors)
 
 
-def make_adapter(seed: int, scale: float = 0.1) -> bytes:
-    """A LoRA adapter of rank 8 with random weights, as the tar that trainers publish. `scale` 0 changes nothing."""
+def make_adapter(seed: int) -> bytes:
+    """A LoRA adapter of rank 8 with random weights, as the tar that trainers publish."""
     settings = {
         "peft_type": "LORA",
         "r": 8,
@@ -256,7 +255,7 @@ def make_adapter(seed: int, scale: float = 0.1) -> bytes:
     with tarfile.open(fileobj=out, mode="w") as archive:
         for file, data in (
             ("adapter_config.json", json.dumps(settings).encode()),
-            ("adapter_model.safetensors", adapter_tensors(seed, scale)),
+            ("adapter_model.safetensors", adapter_tensors(seed)),
         ):
             member = tarfile.TarInfo(file)
             member.size = len(data)
@@ -265,22 +264,15 @@ def make_adapter(seed: int, scale: float = 0.1) -> bytes:
 
 
 async def publish_adapter(
-    broker: Broker,
-    step: int,
-    *,
-    scale: float = 0.1,
-    sha256: str = "",
-    seed: int | None = None,
-    groups: tuple[str, ...] = (),
-    branch: str = "main",
+    broker: Broker, step: int, *, seed: int | None = None, groups: tuple[str, ...] = (), branch: str = "main"
 ) -> str:
     """Put a checkpoint on the log as a trainer does; its version."""
-    data = make_adapter(step if seed is None else seed, scale)
+    data = make_adapter(step if seed is None else seed)
     digest = hashlib.sha256(data).hexdigest()
     version = f"tictactoe@{step}"
     name = f"{PROJECT}/{version}/{digest[:16]}"
     await broker.put_object("ADAPTERS", name, data)
-    adapter = {"adapter": name, "adapter_sha256": sha256 or digest, "adapter_bytes": len(data)}
+    adapter = {"adapter": name, "adapter_sha256": digest, "adapter_bytes": len(data)}
     more = {"groups": groups, "branch": branch, "files": _digests(data), **adapter}
     await broker.publish(checkpoint(step, "tictactoe", project=PROJECT, **more))
     return version

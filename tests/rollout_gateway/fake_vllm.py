@@ -18,7 +18,6 @@ class FakeVllm:
         self.calls: list[str] = []
         self._called = asyncio.Event()
         self.fail_with = 0
-        self.refuse_load = False
         self.disk: Path | None = None
         """If set, adapters are found in this folder only."""
         self.drop_next = False
@@ -103,8 +102,6 @@ class FakeVllm:
             case "/v1/load_lora_adapter":
                 if self.loading is not None:
                     await self.loading.wait()
-                if self.refuse_load:
-                    return 500, {"error": {"message": "no room"}}
                 if self.disk is not None and not Path(body["lora_path"]).is_relative_to(self.disk):
                     return 404, {"error": {"message": "no such folder"}}
                 self.loaded[body["lora_name"]] = body["lora_path"]

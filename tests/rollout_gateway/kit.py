@@ -41,10 +41,10 @@ async def exchanges(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
     return [r.event for r in recorded]
 
 
-async def serves(gateway: GatewayProcess, version: str, timeout_s: float = 60) -> None:
+async def serves(gateway: GatewayProcess, version: str) -> None:
     """Until `tictactoe` stands for `version`."""
     async with httpx.AsyncClient() as client:
-        with anyio.fail_after(timeout_s):
+        with anyio.fail_after(60):
             while True:
                 (policy,) = (await client.get(f"{gateway.url}/v1/policies", timeout=60)).json()["data"]
                 if policy["version"] == version:
@@ -119,6 +119,19 @@ class Mortal:
         if self._process is not None:
             self._process.kill()
         self._thread.join(60)
+
+
+def error(reply: httpx.Response) -> tuple[int, str]:
+    """The status of a reply, and the code of its error."""
+    return reply.status_code, reply.json()["error"]["code"] if reply.status_code >= 400 else ""
+
+
+def direct(server: VllmServer, **body: Any) -> dict[str, Any]:
+    """The answer to the same call, straight from vLLM, with everything it can say."""
+    body = {**ASK, **body, "model": "tictactoe@0", "logprobs": True, "return_token_ids": True}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
 
 
 def asking(text: str, **more: Any) -> Any:

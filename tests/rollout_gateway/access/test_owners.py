@@ -16,7 +16,7 @@ from pipeline.names import new_dated_id
 from rollout_gateway.capture.conversations import CallMessages
 from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
-from tests.rollout_gateway.kit import key_config
+from tests.rollout_gateway.kit import error, key_config
 from tests.store.kit import exchange
 
 pytestmark = [pytest.mark.anyio]
@@ -24,10 +24,6 @@ pytestmark = [pytest.mark.anyio]
 
 def opening(**fields: Any) -> dict[str, Any]:
     return {"model": "tictactoe", **fields}
-
-
-def code(reply: httpx.Response) -> tuple[int, str]:
-    return reply.status_code, reply.json()["error"]["code"] if reply.status_code >= 400 else ""
 
 
 @pytest.mark.slow
@@ -42,9 +38,9 @@ async def test_a_group_belongs_to_the_key_that_opened_it_first(start_front: Star
         caller = Caller(gateway, key)
         for group, split in product(("g", own), ("train", "val")):
             joined = caller.ask("POST", "/v1/trajectories", opening(id="b1", group=group, group_size=1, split=split))
-            assert code(joined) == (409, "group_exists")
+            assert error(joined) == (409, "group_exists")
         assert caller.call(**{"x-journeywork-trajectory": "b2", "x-journeywork-group": "g"}) == 409
-        assert code(caller.ask("POST", "/v1/trajectories", opening(id=dated))) == (409, "group_exists")
+        assert error(caller.ask("POST", "/v1/trajectories", opening(id=dated))) == (409, "group_exists")
 
     refused("bob")
     gateway.kill()
@@ -52,7 +48,7 @@ async def test_a_group_belongs_to_the_key_that_opened_it_first(start_front: Star
     refused("bob")
     boss.open(id="c1", group="g")
     # The first opening fixes the size.
-    assert code(alice.ask("POST", "/v1/trajectories", opening(id="a2", group="g", group_size=1)))[0] == 409
+    assert error(alice.ask("POST", "/v1/trajectories", opening(id="a2", group="g", group_size=1)))[0] == 409
     alice.open(id="a2", group="g")
     assert alice.open(id="a4", group="g", split="val")["group"] == "g"
     assert alice.call(**{"x-journeywork-trajectory": "a3", "x-journeywork-group": "g"}) == LET_IN
@@ -82,7 +78,7 @@ def test_a_key_that_fills_the_limit_of_groups_holds_up_no_other_key(start_front:
     alice, bob, boss = (Caller(gateway, name) for name in ("alice", "bob", "boss"))
 
     def opened(caller: Caller, group: str) -> tuple[int, str]:
-        return code(caller.ask("POST", "/v1/trajectories", opening(group=group)))
+        return error(caller.ask("POST", "/v1/trajectories", opening(group=group)))
 
     assert [opened(alice, f"a{n}")[0] for n in range(5)] == [201] * 4 + [429]
     # Each of two keys may have two, each of three one.
@@ -105,7 +101,7 @@ async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front
     def by_metadata(name: str) -> tuple[int, str]:
         metadata = {"journeywork_trajectory": f"m-{name}", "journeywork_group": name}
         body = {"model": "tictactoe", "messages": [{"role": "user", "content": "x"}], "metadata": metadata}
-        return code(alice.ask("POST", "/v1/chat/completions", body))
+        return error(alice.ask("POST", "/v1/chat/completions", body))
 
     assert [by_headers("b"), by_headers("a0")] == [429, LET_IN]
     assert by_metadata("b") == (429, "groups_ahead")
@@ -116,7 +112,7 @@ async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front
 
     def by_completion(group: str, **more: Any) -> tuple[int, str]:
         body = {"model": "tictactoe", "trajectories": [member | more]}
-        return code(alice.ask("POST", f"/v1/groups/{group}/complete", body))
+        return error(alice.ask("POST", f"/v1/groups/{group}/complete", body))
 
     assert by_completion("b") == (429, "groups_ahead")
     # A requested batch would wait for itself. The trainer bounds how many of its groups may wait.
@@ -144,7 +140,7 @@ async def test_a_groups_state_is_for_its_key(start_front: StartGateway, broker: 
     await broker.publish(GroupDiscarded(group="gone", trajectories=("t",), reason=reason, by="judge", **keys))
     assert states("scored") == states("gone") == [404, 200, 200]
     for group in ("scored", "gone"):
-        assert code(alice.ask("POST", "/v1/trajectories", opening(group=group))) == (409, "group_exists")
+        assert error(alice.ask("POST", "/v1/trajectories", opening(group=group))) == (409, "group_exists")
         assert bob.open(group=group)["group"] == group
 
 
@@ -154,8 +150,8 @@ async def test_a_batch_carries_its_owner_and_names_its_groups(start_front: Start
     alice.open(id="a1", group="g")
     path = "/v1/trajectories/a1/complete"
     batch: Any = {"id": "b", "groups": ["g", "h"]}
-    assert code(alice.ask("POST", path, {"batch": {"id": "b", "groups": ["h"]}})) == (400, "wrong_group")
-    assert code(alice.ask("POST", path, {"batch": {**batch, "owner": "bob"}})) == (400, "invalid_body")
+    assert error(alice.ask("POST", path, {"batch": {"id": "b", "groups": ["h"]}})) == (400, "wrong_group")
+    assert error(alice.ask("POST", path, {"batch": {**batch, "owner": "bob"}})) == (400, "invalid_body")
     assert alice.status("POST", path, {"reward": 1, "batch": batch}) == 200
     assert alice.status("POST", path, {"reward": 1, "batch": batch}) == 200
     for other in ({}, {"batch": {**batch, "id": "c"}}, {"batch": {"id": "b", "groups": ["g"]}}):
@@ -184,7 +180,7 @@ async def test_a_member_that_another_key_opens_meanwhile_is_not_completed(
         while not await broker.read(TrajectoryOpened, project=PROJECT, trajectory="m3"):
             await anyio.sleep(0.01)
         await anyio.to_thread.run_sync(lambda: bob.open(id="ticket-17", group="of-bob"))
-    assert code(answered[0]) == (404, "trajectory_not_found")
+    assert error(answered[0]) == (404, "trajectory_not_found")
     completed = [r.event.trajectory for r in await broker.read(TrajectoryCompleted, project=PROJECT)]
     assert "ticket-17" not in completed
 
@@ -197,12 +193,12 @@ def test_an_evaluation_belongs_to_the_key_that_recorded_it_first(start_front: St
     result = {"evaluation": "e", "entrant": "tictactoe@0", "model": "tictactoe", "version": "tictactoe@0", "runs": 1}
     other = {**result, "position": 1, "kind": "external", "model": "litellm:x", "version": ""}
     tasks = [{"task": "t", "reward": 0.5, "trajectories": ["a1"]}]
-    assert code(bob.ask("POST", path, {**result, "tasks": tasks})) == (404, "trajectory_not_found")
-    assert code(chess.ask("POST", path, result)) == (403, "model_not_allowed")
-    assert code(chess.ask("POST", path, {**other, "model": "tictactoe"})) == (403, "model_not_allowed")
-    assert code(chess.ask("POST", path, {**other, "version": "tictactoe@0"})) == (400, "invalid_name")
+    assert error(bob.ask("POST", path, {**result, "tasks": tasks})) == (404, "trajectory_not_found")
+    assert error(chess.ask("POST", path, result)) == (403, "model_not_allowed")
+    assert error(chess.ask("POST", path, {**other, "model": "tictactoe"})) == (403, "model_not_allowed")
+    assert error(chess.ask("POST", path, {**other, "version": "tictactoe@0"})) == (400, "invalid_name")
     assert alice.status("POST", path, {**result, "tasks": tasks}) == 201
     for body in (result, other, {**result, "tasks": tasks}):
-        assert code(bob.ask("POST", path, body)) == (409, "evaluation_exists")
+        assert error(bob.ask("POST", path, body)) == (409, "evaluation_exists")
     assert alice.status("POST", path, other) == 201
     assert boss.status("POST", path, {**other, "position": 2}) == 201

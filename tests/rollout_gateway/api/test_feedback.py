@@ -21,7 +21,7 @@ from tests.judge.kit import completed
 from tests.kits.clients import closed_after_test
 from tests.kits.settings import with_values
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
-from tests.rollout_gateway.kit import ASK
+from tests.rollout_gateway.kit import ASK, error
 
 pytestmark = [pytest.mark.anyio]
 
@@ -33,10 +33,6 @@ def give(gateway: GatewayProcess, run: str = "", **body: Any) -> httpx.Response:
 async def signals(nats: NatsConfig) -> list[SignalGiven]:
     async with Broker.connect(nats) as broker:
         return [recorded.event for recorded in await broker.read(SignalGiven, project=PROJECT)]
-
-
-def error(reply: httpx.Response) -> tuple[int, str]:
-    return reply.status_code, reply.json()["error"]["code"] if reply.status_code >= 400 else ""
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

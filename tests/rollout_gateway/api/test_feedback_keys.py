@@ -14,10 +14,10 @@ from pipeline.log.broker import Broker
 from rollout_gateway.capture.answer_ids import new_answer_id
 from tests.kits.events import exchange
 from tests.rollout_gateway.access.test_access import Caller
-from tests.rollout_gateway.api.test_feedback import error, signals
+from tests.rollout_gateway.api.test_feedback import signals
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
-from tests.rollout_gateway.kit import key_config
+from tests.rollout_gateway.kit import error, key_config
 
 pytestmark = [pytest.mark.anyio]
 

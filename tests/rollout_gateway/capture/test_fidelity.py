@@ -14,7 +14,7 @@ from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.rollout_gateway.agents.move_tool import MOVE
 from tests.rollout_gateway.conftest import GatewayProcess
-from tests.rollout_gateway.kit import ASK, exchanges
+from tests.rollout_gateway.kit import ASK, direct, exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
@@ -55,14 +55,6 @@ CASES: dict[str, dict[str, Any]] = {
 ALWAYS_FORCED = ("a tool that must be called", "several calls in one", "an output format")
 
 
-def ask(server: VllmServer, body: dict[str, Any]) -> dict[str, Any]:
-    """The same call, straight to vLLM, with everything it can say."""
-    body = {**body, "model": "tictactoe@0", "logprobs": True, "return_token_ids": True}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
-    assert reply.status_code == 200, reply.text
-    return dict(reply.json())
-
-
 def joined(chunks: list[Any]) -> dict[int, dict[str, Any]]:
     """What a client makes of a stream: text, tool calls and finish reason of each choice."""
     out: dict[int, dict[str, Any]] = {}
@@ -97,7 +89,7 @@ async def test_plain_and_streamed_record_what_was_sampled(
     shared_gateway: GatewayProcess, vllm_server: VllmServer, case: str
 ) -> None:
     body = {**ASK, "seed": 7, **CASES[case]}
-    said = ask(vllm_server, body)
+    said = direct(vllm_server, **body)
     passed: Any = {**body, "seed": 7}
     # vLLM words a streamed tool call differently from a plain one; the tokens are the same.
     with openai.OpenAI(base_url=f"{vllm_server.url}/v1", api_key="none") as straight:
@@ -140,7 +132,7 @@ async def test_a_strict_tool_that_is_left_alone_forces_nothing(
 ) -> None:
     """The proof: vLLM samples the same, with the same logprobs, as where there is no tool at all."""
     body = {**ASK, "max_tokens": 40, "seed": 3}
-    without = ask(vllm_server, body)
+    without = direct(vllm_server, **body)
     assert without["choices"][0]["finish_reason"] == "stop"
     opened = shared_gateway.open()
     client = shared_gateway.agent(opened)

@@ -18,17 +18,11 @@ from pipeline.events import TrajectoryCompleted, unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
-from tests.rollout_gateway.kit import ASK, exchanges
+from tests.rollout_gateway.kit import ASK, direct, exchanges
 
 pytestmark = [pytest.mark.anyio, pytest.mark.inference]
 
 ADDED = ("prompt_token_ids", "token_ids", "prompt_text")
-
-
-def direct(server: VllmServer, **body: Any) -> dict[str, Any]:
-    """The same call, straight to vLLM, with everything it can say."""
-    body = {**ASK, "model": "tictactoe@0", "logprobs": True, "return_token_ids": True, **body}
-    return dict(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json())
 
 
 async def test_a_run_is_on_the_log_exactly_as_it_was(

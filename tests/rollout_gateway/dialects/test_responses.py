@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from rollout_gateway.dialects.endpoints import read_chat
-from rollout_gateway.dialects.messages import MessagesTranslation, messages_error
+from rollout_gateway.dialects.messages import MessagesTranslation, error_body
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.responses_input import Tools
 from rollout_gateway.dialects.translate import TranslatedSink
@@ -140,5 +140,5 @@ def test_a_custom_tool_gets_its_text() -> None:
 
 @pytest.mark.parametrize("body", [b"Internal Server Error", b'{"detail": "x"}', b'{"error": "x"}', b"\xff", b""])
 def test_an_error_that_is_not_in_openais_format_reads_as_anthropics(body: bytes) -> None:
-    told = json.loads(messages_error(body, 500))
+    told = json.loads(error_body(MessagesTranslation.path, body, 500))
     assert told["error"] == {"type": "api_error", "message": body.decode(errors="replace")}

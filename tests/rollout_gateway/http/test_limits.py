@@ -190,15 +190,18 @@ async def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.Mo
         return read_chat(body)
 
     monkeypatch.setitem(_READERS, CHAT, read)
+    monkeypatch.setattr(ModelCalls, "_caller", AsyncMock())
     monkeypatch.setattr(ModelCalls, "_plain_call", AsyncMock(side_effect=ApiError(400, "", "refused by the server")))
     gateway = Mock()
+    gateway.router.has_prompts.return_value = False
     gateway.relay.read.return_value = None  # no outside model
     calls = ModelCalls(gateway)
     for size in (10, 1 << 20):
         request = Request(Mock(), "POST", CHAT, {}, "1.1")
         request.body = json.dumps({"model": "m", "messages": [], "user": "x" * size}).encode()
-        asked = ModelRequest(request, Access(), CHAT, None)
-        await calls._read_call(asked)
+        asked = ModelRequest(request, Access(), CHAT, "")
+        with pytest.raises(ApiError, match="refused by the server"):
+            await calls.answer(asked)
         # The same body again, for an apprentice.
         with pytest.raises(NotAnsweredError, match="refused by the server"):
             await calls._ask_apprentice(asked, MagicMock(), CallOf(Mock()))

@@ -151,7 +151,7 @@ def completion(text: str = "the answer", **more: Any) -> dict[str, Any]:
     }
 
 
-def chunks(text: str = "the answer", usage: bool = True) -> list[Any]:
+def chunks(text: str = "the answer") -> list[Any]:
     head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "big-2026"}
 
     def chunk(finish: str | None = None, **delta: Any) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def chunks(text: str = "the answer", usage: bool = True) -> list[Any]:
         chunk(tool_calls=[{"index": 0, "function": {"arguments": '{"at":'}}]),
         chunk(tool_calls=[{"index": 0, "function": {"arguments": '"a1"}'}}]),
     ]
-    last = [{**head, "choices": [], "usage": USAGE}] if usage else []
-    return [chunk(role="assistant", content=""), *pieces, *calls, chunk("tool_calls"), *last, b"data: [DONE]\n\n"]
+    last = [chunk("tool_calls"), {**head, "choices": [], "usage": USAGE}, b"data: [DONE]\n\n"]
+    return [chunk(role="assistant", content=""), *pieces, *calls, *last]
 
 
 MESSAGE: Any = {

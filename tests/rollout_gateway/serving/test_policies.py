@@ -162,5 +162,5 @@ def test_a_decision_about_a_master_names_itself_or_policy_versions(versions: tup
     policies = Policies("p", ["m"], apprentices={"master": "m"})
     event = PolicyPromoted(project="p", model="master", version=versions[0], other=versions[1])
     assert policies.apply(LogEntry(event, "POLICY", Place(1, 0), event.subject())) == applied
-    assert (policies.masters["master"].decided is not None) == applied
+    assert (policies.routed["master"].decided is not None) == applied
     assert policies.decided() == (["m@1"] if applied and "m@1" in versions else [])
