@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
+from journeywork.client import AsyncJourneywork
 from journeywork.transport import CONFLICT, NOT_FOUND, JourneyworkError
-
-if TYPE_CHECKING:
-    from journeywork.client import AsyncJourneywork
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

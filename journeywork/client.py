@@ -8,13 +8,12 @@ code and message.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 from urllib.parse import quote
 
 import anyio
@@ -84,11 +83,6 @@ def _path(trajectory: str, action: str = "") -> str:
     return f"/v1/trajectories/{quote(trajectory, safe='')}{action}"
 
 
-def _group_path(group: str, model: str) -> str:
-    """Return the path of a group. An empty `model` is left out: the gateway finds the group if it has one model."""
-    return f"/v1/groups/{quote(group, safe='')}" + (f"?model={quote(model, safe='')}" if model else "")
-
-
 class AsyncJourneywork:
     """An asynchronous client of one gateway, for asyncio or trio. `url` defaults to $JOURNEYWORK_URL. White space
     around `api_key` is removed.
@@ -137,7 +131,8 @@ class AsyncJourneywork:
     async def group(self, group: str, model: str = "") -> dict[str, Any]:
         """Whether a group was trained (and in which version) or discarded (and why). `model` may be left out if there
         is one only."""
-        return await self._request("GET", _group_path(group, model))
+        query = f"?model={quote(model, safe='')}" if model else ""
+        return await self._request("GET", f"/v1/groups/{quote(group, safe='')}{query}")
 
     async def policies(self) -> list[dict[str, Any]]:
         """For each model: the version its name currently resolves to, and the loaded versions."""
@@ -167,7 +162,7 @@ class AsyncJourneywork:
             run = await self.open(model, **options)
         except self._cancelled():
             # The gateway may have opened it already. It is asked once: the opening has waited for it.
-            with self._shield(), contextlib.suppress(httpx.TransportError):
+            with self._shield(), suppress(httpx.TransportError):
                 path = _path(options["id"], "/complete")
                 await self._send("POST", path, {"outcome": "no_result"}, _TIMEOUT_S)
             raise
@@ -259,7 +254,7 @@ class _BlockingCore(AsyncJourneywork):
         time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
 
     def _shield(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def _cancelled(self) -> tuple[type[BaseException], ...]:
         return ()
@@ -271,8 +266,7 @@ def _finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
     try:
         coroutine.send(None)
     except StopIteration as end:
-        result: Result = end.value
-        return result
+        return cast("Result", end.value)
     raise RuntimeError("a blocking request waits for an event loop")  # pragma: no cover
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -38,31 +37,20 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def not_negative(text: str) -> float:
-    """Return a number from 0 for argparse."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"it must be a number of at least 0, not {text!r}")
-    return number
-
-
 def add_gateway(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that plays through a gateway: `client_of` reads the first three."""
+    """Add the arguments of a command that plays through a gateway: `client_of` reads the first two."""
     add = parser.add_argument
     add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the run")
     add("--run-dir", default="", help="the gateway's run; default: the newest one under runs/ that was not stopped")
-    add("--api-key-env", default="JOURNEYWORK_API_KEY", metavar="NAME", help="variable with the gateway's API key")
     add("--json", action="store_true", help="print one JSON object")
     add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
-    add("--max-exceptions", type=not_negative, default=0.1, help="count, or share below 1, of attempts that may raise")
+    add("--max-exceptions", type=float, default=0.1, help="count, or share below 1, of attempts that may raise")
 
 
 def client_of(args: argparse.Namespace) -> AsyncJourneywork:
-    """Return a client of the gateway, with the key, that the arguments name. Raises `ValueError`."""
-    return AsyncJourneywork(gateway_of(args.url, args.run_dir), api_key=os.environ.get(args.api_key_env, ""))
+    """Return a client of the gateway that the arguments name, with the key in $JOURNEYWORK_API_KEY. Raises
+    `ValueError`."""
+    return AsyncJourneywork(gateway_of(args.url, args.run_dir), api_key=os.environ.get("JOURNEYWORK_API_KEY", ""))
 
 
 def gateway_of(url: str = "", run_dir: str = "") -> str:

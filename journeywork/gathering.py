@@ -20,10 +20,10 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import anyio
 import anyio.from_thread
@@ -37,12 +37,21 @@ Rollout = Callable[[Trajectory, Task], float | Awaitable[float | None] | None]
 
 
 class Client(Protocol):
-    """The part of `AsyncJourneywork` that this module uses."""
+    """The part of `AsyncJourneywork` that gatherings and evaluations use."""
 
     def trajectory(
         self, model: str, **options: Unpack[OpenOptions]
     ) -> contextlib.AbstractAsyncContextManager[Trajectory]:
         """Open a trajectory that is completed when the `with` block ends."""
+
+    async def policies(self) -> list[dict[str, Any]]:
+        """For each model: the version that its name stands for."""
+
+    async def models(self) -> list[str]:
+        """Names of the models and of their versions."""
+
+    async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the results of an entrant on the log."""
 
 
 class TooManyExceptionsError(Exception):
@@ -105,34 +114,41 @@ def cancellation_as_failure(what: str) -> Iterator[None]:
         raise RuntimeError(f"{what} was cancelled: something that it awaited was") from error
 
 
-async def call_rollout(
-    rollout: Rollout[Task], run: Trajectory, task: Task, limiter: anyio.CapacityLimiter
-) -> float | None:
-    """Await a rollout that is a coroutine function; run a plain function in a thread of `limiter`. Returns the reward.
+async def call_rollout(rollout: Rollout[Task], run: Trajectory, task: Task, limiter: anyio.CapacityLimiter) -> None:
+    """Await a rollout that is a coroutine function; run a plain function in a thread of `limiter`. A reward that it
+    returns becomes the run's.
 
     Raises what the rollout raises, and `RuntimeError` if it calls `sys.exit`, or awaits something that was cancelled
     while the attempt itself was not."""
     try:
         with cancellation_as_failure("the rollout"):
             if inspect.iscoroutinefunction(rollout):
-                reward: float | None = await rollout(run, task)
-                return reward
-            # In the thread, `run.feedback` blocks until the event loop, which has the connections, has sent it.
-            send_feedback = run._send_feedback
-            if send_feedback is not None:
-                run._send_feedback = lambda *args, **options: anyio.from_thread.run(
-                    partial(send_feedback, *args, **options)
-                )
-            try:
-                result = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
-            except (Exception, SystemExit):
-                # Not for a cancellation: the thread goes on, and may still call it.
-                run._send_feedback = send_feedback
-                raise
-            run._send_feedback = send_feedback
-            return await result if inspect.isawaitable(result) else result
+                reward = await rollout(run, task)
+            else:
+                result = await _call_in_thread(rollout, run, task, limiter)
+                reward = await result if inspect.isawaitable(result) else result
     except SystemExit as error:  # one attempt's end, not the end of the program that plays them all
         raise RuntimeError(f"the rollout called sys.exit({error.code!r})") from error
+    if reward is not None:
+        run.reward = reward
+
+
+async def _call_in_thread(
+    rollout: Rollout[Task], run: Trajectory, task: Task, limiter: anyio.CapacityLimiter
+) -> float | Awaitable[float | None] | None:
+    """Return what a plain function returns, in a thread. There, `run.feedback` blocks until the event loop, which has
+    the connections, has sent it."""
+    send_feedback = run._send_feedback
+    if send_feedback is not None:
+        run._send_feedback = lambda *args, **options: anyio.from_thread.run(partial(send_feedback, *args, **options))
+    try:
+        result = await anyio.to_thread.run_sync(rollout, run, task, limiter=limiter, abandon_on_cancel=True)
+    except (Exception, SystemExit):
+        # Not for a cancellation: the thread goes on, and may still call it.
+        run._send_feedback = send_feedback
+        raise
+    run._send_feedback = send_feedback
+    return result
 
 
 async def gather(
@@ -251,9 +267,7 @@ class _Gathering(Generic[Task]):
             opening: OpenOptions = {**options, "group": group.name, "attempt": number, "task": describe(group.task)}
             async with self._client.trajectory(self._model, **opening) as run:
                 self._trajectories[at][number] = run
-                reward = await call_rollout(self._rollout, run, group.task, self._thread_limiter)
-                if reward is not None:
-                    run.reward = reward
+                await call_rollout(self._rollout, run, group.task, self._thread_limiter)
             run.duration_s = time.monotonic() - began
         except Exception as error:  # noqa: BLE001 - kept and counted as the result of the rollout
             group.exceptions.append(error)

@@ -19,18 +19,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 import anyio
 
 from journeywork.attempts import Attempts, Progress, run_all
+from journeywork.client import AsyncJourneywork
 from journeywork.gathering import Rollout, Task, TooManyExceptionsError, call_rollout
 from journeywork.statistics import Estimate, mean_of
 from journeywork.trajectory import Trajectory
 from journeywork.transport import NOT_FOUND, JourneyworkError, plain_errors
-
-if TYPE_CHECKING:
-    from journeywork.client import AsyncJourneywork
 
 _READS = 16
 """Groups that are read at the same time."""
@@ -81,13 +79,11 @@ class LoopOptions(Generic[Task]):
             raise ValueError(
                 f"group_size must be at least 2, not {self.group_size}: rewards are compared within a group"
             )
-        for field_name in ("steps", "groups_per_step", "concurrency", "tries", "epochs"):
-            value = getattr(self, field_name)
-            if value is not None and value < 1:
-                raise ValueError(f"{field_name} must be at least 1, not {value}")
-        for field_name in ("max_staleness", "evaluate_every"):
-            if getattr(self, field_name) < 0:
-                raise ValueError(f"{field_name} must be at least 0, not {getattr(self, field_name)}")
+        positive = ("steps", "groups_per_step", "concurrency", "tries", "epochs")
+        for field_name in (*positive, "max_staleness", "evaluate_every"):
+            value, least = getattr(self, field_name), int(field_name in positive)
+            if value is not None and value < least:
+                raise ValueError(f"{field_name} must be at least {least}, not {value}")
         if self.evaluate_every and not self.evaluation:
             raise ValueError(
                 f"evaluate_every is {self.evaluate_every}, but `evaluation` is empty: give it the held-out tasks"
@@ -208,9 +204,7 @@ class _Loop(Generic[Task]):
                 split="val" if is_evaluation else "train",
                 pinned=f"{self._model}@{progress.evaluated}" if is_evaluation else "",
             ) as opened:
-                reward = await call_rollout(self._rollout, opened, task, self._limiter)
-                if reward is not None:
-                    opened.reward = reward
+                await call_rollout(self._rollout, opened, task, self._limiter)
         except JourneyworkError:
             raise
         except Exception as error:

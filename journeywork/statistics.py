@@ -31,8 +31,16 @@ class Estimate:
     high: float
     count: int
 
+    def text(self, sign: str = "") -> str:
+        """Return `0.500 [0.400, 0.600] over 20`, with `?` for an end that is infinite. With the `sign` `+`, a positive
+        number has its sign, too."""
+        if not self.count:
+            return "no value"
+        low, high = (f"{end:{sign}.3f}" if math.isfinite(end) else "?" for end in (self.low, self.high))
+        return f"{self.mean:{sign}.3f} [{low}, {high}] over {self.count:,}"
+
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}] over {self.count:,}"
+        return self.text()
 
 
 def mean_of(values: Sequence[float]) -> Estimate:

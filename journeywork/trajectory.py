@@ -90,12 +90,7 @@ class Usage:
     @classmethod
     def of_completion(cls, answer: Mapping[str, Any]) -> Usage:
         """Return what the gateway's answer to a completion says."""
-        return cls(
-            int(answer.get("calls", 0)),
-            int(answer.get("prompt_tokens", 0)),
-            int(answer.get("sampled_tokens", 0)),
-            float(answer.get("calls_s", 0.0)),
-        )
+        return cls(answer["calls"], answer["prompt_tokens"], answer["sampled_tokens"], answer["calls_s"])
 
 
 @dataclass(slots=True, weakref_slot=True)

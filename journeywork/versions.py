@@ -6,25 +6,15 @@ gateway's `policies` says which version each model's name stands for, its `model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
+from journeywork.gathering import Client
 from journeywork.trajectory import parse_policy
 
 _SHOWN = 12
 """Versions that an error message names."""
 
 
-class Versions(Protocol):
-    """The part of `AsyncJourneywork` that this module uses."""
-
-    async def policies(self) -> list[dict[str, Any]]:
-        """For each model: the version that its name stands for."""
-
-    async def models(self) -> list[str]:
-        """Names of the models and of their versions."""
-
-
-async def resolve(client: Versions, policies: Sequence[str]) -> list[str]:
+async def resolve(client: Client, policies: Sequence[str]) -> list[str]:
     """Return the version of each policy: the one that it names (`support@12`, `support@base`), or the one that the
     model's name stands for now; empty for an outside model, which has none.
 

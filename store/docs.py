@@ -11,7 +11,7 @@ import pipeline.docs
 from pipeline.config import Config
 from pipeline.docs import GENERATED, table
 from pipeline.terminal.parsers import command_parser, exit_on_error
-from store.alarms.table import ALARMS, PARAMETER, Alarm, threshold
+from store.alarms.table import ALARMS, Alarm, threshold
 from store.reading import sql
 from store.reading.views import VIEWS
 
@@ -45,7 +45,7 @@ def runnable(alarm: Alarm) -> str:
         "window_s": f"{settings.window_s:g}",
         "outside": "[]",
     }
-    text = PARAMETER.sub(lambda match: values[match[1]], alarm.sql)
+    text = sql.PARAMETER.sub(lambda match: values[match[1]], alarm.sql)
     replicas = "(SELECT DISTINCT replica FROM adapters WHERE replica IS NOT NULL)"
     return text.replace("CROSS JOIN replicas r", f"CROSS JOIN {replicas} r")
 

@@ -17,7 +17,7 @@ from pipeline.running.plan import make_plan
 from pipeline.security import nkey, signing
 from rollout_gateway.serving.policies import Policies
 from store.lake.lake import open_lake
-from store.lake.versions import Versions
+from store.lake.versions import copy_version
 from tests.kits.events import checkpoint as checkpoint_of
 from tests.trainer import kit
 from tests.trainer.conftest import tiny_base as tiny_base
@@ -114,9 +114,8 @@ async def test_forged_checkpoints_are_skipped(nats_config: NatsConfig, tiny_base
         assert [s.partition("tiny@")[2][:1] for s in said] == ["7", "9", "8"], said
         status = await read_log(nats_config, trust, "p")
         assert status["policies"] == {"tiny": "tiny@1"}
-        versions = Versions(broker, open_lake(config).storage, "adapters")
         for copied in (true, msgspec.structs.replace(true, step=7, version="tiny@7")):
-            await versions.copy(copied)
+            await copy_version(broker, open_lake(config).storage, "adapters", copied)
         assert set(read_version(config, kit.MODEL, 1).files) == set(checkpoint.ADAPTER_FILES)
         with pytest.raises(checkpoint.CheckpointError, match="signature of the checkpoint tiny@7 does not match"):
             read_version(config, kit.MODEL, 7)

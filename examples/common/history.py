@@ -11,8 +11,7 @@ from store.reading.sql import connect, write_result
 
 
 def ask(run_dir: Path, query: str, form: str = "table") -> str:
-    """Return the answer to a query as a table or as JSON. Raises `store.reading.sql.NoStoreError` before anything is
-    stored."""
+    """Return the answer to a query as a table or as JSON. Raises `StoreError` before anything is stored."""
     out = io.BytesIO()
     with connect(run_dir) as connection:
         write_result(connection.sql(query), form, out)

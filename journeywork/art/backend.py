@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from journeywork.art.dev import step_settings
@@ -32,21 +31,18 @@ class RemoteBackend:
         self._models: list[TrainableModel[Any]] = []
 
     async def url_of(self, model: Model[Any]) -> str:
-        """Return the URL of the gateway that serves a model. Raises `ValueError` if none is known."""
-        if not self._url:
-            raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYWORK_URL")
+        """Return the URL of the gateway that serves a model; empty if none is known."""
         return self._url
 
     async def _gateway(self, model: Model[Any]) -> Gateway:
-        """Return a client of the gateway that serves a model. The caller closes it."""
+        """Return a client of the gateway that serves a model. The caller closes it. Raises `ValueError` if no URL is
+        known."""
         return Gateway(await self.url_of(model), api_key=self._api_key)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

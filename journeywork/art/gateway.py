@@ -22,7 +22,7 @@ class Batch(TypedDict):
 
     id: str
     groups: list[str]
-    settings: NotRequired[dict[str, Any]]
+    settings: dict[str, Any]
 
 
 class Member(TypedDict):

@@ -98,18 +98,17 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
             loop: Any = asyncio.get_running_loop()  # connections belong to an event loop
         except RuntimeError:
             loop = Model  # a key for the client outside of any loop
-        client = self._clients.get(loop)
-        if client is None or (str(client.base_url).rstrip("/"), client.api_key) != self._address():
-            if client is not None:  # with the same connections
-                client = client.with_options(base_url=self.inference_base_url, api_key=self.inference_api_key)
-            else:
-                client = AsyncOpenAI(
-                    base_url=self.inference_base_url,
-                    api_key=self.inference_api_key,
-                    max_retries=_RETRIES,
-                    timeout=_TIMEOUT_S,
-                )
-            self._clients[loop] = client
+        client, address = self._clients.get(loop), (self.inference_base_url.rstrip("/"), self.inference_api_key)
+        if client is None:
+            client = AsyncOpenAI(
+                base_url=self.inference_base_url,
+                api_key=self.inference_api_key,
+                max_retries=_RETRIES,
+                timeout=_TIMEOUT_S,
+            )
+        elif (str(client.base_url).rstrip("/"), client.api_key) != address:  # a step may change both
+            client = client.with_options(base_url=self.inference_base_url, api_key=self.inference_api_key)
+        self._clients[loop] = client
         return client
 
     async def close_client(self) -> None:
@@ -117,10 +116,6 @@ class Model(pydantic.BaseModel, Generic[ModelConfig]):
         client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.close()
-
-    def _address(self) -> tuple[str, str | None]:
-        """Return URL and key that a client of the model must have: a step may change both."""
-        return (self.inference_base_url or "").rstrip("/"), self.inference_api_key
 
     def get_inference_name(self, step: int | None = None) -> str:
         """Return the name for `model` in requests: that of the version of `step`, or without a step the model's own,

@@ -11,19 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from openai.types.chat.chat_completion import Choice
-
-from journeywork.art.types import MessagesAndChoices
-
-
-class Played(Protocol):
-    """The part of a trajectory that is counted."""
-
-    reward: float
-    metrics: dict[str, float | int | bool]
-    messages_and_choices: MessagesAndChoices
 
 
 @dataclass
@@ -58,7 +48,7 @@ class GatherContext:
         allowed = round(self.max_exceptions * self.pbar.total, 6) if share else self.max_exceptions
         return self.exceptions <= allowed  # rounded: 0.29 * 100 is 28.999999999999996
 
-    def count(self, *trajectories: Played, n: int = 1) -> None:
+    def count(self, *trajectories: Any, n: int = 1) -> None:
         """Add the rewards and metrics of trajectories that were played to the means, and move the bar by `n`. The
         metric `completion_tokens` becomes the mean number of sampled tokens of a trajectory's choices, where they carry
         logprobs."""
@@ -69,7 +59,7 @@ class GatherContext:
                 tokens = sum(len(logprobs.content or logprobs.refusal or ()) for logprobs in said)
                 trajectory.metrics["completion_tokens"] = tokens / len(said)
             for name, value in {"reward": trajectory.reward, **trajectory.metrics}.items():
-                self.sums[name] += value  # type: ignore[assignment]  # a Counter of floats
+                self.sums[name] += value
                 self.numbers[name] += 1
         self.show(n)
 

@@ -34,8 +34,7 @@ class RunFolder:
         file = self.path / "state.json"
         if not file.exists():
             return None
-        state: dict[str, Any] = json.loads(file.read_text("utf-8"))
-        return state
+        return dict(json.loads(file.read_text("utf-8")))
 
     def write_state(self, state: dict[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,11 @@ def _member(trajectory: Trajectory, name: str, where: str) -> Member:
     )
 
 
+def _members(trajectories: Sequence[Trajectory], group: str, number: int) -> list[Member]:
+    """Return the trajectories of a group, which is called `group` and is the `number`-th of its step."""
+    return [_member(t, f"{group}-{at}", f"trajectory {at} of group {number}") for at, t in enumerate(trajectories)]
+
+
 async def complete_groups(
     gateway: Gateway, model: str, groups: dict[str, list[Member]], tasks: dict[str, str], split: str
 ) -> None:
@@ -107,18 +112,13 @@ async def train_groups(
     batch_id = f"art-{secrets.token_hex(6)}"
     members: dict[str, list[Member]] = {}
     tasks: dict[str, str] = {}
-    batch = Batch(id=batch_id, groups=[])
-    if settings:
-        batch["settings"] = dict(settings)
+    batch = Batch(id=batch_id, groups=[], settings=dict(settings))
     for number, group in enumerate(groups):
         if not group.trajectories:
             continue
         name = f"{batch_id}-{number}"
         tasks[name] = str(group.metadata.get("scenario_id", ""))
-        members[name] = [
-            _member(trajectory, f"{name}-{at}", f"trajectory {at} of group {number}")
-            for at, trajectory in enumerate(group.trajectories)
-        ]
+        members[name] = _members(group.trajectories, name, number)
         if can_train(group) and any(member["exchanges"] for member in members[name]):
             batch["groups"].append(name)
         else:  # it is only recorded, which takes calls; in a group that trains, a reward without calls counts too
@@ -153,11 +153,8 @@ async def record_groups(gateway: Gateway, model: str, groups: Iterable[Trajector
     members: dict[str, list[Member]] = {}
     for number, group in enumerate(groups):
         name = f"{prefix}-{number}"
-        captured = [t for t in group.trajectories if is_captured(t)]
-        if captured:
-            members[name] = [
-                _member(t, f"{name}-{at}", f"trajectory {at} of group {number}") for at, t in enumerate(captured)
-            ]
+        if captured := [t for t in group.trajectories if is_captured(t)]:
+            members[name] = _members(captured, name, number)
     await complete_groups(gateway, model, members, dict.fromkeys(members, ""), "val")
 
 

@@ -13,9 +13,7 @@
 | `prompting` | `journeywork prompt`: a better system prompt, by GEPA |
 """
 
-from journeywork.evaluation.entrants import Entrant, parse_entrant
-from journeywork.evaluation.playing import play
-from journeywork.evaluation.report import text_report
-from journeywork.evaluation.results import EntrantResult, EvaluationReport
-
-__all__ = ["Entrant", "EntrantResult", "EvaluationReport", "parse_entrant", "play", "text_report"]
+from journeywork.evaluation.playing import play as play
+from journeywork.evaluation.report import text_report as text_report
+from journeywork.evaluation.results import EntrantResult as EntrantResult
+from journeywork.evaluation.results import EvaluationReport as EvaluationReport

@@ -35,16 +35,14 @@ def load_object(text: str) -> Any:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        value: Any = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module exists, and imports one that does not
         raise ValueError(f"{text!r}: there is no module {module!r} in {here} or on the Python path") from error
-    for part in name.split("."):
-        if not hasattr(value, part):
-            raise ValueError(f"{text!r}: the module {module!r} has no {name!r}")
-        value = getattr(value, part)
-    return value
+    if not hasattr(imported, name):
+        raise ValueError(f"{text!r}: the module {module!r} has no {name!r}")
+    return getattr(imported, name)
 
 
 def load_rollout(text: str) -> Any:

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
 
 import anyio
 
 from journeywork import gathering
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.results import EntrantResult, EvaluationReport, result_of
-from journeywork.gathering import Rollout, Task
+from journeywork.gathering import Client, Rollout, Task
 from journeywork.trajectory import Trajectory
-from journeywork.versions import Versions, resolve
+from journeywork.versions import resolve
 
 _MAX_GROUP = 190
 """Characters of a group's name; the gateway takes 200."""
 
 
-class EvaluationClient(gathering.Client, Versions, Protocol):
-    """The part of `AsyncJourneywork` that this module uses."""
-
-    async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Record the results of an entrant on the log."""
-
-
 async def play(
-    client: EvaluationClient,
+    client: Client,
     entrants: Sequence[Entrant | str],
     tasks: Iterable[Task],
     rollout: Rollout[Task],
@@ -41,7 +33,6 @@ async def play(
     concurrency: int = 64,
     max_exceptions: float = 0.1,
     progress: bool = True,
-    name: Callable[[Any], str] | None = None,
     scenarios: str = "",
     rollout_name: str = "",
     record: bool = True,
@@ -51,9 +42,9 @@ async def play(
 
     The first entrant is the baseline of the differences. A policy plays with one version: the one that is named, or the
     one that the model's name stood for when the evaluation began, however long others play before it. `concurrency`,
-    `max_exceptions` and `progress` are those of `gather`. `name` returns the name of a task (default: `task_name`).
-    `scenarios` and `rollout_name` are recorded. `record` sends the results of each entrant to the log. `baseline` is an
-    entrant that has played these tasks before: it is entrant 0 and does not play again.
+    `max_exceptions` and `progress` are those of `gather`. `scenarios` and `rollout_name` are recorded. `record` sends
+    the results of each entrant to the log. `baseline` is an entrant that has played these tasks before: it is entrant 0
+    and does not play again.
     Raises `ValueError` if there is no entrant or no task, `attempts` is below 1, two entrants have one name, or the
     gateway has no such model or version; `TooManyExceptionsError` and `JourneyworkError` as `gather`."""
     task_list = list(tasks)
@@ -63,7 +54,7 @@ async def play(
     if not task_list:
         raise ValueError(f"there are no tasks in {scenarios or 'the given list'}")
     evaluation = f"e-{secrets.token_hex(6)}"
-    names = [name(task) if name else task_name(task, n) for n, task in enumerate(task_list)]
+    names = [task_name(task, n) for n, task in enumerate(task_list)]
     versions = await versions_of(client, parsed_entrants)
     results: list[EntrantResult] = [] if baseline is None else [baseline]
     if baseline is not None and [task.task for task in baseline.tasks] != names:
@@ -99,14 +90,14 @@ def _by_number(rollout: Rollout[Task], tasks: Sequence[Task], prompt: str, concu
     `gather` plays numbers in place of tasks, so that two equal tasks are two groups."""
     threads = anyio.CapacityLimiter(max(concurrency, 1))
 
-    async def play_number(run: Trajectory, number: int) -> float | None:
+    async def play_number(run: Trajectory, number: int) -> None:
         run.prompt = prompt
-        return await gathering.call_rollout(rollout, run, tasks[number], threads)
+        await gathering.call_rollout(rollout, run, tasks[number], threads)
 
     return play_number
 
 
-async def versions_of(client: Versions, entrants: Sequence[Entrant]) -> list[str]:
+async def versions_of(client: Client, entrants: Sequence[Entrant]) -> list[str]:
     """Return the version that each entrant plays with, in their order; empty for an outside model.
 
     Raises `ValueError` if there is no entrant, two have one name, or the gateway does not have a model or a version."""

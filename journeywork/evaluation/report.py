@@ -5,7 +5,6 @@ entrant, and what the runs took. A sentence between them names each entrant that
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -61,7 +60,7 @@ def _means(report: EvaluationReport) -> Table:
     for measure in report.measures:
         for position, result in enumerate(report.entrants):
             change = _signed(report.difference(position, measure)) if position else "baseline"
-            rows.append((measure, _name_and_version(result), _interval(result.estimate(measure)), change))
+            rows.append((measure, _name_and_version(result), str(result.estimate(measure)), change))
     return ("measure", "entrant", "mean [95 % interval] over tasks", "difference"), rows
 
 
@@ -91,24 +90,11 @@ def _costs(report: EvaluationReport) -> Table:
     return tuple(rows[0]), [tuple(row.values()) for row in rows]
 
 
-def _interval(estimate: Estimate) -> str:
-    """Return `0.500 [0.400, 0.600] over 20`."""
-    if not estimate.count:
-        return "no value"
-    return f"{estimate.mean:.3f} [{_end(estimate.low)}, {_end(estimate.high)}] over {estimate.count:,}"
-
-
 def _signed(estimate: Estimate) -> str:
     """Return a difference with its signs; a star follows if its interval does not contain 0."""
     if not estimate.count:
         return "no pairs"
-    sure = "" if estimate.low <= 0 <= estimate.high else " *"
-    return f"{estimate.mean:+.3f} [{_end(estimate.low, '+')}, {_end(estimate.high, '+')}] over {estimate.count:,}{sure}"
-
-
-def _end(value: float, sign: str = "") -> str:
-    """Return an end of an interval, `?` where it is infinite. `sign` is that of a format: `+` shows it always."""
-    return f"{value:{sign}.3f}" if math.isfinite(value) else "?"
+    return estimate.text("+") + ("" if estimate.low <= 0 <= estimate.high else " *")
 
 
 def _number(value: float | None) -> str:

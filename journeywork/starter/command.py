@@ -8,7 +8,6 @@ The project's README says how to train and how to evaluate.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import subprocess
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from journeywork.command_line import exit_status
+from journeywork.command_line import command_parser, exit_status
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _PLACEHOLDER = "starter_model"
@@ -37,15 +36,13 @@ def write_project(name: str, folder: Path, *, tiny: bool = False) -> list[Path]:
     Raises `InitError` if the name cannot be that of a model, or the folder has files already or cannot be made."""
     if not _NAME.fullmatch(name):
         raise InitError(f"{name!r} cannot be a project: use up to 64 letters, digits, `-` and `_`, a letter first")
-    if folder.exists() and not folder.is_dir():
-        raise InitError(f"{folder} is a file: choose another name, or a folder with --dir")
-    if folder.exists() and any(folder.iterdir()):
-        raise InitError(f"{folder} exists and is not empty: choose another name, or a folder with --dir")
     template = resources.files("journeywork.starter").joinpath("template")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InitError(f"{folder} cannot be made: {error.strerror}; choose a folder with --dir") from error
+    if any(folder.iterdir()):
+        raise InitError(f"{folder} exists and is not empty: choose another name, or a folder with --dir")
     written = []
     for file in (*FILES, *(["make_model.py"] if tiny else [])):
         text = template.joinpath(file).read_text("utf-8").replace(_PLACEHOLDER, name)
@@ -69,7 +66,7 @@ def make_tiny_model(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the project that `argv` (default: the command line) names, and print what to do next. Exits 2 if it cannot
     be written."""
-    parser = argparse.ArgumentParser(prog="journeywork init", description="Write a starter project that runs.")
+    parser = command_parser("init", __doc__)
     parser.add_argument("name", help="name of the project and of its model")
     parser.add_argument("--dir", default="", help="folder; default: the name")
     parser.add_argument("--tiny", action="store_true", help="make a tiny base model that learns on two cores, no GPU")

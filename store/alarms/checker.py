@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from types import MappingProxyType
 
 import anyio
 import anyio.to_thread
@@ -28,7 +27,7 @@ from pipeline.log.health import Fill, disk_fill, fills
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from pipeline.streams import replica_name
 from pipeline.telemetry.logs import get_logger
-from store.alarms.table import ALARMS, PARAMETER, Alarm, threshold
+from store.alarms.table import ALARMS, Alarm, threshold
 from store.lake.lake import open_lake
 from store.lake.storage import StoreError
 from store.reading import sql
@@ -89,8 +88,7 @@ def evaluate(
         "window_s": config.alarms.window_s,
         "outside": [table.name for table in config.outside],
     }
-    used = set(PARAMETER.findall(alarm.sql))
-    rows = connection.execute(alarm.sql, {n: v for n, v in values.items() if n in used}).fetchall()
+    rows = sql.execute(connection, alarm.sql, values).fetchall()
     conditions = []
     for project, model, about, value, detail in rows:
         if isinstance(detail, str):
@@ -121,7 +119,7 @@ Key = tuple[str, str, str, str]
 class Checker:
     """Checks the alarms of one installation."""
 
-    def __init__(self, config: Config, broker: Broker, unmerged: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, config: Config, broker: Broker, unmerged: Mapping[str, str]) -> None:
         """`unmerged` has the damaged files that maintenance finds (`Maintenance.damaged`)."""
         self._unmerged = unmerged
         self._config, self._broker = config, broker

@@ -11,7 +11,6 @@ models), and `$steps`, `$groups` and `$window_s` of `[alarms]`. The tables `fill
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -202,9 +201,6 @@ FROM damaged WHERE (SELECT count(*) FROM damaged) > $threshold ORDER BY path""",
     ),
 )
 """Causes before their consequences: the first one that is raised says what to do first."""
-
-PARAMETER = re.compile(r"\$(\w+)")
-"""A parameter in a query."""
 
 
 def threshold(config: Config, alarm: Alarm) -> float:

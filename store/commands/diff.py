@@ -28,7 +28,7 @@ from pipeline.running.installations import installation_settings
 from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible_json
 from store.reading import sql
-from store.reading.options import add_installation, exit_status
+from store.reading.options import add_installation, run_command
 
 _KEYS = ("branch", "judge", "judge_model", "rubric")
 _COLUMNS = {"rubric": "rubric_hash"}
@@ -128,10 +128,6 @@ def _signs(values: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     return np.where(np.abs(centered) <= REWARD_TOLERANCE, 0, np.sign(centered)).astype(np.int64)
 
 
-def _has_no_variance(values: npt.NDArray[np.float64]) -> bool:
-    return bool(values.max() - values.min() <= REWARD_TOLERANCE)
-
-
 def compare(a: Rewards, b: Rewards) -> tuple[dict[str, Any], Rewards]:
     """Compare the trajectories and groups that both sides have. Return the figures, of which one is `None` if there is
     nothing to compare, and the trajectories whose advantages have different signs, with the reward on side `b`."""
@@ -144,7 +140,7 @@ def compare(a: Rewards, b: Rewards) -> tuple[dict[str, Any], Rewards]:
             continue
         x = np.array([a[group][t] for t in shared])
         y = np.array([b[group][t] for t in shared])
-        x_is_flat, y_is_flat = _has_no_variance(x), _has_no_variance(y)
+        x_is_flat, y_is_flat = (bool(np.ptp(values) <= REWARD_TOLERANCE) for values in (x, y))
         groups += 1
         trajectories += len(shared)
         flat_a += x_is_flat
@@ -184,9 +180,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0, 1 if the sides share no group, or an error's status (`exit_status`)."""
-    args = _parser().parse_args(argv)
-    return exit_status("diff", lambda: _run(args))
+    """Run the command. Return 0, 1 if the sides share no group, or an error's status (`run_command`)."""
+    return run_command(_parser(), _run, argv)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
 from store.reading import rebuild, sql
-from store.reading.options import add_installation, exit_status
+from store.reading.options import add_installation, run_command
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0, or an error's status (`exit_status`)."""
-    args = _parser().parse_args(argv)
+    """Run the command. Return 0, or an error's status (`run_command`)."""
     logs.configure("replay", "ERROR")  # an error is printed as one line
-    return exit_status("replay", lambda: _run(args))
+    return run_command(_parser(), _run, argv)
 
 
 def _run(args: argparse.Namespace) -> int:

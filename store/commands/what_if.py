@@ -43,7 +43,7 @@ from pipeline.terminal.printing import visible
 from store.commands.question import Plan, Question, as_flags, read_question
 from store.commands.replay import StoredGroup, replay, select_groups
 from store.reading import sql
-from store.reading.options import exit_status
+from store.reading.options import run_command
 
 _SERVICES = "gateway,sampler,store"
 """Beside the log and the inference server."""
@@ -282,9 +282,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0, or an error's status (`exit_status`): 1 if a part of the answer can't be had."""
-    args = _parser().parse_args(argv)
-    return exit_status("what-if", lambda: _run(args), GatewayError, WhatIfError)
+    """Run the command. Return 0, or an error's status (`run_command`): 1 if a part of the answer can't be had."""
+    return run_command(_parser(), _run, argv, GatewayError, WhatIfError)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.config import ConfigError
 from pipeline.running.installations import installation_settings
 from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible
@@ -22,17 +23,7 @@ from store.datasets.rows import FORMATS, rows_of
 from store.datasets.runs import select
 from store.lake.storage import StoreError
 from store.reading import sql
-from store.reading.options import add_installation, exit_status
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
-    return share
+from store.reading.options import add_installation, run_command
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,18 +31,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("query", help="returns ids of runs in a column `trajectory`, perhaps a column `reward`")
     parser.add_argument("--as", required=True, choices=tuple(FORMATS), dest="kind", help="format")
     parser.add_argument("--out", required=True, type=Path, help="folder")
-    parser.add_argument("--test-share", type=_share, default=0.0, help="share of tasks in the split `test`; default 0")
+    parser.add_argument("--test-share", type=float, default=0.0, help="share of tasks in the split `test`; default 0")
     add_installation(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0, or an error's status (`exit_status`): 1 if there is no row."""
-    args = _parser().parse_args(argv)
-    return exit_status("dataset", lambda: _run(args))
+    """Run the command. Return 0, or an error's status (`run_command`): 1 if there is no row."""
+    return run_command(_parser(), _run, argv)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if not 0 <= args.test_share < 1:
+        raise ConfigError(f"--test-share {args.test_share:g}: give a share from 0 to below 1")
     config = installation_settings(args.run_dir, args.config, sections=("store", "outside"))
     with sql.connect(config) as connection:
         runs = select(connection, args.query)

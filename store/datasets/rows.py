@@ -54,8 +54,7 @@ def rows_of(runs: Sequence[Run], kind: str, may_train: Callable[[str], bool]) ->
         for versions in filter(None, forbidden.values())
     )
     runs = [run for run in runs if not forbidden[run.trajectory]]
-    made = FORMATS[kind](runs, left_out)
-    return list(made), left_out
+    return list(FORMATS[kind](runs, left_out)), left_out
 
 
 def _sft(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:

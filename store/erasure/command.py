@@ -37,7 +37,7 @@ from store.erasure.in_lake import Rewriter
 from store.erasure.plan import Plan, journal_of, make_plan
 from store.lake.lake import open_lake
 from store.reading import sql
-from store.reading.options import exit_status
+from store.reading.options import run_command
 
 _WRITTEN_S = 60.0
 """How long the store may take to write what the log holds."""
@@ -45,7 +45,7 @@ _WRITTEN_S = 60.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, 1 if `--check` finds no receipt or something that is left, or an error's status
-    (`exit_status`): 2 if runs can't be erased yet."""
+    (`run_command`): 2 if runs can't be erased yet."""
     parser = command_parser("erase", __doc__)
     parser.add_argument("--subject", required=True, help="the person, as runs or their calls name it")
     what = parser.add_mutually_exclusive_group()
@@ -61,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--by", default="", help="who asked for it, for the receipt")
     parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
-    args = parser.parse_args(argv)
     logs.configure("erase", "ERROR")  # an error is printed as one line
-    return exit_status("erase", lambda: anyio.run(_run, args))
+    return run_command(parser, lambda args: anyio.run(_run, args), argv)
 
 
 async def _run(args: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ from pipeline.terminal.printing import visible
 from store.evidence.cascade import find_threshold
 from store.evidence.comparison import Cascade, Evidence, Finding, Guard, Metric, Plan, Share, read_evidence
 from store.reading import sql
-from store.reading.options import exit_status
+from store.reading.options import run_command
 
 T = TypeVar("T")
 
@@ -68,9 +68,8 @@ class _Begun(msgspec.Struct, frozen=True):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, 1 if `check` finds a difference, 3 if `watch` has not decided, or an error's status
-    (`exit_status`)."""
-    args = _parser().parse_args(argv)
-    return exit_status("decide", lambda: int(args.run(args)), GatewayError)
+    (`run_command`)."""
+    return run_command(_parser(), lambda args: int(args.run(args)), argv, GatewayError)
 
 
 def _parser() -> argparse.ArgumentParser:

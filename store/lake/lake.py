@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,25 +25,17 @@ class Lake:
 
     def __init__(self, storage: Storage, config: StoreConfig | None = None) -> None:
         self.storage = storage
-        self._config = config or StoreConfig()
+        self.table: Callable[[str], EventTable] = functools.cache(lambda tag: EventTable(storage, tag, config))
+        """Returns the table of an event tag. It may have no commit yet."""
         self._preparing = threading.Lock()
         self._prepared: set[str] = set()
-        self._table = functools.cache(lambda tag: EventTable(storage, tag, self._config))
 
     def __str__(self) -> str:
         return str(self.storage)
 
-    def table(self, tag: str) -> EventTable:
-        """Return the table of an event tag. It may have no commit yet."""
-        return self._table(tag)
-
     def tables(self) -> list[EventTable]:
         """Return the tables of all event tags."""
         return [self.table(tag) for tag in schema.tables()]
-
-    def exists(self) -> bool:
-        """Return whether anything was ever written here."""
-        return self.storage.exists()
 
     def prepare(self) -> None:
         """Make all tables ready for writing. Raises one of `LAKE_ERRORS`."""

@@ -21,42 +21,37 @@ logger = get_logger("store.lake.versions")
 _RETRY_S = 1.0
 
 
-class Versions:
-    """Copies versions from the log's object store into `storage`. `contents` is `store.checkpoints`."""
-
-    def __init__(self, broker: Broker, storage: Storage, contents: str) -> None:
-        self._broker, self._storage, self._contents = broker, storage, contents
-
-    async def copy(self, event: CheckpointPublished) -> None:
-        """Copy a version that the lake does not hold. Retries while the disk is full or object storage can't be
-        reached."""
-        while self._contents != "none":
-            try:
-                await self._copy(event)
-                return
-            except HistoryGoneError as error:
-                logger.warning("version not copied: it can't be forked", version=event.version, reason=str(error))
-                return
-            except OSError as error:
-                if not self._storage.is_retryable(error):
-                    raise
-                logger.error("version not copied; trying again", version=event.version, why=str(error))
-                await anyio.sleep(_RETRY_S)  # no event tells that the cause is gone
-
-    async def _copy(self, event: CheckpointPublished) -> None:
-        folder = checkpoint_folder(event.project, event.branch, event.model, event.step)
-        if await anyio.to_thread.run_sync(self._storage.holds, folder, EVENT):
+async def copy_version(broker: Broker, storage: Storage, contents: str, event: CheckpointPublished) -> None:
+    """Copy a version from the log's object store into `storage`, unless it is there. `contents` is `store.checkpoints`.
+    Retries while the disk is full or object storage can't be reached."""
+    while contents != "none":
+        try:
+            await _copy_files(broker, storage, contents, event)
             return
-        objects = {ADAPTER: event.adapter}
-        if self._contents == "all" and event.state:
-            objects[STATE_FILE] = event.state
-        for name, stored in objects.items():
-            try:
-                content = await self._broker.get_object(streams.ADAPTERS_BUCKET, stored)
-            except HistoryGoneError:
-                if name == ADAPTER:
-                    raise
-                logger.warning("training state not copied: a fork begins a fresh optimizer", version=event.version)
-            else:
-                await anyio.to_thread.run_sync(self._storage.put, folder, name, content)
-        await anyio.to_thread.run_sync(self._storage.put, folder, EVENT, encode(event))
+        except HistoryGoneError as error:
+            logger.warning("version not copied: it can't be forked", version=event.version, reason=str(error))
+            return
+        except OSError as error:
+            if not storage.is_retryable(error):
+                raise
+            logger.error("version not copied; trying again", version=event.version, why=str(error))
+            await anyio.sleep(_RETRY_S)  # no event tells that the cause is gone
+
+
+async def _copy_files(broker: Broker, storage: Storage, contents: str, event: CheckpointPublished) -> None:
+    folder = checkpoint_folder(event.project, event.branch, event.model, event.step)
+    if await anyio.to_thread.run_sync(storage.holds, folder, EVENT):
+        return
+    objects = {ADAPTER: event.adapter}
+    if contents == "all" and event.state:
+        objects[STATE_FILE] = event.state
+    for name, stored in objects.items():
+        try:
+            content = await broker.get_object(streams.ADAPTERS_BUCKET, stored)
+        except HistoryGoneError:
+            if name == ADAPTER:
+                raise
+            logger.warning("training state not copied: a fork begins a fresh optimizer", version=event.version)
+        else:
+            await anyio.to_thread.run_sync(storage.put, folder, name, content)
+    await anyio.to_thread.run_sync(storage.put, folder, EVENT, encode(event))

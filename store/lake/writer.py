@@ -30,7 +30,7 @@ from pipeline.telemetry.logs import get_logger
 from store.lake import columns
 from store.lake.lake import Lake
 from store.lake.table import LAKE_ERRORS
-from store.lake.versions import Versions
+from store.lake.versions import copy_version
 
 logger = get_logger("store.lake.writer")
 
@@ -75,9 +75,6 @@ class Writer:
         self._writing: WriteBatch | None = None
         self._slot = anyio.Semaphore(1)
         """Taken while a batch is written."""
-        self._versions = Versions(broker, lake.storage, config.checkpoints)
-        self.written = 0
-        """Number of rows that this writer has committed."""
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Write until cancelled. Events received by then are written before it returns."""
@@ -204,12 +201,12 @@ class Writer:
         rows = batch.tags[tag]
         for row in rows:
             if isinstance(row.event, CheckpointPublished):
-                await self._versions.copy(row.event)
+                await copy_version(self._broker, self._lake.storage, self._config.checkpoints, row.event)
         while rows:
             try:
                 # A thread can't be stopped, so a cancellation waits for it.
                 with anyio.CancelScope(shield=True):
-                    self.written += await anyio.to_thread.run_sync(self._commit, tag, rows)
+                    await anyio.to_thread.run_sync(self._commit, tag, rows)
             except columns.UnstorableError:
                 await self._drop_unstorable(batch, rows)
                 continue
@@ -226,8 +223,8 @@ class Writer:
                 continue
             return
 
-    def _commit(self, tag: str, rows: list[Row]) -> int:
-        return self._lake.append(tag, columns.table(tag, *zip(*rows, strict=True)))
+    def _commit(self, tag: str, rows: list[Row]) -> None:
+        self._lake.append(tag, columns.table(tag, *zip(*rows, strict=True)))
 
     async def _drop_unstorable(self, batch: WriteBatch, rows: list[Row]) -> None:
         """Turn the events in `rows` that do not fit the table into dead letters, so that the others can be written."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import duckdb
 
@@ -25,12 +25,19 @@ def add_installation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="settings, in place of the installation's own")
 
 
-def exit_status(command: str, run: Callable[[], int], *failures: type[Exception]) -> int:
-    """Run a command. Return its status, or, with the error on stderr, 2 if an argument, a setting or a query is wrong,
-    and 1 if the store, the log or one of the command's own `failures` ends it."""
+def run_command(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    argv: Sequence[str] | None,
+    *failures: type[Exception],
+) -> int:
+    """Parse `argv` (default: the command line) and run a command with it. Return its status, or, with the error on
+    stderr, 2 if an argument, a setting or a query is wrong, and 1 if the store, the log or one of the command's own
+    `failures` ends it."""
+    args = parser.parse_args(argv)
     expected: tuple[type[Exception], ...] = (*_WRONG, *_FAILED, *failures)
     try:
-        return run()
+        return run(args)
     except expected as error:
-        sys.stderr.write(visible(f"journeywork {command}: {error}") + "\n")
+        sys.stderr.write(visible(f"{parser.prog}: {error}") + "\n")
         return 2 if isinstance(error, _WRONG) else 1

@@ -17,7 +17,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ from pipeline.terminal.parsers import command_parser
 from pipeline.terminal.printing import visible, visible_json
 from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.storage import TRANSIENT, DamagedFileError, StoreError
-from store.reading.options import add_installation, exit_status
+from store.reading.options import add_installation, run_command
 from store.reading.views import VIEWS
 
+PARAMETER = re.compile(r"\$(\w+)")
+"""A named parameter in a query."""
 TERMINAL_CELL = 60
 """Characters of a cell on a terminal."""
 _UNLIMITED = 2**31 - 1
@@ -41,13 +43,9 @@ _LONG = ("varchar", "blob", "list", "array", "struct", "map")
 """Types whose values are cut: DuckDB prints a long value on many lines."""
 
 
-class NoStoreError(StoreError):
-    """There is no store at the place that was asked for."""
-
-
 def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.DuckDBPyConnection:
     """A connection with every table and view over the store of a run; with `query`, only those that it names have
-    rows. Raises `NoStoreError`, `DamagedFileError`."""
+    rows. Raises `StoreError` where there is no store, `DamagedFileError`."""
     connection = duckdb.connect()
     # DuckDB prints the progress of a slow query to stdout, where commands print JSON. In a notebook without ipywidgets
     # it refuses the setting, and prints nothing.
@@ -55,8 +53,8 @@ def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.Du
         connection.execute("SET enable_progress_bar = false")
     config = run_dir if isinstance(run_dir, Config) else installation_settings(run_dir, sections=("store",))
     lake = open_lake(config)
-    if not lake.exists():
-        raise NoStoreError(
+    if not lake.storage.exists():
+        raise StoreError(
             f"there is no store at {lake}. If the run has just begun, nothing was recorded yet: try again after "
             "its first calls. Else name another run with --run-dir, or start one with `journeywork up`"
         )
@@ -227,6 +225,12 @@ def _types(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, str]:
     return {row[0]: row[1] for row in connection.execute(f"DESCRIBE {query}").fetchall()}
 
 
+def execute(connection: duckdb.DuckDBPyConnection, query: str, values: Mapping[str, Any]) -> duckdb.DuckDBPyConnection:
+    """Run a query with those of the named parameters (`$name`) that it uses: DuckDB refuses others."""
+    names = set(PARAMETER.findall(query))
+    return connection.execute(query, {name: value for name, value in values.items() if name in names})
+
+
 def quoted(text: str) -> str:
     """A text as SQL."""
     return "'" + text.replace("'", "''") + "'"
@@ -275,13 +279,12 @@ def _one_line(column: int, name: str, cell: int | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0, or an error's status (`exit_status`)."""
+    """Run the command. Return 0, or an error's status (`run_command`)."""
     parser = command_parser("sql", "SQL over the history of a run.")
     parser.add_argument("query", help="SQL; `journeywork docs` lists the views")
     add_installation(parser)
     parser.add_argument("--format", default="table", choices=("table", "json"))
-    args = parser.parse_args(argv)
-    return exit_status("sql", lambda: _run(args))
+    return run_command(parser, _run, argv)
 
 
 def _run(args: argparse.Namespace) -> int:

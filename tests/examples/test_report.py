@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from examples.tictactoe.report import win_rate
-from journeywork.evaluation import EntrantResult, parse_entrant
+from journeywork.evaluation import EntrantResult
+from journeywork.evaluation.entrants import parse_entrant
 from journeywork.evaluation.results import TaskResult
 from journeywork.trajectory import Usage
 

@@ -25,7 +25,7 @@ from store.lake import columns
 from store.lake.commits import create_table, write_rows
 from store.lake.lake import Lake, open_lake
 from store.lake.maintenance import Maintenance
-from store.lake.storage import LOG, DamagedFileError, LocalStorage, open_storage, write_parquet
+from store.lake.storage import LOG, DamagedFileError, LocalStorage, StoreError, open_storage, write_parquet
 from store.lake.table import EventTable
 from store.reading import rebuild, sql
 from tests.store.kit import (
@@ -63,10 +63,10 @@ def rows(first: int, count: int = 5, at: int = 1_000, name: str = "t") -> pa.Tab
 
 def test_where_nothing_was_written_nothing_is(config: Config) -> None:
     lake = open_lake(config)
-    assert not lake.exists()
+    assert not lake.storage.exists()
     assert lake.names(TAG) == []
     assert lake.table(TAG).files().names == []
-    with pytest.raises(sql.NoStoreError, match=r"no store at"):
+    with pytest.raises(StoreError, match=r"no store at"):
         sql.connect(config)
     with pytest.raises(FileNotFoundError):
         lake.storage.read(TAG, "none.parquet")
@@ -76,7 +76,7 @@ def test_where_nothing_was_written_nothing_is(config: Config) -> None:
 def test_rows_come_back_as_they_were_appended(lake: Lake, config: Config) -> None:
     assert lake.table(TAG).append(rows(6)) == 5
     assert lake.table(TAG).append(rows(1)) == 5
-    assert lake.exists()
+    assert lake.storage.exists()
     assert sequences(open_lake(config), TAG) == list(range(1, 11))
     assert [t["log_seq"].to_pylist()[0] for t in tables(lake, TAG)] == [1, 6]
     assert tables(lake, TAG)[0].to_pylist() == rows(1).to_pylist()

@@ -10,12 +10,12 @@ import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig, StoreConfig
-from pipeline.events import STATE_FILE, CheckpointPublished, decode
+from pipeline.events import STATE_FILE, CheckpointPublished, decode, wire_name
 from pipeline.log.broker import Broker
 from pipeline.versions.lake_files import ADAPTER, EVENT, checkpoint_folder
 from store.lake.lake import lake_in
 from store.lake.storage import LocalStorage
-from store.lake.versions import Versions
+from store.lake.versions import copy_version
 from store.lake.writer import Writer, store_consumers
 from tests.trainer.kit import checkpoint_event
 
@@ -41,10 +41,9 @@ async def test_the_store_copies_a_version(kept: str, files: set[str], nats_confi
     async with Broker.connect(nats_config) as broker, anyio.create_task_group() as tg:
         await broker.provision_consumer(spec)
         await publish(broker, EVENT_1)
-        writer = Writer(broker, lake, config, spec)
-        await tg.start(writer.run)
+        await tg.start(Writer(broker, lake, config, spec).run)
         with anyio.fail_after(60):
-            while not writer.written:
+            while not lake.names(wire_name(EVENT_1)):
                 await anyio.sleep(0.05)
         tg.cancel_scope.cancel()
     folder = tmp_path / FOLDER
@@ -55,11 +54,11 @@ async def test_the_store_copies_a_version(kept: str, files: set[str], nats_confi
 
 
 async def test_a_lost_state_and_a_lost_adapter_stop_nothing(broker: Broker, tmp_path: Path) -> None:
-    versions = Versions(broker, LocalStorage(tmp_path), "all")
-    await versions.copy(EVENT_1)  # the object store has nothing of it
+    storage = LocalStorage(tmp_path)
+    await copy_version(broker, storage, "all", EVENT_1)  # the object store has nothing of it
     assert not (tmp_path / FOLDER / EVENT).exists()
     await broker.put_object(streams.ADAPTERS_BUCKET, EVENT_1.adapter, b"adapter")
-    await versions.copy(EVENT_1)
+    await copy_version(broker, storage, "all", EVENT_1)
     assert {p.name for p in (tmp_path / FOLDER).glob("*")} == {ADAPTER, EVENT}
 
 
@@ -80,6 +79,6 @@ async def test_a_copy_waits_for_a_disk_with_room(
     monkeypatch.setattr("store.lake.versions._RETRY_S", 0.01)
     async with Broker.connect(nats_config) as broker:
         await publish(broker, EVENT_1)
-        await Versions(broker, LocalStorage(tmp_path), "all").copy(EVENT_1)
+        await copy_version(broker, LocalStorage(tmp_path), "all", EVENT_1)
     assert (tmp_path / FOLDER / EVENT).exists()
     assert not list(tmp_path.rglob(".tmp*"))

@@ -6,7 +6,5 @@
 | `processes` | the process of an installation |
 """
 
-from journeywork.art.local.backend import LocalBackend
-from journeywork.art.local.processes import UpError
-
-__all__ = ["LocalBackend", "UpError"]
+from journeywork.art.local.backend import LocalBackend as LocalBackend
+from journeywork.art.local.processes import UpError as UpError

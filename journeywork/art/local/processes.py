@@ -85,10 +85,9 @@ def stop_installations(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def state_of(run_dir: Path) -> dict[str, Any]:
     """Return what the installation in a run directory says of itself; empty if there is none."""
     try:
-        state: dict[str, Any] = json.loads((run_dir / "state.json").read_text("utf-8"))
+        return dict(json.loads((run_dir / "state.json").read_text("utf-8")))
     except FileNotFoundError:
         return {}
-    return state
 
 
 def cause_of_end(process: Installation, run_dir: Path, since: float) -> str:

@@ -5,6 +5,4 @@
 | `trainer` | `PipelineTrainer` |
 """
 
-from journeywork.art.pipeline_trainer.trainer import PipelineTrainer
-
-__all__ = ["PipelineTrainer"]
+from journeywork.art.pipeline_trainer.trainer import PipelineTrainer as PipelineTrainer

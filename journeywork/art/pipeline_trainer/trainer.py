@@ -9,19 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from journeywork.art.backend import RemoteBackend
 from journeywork.art.model import TrainableModel
 from journeywork.art.training import can_train
 from journeywork.art.trajectories import Trajectory, TrajectoryGroup
 from journeywork.gathering import cancellation_as_failure
 from journeywork.transport import plain_errors
-
-if TYPE_CHECKING:
-    from journeywork.art.backend import RemoteBackend
 
 log = logging.getLogger("journeywork.art")
 
@@ -79,8 +77,10 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
         self.eval_fn, self.eval_every_n_steps, self.eval_at_start = eval_fn, eval_every_n_steps, eval_at_start
         self.max_steps, self.max_steps_off_policy = max_steps, max_steps_off_policy
         self._workers, self._sizes = num_rollout_workers, (min_batch_size, most)
+        self._most_equal = _MOST_EQUAL * min_batch_size
         self._options = {"learning_rate": learning_rate, **options}
-        self._scenarios, self._drawing = _iterate(scenarios), anyio.Lock()
+        self._scenarios = scenarios if isinstance(scenarios, AsyncIterator) else iter(scenarios)
+        self._drawing = anyio.Lock()
         self._drawn = self._evaluated = self._step = self._stale = self._equal = 0
         self._served = anyio.Event()
         """Set unless a step is trained whose version the next groups have to begin with."""
@@ -114,11 +114,11 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
 
     async def _next(self) -> ScenarioT | None:
         """Return the next scenario and count it; `None` after the last. Only one worker draws at a time."""
+        drawn = self._scenarios
         async with self._drawing:
-            async for scenario in self._scenarios:
-                self._drawn += 1
-                return scenario
-        return None
+            scenario = await anext(drawn, None) if isinstance(drawn, AsyncIterator) else next(drawn, None)
+            self._drawn += scenario is not None
+        return scenario
 
     async def _play(self, put: MemoryObjectSendStream[TrajectoryGroup]) -> None:
         """Play until the scenarios end. `_train` ends when every worker has closed its `put`."""
@@ -180,10 +180,6 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             state = {"scenario_offset": self._drawn, "training_step": self._step, "last_eval_step": self._evaluated}
             self.model.merge_state({_STATE: state})
 
-    @property
-    def _most_equal(self) -> int:
-        return _MOST_EQUAL * self._sizes[0]
-
     async def _batch(self, played: MemoryObjectReceiveStream[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Return the groups of a step: what was played by now, and at least `min_batch_size`; fewer or none at the end.
         Stale groups and those with equal rewards are counted and left out."""
@@ -232,16 +228,6 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                     if alone := [item for item in items if isinstance(item, Trajectory)]:
                         groups.append(TrajectoryGroup(alone))
                     await self.model.log(groups, split=split, step=step)
-
-
-async def _iterate(scenarios: AsyncIterator[ScenarioT] | Iterable[ScenarioT]) -> AsyncIterator[ScenarioT]:
-    """Yield the scenarios, which a program may give as either kind of iterable."""
-    if isinstance(scenarios, AsyncIterator):
-        async for scenario in scenarios:
-            yield scenario
-    else:
-        for scenario in scenarios:
-            yield scenario
 
 
 def _version(group: TrajectoryGroup) -> int | None:

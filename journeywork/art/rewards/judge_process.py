@@ -125,13 +125,10 @@ async def judge_answer(request: dict[str, Any], environment: Mapping[str, str]) 
     """Return the answer of the program's judge to `request`, a request of `judge.commands.serve` that has no `id` yet.
     The process begins with the first request, and again where it died. Raises `JudgeDiedError`, and `ValueError` if
     there is no answer within `_ANSWER_S` seconds."""
-
-    async def ask() -> dict[str, Any]:
-        return await asyncio.wrap_future(await asyncio.to_thread(_ask, request, environment))
-
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return await asyncio.wait_for(ask(), _ANSWER_S)
+            async with asyncio.timeout(_ANSWER_S):
+                return await asyncio.wrap_future(await asyncio.to_thread(_ask, request, environment))
         except TimeoutError as error:
             raise ValueError(f"the judge's process did not answer within {_ANSWER_S:.0f} s") from error
         except JudgeDiedError:

@@ -5,6 +5,4 @@
 | `backend` | `ServerlessBackend`, where ART has it |
 """
 
-from journeywork.art.backend import ServerlessBackend
-
-__all__ = ["ServerlessBackend"]
+from journeywork.art.backend import ServerlessBackend as ServerlessBackend

@@ -18,8 +18,7 @@ def convert_litellm_choice_to_openai(litellm_choice: Any) -> Choice:
     fields: dict[str, Any] = litellm_choice.model_dump()
     # Where litellm puts fields that OpenAI's choices do not have, such as the reference.
     extra = fields.pop("provider_specific_fields", None) or {}
-    message = fields.get("message") or {}
-    message.pop("provider_specific_fields", None)
+    fields["message"].pop("provider_specific_fields", None)
     if REFERENCE in extra:
         fields[REFERENCE] = extra[REFERENCE]
     logprobs = fields.get("logprobs")

@@ -15,39 +15,9 @@ stored twice. `group` is a word of SQL, so the column is called `group_id`.
 | `losses` | runs that wait, runs that never trained, dead letters, alarms |
 """
 
-from store.reading.views.evaluations import EVALUATION_TASKS, EVALUATIONS, SHADOWS
-from store.reading.views.groups import GROUPS, JUDGE_COST, LABELS, REWARDS, SIGNALS, VERDICTS
-from store.reading.views.losses import ALARMS, DEAD, STARVATION, WAITING
-from store.reading.views.rollouts import EXCHANGES, MESSAGES, TRAJECTORIES
-from store.reading.views.spending import COSTS, SPENDING, TAKEOVERS, UTILIZATION
-from store.reading.views.training import ADAPTERS, CHECKPOINTS, LINEAGE, PROGRESS, STALENESS, STEPS
+from store.reading.views import evaluations, groups, losses, rollouts, spending, training
 from store.reading.views.view import View
 
-VIEWS: tuple[View, ...] = (  # each after the views that it reads
-    TRAJECTORIES,
-    EXCHANGES,
-    MESSAGES,
-    GROUPS,
-    VERDICTS,
-    REWARDS,
-    PROGRESS,
-    SIGNALS,
-    LABELS,
-    CHECKPOINTS,
-    ADAPTERS,
-    LINEAGE,
-    STALENESS,
-    STEPS,
-    EVALUATIONS,
-    EVALUATION_TASKS,
-    WAITING,
-    STARVATION,
-    JUDGE_COST,
-    SHADOWS,
-    SPENDING,
-    UTILIZATION,
-    COSTS,
-    TAKEOVERS,
-    DEAD,
-    ALARMS,
-)
+_MODULES = (rollouts, groups, training, evaluations, spending, losses)
+VIEWS: tuple[View, ...] = tuple(view for module in _MODULES for view in module.VIEWS)
+"""Each after the views that it reads."""

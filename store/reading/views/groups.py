@@ -116,11 +116,7 @@ JUDGE_COST = View(
 SIGNALS = View(
     "signals",
     "One row per signal: feedback on a run or on one of its calls.",
-    {
-        "call": "Number of the call that it is about; -1: the whole run.",
-        "given_by": "Name of the API key that gave it; empty where there are no keys.",
-        "stream_seq": "Sequence in ROLLOUTS.",
-    },
+    {"stream_seq": "Sequence in ROLLOUTS."},
     """
         SELECT project, model, trajectory, "group" AS group_id, split, "call", name, kind, value, text,
           "by" AS given_by, source, "at" AS given_at, log_seq AS stream_seq
@@ -134,7 +130,6 @@ LABELS = View(
     "One row per number that a person gave a run under the name `label`, with the judge's score of the run.",
     {
         "score": "The person's score.",
-        "given_by": "Name of the API key that gave it; empty where there are no keys.",
         "judge_model": "Model that judged; `agent` where the agents' rewards were used; null where no judge scored it.",
         "judge_score": "Mean score by that judge on branch `main`.",
     },
@@ -149,3 +144,5 @@ LABELS = View(
         """,
     sources=(SignalGiven,),
 )
+
+VIEWS = (GROUPS, VERDICTS, REWARDS, SIGNALS, LABELS, JUDGE_COST)

@@ -16,9 +16,6 @@ TRAJECTORIES = View(
         "outcome": "`scored`, `no_result` or `masked`; `open` while the run has not ended.",
         "last_step": "Highest policy step that sampled in the run.",
         "metrics": "Metrics given by the agent.",
-        "metadata": "Metadata of the opening and of the end, JSON; if both have a key, the end's value counts.",
-        "exchanges": "Number of exchange events; null while open.",
-        "cost_usd": "What providers charged for its calls, as far as it is known; null while open.",
         "stream_seq": "Sequence of its `rollout.completed` in ROLLOUTS.",
     },
     # Two parts in place of a full join, through which no condition on a column would reach the files.
@@ -104,3 +101,5 @@ MESSAGES = View(
         FROM numbered WHERE message IS NOT NULL
         """,
 )
+
+VIEWS = (TRAJECTORIES, EXCHANGES, MESSAGES)

@@ -91,11 +91,9 @@ SPENDING = View(
             FROM evaluations WHERE measure = 'reward' AND kind = 'policy' AND version <> ''
             QUALIFY scenarios = first_value(scenarios) OVER (PARTITION BY project, model ORDER BY evaluated_at DESC)
           ) GROUP BY ALL
-        ), of_one_kind AS (
-          FROM measured QUALIFY rank = min(rank) OVER (PARTITION BY project, model)
         ), measured_with_first AS (
-          SELECT *, first_value(held_out) OVER (PARTITION BY project, model ORDER BY step) AS first_of_all
-          FROM of_one_kind
+          SELECT *, first_value(held_out) OVER (PARTITION BY project, model ORDER BY rank, step) AS first_of_all
+          FROM measured QUALIFY rank = min(rank) OVER (PARTITION BY project, model)
         )
         SELECT e.project, e.model, e.version, e.step, e.published_at, e.judge_usd, e.train_gpu_s, e.serve_gpu_s,
           e.sampled_tokens, sum(e.judge_usd) OVER so_far AS total_usd,
@@ -227,3 +225,5 @@ TAKEOVERS = View(
         """,
     sources=(TrajectoryOpened, ExchangeRecorded),
 )
+
+VIEWS = (SPENDING, UTILIZATION, COSTS, TAKEOVERS)

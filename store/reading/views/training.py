@@ -61,7 +61,6 @@ LINEAGE = View(
     "A checkpoint's groups, trajectories, exchanges and verdicts: one row per exchange that it was trained on. A "
     "checkpoint that was made of something else, such as a data set, has one row, with its `source`.",
     {
-        "group_id": "Group that it was trained on.",
         "group_seq": "Sequence of the group in GROUPS.",
         "verdicts": "Each judge's verdict on the run (call -1) or on a call: judge_model, rubric, score, explanation.",
         "seq": "Number of the call in its run; null where its exchanges are not in the store.",
@@ -114,7 +113,6 @@ STEPS = View(
     "steps",
     "One row per optimizer step: its batch and its results.",
     {
-        "version": "Version that the step made.",
         "reward_mean_all": "Mean reward of all training runs that were scored after the newest group of the step "
         "before, up to the newest of this step. It includes groups that were not trained because their rewards were "
         "equal.",
@@ -174,3 +172,5 @@ PROGRESS = View(
         FROM played JOIN spans USING (project, model, branch) GROUP BY ALL
         """,
 )
+
+VIEWS = (CHECKPOINTS, ADAPTERS, LINEAGE, STALENESS, STEPS, PROGRESS)

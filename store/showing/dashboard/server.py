@@ -71,11 +71,11 @@ _WITH_POLICIES = ("overview", "numbers", "checkpoint", "decisions")
 
 
 class Dashboard:
-    """The pages of one run."""
+    """The pages of one run: `app` answers."""
 
-    def __init__(self, history: History, access: Access) -> None:
-        self._history, self._access = history, access
-        self._gateway = Gateway(history.config)
+    def __init__(self, config: Config) -> None:
+        """Raises `ConfigError`, `StoreError`."""
+        self._access, self._history, self._gateway = Access(config), History(config), Gateway(config)
         self._templates = Environment(
             loader=FileSystemLoader(_HERE / "templates"),
             autoescape=select_autoescape(),
@@ -106,14 +106,8 @@ class Dashboard:
         ]
         self.app = Starlette(
             routes=routes,
-            middleware=[Middleware(_Guard, access=access)],
-            exception_handlers={
-                PageError: self._failed,
-                StoreError: self._failed,
-                duckdb.Error: self._failed,
-                404: self._failed,
-                405: self._failed,
-            },
+            middleware=[Middleware(_Guard, access=self._access)],
+            exception_handlers=dict.fromkeys((PageError, StoreError, duckdb.Error, 404, 405), self._failed),
             lifespan=self._life,
         )
 
@@ -314,9 +308,3 @@ class _Guard:
             except PageError as error:
                 app = PlainTextResponse(f"{error}\n", error.status)
         await app(scope, receive, with_headers)
-
-
-def make_app(config: Config) -> Starlette:
-    """The application over a run. Raises `ConfigError`, `StoreError`."""
-    access = Access(config)
-    return Dashboard(History(config), access).app

@@ -13,7 +13,7 @@ from pipeline.config import Config
 from pipeline.running.ports import host_and_port, http_url
 from pipeline.running.service import Ready
 from store.showing.dashboard.access import Access
-from store.showing.dashboard.server import make_app
+from store.showing.dashboard.server import Dashboard
 
 _STOP_S = 2
 """Time that running requests get when the service stops."""
@@ -47,10 +47,10 @@ async def serve(config: Config, ready: Ready) -> None:
         why = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address
         raise ListenError(
             f"the dashboard cannot listen on {host_and_port(host, config.ui.port)}: {why}. Another dashboard may run "
-            "there already; choose another port (ui.port, --port; 0: any free one) or another address (ui.host, --host)"
+            "there already; choose another port (ui.port, --port; 0: any free one) or another address (ui.host)"
         ) from error
     with opened as listener:
-        app = make_app(config)
+        app = Dashboard(config).app
         server = _Server(
             uvicorn.Config(
                 app,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import threading
 import time
@@ -24,7 +23,6 @@ _REUSE = 20
 """A result is cached for this multiple of the query's duration, so that pages that refresh themselves leave the machine
 to agents and training."""
 _REMEMBERED = 128
-_PARAMETER = re.compile(r"\$(\w+)")
 
 
 class History:
@@ -60,18 +58,16 @@ class History:
         """Run a query of this program (never a user's text) with those of the named parameters (`$name`) that it
         uses; returns its rows."""
         self._refresh()
-        names = set(_PARAMETER.findall(query))
-        used = {name: value for name, value in (parameters or {}).items() if name in names}
         try:
-            return self._run(query, used)
+            return self._run(query, parameters or {})
         except duckdb.IOException:  # compaction removed a file: the merged one is there instead
             self._refreshed_at = -_REFRESH_S
             self._refresh()
-            return self._run(query, used)
+            return self._run(query, parameters or {})
 
-    def _run(self, query: str, parameters: dict[str, Any]) -> list[Row]:
+    def _run(self, query: str, parameters: Mapping[str, Any]) -> list[Row]:
         with self._one_query, self._connection.cursor() as cursor:
-            return sql.rows_of(cursor.execute(query, parameters))
+            return sql.rows_of(sql.execute(cursor, query, parameters))
 
     def row(self, query: str, parameters: Mapping[str, Any] | None = None) -> Row | None:
         """Run a query as `rows` does; returns its first row, or `None`."""
@@ -80,7 +76,7 @@ class History:
     def shared_rows(self, query: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
         """Run a query over much of the history as `rows` does, or return its cached result (`_REUSE`). The rows must
         not be changed."""
-        used = {name: (parameters or {})[name] for name in sorted(set(_PARAMETER.findall(query)))}
+        used = {name: (parameters or {})[name] for name in sorted(set(sql.PARAMETER.findall(query)))}
         key = query, repr(used)
         rows, stands_until = self._results.get(key, ([], 0.0))
         began = time.monotonic()

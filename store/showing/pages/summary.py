@@ -15,7 +15,7 @@ from store.alarms.table import ALARMS
 from store.showing.pages.history import History, Row
 from store.showing.pages.intervals import SAMPLE, finite, sample_of
 from store.showing.pages.takeover import takeover_texts
-from store.showing.pages.texts import ago, number, signed, when
+from store.showing.pages.texts import ago, counted, number, signed, when
 
 _LAST = """
     SELECT version, step, published_at FROM checkpoints WHERE model = $model AND branch = $branch
@@ -80,7 +80,7 @@ def summary(history: History, selection: Row, now: datetime | None = None) -> di
     waiting = _waiting(history, selection, moment)
     services = run.services.items() if run else ()
     troubled = [f"{name} is {process.state}" for name, process in services if process.state != "ready"]
-    raised = f" with {len(alarms)} alarm{'s' if len(alarms) > 1 else ''}" if alarms else ""
+    raised = f" with {counted(len(alarms), 'alarm')}" if alarms else ""
     sentences = [
         *takeover_texts(history),
         reward_text_of(history, selection),

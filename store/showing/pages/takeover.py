@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from store.showing.pages.history import History, Row
 from store.showing.pages.intervals import SAMPLE, sample_of
-from store.showing.pages.texts import number
+from store.showing.pages.texts import counted, number
 
 _NEWEST = """
     WITH newest AS (
@@ -51,6 +51,5 @@ def _quality(row: Row | None) -> str:
     if row is None:
         return "nothing yet"
     low, high = sample_of(row).interval()
-    of = f"{row['groups']:,} task{'s' if row['groups'] > 1 else ''}"
     interval = f" [{low:.3f}, {high:.3f}]" if row["groups"] > 1 else ""
-    return f"{row['mean']:.3f}{interval} on {of}"
+    return f"{row['mean']:.3f}{interval} on {counted(row['groups'], 'task')}"

@@ -135,12 +135,12 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     )
     decode = _decoder(history, run["model"])
     _show_calls(history, run, calls, decode)
-    more = history.row(
-        "SELECT max(seq) AS last, count(*) AS calls FROM exchanges WHERE trajectory = $trajectory", selection
+    (counted,) = history.rows(
+        "SELECT max(seq) AS last, count(*) AS count FROM exchanges WHERE trajectory = $trajectory", selection
     )
-    group = run["group_id"] or name  # a run without a group is one of its own
-    of_group = {"project": run["project"], "model": run["model"], "group": group}
-    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, of_group)]
+    # A run without a group is one of its own.
+    selection |= {"project": run["project"], "model": run["model"], "group": run["group_id"] or name}
+    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, selection)]
     place = siblings.index(name) if name in siblings else 0
     return {
         "trajectory": name,
@@ -150,23 +150,21 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         "next": siblings[place + 1] if place + 1 < len(siblings) else None,
         "calls": calls,
         "from": first,
-        "last": (more or {}).get("last"),
-        "count": (more or {}).get("calls"),
+        **counted,
         "step_of": CALLS,
         "verdicts": history.rows(
             """SELECT * FROM verdicts WHERE group_id = $group AND trajectory = $trajectory
                ORDER BY scored_at, "call", verdict""",
-            {**selection, "group": group},
+            selection,
         ),
         "signals": history.rows("SELECT * FROM signals WHERE trajectory = $trajectory ORDER BY given_at", selection),
         "rewards": history.rows(
-            "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at",
-            {**selection, "group": group},
+            "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at", selection
         ),
         "trained_in": history.rows(
             """SELECT version, branch FROM checkpoints
                WHERE project = $project AND model = $model AND list_contains(groups, $group) ORDER BY step""",
-            of_group,
+            selection,
         ),
         "decoded": decode is not str,
     }

@@ -21,11 +21,9 @@ def what_if(history: History, query: Query) -> dict[str, Any]:
     evaluations = dict.fromkeys(row["evaluation"] for row in shown["rows"])
     measured: dict[tuple[str, str], list[Row]] = {}
     if evaluations:
-        condition = is_one_of("evaluation", evaluations)
-        text = f"SELECT * FROM evaluations WHERE {condition}"  # noqa: S608
-        text += " ORDER BY position, measure <> 'reward', measure"
-        rows = history.rows(text, numbered_parameters(evaluations))
-        for row in rows:
+        measures = f"""SELECT * FROM evaluations WHERE {is_one_of("evaluation", evaluations)}
+            ORDER BY position, measure <> 'reward', measure"""  # noqa: S608
+        for row in history.rows(measures, numbered_parameters(evaluations)):
             measured.setdefault((row["evaluation"], row["entrant"]), []).append(row)
     adopted = {row["source"].rpartition("#")[2]: row["version"] for row in history.rows(_ADOPTED)}
     answers = []

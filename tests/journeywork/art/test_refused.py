@@ -48,7 +48,7 @@ async def train(*groups: art.TrajectoryGroup) -> None:
     async with Gateway("http://gateway") as gateway:
         await gateway._http.aclose()
         gateway._http = httpx.AsyncClient(base_url=gateway.url, transport=httpx.MockTransport(answer))
-        await train_groups(gateway, "m", groups, None)
+        await train_groups(gateway, "m", groups, {})
         await record_groups(gateway, "m", groups)
 
 

@@ -49,7 +49,7 @@ def test_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "support").write_text("a file")
-    with pytest.raises(InitError, match="support is a file"):
+    with pytest.raises(InitError, match="support cannot be made: File exists"):
         write_project("support", tmp_path / "support")
     with pytest.raises(InitError, match="support/agent cannot be made: Not a directory"):
         write_project("support", tmp_path / "support" / "agent")

@@ -77,7 +77,7 @@ async def test_a_log_near_its_limit_is_an_alarm(broker: Broker, running_store: S
 
 
 async def test_what_could_not_be_checked_neither_begins_nor_ends(broker: Broker, tmp_path: Path) -> None:
-    checker = Checker(Config(run_dir=str(tmp_path)), broker)
+    checker = Checker(Config(run_dir=str(tmp_path)), broker, {})
     await checker._catch_up()
     found = [met("kl_rise", 3.0, "far")]
     await checker._apply(found, set())
@@ -96,14 +96,14 @@ async def test_a_server_that_is_still_starting_is_not_behind(broker: Broker, tmp
     """A run that goes on on other ports, or a server that restarts: it has no record, and its newest version is old."""
     behind = [met("replica_behind", 3.0, "serves m@0 at most", about="127.0.0.1:9")]
     others = [met("kl_rise", 3.0, "far")]
-    checker = Checker(Config(run_dir=str(tmp_path)), broker)
+    checker = Checker(Config(run_dir=str(tmp_path)), broker, {})
     await checker._catch_up()
     await checker._apply([*behind, *others], set())
     assert [e.alarm for e in await told(broker)] == ["kl_rise"]
     checker._starting["127.0.0.1:9"] -= checker._config.vllm.start_timeout_s
     await checker._apply([*behind, *others], set())
     assert [e.alarm for e in await told(broker)] == ["kl_rise", "replica_behind"]
-    restarted = Checker(Config(run_dir=str(tmp_path)), broker)
+    restarted = Checker(Config(run_dir=str(tmp_path)), broker, {})
     await restarted._catch_up()
     for _ in range(3):
         await restarted._apply([*behind, *others], set())
@@ -133,7 +133,7 @@ async def test_a_damaged_file_is_an_alarm_and_the_others_are_checked(
 async def test_two_stores_raise_and_end_an_alarm_once(broker: Broker, tmp_path: Path) -> None:
     """Both look at the same moment, each with a run directory of its own."""
     found = [met("kl_rise", 3.0, "far")]
-    checkers = [Checker(Config(run_dir=str(tmp_path / name)), broker) for name in "ab"]
+    checkers = [Checker(Config(run_dir=str(tmp_path / name)), broker, {}) for name in "ab"]
 
     async def at_once(present: list[AlarmChanged]) -> list[str]:
         for checker in checkers:

@@ -18,7 +18,7 @@ from pipeline.log.broker import Broker
 from pipeline.statistics.intervals import Sample
 from pipeline.versions.lake_files import checkpoint_folder
 from store.lake.lake import open_lake
-from store.lake.versions import Versions
+from store.lake.versions import copy_version
 from tests.conftest import VllmServer
 from tests.kits.vision import make_vision_model
 from tests.trainer import kit
@@ -88,7 +88,7 @@ async def test_a_pruned_step_comes_from_the_lake(
     assert "step 1 of tiny is neither on disk nor in the lake" in capsys.readouterr().err
     config = configuration.load(run_dir / "config.toml")
     (first, *_) = await kit.checkpoints(broker)
-    await Versions(broker, open_lake(config).storage, "adapters").copy(first)
+    await copy_version(broker, open_lake(config).storage, "adapters", first)
     export.main(args)
     assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_size > 0
     # Whoever can write to the lake must not give one version another's name.

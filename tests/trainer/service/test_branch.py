@@ -12,7 +12,7 @@ from pipeline.config import Config, NatsConfig
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
-from store.lake.versions import Versions
+from store.lake.versions import copy_version
 from tests.trainer import kit
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.datasets import adopt
@@ -69,7 +69,7 @@ async def test_main_goes_on_from_the_version_that_it_adopts(
         await train(branch, lambda **_: None, until_empty=True)
     lake = open_lake(config)
     last = (await of_branch(broker, BRANCH))[-1]
-    await Versions(broker, lake.storage, "all").copy(last)
+    await copy_version(broker, lake.storage, "all", last)
 
     source = f"{tmp_path}#{BRANCH}/{last.version}"
     adopted = await adopt(config, source)

@@ -17,7 +17,7 @@ from pipeline.events import STATE_FILE, CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.versions.lake_files import checkpoint_folder
 from store.lake.lake import Lake, lake_in, open_lake
-from store.lake.versions import Versions
+from store.lake.versions import copy_version
 from tests.conftest import NatsServer
 from tests.store.conftest import object_store, s3_server
 from tests.trainer import kit
@@ -58,10 +58,9 @@ async def train(config: Config, steps: int, *, first: int = 0) -> CheckpointPubl
 
 async def copy_to_lake(config: Config, lake: Lake, step: int) -> None:
     async with Broker.connect(config.nats) as broker:
-        versions = Versions(broker, lake.storage, "all")
         for event in await checkpoints(broker):
             if event.step == step:
-                await versions.copy(event)
+                await copy_version(broker, lake.storage, "all", event)
 
 
 async def test_another_machine_resumes_with_the_optimizer(

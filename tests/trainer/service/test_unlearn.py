@@ -16,7 +16,7 @@ from pipeline.config import Config, NatsConfig
 from pipeline.events import CheckpointPublished, GroupScored, TrainingBatch
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
-from store.lake.versions import Versions
+from store.lake.versions import copy_version
 from tests.trainer import kit
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.service import train
@@ -79,7 +79,7 @@ async def test_a_branch_without_a_poisoned_batch_wins_the_task_back(
 
     main = await versions(broker, "main")
     lake = open_lake(config)
-    await Versions(broker, lake.storage, "all").copy(main[POISONED - 2])
+    await copy_version(broker, lake.storage, "all", main[POISONED - 2])
     shutil.rmtree(Checkpoints.of(config, kit.MODEL).path(POISONED - 1))  # it is read from the lake
 
     learned = next(event for event in main if event.step == POISONED)

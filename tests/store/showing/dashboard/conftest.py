@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipeline.running.installations import SETTINGS, installation_settings
-from store.showing.dashboard.server import _LISTS, make_app
+from store.showing.dashboard.server import _LISTS, Dashboard
 from tests.kits.settings import with_values
 
 URL = "http://127.0.0.1:8701"
@@ -36,7 +36,7 @@ def copy_run(history: Path, folder: Path) -> Path:
 
 def client_of(run_dir: Path, host: str = "127.0.0.1", url: str = URL) -> TestClient:
     """A client of the run's dashboard, at `host`."""
-    app = make_app(with_values(installation_settings(run_dir), {"ui.host": host}))
+    app = Dashboard(with_values(installation_settings(run_dir), {"ui.host": host})).app
     return TestClient(app, base_url=url, follow_redirects=False)
 
 
