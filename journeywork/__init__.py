@@ -28,19 +28,29 @@
 Agents in other languages use the HTTP API that docs/gateway.md describes.
 """
 
-from journeywork.client import AsyncJourneywork as AsyncJourneywork
-from journeywork.client import Journeywork as Journeywork
-from journeywork.evaluation import EvaluationReport as EvaluationReport
-from journeywork.gathering import TaskGroup as TaskGroup
-from journeywork.gathering import TooManyExceptionsError as TooManyExceptionsError
-from journeywork.looping import LoopOptions as LoopOptions
-from journeywork.looping import LoopResult as LoopResult
-from journeywork.looping import loop as loop
-from journeywork.statistics import Estimate as Estimate
-from journeywork.trajectory import CompleteOptions as CompleteOptions
-from journeywork.trajectory import FeedbackOptions as FeedbackOptions
-from journeywork.trajectory import OpenOptions as OpenOptions
-from journeywork.trajectory import Outcome as Outcome
-from journeywork.trajectory import Trajectory as Trajectory
-from journeywork.transport import GatewayUnavailableError as GatewayUnavailableError
-from journeywork.transport import JourneyworkError as JourneyworkError
+from journeywork.client import AsyncJourneywork, Journeywork
+from journeywork.evaluation import EvaluationReport
+from journeywork.gathering import TaskGroup, TooManyExceptionsError
+from journeywork.looping import LoopOptions, LoopResult, loop
+from journeywork.statistics import Estimate
+from journeywork.trajectory import CompleteOptions, FeedbackOptions, OpenOptions, Outcome, Trajectory
+from journeywork.transport import GatewayUnavailableError, JourneyworkError
+
+__all__ = [
+    "AsyncJourneywork",
+    "CompleteOptions",
+    "Estimate",
+    "EvaluationReport",
+    "FeedbackOptions",
+    "GatewayUnavailableError",
+    "Journeywork",
+    "JourneyworkError",
+    "LoopOptions",
+    "LoopResult",
+    "OpenOptions",
+    "Outcome",
+    "TaskGroup",
+    "TooManyExceptionsError",
+    "Trajectory",
+    "loop",
+]

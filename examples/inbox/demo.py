@@ -145,7 +145,6 @@ async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[Ev
                 sorter.rollout(training=False),
                 concurrency=CONCURRENCY,
                 progress=False,
-                name=lambda m: m.id,
                 scenarios="held-out messages",
                 baseline=baseline,
             )

@@ -37,28 +37,41 @@ except ModuleNotFoundError as missing:
         "journeywork.art needs the package openai: pip install './journeywork[art]'", name=missing.name
     ) from missing
 
-from journeywork.art import dev as dev
-from journeywork.art.backend import RemoteBackend as RemoteBackend
-from journeywork.art.backend import ServerlessBackend as ServerlessBackend
-from journeywork.art.captured import NotCapturedError as NotCapturedError
-from journeywork.art.errors import UnsupportedError as UnsupportedError
-from journeywork.art.errors import no_attribute
-from journeywork.art.gather import gather_trajectories as gather_trajectories
-from journeywork.art.gather import gather_trajectory_groups as gather_trajectory_groups
-from journeywork.art.local import LocalBackend as LocalBackend
-from journeywork.art.model import Model as Model
-from journeywork.art.model import TrainableModel as TrainableModel
-from journeywork.art.training import TrainingError as TrainingError
-from journeywork.art.trajectories import History as History
-from journeywork.art.trajectories import Trajectory as Trajectory
-from journeywork.art.trajectories import TrajectoryGroup as TrajectoryGroup
-from journeywork.art.types import Messages as Messages
-from journeywork.art.types import MessagesAndChoices as MessagesAndChoices
-from journeywork.art.types import Tools as Tools
-from journeywork.art.types import TrainConfig as TrainConfig
-from journeywork.art.types import TrainResult as TrainResult
-from journeywork.art.types import TrainSFTConfig as TrainSFTConfig
-from journeywork.art.utils import retry as retry
+from journeywork.art import dev
+from journeywork.art.backend import RemoteBackend, ServerlessBackend
+from journeywork.art.captured import NotCapturedError
+from journeywork.art.errors import UnsupportedError, no_attribute
+from journeywork.art.gather import gather_trajectories, gather_trajectory_groups
+from journeywork.art.local import LocalBackend
+from journeywork.art.model import Model, TrainableModel
+from journeywork.art.training import TrainingError
+from journeywork.art.trajectories import History, Trajectory, TrajectoryGroup
+from journeywork.art.types import Messages, MessagesAndChoices, Tools, TrainConfig, TrainResult, TrainSFTConfig
+from journeywork.art.utils import retry
 
 if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
     __getattr__ = no_attribute(__name__)
+
+__all__ = [
+    "History",
+    "LocalBackend",
+    "Messages",
+    "MessagesAndChoices",
+    "Model",
+    "NotCapturedError",
+    "RemoteBackend",
+    "ServerlessBackend",
+    "Tools",
+    "TrainConfig",
+    "TrainResult",
+    "TrainSFTConfig",
+    "TrainableModel",
+    "TrainingError",
+    "Trajectory",
+    "TrajectoryGroup",
+    "UnsupportedError",
+    "dev",
+    "gather_trajectories",
+    "gather_trajectory_groups",
+    "retry",
+]

@@ -10,11 +10,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
-from journeywork.art.progress import GatherContext as GatherContext
-from journeywork.art.progress import gathering, get_gather_context
-from journeywork.art.progress import set_gather_context as set_gather_context
+from journeywork.art.progress import GatherContext, gathering, get_gather_context, set_gather_context
 from journeywork.art.trajectories import PendingGroup, Trajectory, TrajectoryGroup, cancel_all
 
+__all__ = [
+    "GatherContext",
+    "gather_trajectories",
+    "gather_trajectory_groups",
+    "set_gather_context",
+    "wrap_group_awaitable",
+]
 AfterEach = Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | list[TrajectoryGroup] | None]]
 """What is done with each group that was played; it returns the group, several in its place, or `None` to drop it."""
 

@@ -1,5 +1,5 @@
 """ART's Megatron backend: here an installation trains and serves, as with `LocalBackend`."""
 
-from journeywork.art.local.backend import OtherBackend
+from journeywork.art.local.backend import OtherBackend as MegatronBackend
 
-MegatronBackend = OtherBackend
+__all__ = ["MegatronBackend"]

@@ -1,5 +1,5 @@
 """ART's Tinker backend: here an installation trains and serves, as with `LocalBackend`."""
 
-from journeywork.art.local.backend import OtherBackend
+from journeywork.art.local.backend import OtherBackend as TinkerBackend
 
-TinkerBackend = OtherBackend
+__all__ = ["TinkerBackend"]

@@ -1,5 +1,5 @@
 """ART's TinkerNative backend: here an installation trains and serves, as with `LocalBackend`."""
 
-from journeywork.art.local.backend import OtherBackend
+from journeywork.art.local.backend import OtherBackend as TinkerNativeBackend
 
-TinkerNativeBackend = OtherBackend
+__all__ = ["TinkerNativeBackend"]

@@ -13,7 +13,8 @@
 | `prompting` | `journeywork prompt`: a better system prompt, by GEPA |
 """
 
-from journeywork.evaluation.playing import play as play
-from journeywork.evaluation.report import text_report as text_report
-from journeywork.evaluation.results import EntrantResult as EntrantResult
-from journeywork.evaluation.results import EvaluationReport as EvaluationReport
+from journeywork.evaluation.playing import play
+from journeywork.evaluation.report import text_report
+from journeywork.evaluation.results import EntrantResult, EvaluationReport
+
+__all__ = ["EntrantResult", "EvaluationReport", "play", "text_report"]

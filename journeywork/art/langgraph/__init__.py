@@ -6,5 +6,6 @@
 | `conversations` | the trajectory that calls make up |
 """
 
-from journeywork.art.langgraph.llm_wrapper import init_chat_model as init_chat_model
-from journeywork.art.langgraph.llm_wrapper import wrap_rollout as wrap_rollout
+from journeywork.art.langgraph.llm_wrapper import init_chat_model, wrap_rollout
+
+__all__ = ["init_chat_model", "wrap_rollout"]

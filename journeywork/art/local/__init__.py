@@ -6,5 +6,7 @@
 | `processes` | the process of an installation |
 """
 
-from journeywork.art.local.backend import LocalBackend as LocalBackend
-from journeywork.art.local.processes import UpError as UpError
+from journeywork.art.local.backend import LocalBackend
+from journeywork.art.local.processes import UpError
+
+__all__ = ["LocalBackend", "UpError"]

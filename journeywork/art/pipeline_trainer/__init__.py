@@ -5,4 +5,6 @@
 | `trainer` | `PipelineTrainer` |
 """
 
-from journeywork.art.pipeline_trainer.trainer import PipelineTrainer as PipelineTrainer
+from journeywork.art.pipeline_trainer.trainer import PipelineTrainer
+
+__all__ = ["PipelineTrainer"]

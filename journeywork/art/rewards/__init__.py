@@ -6,5 +6,6 @@
 | `judge_process` | the process that asks the judge |
 """
 
-from journeywork.art.rewards.ruler import ruler as ruler
-from journeywork.art.rewards.ruler import ruler_score_group as ruler_score_group
+from journeywork.art.rewards.ruler import ruler, ruler_score_group
+
+__all__ = ["ruler", "ruler_score_group"]

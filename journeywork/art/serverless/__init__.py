@@ -5,4 +5,6 @@
 | `backend` | `ServerlessBackend`, where ART has it |
 """
 
-from journeywork.art.backend import ServerlessBackend as ServerlessBackend
+from journeywork.art.backend import ServerlessBackend
+
+__all__ = ["ServerlessBackend"]

@@ -11,8 +11,9 @@
 from typing import TYPE_CHECKING
 
 from journeywork.art.errors import no_attribute
-from journeywork.art.utils.helpers import iterate_dataset as iterate_dataset
-from journeywork.art.utils.helpers import retry as retry
+from journeywork.art.utils.helpers import iterate_dataset, retry
 
 if not TYPE_CHECKING:  # it would hide misspelt names from type checkers
     __getattr__ = no_attribute(__name__)
+
+__all__ = ["iterate_dataset", "retry"]
