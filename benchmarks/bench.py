@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from tests.kits.sampler import SamplerThread
 from tests.kits.services import on_core, running, service
 
 HERE = Path(__file__).parent
-CONNECTIONS = 32
 PATH = "/v1/chat/completions"
 RESULTS = HERE / "results"
 TRIES = 5
@@ -44,7 +42,6 @@ def nats_server(folder: Path) -> Iterator[NatsServer]:
         yield server
     finally:
         server.stop()
-        shutil.rmtree(folder)
 
 
 def machine() -> dict[str, Any]:
@@ -68,33 +65,6 @@ def write_results(out: Path, figures: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class Measured:
-    """One run of the client against one proxy."""
-
-    load: dict[str, Any]
-    cpu_s: float
-
-    @property
-    def whole(self) -> bool:
-        """Whether some calls were answered and none failed."""
-        load = self.load
-        return bool(load["requests"] or load["chunks"]) and not load["failed"] and not load["closed"]
-
-    @property
-    def rps(self) -> float:
-        return float(self.load["requests"] / self.load["seconds"])
-
-    @property
-    def per_core(self) -> float:
-        """Calls per second of the proxy's CPU time."""
-        return float(self.load["requests"] / self.cpu_s) if self.cpu_s else 0.0
-
-    @property
-    def chunks_per_core(self) -> float:
-        return float(self.load["chunks"] / self.cpu_s) if self.cpu_s else 0.0
-
-
-@dataclass
 class Target:
     """Something that answers calls."""
 
@@ -102,13 +72,14 @@ class Target:
     port: int
     process: psutil.Process | None = None
     path: str = PATH
+    """`%d` in it becomes the connection's number."""
 
 
 class Bench:
     """The programs, files and processes of one benchmark."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.folder, self.seconds = folder, seconds
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.program = folder / "gateway_load"
         subprocess.run(["cc", "-O2", "-o", str(self.program), str(HERE / "gateway_load.c")], check=True)
         self.plain_body = self._body("plain.json", stream=False)
@@ -129,36 +100,31 @@ class Bench:
         with running(*command, log=self.folder / "load.log", core=1, stdout=True):
             yield
 
-    def load(
-        self,
-        port: int,
-        *,
-        path: str = PATH,
-        connections: int = CONNECTIONS,
-        stream: bool = False,
-        proxy: psutil.Process | None = None,
-        seconds: float = 0,
-    ) -> Measured:
-        """Run the client once. `%d` in `path` becomes the connection's number."""
+    def load(self, target: Target, connections: int, seconds: float, *, stream: bool) -> dict[str, Any]:
+        """Run the client once. Returns what it counted, with `calls` and `streamed`: calls and chunks per second of the
+        target's CPU time, or per second where that is not known."""
         body = self.stream_body if stream else self.plain_body
-        load = (port, path, connections, seconds or self.seconds, body)
-        before = cpu_seconds(proxy)
+        before = cpu_seconds(target.process)
         with on_core(1):
-            command = [str(self.program), "load", *map(str, load)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return Measured(json.loads(done.stdout), cpu_seconds(proxy) - before)
+            command = [self.program, "load", target.port, target.path, connections, seconds, body]
+            done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
+        run: dict[str, Any] = json.loads(done.stdout)
+        spent = (cpu_seconds(target.process) - before) or run["seconds"]
+        return run | {"calls": run["requests"] / spent, "streamed": run["chunks"] / spent}
 
-    def race(self, targets: Sequence[Target], *, warm_s: float = 1.0, **options: Any) -> dict[str, list[Measured]]:
+    def race(
+        self, targets: Sequence[Target], connections: int, seconds: float, *, stream: bool = False
+    ) -> dict[str, list[dict[str, Any]]]:
         """Return the runs of each target, by name. After a warm-up the targets take turns, so that other work on the
-        machine affects all of them. Raises `RuntimeError` if a call fails."""
+        machine affects all of them. Raises `RuntimeError` if a call fails or none is answered."""
         for target in targets:
-            self.load(target.port, **{**options, "path": target.path, "seconds": warm_s})
-        runs: dict[str, list[Measured]] = {target.name: [] for target in targets}
+            self.load(target, connections, 1.0, stream=stream)
+        runs: dict[str, list[dict[str, Any]]] = {target.name: [] for target in targets}
         for _ in range(TRIES):
             for target in targets:
-                run = self.load(target.port, path=target.path, proxy=target.process, **options)
-                if not run.whole:
-                    raise RuntimeError(f"{target.name}: calls failed: {run.load}")
+                run = self.load(target, connections, seconds, stream=stream)
+                if run["failed"] or run["closed"] or not (run["requests"] or run["chunks"]):
+                    raise RuntimeError(f"{target.name}: calls failed: {run}")
                 runs[target.name].append(run)
         return runs
 

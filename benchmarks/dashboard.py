@@ -1,11 +1,9 @@
 """Benchmark of the dashboard: `python -m benchmarks.dashboard` writes benchmarks/results/dashboard.json.
 
-    ready_s        from the start of the process to the first request that it takes
-    pages          seconds of each page over `--trajectories` trajectories of four calls: `first` after the start, and
-                   `again`, the median of five further requests, each for another thing where a page shows one thing
-    peak_rss_mb    peak resident memory of the process over all of them, each page also three times at once
-
-`--run-dir` keeps the made history in a folder, or takes one that an earlier call made there.
+ready_s        from the start of the process to the first request that it takes
+pages          seconds of each page over `--trajectories` trajectories of four calls: `first` after the start, and
+               `again`, the median of five further requests, each for another thing where a page shows one thing
+peak_rss_mb    peak resident memory of the process over all of them, each page also three times at once
 """
 
 from __future__ import annotations
@@ -85,14 +83,10 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dashboard")
     parser.add_argument("--trajectories", type=int, default=1_000_000)
-    parser.add_argument("--run-dir", type=Path, help="folder of the made history")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = args.run_dir or Path(folder)
-        if not (run_dir / "store" / "made").exists():
-            make_history(run_dir, args.trajectories)
-        report = {**machine(), "trajectories": int((run_dir / "store" / "made").read_text())}
-        report |= measure(run_dir, report["trajectories"])
+        make_history(Path(folder), args.trajectories)
+        report = {**machine(), "trajectories": args.trajectories, **measure(Path(folder), args.trajectories)}
     write_results(RESULTS / "dashboard.json", report)
 
 

@@ -62,7 +62,7 @@ static void put(int fd, const char *data, size_t length) {
 
 /* -- the inference server ------------------------------------------------------------------------------------------ */
 
-static char plain[8192], first[2048], middle[2048], last[2048], probe[2][8192];
+static char plain[8192], first[2048], middle[2048], last[2048];
 
 static void fill(void) {
     char ids[512] = "", logprobs[2048] = "", body[4096];
@@ -97,14 +97,6 @@ static void fill(void) {
     sprintf(raw, chunk, "{\"content\":\"\"}", sampled, "\"stop\",\"stop_reason\":null", ",\"token_ids\":[1235]", "");
     strcat(raw, "data: [DONE]\n\n");
     sprintf(last, "%zx\r\n%s\r\n0\r\n\r\n", strlen(raw), raw);
-    for (int kind = 0; kind < 2; kind++) { /* what the gateway's probe of an adapter reads: base, then adapter */
-        char choices[1024] = "";
-        for (int i = 0; i < 4; i++)
-            sprintf(choices + strlen(choices), "%s{\"index\":%d,\"text\":\"\",\"logprobs\":{\"top_logprobs\":[{\"a\":-%d.5}]}}",
-                    i ? "," : "", i, 1 + kind);
-        length = sprintf(body, "{\"choices\":[%s]}", choices);
-        sprintf(probe[kind], "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", length, body);
-    }
 }
 
 static struct {
@@ -117,13 +109,9 @@ static struct {
 static void reply(int fd, char *request, char *body) {
     static const char small[] = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 38\r\n\r\n"
                                 "{\"object\":\"list\",\"data\":[],\"ok\":true} ";
-    if (strstr(request, "/v1/chat/completions") == NULL) {
-        if (!strncmp(request, "POST /v1/completions", 20)) {
-            const char *answer = probe[strstr(body, "@0\"") == NULL];
-            put(fd, answer, strlen(answer));
-        } else
-            put(fd, small, sizeof small - 1);
-    } else if (strstr(body, "\"stream\":true") || strstr(body, "\"stream\": true")) {
+    if (strstr(request, "/v1/chat/completions") == NULL)
+        put(fd, small, sizeof small - 1);
+    else if (strstr(body, "\"stream\":true") || strstr(body, "\"stream\": true")) {
         put(fd, first, strlen(first));
         peer[fd].chunks = CHUNKS;
         peer[fd].due = now();
@@ -199,7 +187,7 @@ static void serve(int port, double chunk_s) {
 static struct {
     char in[BUFFER];
     size_t have;
-    double sent, chunk_at;
+    double sent;
     int streamed;
     char *request;
     size_t whole;
@@ -216,24 +204,20 @@ static void compose(int fd, const char *path, const char *body, size_t length) {
     call[fd].whole = head + length;
 }
 
-static float *samples[2];
-static size_t counted[2], room[2];
+static float *samples;
+static size_t counted, room;
 
-static void sample(int kind, double value) {
-    if (counted[kind] == room[kind]) {
-        room[kind] = room[kind] ? room[kind] * 2 : 1 << 16;
-        samples[kind] = realloc(samples[kind], room[kind] * sizeof(float));
+static void sample(double value) {
+    if (counted == room) {
+        room = room ? room * 2 : 1 << 16;
+        samples = realloc(samples, room * sizeof(float));
     }
-    samples[kind][counted[kind]++] = value;
+    samples[counted++] = value;
 }
 
 static int ascending(const void *a, const void *b) {
     float difference = *(const float *)a - *(const float *)b;
     return (difference > 0) - (difference < 0);
-}
-
-static double quantile(int kind, double q) {
-    return counted[kind] ? samples[kind][(size_t)(q * (counted[kind] - 1))] : 0;
 }
 
 static int load(int port, const char *path, int connections, double seconds, const char *file) {
@@ -283,12 +267,7 @@ static int load(int port, const char *path, int connections, double seconds, con
                     call[fd].streamed = 1;
             }
             if (call[fd].streamed) {
-                double at = now();
-                int here = 0;
-                for (char *p = fresh; (p = strstr(p, "data: {")); p++) here++;
-                if (here && call[fd].chunk_at) sample(1, at - call[fd].chunk_at);
-                if (here) call[fd].chunk_at = at;
-                chunks += here;
+                for (char *p = fresh; (p = strstr(p, "data: {")); p++) chunks++;
                 if (strstr(fresh, "\"error\"")) failed++;
                 complete = call[fd].have >= 5 && !memcmp(call[fd].in + call[fd].have - 5, "0\r\n\r\n", 5);
                 if (!complete && call[fd].have > BUFFER / 2) { /* keep the tail that may begin an end mark */
@@ -298,20 +277,18 @@ static int load(int port, const char *path, int connections, double seconds, con
             }
             if (complete) {
                 done++;
-                sample(0, now() - call[fd].sent);
+                sample(now() - call[fd].sent);
                 call[fd].have = 0;
                 call[fd].streamed = 0;
-                call[fd].chunk_at = 0;
                 call[fd].sent = now();
                 put(fd, call[fd].request, call[fd].whole);
             }
         }
     }
-    for (int kind = 0; kind < 2; kind++) qsort(samples[kind], counted[kind], sizeof(float), ascending);
-    printf("{\"requests\": %ld, \"failed\": %ld, \"closed\": %ld, \"chunks\": %ld, \"seconds\": %.3f, \"p50_ms\": %.4f, "
-           "\"p99_ms\": %.4f, \"gap_p50_ms\": %.3f, \"gap_p99_ms\": %.3f}\n",
-           done, failed, closed, chunks, now() - start, quantile(0, .5) * 1e3, quantile(0, .99) * 1e3, quantile(1, .5) * 1e3,
-           quantile(1, .99) * 1e3);
+    qsort(samples, counted, sizeof(float), ascending);
+    printf("{\"requests\": %ld, \"failed\": %ld, \"closed\": %ld, \"chunks\": %ld, \"seconds\": %.3f, "
+           "\"p50_ms\": %.4f}\n",
+           done, failed, closed, chunks, now() - start, counted ? samples[counted / 2] * 1e3 : 0);
     return 0;
 }
 

@@ -5,9 +5,8 @@
     python -m benchmarks.gpu --device cpu --tiny --out gpu-tiny.json      the same code on toy sizes; proves nothing
 
 The models have the shapes of Qwen3-0.6B, -4B and -8B and random weights: nothing is downloaded. Results go to
-benchmarks/results/gpu.json, after each batch. The file keeps other sizes that the same device measured. A batch that
-fails costs its own figures only; with --seconds, batches that would begin later are left out. Exits with 1 if anything
-failed, and with 2 if the device does not exist."""
+benchmarks/results/gpu.json, after each batch. A batch that fails costs its own figures only; with --seconds, batches
+that would begin later are left out. Exits with 1 if anything failed, and with 2 if the device does not exist."""
 
 from __future__ import annotations
 
@@ -71,18 +70,14 @@ BATCHES = ("short", "shared_prefix", "multiturn")
 
 def make_model(size: str, folder: Path, *, tiny: bool, device: str) -> str:
     """Write a model of shape `size` with random weights; return its folder."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
     shape = SHAPES[size] | (_TINY if tiny else {})
     config = Qwen3Config(**shape, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     # Logits with a standard deviation of about 3, as in trained models; else all logprobs would be nearly equal.
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=3 / config.hidden_size**0.5)
     # Random signs of the last norm: with tied embeddings, a token would predict itself with certainty.
@@ -160,13 +155,6 @@ def measure(
     # Without a bound, a difference between the two is reported and does not end the measurement.
     engine.configure(msgspec.structs.replace(config, logprob_bound=math.inf))
     state = engine.initial_state()
-    peft = engine.model.peft
-    parameters = sum(p.numel() for p in peft.parameters())
-    model = peft.get_base_model()
-    if not model.config.tie_word_embeddings:
-        # Reading a token's embedding takes no multiplication, so the embeddings do not count, unless they are the
-        # weights of the output projection too.
-        parameters -= model.get_input_embeddings().weight.numel()
     out |= {
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "layout": engine.passes.verified.layout,
@@ -189,8 +177,7 @@ def measure(
             return timed | {
                 "loss": metrics["loss"],
                 "trained_tokens_per_s": metrics["tokens"] / timed["seconds"],
-                # Forward, and backward through activations only: the base model's weights take no gradient.
-                "model_tflops": 4 * parameters * metrics["tokens_forward"] / timed["seconds"] / 1e12,
+                "model_tflops": engine.passes.cost.per_token * metrics["tokens_forward"] / timed["seconds"] / 1e12,
             }
 
         def theirs(examples: list[Any] = examples) -> dict[str, Any]:
@@ -207,11 +194,8 @@ def _longest(engine: Any, state: Any, tokens: int) -> dict[str, Any]:
     from trainer.batches.examples import Example
     from trainer.sequences import TokenSequence
 
-    ids = np.random.default_rng(0).integers(2, engine.model.vocabulary, tokens).astype(np.int32)
-    trained = np.arange(tokens) >= tokens // 2
-    made_up = np.where(trained, -8.0, np.nan).astype(np.float32)
-    steps = np.where(trained, 0, -1).astype(np.int32)
-    sequence = TokenSequence("t", ids, trained, made_up, steps, np.ones(tokens, np.float32))
+    ids = np.random.default_rng(0).integers(2, engine.model.vocabulary, tokens)
+    sequence = TokenSequence.made_up("t", ids, tokens // 2)
     engine.model.load_adapter(state.weights)
     examples = own_logprobs(engine, [Example(sequence, 1.0)])
     measured = _timed(lambda: engine.step(state, examples, [0]).metrics, engine.model.device, rounds=1)
@@ -236,9 +220,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "tiny": args.tiny, "sizes": {}}
-    earlier = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if earlier and {**earlier, "sizes": {}} == report:
-        report["sizes"] = earlier["sizes"]
     began, failed = time.monotonic(), False
 
     def part(into: dict[str, Any], name: str, measurement: Callable[[], Any]) -> None:

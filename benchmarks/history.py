@@ -19,13 +19,13 @@ from pipeline.events import (
     TrajectoryCompleted,
     TrajectoryOpened,
     Verdict,
-    pack_ids,
     pack_logprobs,
     pack_seqs,
     wire_name,
 )
 from store.lake import columns
 from store.lake.lake import Lake, lake_in
+from tests.kits import events
 
 PER_FILE = 25_000
 CALLS, MEMBERS, GROUPS_A_STEP = 4, 8, 8
@@ -59,14 +59,13 @@ def make_history(run_dir: Path, trajectories: int) -> None:
         _append(lake, [_group(group) for group in groups], [group + 1 for group in groups])
         steps = range(max(1, groups.start // GROUPS_A_STEP), groups.stop // GROUPS_A_STEP)
         _append(lake, [_step(step) for step in steps], steps)
-    Path(lake.storage.root, "made").write_text(str(trajectories))
 
 
-def _append(lake: Lake, events: Sequence[AnyEvent], seqs: Sequence[int]) -> None:
+def _append(lake: Lake, made: Sequence[AnyEvent], seqs: Sequence[int]) -> None:
     """Write events of one class as a file of their table."""
-    if events:
-        tag = wire_name(events[0])
-        lake.table(tag).append(columns.table(tag, events, seqs, [e.at for e in events], [""] * len(events)))
+    if made:
+        tag = wire_name(made[0])
+        lake.table(tag).append(columns.table(tag, made, seqs, [e.at for e in made], [""] * len(made)))
 
 
 def _message(role: str, words: Sequence[str]) -> dict[str, str]:
@@ -75,15 +74,10 @@ def _message(role: str, words: Sequence[str]) -> dict[str, str]:
 
 def _run(number: int, reward: float) -> tuple[TrajectoryOpened, TrajectoryCompleted]:
     group, step, began = number // MEMBERS, number // MEMBERS // GROUPS_A_STEP, BASE_US + number * APART_US
-    common: dict[str, Any] = {
-        "project": "p",
-        "model": "m",
-        "trajectory": f"t{number:07d}",
-        "group": f"g{group:06d}",
-        "task": f"task {group % 500}",
-        "attempt": number % MEMBERS,
-    }
-    completed = TrajectoryCompleted(
+    name = f"t{number:07d}"
+    common: dict[str, Any] = {"group": f"g{group:06d}", "task": f"task {group % 500}", "attempt": number % MEMBERS}
+    completed = events.completed(
+        name,
         **common,
         at=began + 2_000_000,
         opened_at=began,
@@ -94,26 +88,24 @@ def _run(number: int, reward: float) -> tuple[TrajectoryOpened, TrajectoryComple
         first_step=step,
         last_step=step,
     )
-    return TrajectoryOpened(**common, at=began), completed
+    return events.opened(name, **common, at=began), completed
 
 
 def _exchange(number: int, call: int, text: tuple[bytes, bytes], rng: np.random.Generator) -> ExchangeRecorded:
     group, step = number // MEMBERS, number // MEMBERS // GROUPS_A_STEP
     at = BASE_US + number * APART_US + call * 400_000
-    return ExchangeRecorded(
-        project="p",
-        model="m",
-        trajectory=f"t{number:07d}",
+    return events.exchange(
+        f"t{number:07d}",
+        call,
+        rng.integers(0, 150_000, PROMPT).tolist(),
+        rng.integers(0, 150_000, SAMPLED).tolist(),
         group=f"g{group:06d}",
-        seq=call,
         at=at,
         started_at=at - 300_000,
         policy_version=f"m@{step}",
         step=step,
         request=text[0],
         response=text[1],
-        prompt_ids=pack_ids(rng.integers(0, 150_000, PROMPT)),
-        sampled_ids=pack_ids(rng.integers(0, 150_000, SAMPLED)),
         logprobs=pack_logprobs(-rng.random(SAMPLED)),
     )
 
@@ -145,17 +137,8 @@ def _group(group: int) -> GroupScored:
 
 def _step(step: int) -> CheckpointPublished:
     at, groups = BASE_US + step * MEMBERS * GROUPS_A_STEP * APART_US, range((step - 1) * 8, step * 8)
-    return CheckpointPublished(
-        project="p",
-        model="m",
-        step=step,
-        version=f"m@{step}",
-        parent=f"m@{step - 1}",
-        batch_id="",
-        config_hash="",
-        adapter="",
-        adapter_sha256="",
-        adapter_bytes=0,
+    return events.checkpoint(
+        step,
         at=at,
         started_at=at - 20_000_000,
         groups=tuple(f"g{group:06d}" for group in groups),

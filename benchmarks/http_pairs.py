@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import CONNECTIONS, PATH, RESULTS, Bench, Target, machine, write_results
+from benchmarks.bench import PATH, RESULTS, Bench, Target, machine, write_results
 from rollout_gateway.dialects.calls import Call
 from rollout_gateway.dialects.endpoints import read_answer, read_chat, upstream_body
 from rollout_gateway.dialects.streaming import DONE, StreamCapture
@@ -36,7 +36,7 @@ FLAGS = {
     "granian": "--interface rsgi --loop uvloop --no-ws --log-level warning",
 }
 CLIENTS = ("aiohttp", "pyreqwest")
-STREAMS = 200
+CONNECTIONS, STREAMS = 32, 200
 JSON, EVENTS = ("content-type", "application/json"), ("content-type", "text/event-stream")
 _clients: list[Any] = []
 """The client of this proxy, made in its event loop by the first call."""
@@ -114,10 +114,9 @@ def proxy(bench: Bench, server: str, client: str) -> Iterator[Target]:
         yield Target(f"{server}_{client}", port, process)
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench, seconds: float) -> dict[str, Any]:
     present = {name for name in (*FLAGS, *CLIENTS) if importlib.util.find_spec(name)}
     out: dict[str, Any] = {"left_out": sorted({*FLAGS, *CLIENTS} - present)}
-    options: dict[str, Any] = {"connections": STREAMS, "stream": True, "seconds": max(bench.seconds, 4)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(bench.upstream())
         capture = stack.enter_context(bench.gateway(STREAMS))
@@ -125,15 +124,14 @@ def measure(bench: Bench) -> dict[str, Any]:
         targets = [Target("direct", bench.upstream_port), plain, capture]
         pairs = [(s, c) for s in FLAGS for c in CLIENTS if {s, c} <= present]
         targets += [stack.enter_context(proxy(bench, *pair)) for pair in pairs]
-        for name, runs in bench.race(targets, connections=CONNECTIONS).items():
-            best = max(runs, key=lambda run: run.per_core or run.rps)
-            out[name] = {"calls": best.per_core or best.rps}
-        for name, runs in bench.race(targets, connections=1).items():
-            out[name]["p50_ms"] = min(run.load["p50_ms"] for run in runs)
+        for name, runs in bench.race(targets, CONNECTIONS, seconds).items():
+            out[name] = {"calls": max(run["calls"] for run in runs)}
+        for name, runs in bench.race(targets, 1, seconds).items():
+            out[name]["p50_ms"] = min(run["p50_ms"] for run in runs)
         for target in targets[2:]:
             try:
-                (runs,) = bench.race([target], **options).values()
-                out[target.name]["chunks"] = max(run.chunks_per_core for run in runs)
+                (runs,) = bench.race([target], STREAMS, max(seconds, 4), stream=True).values()
+                out[target.name]["chunks"] = max(run["streamed"] for run in runs)
             except RuntimeError as error:  # a pair that fails is no choice, and the others still are
                 out[target.name]["chunks"] = str(error)
     return out
@@ -146,7 +144,7 @@ def main() -> None:
     args = parser.parse_args()
     figures = machine()
     with tempfile.TemporaryDirectory(prefix="bench-pairs-") as folder:
-        write_results(args.out, figures | measure(Bench(Path(folder), args.seconds)))
+        write_results(args.out, figures | measure(Bench(Path(folder)), args.seconds))
 
 
 if __name__ == "__main__":

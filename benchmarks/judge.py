@@ -1,11 +1,11 @@
 # ruff: noqa: ASYNC110 - a benchmark waits for other processes, and polls what it measures
 """Benchmark of the judge's speed; writes benchmarks/results/judge.json.
 
-    python -m benchmarks.judge [--groups 1000] [--concurrency 2] [--out benchmarks/results/judge.json]
+    python -m benchmarks.judge [--groups 1000] [--out benchmarks/results/judge.json]
 
 A real NATS server, the judge as a process, and the scoring server (no language model: it answers in 50 ms
 what the trajectories' own text says) as another process. Every group has 8 trajectories and is judged twice, in
-different orders. `ideal_groups_per_s` is the maximum that the concurrency allows: concurrency / (2 x 50 ms).
+different orders, by two requests at once. `ideal_groups_per_s` is the maximum that this allows: 2 / (2 x 50 ms).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import random
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from tests.judge.kit import completed, exchange
 MEMBERS = 8
 DELAY_S = 0.05
 JUDGINGS = 2
+CONCURRENCY = 2
 
 
 async def play(broker: Broker, groups: int) -> None:
@@ -62,7 +62,7 @@ async def until(broker: Broker, groups: int) -> None:
         await anyio.sleep(0.1)
 
 
-async def measure(groups: int, concurrency: int) -> dict[str, Any]:
+async def measure(groups: int) -> dict[str, Any]:
     """One run over `groups`."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         root = Path(folder)
@@ -70,7 +70,7 @@ async def measure(groups: int, concurrency: int) -> dict[str, Any]:
         scoring = (sys.executable, "-m", "tests.kits.scoring_server", "--delay-ms", str(DELAY_S * 1000))
         _, line = stack.enter_context(running(*scoring, log=root / "server.log", stdout=True))
         url = json.loads(line)["url"]
-        judge = JudgeConfig(model="openai/scorer", api_base=url, concurrency=concurrency, passes=JUDGINGS)
+        judge = JudgeConfig(model="openai/scorer", api_base=url, concurrency=CONCURRENCY, passes=JUDGINGS)
         config = Config(nats=settings, run_dir=folder, judge=judge)
         async with Broker.connect(settings) as broker:
             await play(broker, groups)
@@ -96,33 +96,25 @@ async def measure(groups: int, concurrency: int) -> dict[str, Any]:
     }
 
 
-async def run(groups: int, concurrency: int) -> dict[str, Any]:
-    random.seed(0)
-    about = machine()
-    plain = await measure(groups, concurrency)
-    ideal = concurrency / (JUDGINGS * DELAY_S)
-    return {
-        **about,
-        "groups": groups,
-        "members": MEMBERS,
-        "judgings": JUDGINGS,
-        "concurrency": concurrency,
-        "judge_latency_s": DELAY_S,
-        "ideal_groups_per_s": ideal,
-        "times_ideal": ideal / plain["groups_per_s"],
-        **plain,
-    }
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge")
     parser.add_argument("--groups", type=int, default=1000)
-    parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "judge.json")
     args = parser.parse_args()
-    result = anyio.run(run, args.groups, args.concurrency)
-    if result["most_at_once"] > args.concurrency:
+    ideal = CONCURRENCY / (JUDGINGS * DELAY_S)
+    result = {
+        **machine(),
+        "groups": args.groups,
+        "members": MEMBERS,
+        "judgings": JUDGINGS,
+        "concurrency": CONCURRENCY,
+        "judge_latency_s": DELAY_S,
+        "ideal_groups_per_s": ideal,
+        **anyio.run(measure, args.groups),
+    }
+    result["times_ideal"] = ideal / result["groups_per_s"]
+    if result["most_at_once"] > CONCURRENCY:
         raise SystemExit(f"more calls at once than judge.concurrency: {result}")
     if not result["exactly_once"]:
         raise SystemExit(f"exactly_once does not hold: {result}")

@@ -1,7 +1,7 @@
 """Sampled tokens per second through the gateway with an adapter, against vLLM alone with the base model.
 
     python -m examples.inbox.demo --run-dir runs/demo
-    python -m benchmarks.sampling runs/demo [--rounds 4] [--callers 32]
+    python -m benchmarks.sampling runs/demo [--rounds 4]
 
 Continues the installation of an ended demo without its trainer. In turn, for `--seconds` each, the same callers ask for
 the same prompts and numbers of tokens: `vllm` asks vLLM for the base model, `adapter` asks it for the newest adapter,
@@ -28,6 +28,7 @@ from examples.inbox import demo
 from examples.inbox.messages import message
 from journeywork import AsyncJourneywork
 
+CALLERS = 32
 TOKENS = 24
 """Sampled tokens of each call."""
 OPTIONS: dict[str, Any] = {"temperature": 1.0, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
@@ -35,8 +36,8 @@ OPTIONS: dict[str, Any] = {"temperature": 1.0, "max_tokens": TOKENS, "extra_body
 Call = Callable[[int], Awaitable[None]]
 
 
-async def tokens_per_s(call: Call, callers: int, seconds: float) -> float:
-    """Let `callers` call one after the other for `seconds`. Returns the sampled tokens per second of the calls that
+async def tokens_per_s(call: Call, seconds: float) -> float:
+    """Let the callers call one after the other for `seconds`. Returns the sampled tokens per second of the calls that
     ended in this time."""
     ended, number = 0, 0
     with anyio.move_on_after(seconds):
@@ -49,7 +50,7 @@ async def tokens_per_s(call: Call, callers: int, seconds: float) -> float:
                     await call(number)
                     ended += 1
 
-            for _ in range(callers):
+            for _ in range(CALLERS):
                 tasks.start_soon(caller)
     return ended * TOKENS / seconds
 
@@ -88,12 +89,12 @@ async def measure(run_dir: Path, up: Installation, args: argparse.Namespace) -> 
         rates: dict[str, list[float]] = {side: [] for side in sides}
         for number in range(args.rounds + 1):
             for side, call in sides.items():
-                rate = await tokens_per_s(call, args.callers, args.seconds if number else 5.0)
+                rate = await tokens_per_s(call, args.seconds if number else 5.0)
                 if number:  # the first round warms up
                     rates[side].append(rate)
     medians = {side: statistics.median(values) for side, values in rates.items()}
     return {
-        "callers": args.callers,
+        "callers": CALLERS,
         "tokens_a_call": TOKENS,
         "tokens_per_s": {side: round(value, 1) for side, value in medians.items()},
         "rounds": rates,
@@ -106,7 +107,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path, help="run directory of a demo that has ended")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--callers", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=20.0, help="time of a side in a round")
     parser.add_argument("--out", type=Path, default=RESULTS / "sampling.json")
     args = parser.parse_args()

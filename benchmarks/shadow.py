@@ -3,7 +3,7 @@
 Two agents call one gateway at the same time: one an outside model, one the apprentice itself, at the inference server
 that answers the shadow calls. Blocks in which every call of the outside model is shadowed alternate with blocks in
 which none is; a pair is two neighbouring blocks, and its difference that of their medians. Provider and inference
-server take `--delay-ms` for an answer.
+server take 20 ms for an answer.
 
     python -m benchmarks.shadow --pairs 20
 
@@ -31,6 +31,9 @@ from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import GatewayProcess, gateways
 from tests.rollout_gateway.fake_vllm import FakeVllm
 
+CALLS = 50
+"""Calls of each agent in a block."""
+DELAY_S = 0.02
 ARMS = ("plain", "shadowed")
 """Names of the outside model without and with shadow calls."""
 
@@ -38,21 +41,19 @@ ARMS = ("plain", "shadowed")
 class SlowVllm(FakeVllm):
     """An inference server that takes its time for chat completions."""
 
-    delay_s = 0.0
-
     async def before(self, path: str, body: Any, writer: Any) -> None:
         if path.startswith("/v1/chat"):
-            await anyio.sleep(self.delay_s)
+            await anyio.sleep(DELAY_S)
 
 
-async def block(gateway: GatewayProcess, client: httpx.AsyncClient, outside: str, calls: int) -> dict[str, float]:
+async def block(gateway: GatewayProcess, client: httpx.AsyncClient, outside: str) -> dict[str, float]:
     """Return the median latency in ms of each agent's calls, by agent."""
     medians: dict[str, float] = {}
 
     async def agent(name: str, model: str) -> None:
         run = await anyio.to_thread.run_sync(lambda: gateway.open(model=model))
         headers, took = {"authorization": f"Bearer {run['api_key']}"}, list[float]()
-        for number in range(calls):
+        for number in range(CALLS):
             body = {"model": model, "messages": [{"role": "user", "content": f"go {number}"}]}
             began = time.perf_counter()
             (await client.post(run["base_url"] + "/chat/completions", json=body, headers=headers)).raise_for_status()
@@ -65,16 +66,12 @@ async def block(gateway: GatewayProcess, client: httpx.AsyncClient, outside: str
     return medians
 
 
-async def measure(folder: Path, pairs: int, calls: int, delay_ms: float) -> dict[str, Any]:
+async def measure(folder: Path, pairs: int) -> dict[str, Any]:
     nats, server = NatsServer(folder / "nats"), SlowVllm()
-    server.delay_s = delay_ms / 1000
     nats.start()
     await server.start()
-    out: dict[str, Any] = {"pairs": pairs, "calls": calls, "delay_ms": delay_ms}
-    async with (
-        ScoringServer(lambda request: "hi", server.delay_s).run() as provider,
-        httpx.AsyncClient(timeout=60) as client,
-    ):
+    out: dict[str, Any] = {"pairs": pairs, "calls": CALLS, "delay_ms": 1000 * DELAY_S}
+    async with ScoringServer(lambda request: "hi", DELAY_S).run() as provider, httpx.AsyncClient(timeout=60) as client:
         tables = tuple(
             OutsideConfig(name=arm, url=provider.url, apprentice="tictactoe", shadow_percent=100.0 * (arm == ARMS[1]))
             for arm in ARMS
@@ -84,7 +81,7 @@ async def measure(folder: Path, pairs: int, calls: int, delay_ms: float) -> dict
             blocks: list[dict[str, dict[str, float]]] = []
             for number in range(pairs + 1):  # the first warms up
                 order = ARMS if number % 2 else ARMS[::-1]
-                blocks.append({arm: await block(gateway, client, arm, calls) for arm in order})
+                blocks.append({arm: await block(gateway, client, arm) for arm in order})
             metrics = (await client.get(f"{gateway.url}/metrics")).text.splitlines()
             out["shadows"] = [line for line in metrics if line.startswith("journeywork_shadows_total")]
             await anyio.to_thread.run_sync(gateway.stop)
@@ -100,12 +97,10 @@ async def measure(folder: Path, pairs: int, calls: int, delay_ms: float) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure whether shadow calls delay agents.")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks")
-    parser.add_argument("--calls", type=int, default=50, help="calls of each agent in a block")
-    parser.add_argument("--delay-ms", type=float, default=20.0)
     parser.add_argument("--out", type=Path, default=RESULTS / "shadow.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-shadow-") as folder:
-        figures = anyio.run(measure, Path(folder), args.pairs, args.calls, args.delay_ms)
+        figures = anyio.run(measure, Path(folder), args.pairs)
     write_results(args.out, machine() | figures)
 
 

@@ -20,29 +20,29 @@ import numpy as np
 
 from benchmarks.bench import RESULTS, machine, nats_server, peak_mb, write_results
 from pipeline.config import Config, NatsConfig, StoreConfig
-from pipeline.events import ExchangeRecorded, encode, pack_ids, pack_logprobs
+from pipeline.events import ExchangeRecorded, encode, pack_logprobs
 from pipeline.log.broker import Broker
 from store.lake.lake import lake_in
+from tests.kits import events
 from tests.kits.services import service
 
 TAG = "rollout.exchange"
 
 
 def exchange(i: int, rng: np.random.Generator) -> ExchangeRecorded:
-    """About 4 KB: 550 prompt tokens, 130 sampled ones, a short chat."""
+    """About 4 KB: 550 prompt tokens, 65 sampled ones, a short chat."""
     text = " ".join(f"word{n}" for n in rng.integers(0, 5000, 80))
-    return ExchangeRecorded(
+    return events.exchange(
+        f"t{i // 8}",
+        i % 8,
+        rng.integers(0, 150_000, 550).tolist(),
+        rng.integers(0, 150_000, 65).tolist(),
         project="bench",
-        trajectory=f"t{i // 8}",
-        seq=i % 8,
-        model="m",
         policy_version="m@3",
         step=3,
         group=f"g{i // 64}",
         request=json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode(),
         response=b'{"choices":[{"message":{"role":"assistant","content":"done"}}]}',
-        prompt_ids=pack_ids(rng.integers(0, 150_000, 550)),
-        sampled_ids=pack_ids(rng.integers(0, 150_000, 65)),
         logprobs=pack_logprobs(-rng.random(65)),
         finish_reason="stop",
         replica="r0",
@@ -50,14 +50,13 @@ def exchange(i: int, rng: np.random.Generator) -> ExchangeRecorded:
     )
 
 
-async def fill_log(broker: Broker, events: int, names: str) -> int:
-    """Publish `events` exchanges with the headers the gateway sends, trajectories called `names`…; returns bytes of
-    one payload."""
+async def fill_log(broker: Broker, count: int) -> int:
+    """Publish so many exchanges with the headers the gateway sends; returns bytes of one payload."""
     rng = np.random.default_rng(0)
     payloads = [encode(exchange(i, rng)) for i in range(256)]
     waiting = []
-    for i in range(events):
-        name = f"{names}{i // 8}"
+    for i in range(count):
+        name = f"w{i // 8}"
         headers = {"Nats-Msg-Id": f"bench/{name}/{i % 8}.0", "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"}
         subject = f"rollout.exchange.bench.{name}"
         waiting.append(await broker.js.publish_async(subject, payloads[i % 256], headers=headers))
@@ -70,7 +69,7 @@ async def fill_log(broker: Broker, events: int, names: str) -> int:
     return len(payloads[0])
 
 
-async def write_rate(url: str, broker: Broker, run_dir: Path, events: int) -> tuple[float, float, float]:
+async def write_rate(url: str, broker: Broker, run_dir: Path, backlog: int) -> tuple[float, float, float]:
     """Events a second through a real store process over a backlog that waits for it, and its peak memory in MB: over a
     fifth of the backlog, and over all of it. Timed from its readiness to the last acknowledgement."""
     config = Config(run_dir=str(run_dir), nats=NatsConfig(url=url), store=StoreConfig(compact_s=3600.0))
@@ -78,13 +77,13 @@ async def write_rate(url: str, broker: Broker, run_dir: Path, events: int) -> tu
         began, early = time.perf_counter(), 0.0
         while left := await _left(broker):
             await anyio.sleep(0.2)  # asking the server costs it more than this process may
-            if left > events * 4 / 5:
+            if left > backlog * 4 / 5:
                 early = peak_mb(process)
         took, peak = time.perf_counter() - began, peak_mb(process)
     files = lake_in(run_dir / "store").table(TAG).files()
     rows = int(files.rows.sum()) if files else 0
-    assert rows == events, f"{rows} of {events} rows"
-    return events / took, early, peak
+    assert rows == backlog, f"{rows} of {backlog} rows"
+    return backlog / took, early, peak
 
 
 async def _left(broker: Broker) -> int:
@@ -95,7 +94,7 @@ async def _left(broker: Broker) -> int:
 async def measure(backlog: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, nats_server(Path(folder, "nats")) as server:
         async with Broker.connect(NatsConfig(url=server.url)) as broker:
-            size = await fill_log(broker, backlog, "w")
+            size = await fill_log(broker, backlog)
             rate, early, peak = await write_rate(server.url, broker, Path(folder, "write"), backlog)
     return {
         "event_bytes": size,

@@ -37,14 +37,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHAPES = ("short", "shared_prefix", "multiturn")
+SHAPES = {
+    "short": (8, (40, 80), 1, (8, 32)),
+    "shared_prefix": (1, (2000, 2000), 1, (200, 200)),
+    "multiturn": (1, (200, 200), 10, (20, 60)),
+}
+"""Groups, fewest and most tokens of a prompt, turns, fewest and most tokens of a reply."""
 IMPLEMENTATIONS = ("trl", "torch", "journeywork")
 VOCAB = 4096
+_ROWS_A_PASS = 8
+"""Rows of a pass of the other sides."""
 _THEIR_ROUNDS = 5
 """The other sides take a step in every fifth round: their steps are alike, ours make their checks in some only."""
 _WARM_UP = {"trl": 1, "torch": 1, "journeywork": 2}
 """First steps that are not counted. Ours then make the checks that are due at the start of a process."""
-_FEWEST_ROUNDS = _WARM_UP["trl"] * _THEIR_ROUNDS + 1 - _WARM_UP["journeywork"]
 
 
 def model_folder(folder: Path) -> str:
@@ -83,16 +89,15 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
         return rng.integers(2, VOCAB, int(rng.integers(low, high + 1))).tolist()
 
     examples, group_of = [], []
-    for group in range(groups or (8 if shape == "short" else 1)):
-        prompt = {"short": (40, 80), "shared_prefix": (2000, 2000), "multiturn": (200, 200)}[shape]
+    count, prompt, turns, reply = SHAPES[shape]
+    for group in range(groups or count):
         shared = random_ids(*prompt)
         for _ in range(8):
             ids, trained = list(shared), [False] * len(shared)
-            turns = 10 if shape == "multiturn" else 1
             for turn in range(turns):
-                reply = random_ids(*{"short": (8, 32), "shared_prefix": (200, 200), "multiturn": (20, 60)}[shape])
-                ids += reply
-                trained += [True] * len(reply)
+                said = random_ids(*reply)
+                ids += said
+                trained += [True] * len(said)
                 if turn < turns - 1:
                     tool = random_ids(30, 90)
                     ids += tool
@@ -191,16 +196,10 @@ def padded_rows(part: list[Any], total: int) -> dict[str, Any]:
     starts = [int(np.flatnonzero(e.sequence.loss_mask)[0]) for e in part]
     width = max(starts)
     length = max(len(e.sequence.ids) - s for e, s in zip(part, starts, strict=True))
-    out = {
-        name: torch.zeros(len(part), n, dtype=torch.long)
-        for name, n in (
-            ("prompt_ids", width),
-            ("prompt_mask", width),
-            ("completion_ids", length),
-            ("completion_mask", length),
-            ("tool_mask", length),
-        )
-    }
+    widths = {"prompt_ids": width, "prompt_mask": width}
+    widths |= dict.fromkeys(("completion_ids", "completion_mask", "tool_mask"), length)
+    out = {name: torch.zeros(len(part), n, dtype=torch.long) for name, n in widths.items()}
+    out["sampled"] = torch.zeros(len(part), length)
     for i, (e, start) in enumerate(zip(part, starts, strict=True)):
         ids = torch.from_numpy(e.sequence.ids.astype(np.int64))
         n = len(ids) - start
@@ -209,29 +208,59 @@ def padded_rows(part: list[Any], total: int) -> dict[str, Any]:
         out["completion_ids"][i, :n] = ids[start:]
         out["completion_mask"][i, :n] = 1
         out["tool_mask"][i, :n] = torch.from_numpy(e.sequence.loss_mask[start:].astype(np.int64))
-    out["sampled"] = torch.zeros(len(part), length)
-    for i, (e, start) in enumerate(zip(part, starts, strict=True)):
-        known = np.nan_to_num(e.sequence.logprobs[start:])
-        out["sampled"][i, : len(known)] = torch.from_numpy(known)
+        out["sampled"][i, :n] = torch.from_numpy(np.nan_to_num(e.sequence.logprobs[start:]))
     out["advantages"] = torch.tensor([e.advantage for e in part])
     out["num_items_in_batch"] = torch.tensor(float(total))
     return out
 
 
-def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_a_pass: int = 8) -> Any:
-    """TRL's step over rows padded to the longest of a pass: prompts on the left, completions on the right. On a GPU
-    the logprobs are computed by TRL's own code with its fused LM head."""
-    import torch
+def trl_arguments(scratch: Path, **given: Any) -> Any:
+    """Return TRL's arguments for steps over batches that are there already."""
+    from trainer.trl_trainers import trl_imports
+
+    with trl_imports():
+        from trl import GRPOConfig
+    return GRPOConfig(
+        output_dir=str(scratch),
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        steps_per_generation=1,
+        gradient_accumulation_steps=1,
+        report_to="none",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        **given,
+    )
+
+
+def trl_needs() -> dict[str, Any]:
+    """Return what TRL's trainer requires, and of which nothing is used: rewards, a data set and a tokenizer."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    return {
+        "reward_funcs": [lambda **_: []],
+        "train_dataset": Dataset.from_dict({"prompt": [""]}),
+        "processing_class": PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>"),
+    }
+
+
+def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_a_pass: int = _ROWS_A_PASS) -> Any:
+    """TRL's step over rows padded to the longest of a pass: prompts on the left, completions on the right. On a GPU
+    the logprobs are computed by TRL's own code with its fused LM head."""
+    import torch
+
     from trainer.engine.loss import importance_weights
     from trainer.trl_trainers import trl_imports
 
     with trl_imports():
-        from trl import GRPOConfig, GRPOTrainer
+        from trl import GRPOTrainer
 
     on_gpu = engine.model.device.type == "cuda"
 
@@ -273,33 +302,15 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
             return token_logprobs, entropies, None
 
     loss = config.loss
-    args = GRPOConfig(
-        output_dir=str(scratch),
+    args = trl_arguments(
+        scratch,
         use_cpu=not on_gpu,
         loss_type=loss.type,
         epsilon=loss.epsilon,
         vllm_importance_sampling_mode=loss.importance_sampling,
         vllm_importance_sampling_clip_max=loss.importance_clip,
-        bf16=False,
-        fp16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
-        report_to="none",
-        remove_unused_columns=False,
-        disable_tqdm=True,
     )
-    # TRL requires rewards, a data set and a tokenizer, of which nothing is used here.
-    tokenizer = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    trainer = Padded(
-        model=engine.model.peft,
-        reward_funcs=[lambda **_: []],
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": [""]}),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>"),
-    )
+    trainer = Padded(model=engine.model.peft, args=args, **trl_needs())
     trainer.use_vllm = True  # turns the correction on
     trainer.current_gradient_accumulation_steps = 1
     engine.model.peft.train()
@@ -325,7 +336,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
     return step
 
 
-def torch_step(engine: Any, examples: list[Any], rows_a_pass: int = 8) -> Callable[[], dict[str, float]]:
+def torch_step(engine: Any, examples: list[Any]) -> Callable[[], dict[str, float]]:
     """The floor: the forward and backward pass of TRL's rows. Its loss is the sum of the logprobs, weighted by the
     advantages."""
     import torch
@@ -334,8 +345,8 @@ def torch_step(engine: Any, examples: list[Any], rows_a_pass: int = 8) -> Callab
     engine.model.peft.train()
 
     def step() -> dict[str, float]:
-        for first in range(0, len(examples), rows_a_pass):
-            rows = padded_rows(examples[first : first + rows_a_pass], total)
+        for first in range(0, len(examples), _ROWS_A_PASS):
+            rows = padded_rows(examples[first : first + _ROWS_A_PASS], total)
             ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
             mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
             keep = rows["completion_ids"].shape[1]
@@ -378,7 +389,7 @@ def compare(shape: str, steps: dict[str, list[dict[str, float]]]) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10, help="4 or more, so that a step of TRL's is counted")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--base", type=Path, help="folder of a model; default: a random one of 4 million parameters")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/trainer.json")
@@ -387,16 +398,9 @@ def main() -> None:
     if args.serve:
         serve_steps(*args.serve, threads=args.threads)
         return
-    if args.rounds < _FEWEST_ROUNDS:
-        parser.error(f"--rounds {args.rounds}: write {_FEWEST_ROUNDS} or more, so that a step of TRL's is counted")
-    from benchmarks.bench import RESULTS, machine, write_results
+    from benchmarks.bench import RESULTS, machine, write_results  # not in the processes whose memory is measured
 
-    command = f"python -m benchmarks.trainer --threads {args.threads} --rounds {args.rounds}"
-    if args.shapes != list(SHAPES):
-        command += f" --shapes {' '.join(args.shapes)}"
-    if args.base:
-        command += f" --base {args.base}"
-    report: dict[str, Any] = {"command": command, **machine()}
+    report: dict[str, Any] = {"command": " ".join(["python -m benchmarks.trainer", *sys.argv[1:]]), **machine()}
     with tempfile.TemporaryDirectory() as folder:
         base = str(args.base.absolute()) if args.base else model_folder(Path(folder))
         for shape in args.shapes:

@@ -2,9 +2,10 @@
 
 | folder | what it shows |
 | --- | --- |
-| `common` | what the examples share: tiny base models, a running installation, recorded learning curves |
-| `auto_rl`, `mcp_rl` | from a sentence, or an MCP server, to a trained model |
-| `corrections` | an agent that learns from a user's words, without any reward |
-| `support` | a support agent with a rubric judge, from production to a better version in production |
-| `tictactoe` | agents that learn to beat a random opponent, with every part of the system (`make demo`) |
+| `common` | what the examples share: a small model from a package, a running installation, recorded learning curves |
+| `inbox` | a language model learns to sort a shop's inbox (`make demo`) |
+| `apprentice` | the same job by a provider's model, then by a small one (`make apprentice`) |
+| `tictactoe` | agents that learn to beat a random opponent, with every part of the system (`make demo-game`) |
+| `environments` | public environments of verifiers, with prime-rl's recipes |
+| `notebooks` | training, and the history in SQL, as notebooks |
 """

@@ -112,18 +112,18 @@ class Intake:
                 "trainer again: it reads the log anew"
             )
         self.newest = max(self.newest, place)
+        group = AdmittedGroup(event, place, delivery)
         queue = self.queues.get(event.model) if event.project == self._config.project else None
         if place in self.consumed or not self._is_of_branch(event):
             if delivery is not None:
                 await delivery.ack()
         elif event.project == self._config.project and any(t.name == event.model for t in self._config.outside):
             why = f"the outside model {event.model} answered: no token of these runs is a policy's (docs/gateway.md)"
-            group = AdmittedGroup(event, place, delivery)
             await self._publish_discard(event, Refusal("outside_model", why))
             await self._finish(group)
         elif queue is None:
             await self.dead_letter(
-                AdmittedGroup(event, place, delivery),
+                group,
                 "unknown_model",
                 f"no model of this trainer is {event.model} of project {event.project}: after a start with that model, "
                 "`journeywork dead retry` trains it",
@@ -132,7 +132,7 @@ class Intake:
             waiting.place, waiting.delivery = place, delivery
             waiting.earlier = await self._earlier_runs(queue, waiting.event, place.seq)
         else:
-            await self._queue_or_discard(queue, AdmittedGroup(event, place, delivery))
+            await self._queue_or_discard(queue, group)
 
     def _is_of_branch(self, event: GroupScored) -> bool:
         """Whether a group is of the trained branch. Groups of other branches wait for a trainer of their own. Runs of

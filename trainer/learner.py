@@ -25,7 +25,7 @@ from pipeline.telemetry.logs import get_logger
 from trainer.batches.graders import cap_graders
 from trainer.batches.groups import DiscardedGroup, GroupWithHistory, group_metrics
 from trainer.batches.sampling import defaults_of
-from trainer.checkpoints.checkpoint import Checkpoints, Manifest, batch_id, pack, passed_over_if_damaged
+from trainer.checkpoints.checkpoint import Checkpoints, Manifest, adapter_archive, batch_id, passed_over_if_damaged
 from trainer.checkpoints.compatibility import require_compatible
 from trainer.checkpoints.start import Start
 from trainer.checkpoints.tensors import adapter_files, state_bytes, state_of, weights_of
@@ -163,11 +163,11 @@ class Learner:
             ) from error
         return state
 
-    def begin(self, start: Start) -> tuple[Manifest, dict[str, bytes]]:
+    def begin(self, start: Start) -> PendingStep:
         """Write the checkpoint of `models.0.start`, from which training begins: a version of a lake keeps its step, a
-        PEFT adapter becomes step 1. Returns what is to be published. Raises `ConfigError` as `_state_from` does."""
+        PEFT adapter becomes step 1. Raises `ConfigError` as `_state_from` does."""
         state = self._state_from(start, start.event.step if start.event else 1)
-        return self._write(state, (), self.settings, source=start.source)
+        return self.write_step(state, source=start.source)
 
     def adopt(self, start: Start) -> PendingStep:
         """Write the next checkpoint with a version of another branch or lake, optimizer included: training goes on from
@@ -216,7 +216,7 @@ class Learner:
         metrics |= group_metrics(batch, discarded)
         metrics["step_s"] = time.perf_counter() - began
         metrics["gpu_s"] = metrics["step_s"] * self.engine.passes.processes
-        manifest, files = self._write(
+        pending = self.write_step(
             result.state,
             batch,
             settings,
@@ -226,26 +226,23 @@ class Learner:
             metrics=metrics,
             started_at=started_at,
         )
-        return PendingStep(manifest, files, result.state, len(discarded))
+        return dataclasses.replace(pending, discarded=len(discarded))
 
-    def write_step(self, state: TrainState, **fields: Any) -> PendingStep:
-        """Write the checkpoint of a step over something else than groups. `fields`: further fields of its event."""
-        manifest, files = self._write(state, (), self.settings, **fields)
-        return PendingStep(manifest, files, state)
-
-    def _write(
+    def write_step(
         self,
         state: TrainState,
-        batch: Sequence[GroupWithHistory],
-        settings: TrainerConfig,
+        batch: Sequence[GroupWithHistory] = (),
+        settings: TrainerConfig | None = None,
         *,
         dropped: Sequence[TokenSequence] = (),
         **fields: Any,
-    ) -> tuple[Manifest, dict[str, bytes]]:
-        """Write the checkpoint of `state` to disk. `fields`: further fields of its event."""
-        adapter = adapter_files(state.weights, self.engine.model.lora, self.model.base)
-        archive = pack(adapter)
-        files = adapter | {STATE_FILE: state_bytes(state)}
+    ) -> PendingStep:
+        """Write the checkpoint of `state` to disk: that of a step over `batch` under `settings`, which left out the
+        sequences `dropped`, or over something else than groups. `fields`: further fields of its event."""
+        settings = settings or self.settings
+        files = adapter_files(state.weights, self.engine.model.lora, self.model.base)
+        files[STATE_FILE] = state_bytes(state)
+        archive = adapter_archive(files)
         version = version_name(self.model.name, state.step)
         digest = hashlib.sha256(archive).hexdigest()
         event = CheckpointPublished(
@@ -271,7 +268,7 @@ class Learner:
         manifest = Manifest(event=event, config=msgspec.to_builtins(settings), discarded=discarded)
         crash.point("trainer.before_checkpoint")
         self.checkpoints.write(manifest, files)
-        return manifest, files
+        return PendingStep(manifest, files, state)
 
     def untrainable_alone(
         self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None

@@ -111,11 +111,11 @@ async def _log_id(broker: Broker) -> str:
 async def _begin(commits: Commits, learner: Learner) -> Manifest:
     """Publish the checkpoint that `models.0.start` names, and continue from it."""
     start = await run_sync(read_start, learner.model.start, commits.config)
-    manifest, files = await run_sync(learner.begin, start)
-    await commits.publish(manifest, files)
-    await run_sync(learner.resume, manifest.event.step)
+    pending = await run_sync(learner.begin, start)
+    await commits.publish(pending.manifest, pending.files)
+    await run_sync(learner.resume, pending.state.step)
     logger.info("training begins with a version from elsewhere", version=learner.version, source=start.source)
-    return manifest
+    return pending.manifest
 
 
 async def _resume_from(

@@ -55,16 +55,14 @@ class RequestedBatches:
         for batch in self._batches.values():
             yield from batch.groups
 
-    async def begin(self, event: GroupScored) -> RequestedBatch | None:
-        """Return the batch that a group belongs to, begun here if this is its first group; `None` if it belongs to
-        none. Call `add` next, without a wait between the two.
+    async def begin(self, event: GroupScored) -> None:
+        """Begin the batch that a group belongs to, if this is the batch's first group. Call `add` next, without a wait
+        between the two.
 
         Groups of the batch that were discarded before, or are dead letters, count as settled."""
         request = event.batch
-        if request is None:
-            return None
-        if batch := self._batches.get(_key(request)):
-            return batch
+        if request is None or _key(request) in self._batches:
+            return
         batch = self._batches[_key(request)] = RequestedBatch(request)
         names = [name for name in request.groups if is_name(name)]
         batch.settled.update(set(request.groups).difference(names))  # no group can have such a name
@@ -83,7 +81,7 @@ class RequestedBatches:
             if any(subject.startswith(prefix.removesuffix(">")) for subject in subjects):
                 batch.settled.add(name)
         # The discard of another of its groups may have removed it during the reads, because it holds no group yet.
-        return self._batches.setdefault(_key(request), batch)
+        self._batches.setdefault(_key(request), batch)
 
     def add(self, request: TrainingBatch, group: AdmittedGroup) -> None:
         """Add a group to the batch that `begin` has just begun, in stream order."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import anyio
 
@@ -53,8 +54,9 @@ _STATES = 2
 """Training states that stay in the object store: the newest, and the one before it for a start at a shorter log."""
 
 
-class Version(NamedTuple):
-    """A version of the log whose adapter may still be in the object store. The fields are those of its
+@dataclass(eq=False)
+class Version:
+    """A version of the log whose adapter may still be in the object store. The fields before `at` are those of its
     `policy.checkpoint`."""
 
     step: int
@@ -66,6 +68,8 @@ class Version(NamedTuple):
     """Name of the training state's object; empty if there is none."""
     at: int
     """Stream time of its event in microseconds."""
+    retired_at: int | None = None
+    """Stream time of its retirement; `None` if it is offered."""
 
 
 class ModelHistory:
@@ -74,8 +78,6 @@ class ModelHistory:
     def __init__(self) -> None:
         self.versions: dict[tuple[str, str], Version] = {}
         """By branch and version."""
-        self.retired: dict[tuple[str, str], int] = {}
-        """Stream time of the retirement of a version in microseconds, by branch and version."""
         self.loaded = LoadedVersions()
         self.evaluated: set[str] = set()
         """Names of the versions that an evaluation compared."""
@@ -88,10 +90,8 @@ class ModelHistory:
                     event.step, event.version, event.adapter, event.branch, event.state, recorded.place.at
                 )
                 self.versions[event.branch, event.version] = version
-            case PolicyRetired() as event if event.withdrawn:
-                self.retired.pop((event.branch, event.version), None)
-            case PolicyRetired() as event:
-                self.retired.setdefault((event.branch, event.version), recorded.place.at)
+            case PolicyRetired() as event if retired := self.versions.get((event.branch, event.version)):
+                retired.retired_at = None if event.withdrawn else retired.retired_at or recorded.place.at
             case PolicyLoaded() | PolicyUnloaded() as event:
                 self.loaded.apply(event)
             case PolicyEvaluated() as event:
@@ -99,7 +99,7 @@ class ModelHistory:
 
     def of_branch(self, branch: str) -> list[Version]:
         """The versions of a branch, oldest first."""
-        return sorted(v for v in self.versions.values() if v.branch == branch)
+        return sorted((v for v in self.versions.values() if v.branch == branch), key=lambda v: v.step)
 
     def states(self, before_us: int) -> set[str]:
         """The training states that are kept: those of the newest versions of each branch, and those of versions that
@@ -111,7 +111,6 @@ class ModelHistory:
     def forget(self, version: Version) -> None:
         """The version's adapter is no longer in the object store."""
         del self.versions[version.branch, version.version]
-        self.retired.pop((version.branch, version.version), None)
 
 
 class Retention:
@@ -168,16 +167,15 @@ class Retention:
         versions = history.of_branch(self._branch)
         needed = await self._needed(name, learner, versions)
         for version in versions:
-            retired = history.retired.get((version.branch, version.version))
             if version.version in needed:
-                if retired is not None:
+                if version.retired_at is not None:
                     await self._publish_retired(name, version, withdrawn=True)
-            elif retired is None:
+            elif version.retired_at is None:
                 if await objects.exists(self._broker, streams.ADAPTERS_BUCKET, version.adapter):
                     await self._publish_retired(name, version)
                 else:  # removed before, by this trainer or by that of another branch
                     history.forget(version)
-            elif self._grace_over(history, version):
+            elif self._grace_over(version):
                 await self._remove(history, version)
 
     async def _remove_states(self, history: ModelHistory) -> None:
@@ -220,17 +218,14 @@ class Retention:
         )
         logger.info("version retired", version=version.version, withdrawn=withdrawn)
 
-    def _grace_over(self, history: ModelHistory, version: Version) -> bool:
+    def _grace_over(self, version: Version) -> bool:
         """Whether a version was retired for `retention.grace_s`."""
-        retired = history.retired.get((version.branch, version.version))
-        return retired is not None and retired / 1e6 + self._settings.grace_s <= time.time()
+        return version.retired_at is not None and version.retired_at / 1e6 + self._settings.grace_s <= time.time()
 
     async def _remove(self, history: ModelHistory, version: Version) -> None:
         """Remove a version's objects. Branches that trained an equal adapter share one object: the last of them to
         retire it removes it."""
-        others = (
-            v for v in history.versions.values() if v.branch != version.branch and not self._grace_over(history, v)
-        )
+        others = (v for v in history.versions.values() if v.branch != version.branch and not self._grace_over(v))
         if all(v.adapter != version.adapter for v in others):
             await objects.remove(self._broker, streams.ADAPTERS_BUCKET, version.adapter)
             logger.info("adapter removed", version=version.version, adapter=version.adapter)

@@ -23,7 +23,7 @@ from pipeline.names import is_outside
 OTHER_BRANCH = 2**30
 """Step of a token that a version of another branch sampled, which this branch does not have. It is later than every
 step, as that of a replay's later version is."""
-_UNCUT = np.array([0, 1, 0], np.float32)
+UNCUT = np.array([0, 1, 0], np.float32)
 """top_k, top_p and min_p of a token that was sampled from the whole distribution."""
 
 
@@ -105,7 +105,7 @@ class _Builder:
         parts = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         loss_mask, logprobs, steps, temperatures, cuts, calls = parts
         loss_mask[:1] = False  # no token before it predicts the first one
-        uncut = (cuts == _UNCUT).all()
+        uncut = (cuts == UNCUT).all()
         return TokenSequence(
             trajectory, self.ids, loss_mask, logprobs, steps, temperatures, None if uncut else cuts, calls, self.images
         )

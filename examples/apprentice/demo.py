@@ -41,10 +41,10 @@ from examples.common.running import (
     ExampleError,
     Installation,
     add_flags,
+    as_program,
     flags,
     make_room,
     on_the_log,
-    stop_when_told,
 )
 from examples.inbox import demo
 from examples.inbox.agent import MODEL, Sorter
@@ -53,7 +53,6 @@ from examples.inbox.report import console, say
 from examples.inbox.ways import MESSAGES, RUBRIC, Way, scoring
 from journeywork import AsyncJourneywork
 from journeywork.evaluation.results import EntrantResult
-from journeywork.transport import plain_errors
 
 KEY_ENV = "MASTER_KEY"
 RUNS = 300
@@ -149,9 +148,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     run_dir: Path = args.run_dir.absolute()
-    stop_when_told()
-    try:
-        with master() as table, plain_errors(Exception):
+    with as_program(run_dir):
+        with master() as table:
             settings = {**demo.settings_of(args), "outside": [table]}
             make_room(run_dir)
             say(f"the master sorts {RUNS} messages and {args.held_out} held-out ones")
@@ -178,12 +176,6 @@ def main(argv: list[str] | None = None) -> None:
         scores = {"master": by_master, "sft": sft, "rl": rl}
         if findings := conclude(scores, taken, run_dir, args, time.monotonic() - args.began):
             raise ExampleError("the history holds what it must not: " + "; ".join(findings))
-    except KeyboardInterrupt:
-        say(f"stopped; what was played so far is in {run_dir}")
-        raise SystemExit(130) from None
-    except ExampleError as error:
-        say(str(error))
-        raise SystemExit(1) from error
 
 
 if __name__ == "__main__":

@@ -13,14 +13,11 @@ import json
 import os
 import re
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
+from examples.common import stand_in
 from examples.inbox.messages import PROBLEMS, URGENCIES, Split
 
 WRONG_SHARE = 0.05
-NAME = "scripted-1"
 
 
 def _sentences(table: dict[str, dict[Split, list[str]]]) -> dict[str, str]:
@@ -41,41 +38,10 @@ def answer(text: str) -> str:
     return json.dumps(fields, separators=(",", ":"))
 
 
-def completion(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the chat completion for a request. Four characters count as a token."""
-    said = answer(str(request["messages"][-1]["content"]))
-    sent = sum(len(str(message["content"])) for message in request["messages"]) // 4
-    message = {"role": "assistant", "content": said, "refusal": None}
-    usage = {"prompt_tokens": sent, "completion_tokens": len(said) // 4, "total_tokens": sent + len(said) // 4}
-    identity = {"id": "chatcmpl-" + os.urandom(12).hex(), "object": "chat.completion", "created": 0, "model": NAME}
-    return {**identity, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        status, reply = 401, dict[str, Any](error={"message": "wrong key", "type": "authentication_error"})
-        if self.headers["authorization"] == f"Bearer {os.environ['MASTER_KEY']}":
-            status, reply = 200, completion(request)
-        body = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
-
-
 def main() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        print(f"http://127.0.0.1:{server.server_port}/v1", flush=True)
+    with stand_in.serving(lambda sent: answer(str(sent[-1]["content"])), os.environ["MASTER_KEY"]) as url:
+        print(url, flush=True)
         sys.stdin.read()
-        server.shutdown()
 
 
 if __name__ == "__main__":

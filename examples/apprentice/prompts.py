@@ -5,8 +5,8 @@
 
 `runs/apprentice` is a finished run of `examples.apprentice.demo`. The writer of prompts is a stand-in: a program that
 writes what an attentive person would, the names of teams and urgencies, and right answers to messages that were
-answered wrongly. Writes `<run-dir>/prompts.json`: share of held-out messages solved by each version with the agent's
-own prompt and with the best one.
+answered wrongly. Prints, and writes to `<run-dir>/prompts.json`: share of held-out messages solved by each version with
+the agent's own prompt and with the best one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from typing import Any
 
 import anyio
 import openai
-from rich.table import Table
 
 from examples.apprentice.takeover import AT_MOST, FROM
 from examples.common import stand_in
-from examples.common.running import JOURNEYWORK, ROOT, ExampleError, Installation, add_flags, flags, stop_when_told
+from examples.common.running import JOURNEYWORK, ROOT, ExampleError, Installation, add_flags, as_program, flags
 from examples.inbox import demo
 from examples.inbox.agent import MAX_TOKENS
 from examples.inbox.messages import PROBLEMS, SYSTEM, URGENCIES, Message, message, right_fields, share
-from examples.inbox.report import console, say
+from examples.inbox.report import say
 from journeywork import Trajectory
 
 HELD_OUT = [message("held_out", number) for number in range(252)]
@@ -119,8 +118,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     args.run_dir = args.run_dir.absolute()
-    stop_when_told()
-    try:
+    with as_program(args.run_dir):
         if importlib.util.find_spec("gepa") is None:
             raise ExampleError("journeywork prompt needs GEPA: pip install gepa==0.1.4")
         last = json.loads((args.run_dir / "report.json").read_text())["versions"]["rl"]
@@ -135,15 +133,9 @@ def main(argv: list[str] | None = None) -> None:
                     rows.append(compare(version, by, url, args))
         finally:
             up.stop()
-    except ExampleError as error:
-        say(str(error))
-        raise SystemExit(1) from error
-    (args.run_dir / "prompts.json").write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
-    table = Table("version", "with the agent's prompt", "with the best prompt", title="held-out messages solved")
-    for row in rows:
-        cells = (f"{s['value']:.3f} [{s['ci95'][0]:.3f}, {s['ci95'][1]:.3f}]" for s in (row["own"], row["best"]))
-        table.add_row(row["version"], *cells)
-    console.print(table)
+    told = json.dumps(rows, indent=1)
+    (args.run_dir / "prompts.json").write_text(f"{told}\n", "utf-8")
+    print(told)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from journeywork import AsyncJourneywork, Trajectory
+from journeywork.transport import plain_errors
 from pipeline.running.state import read_state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,6 +169,22 @@ async def served_step(client: AsyncJourneywork, model: str) -> int:
 def stop_when_told() -> None:
     """Let SIGTERM end this program as Ctrl-C does, so that it stops the installation that it started."""
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
+@contextlib.contextmanager
+def as_program(run_dir: Path) -> Iterator[None]:
+    """Run an example within the block: it stops the installation that it started when it is told to end, and ends the
+    program with 1 after an `ExampleError`, which is printed."""
+    stop_when_told()
+    try:
+        with plain_errors(Exception):
+            yield
+    except KeyboardInterrupt:
+        print(f"stopped; what was played so far is in {run_dir}")
+        raise SystemExit(130) from None
+    except ExampleError as error:
+        print(error)
+        raise SystemExit(1) from error
 
 
 def make_room(run_dir: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,15 +39,17 @@ def judge(messages: list[dict[str, Any]], score: Score) -> str:
     return json.dumps({"scores": scores})
 
 
-def _completion(model: str, text: str) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text}
+def _completion(request: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return the chat completion for a request. Four characters count as a token."""
+    sent, said = sum(len(str(m["content"])) for m in request["messages"]) // 4, len(text) // 4
+    message = {"role": "assistant", "content": text, "refusal": None}
     return {
-        "id": "chatcmpl-stand-in",
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": "chat.completion",
         "created": 0,
-        "model": model,
+        "model": request["model"],
         "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+        "usage": {"prompt_tokens": sent, "completion_tokens": said, "total_tokens": sent + said},
     }
 
 
@@ -58,19 +61,21 @@ def judging(score: Score) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def serving(reply: Callable[[list[dict[str, Any]]], str]) -> Iterator[str]:
+def serving(reply: Callable[[list[dict[str, Any]]], str], key: str = "") -> Iterator[str]:
     """Answer messages with what `reply` returns, on a free port, while the block runs, and yield the base URL. A
-    `ValueError` of `reply` is a refusal of the request."""
+    `ValueError` of `reply` is a refusal of the request; with `key`, callers without it are refused."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            try:
-                status, answer = 200, _completion(request["model"], reply(request["messages"]))
-            except ValueError as error:
-                status, answer = 400, {"error": {"message": str(error), "type": "invalid_request_error"}}
+            status, answer = 401, {"error": {"message": "wrong key", "type": "authentication_error"}}
+            if not key or self.headers["authorization"] == f"Bearer {key}":
+                try:
+                    status, answer = 200, _completion(request, reply(request["messages"]))
+                except ValueError as error:
+                    status, answer = 400, {"error": {"message": str(error), "type": "invalid_request_error"}}
             body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")

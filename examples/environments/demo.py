@@ -27,10 +27,10 @@ from examples.common.running import (
     ExampleError,
     Installation,
     add_flags,
+    as_program,
     fast_bfloat16,
     flags,
     make_room,
-    stop_when_told,
     supervised_step,
 )
 from examples.environments.recipes import RECIPES, Recipe
@@ -131,9 +131,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.dataset:
         recipe = dataclasses.replace(recipe, taskset=recipe.taskset | {"dataset_name": args.dataset})
     run_dir: Path = args.run_dir.absolute()
-    stop_when_told()
     began = time.monotonic()
-    try:
+    with as_program(run_dir):
         python = python_with(args.name, args.environments)
         make_room(run_dir)
         settings = settings_of(args.name, recipe, on_gpu=not args.small)
@@ -155,11 +154,6 @@ def main(argv: list[str] | None = None) -> None:
             f"{report['last_step']:.3f} in the last's ({report['episodes']} episodes, {report['wall_s']:.0f} s); "
             f"prime-rl, with its model: {report['prime_rl']}"
         )
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except ExampleError as error:
-        print(error)
-        raise SystemExit(1) from error
 
 
 if __name__ == "__main__":

@@ -19,16 +19,23 @@ from typing import Any
 
 import anyio
 import openai
-from rich.console import Console
 
-from examples.common.running import ExampleError, Installation, add_flags, agent, flags, make_room, served_step
+from examples.common.running import (
+    ExampleError,
+    Installation,
+    add_flags,
+    agent,
+    as_program,
+    flags,
+    make_room,
+    served_step,
+)
 from examples.tictactoe import held_out
 from examples.tictactoe.agent import play
 from examples.tictactoe.game import opening_seed
 from examples.tictactoe.report import MODEL, conclude
 from journeywork import AsyncJourneywork, LoopOptions, Trajectory, evaluation, loop
 from journeywork.evaluation import EvaluationReport
-from journeywork.transport import plain_errors
 
 SETTINGS = Path(__file__).with_name("journeywork.toml")
 LOOK_EVERY_S = 0.5
@@ -36,8 +43,6 @@ LOOK_EVERY_S = 0.5
 OPENINGS = 20_000
 """Openings of the training groups, one each; more than a run plays."""
 SHOW_EVERY_S = 10.0
-
-console = Console(highlight=False)
 
 
 @dataclass
@@ -179,28 +184,21 @@ def report_on(args: argparse.Namespace, overrides: dict[str, Any], play: Play) -
     """Start an installation with the demo's settings and `overrides`, `play` on it, stop it, and write the report.
     `play` may add to the report. Exits with 1 if the run failed, or if its history holds what it must not."""
     run_dir: Path = args.run_dir.absolute()
-    make_room(run_dir)
     progress = Progress(args.steps)
     learning = {"trainer.max_steps": args.steps, "trainer.optimizer.schedule": "linear", "trainer.seed": args.seed}
-    installation = Installation(run_dir, SETTINGS, learning | overrides, *flags(args))
     settings = {k: v for k, v in vars(args).items() if k != "run_dir"}
     report: dict[str, Any] = {"seed": args.seed, "settings": settings}
-    try:
+    with as_program(run_dir):
+        make_room(run_dir)
+        installation = Installation(run_dir, SETTINGS, learning | overrides, *flags(args))
         try:
-            with plain_errors(Exception):
-                compared = anyio.run(play, installation, progress, report)
+            compared = anyio.run(play, installation, progress, report)
         finally:
             installation.stop()
         report |= {"steps": progress.step, "wall_s": round(time.monotonic() - progress.began, 1)}
         report["failed_runs"] = progress.failed + sum(entrant.failed for entrant in compared.entrants)
-        if findings := conclude(compared, report, run_dir, console):
+        if findings := conclude(compared, report, run_dir):
             raise ExampleError("the history holds what it must not: " + "; ".join(findings))
-    except KeyboardInterrupt:
-        console.print(f"stopped; what was played so far is in {run_dir}", markup=False)
-        raise SystemExit(130) from None
-    except ExampleError as error:
-        console.print(str(error), style="red", markup=False)
-        raise SystemExit(1) from error
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from examples.common import curve
 from examples.common.history import ask, rows
 from examples.common.invariants import NEVER, counting
@@ -30,7 +28,7 @@ def win_rate(result: EntrantResult) -> dict[str, Any]:
     return curve.as_json(result.estimate("win")) | {"count": round(games)}
 
 
-def conclude(compared: EvaluationReport, report: dict[str, Any], run_dir: Path, console: Console) -> list[str]:
+def conclude(compared: EvaluationReport, report: dict[str, Any], run_dir: Path) -> list[str]:
     """Add to the report what the held-out games of base and last version and the history say, print it and write it.
     Return what must not be in the history and is."""
     before, after = compared.entrants
@@ -47,14 +45,13 @@ def conclude(compared: EvaluationReport, report: dict[str, Any], run_dir: Path, 
         "training": curve.training_points(rows(run_dir, curve.GROUPS.format(value="(r.reward = 1)::DOUBLE"))),
     }
     (run_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    console.print(f"\nlineage of [bold]{after.version}[/]:")
+    print(f"\nlineage of {after.version}:")
     print(ask(run_dir, lineage))
     print(text_report(compared))
     findings = [f"{count:,} times {name}" for name, count in report["never"].items() if count]
-    console.print(
+    print(
         f"{report['steps']} steps, {report['calls']:,} calls, {report['failed_runs']} runs failed, "
         f"{report['wall_s']:.0f} s in all; {len(findings)} of {len(NEVER)} checks of the history have findings\n"
-        f"report: {run_dir / 'report.json'}",
-        markup=False,
+        f"report: {run_dir / 'report.json'}"
     )
     return findings

@@ -25,7 +25,3 @@ def test_a_recipe_is_a_valid_installation(name: str, on_gpu: bool, tmp_path: Pat
     assert config.judge.group_size == recipe.group_size
     # The reply fits beside a prompt.
     assert recipe.max_tokens < recipe.max_model_len
-
-
-def test_a_model_of_the_hub_keeps_its_name_in_small_recipes() -> None:
-    assert small(RECIPES["reverse-text"], "Qwen/Qwen3-0.6B").base == "Qwen/Qwen3-0.6B"

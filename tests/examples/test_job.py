@@ -18,21 +18,17 @@ from tests.examples.test_two_steps import UNCHECKED, run
 def test_results_that_come_late_by_an_answers_id_train_each_game_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     # The double plays at random. Of 24 games some end otherwise than by an illegal move.
-    small = {"steps": 2, "games": 24, "delay": 1, "eval-games": 20, "concurrency": 8, "seconds": 900}
-    flags = [part for name, value in small.items() for part in (f"--{name}", str(value))]
+    small = {"steps": 2, "games": 24, "delay": 1, "eval_games": 20, "concurrency": 8, "seconds": 900}
     double = InferenceDouble(tmp_path, args=("--words", *CELLS))
     double.start()
     try:
         run(
             "examples.tictactoe.job",
-            *flags,
             *UNCHECKED,
-            "--set",
-            "gateway.detection.idle_s=2",
-            "--run-dir",
-            str(run_dir),
-            "--vllm-url",
-            double.url,
+            *("--set", "gateway.detection.idle_s=2"),
+            **small,
+            run_dir=run_dir,
+            vllm_url=double.url,
         )
     finally:
         double.stop()

@@ -73,11 +73,6 @@ def test_a_turn_is_one_token_a_cell(tokenizer: Any) -> None:
     assert len(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]) == 12
 
 
-@pytest.mark.parametrize("text", ["Hello, world", "sub2 a11", "naïve ☃ 日本", '{"a1": [1, 2]}', "a\n\n b"])
-def test_other_text_goes_through_unchanged(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
 def test_the_teacher_knows_and_rarely_does() -> None:
     board = "xx.oo...."  # c1 wins, c2 blocks
     share = dict(zip(CELLS, teach(board), strict=True))

@@ -25,10 +25,11 @@ SHORT = ["--end-every", "2"]
 """Short replies of the double: a run whose prompt outgrows the model's length fails."""
 
 
-def run(*command: str) -> str:
+def run(*command: str, **flags: object) -> str:
     """The output of a Python module. Its errors go to the test's."""
+    given = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run(
-        [sys.executable, "-m", *command],
+        [sys.executable, "-m", *command, *given],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
@@ -41,7 +42,7 @@ def run(*command: str) -> str:
 @pytest.mark.parametrize("way", ["function", "job"])
 def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
     base, run_dir = tmp_path / "model", tmp_path / "run"
-    run("examples.tictactoe.make_model", "--steps", "0", "--out", str(base))
+    run("examples.tictactoe.make_model", steps=0, out=base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens([*FREQUENT, SYSTEM])  # byte by byte, prompts would not fit beside an answer
     tokenizer.save_pretrained(base)
@@ -51,27 +52,16 @@ def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
     try:
         said = run(
             "examples.inbox.demo",
-            "--steps",
-            "2",
-            "--held-out",
-            "8",
-            "--seconds",
-            "600",
-            "--way",
-            way,
-            "--delay",
-            "1",
-            "--base",
-            str(base),
-            "--run-dir",
-            str(run_dir),
-            "--vllm-url",
-            double.url,
             *UNCHECKED,
-            "--set",
-            "vllm.max_model_len=0",
-            "--set",
-            "gateway.detection.idle_s=2",
+            *("--set", "vllm.max_model_len=0", "--set", "gateway.detection.idle_s=2"),
+            steps=2,
+            held_out=8,
+            seconds=600,
+            way=way,
+            delay=1,
+            base=base,
+            run_dir=run_dir,
+            vllm_url=double.url,
         )
     finally:
         double.stop()

@@ -14,62 +14,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+_INSTALL = ["-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps", "--no-compile"]
+_INSTALL += ["--require-hashes", "--only-binary", ":all:", "-r"]
 
 
 def environment(name: str) -> Path:
     """Return the folder of programs of the environment `.venv-<name>`, made from `requirements/<name>.txt`."""
     folder, lock = ROOT / f".venv-{name}", ROOT / "requirements" / f"{name}.txt"
-    make_once(
-        folder,
-        lock,
-        [
-            [sys.executable, "-m", "venv", "--clear", str(folder)],
-            [
-                str(folder / "bin" / "python"),
-                "-m",
-                "pip",
-                "--disable-pip-version-check",
-                "install",
-                "-qq",
-                "--no-deps",
-                "--no-compile",
-                "--require-hashes",
-                "--only-binary",
-                ":all:",
-                "-r",
-                str(lock),
-            ],
-        ],
-    )
+    make = [sys.executable, "-m", "venv", "--clear", str(folder)]
+    make_once(folder, lock, [make, [str(folder / "bin" / "python"), *_INSTALL, str(lock)]])
     return folder / "bin"
 
 
 def packages(name: str) -> Path:
     """Return a folder for PYTHONPATH with the packages of `requirements/<name>.txt`, beside the services' own."""
     folder, lock = ROOT / "build" / name, ROOT / "requirements" / f"{name}.txt"
-    make_once(
-        folder,
-        lock,
-        [
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "--disable-pip-version-check",
-                "install",
-                "-qq",
-                "--no-deps",
-                "--no-compile",
-                "--require-hashes",
-                "--only-binary",
-                ":all:",
-                "--target",
-                str(folder),
-                "-r",
-                str(lock),
-            ]
-        ],
-    )
+    make_once(folder, lock, [[sys.executable, *_INSTALL, str(lock), "--target", str(folder)]])
     return folder
 
 

@@ -33,7 +33,6 @@ from starlette.routing import Route
 
 CONTEXT = 256
 """Tokens of prompt and reply together, as the tests' vLLM is started with."""
-MAX_ADAPTERS = 4
 MAX_LOGPROBS = 20
 """vLLM's default of `--max-logprobs`."""
 _END_EVERY = 12

@@ -3,7 +3,6 @@ everything else."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -21,9 +20,9 @@ import anyio
 import httpx
 from anyio.from_thread import start_blocking_portal
 
+from examples.common.history import rows
 from pipeline.log.broker import Broker
 from pipeline.running.installations import installation_settings, log_of
-from store.reading.sql import connect, write_result
 from tests.conftest import InferenceDouble
 
 ROOT = Path(__file__).parents[2]
@@ -85,11 +84,7 @@ class Up:
         if self.process.poll() is None:
             with start_blocking_portal() as portal:
                 portal.call(self._until_stored)
-        out = io.BytesIO()
-        with connect(self.run_dir) as connection:
-            write_result(connection.sql(sql), "json", out)
-        rows: list[dict[str, Any]] = json.loads(out.getvalue())
-        return rows
+        return rows(self.run_dir, sql)
 
     async def _until_stored(self) -> None:
         config = installation_settings(self.run_dir, sections=("nats",))

@@ -91,13 +91,13 @@ class LangfuseReceiver:
                     )
                     self.spans[span.trace, span.id] = span
 
-    def answer(self, method: str, target: str, body: bytes) -> tuple[int, Any]:
-        """Status and body of a request of the API."""
-        if (method, target) == ("POST", "/api/public/otel/v1/traces"):
+    def answer(self, target: str, body: bytes) -> tuple[int, Any]:
+        """Status and body of a POST request of the API."""
+        if target == "/api/public/otel/v1/traces":
             self.take_spans(body)
             return 200, None
-        if f"{method} {target}" not in API:
-            return 404, {"message": f"no {method} {target}"}
+        if f"POST {target}" not in API:
+            return 404, {"message": f"no POST {target}"}
         refused = [score["name"] for score in json.loads(body) if "NaN" in score["name"]]
         for score in json.loads(body):
             if score["name"] not in refused:
@@ -120,16 +120,13 @@ def _value(value: Any) -> Any:
 
 
 @contextmanager
-def run_langfuse(port: int = 0) -> Iterator[LangfuseReceiver]:
-    """Start a receiver. Port 0: a free one."""
+def run_langfuse() -> Iterator[LangfuseReceiver]:
+    """Start a receiver on a free port."""
     receiver = LangfuseReceiver()
     allowed = "Basic " + base64.b64encode(f"{PUBLIC}:{SECRET}".encode()).decode()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self._handle("POST")
-
-        def _handle(self, method: str) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = self.rfile.read(length)
             if len(body) < length:
@@ -144,9 +141,9 @@ def run_langfuse(port: int = 0) -> Iterator[LangfuseReceiver]:
             if self.headers.get("Authorization") != allowed:
                 return self._say(401, {"message": "wrong key"})
             try:
-                status, answer = receiver.answer(method, self.path, body)
+                status, answer = receiver.answer(self.path, body)
             except jsonschema.ValidationError as error:
-                receiver.rejected.append(f"{method} {self.path}: {error}")
+                receiver.rejected.append(f"POST {self.path}: {error}")
                 return self._say(400, {"message": str(error)})
             receiver.requests.append((self.path, {k.lower(): v for k, v in self.headers.items()}))
             return self._say(status, answer)
@@ -166,7 +163,7 @@ def run_langfuse(port: int = 0) -> Iterator[LangfuseReceiver]:
             if not isinstance(sys.exc_info()[1], ConnectionError):
                 super().handle_error(request, client_address)
 
-    server = Server(("127.0.0.1", port), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     receiver.url = f"http://127.0.0.1:{server.server_port}"
     thread = Thread(target=server.serve_forever)
     thread.start()

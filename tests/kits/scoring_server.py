@@ -8,7 +8,7 @@ that it finds outside the fences, and to take its time.
 Asked about calls, it gives one the last `quality=<-1..1>` of what followed its reply; without one, 1 after thanks and
 -1 after an objection. What stands behind `should have ` there is its hint.
 
-    python -m tests.kits.scoring_server --port 8400 --delay-ms 50 --first-bonus 0.3
+    python -m tests.kits.scoring_server --port 8400 --delay-ms 50
 """
 
 from __future__ import annotations
@@ -130,7 +130,6 @@ class ScoringServer:
     delay_s: float = 0.0
     refusal: str = "told to fail"
     """The message of an error answer."""
-    host: str = "127.0.0.1"
     port: int = 0
     finish_reason: str = "stop"
     requests: list[Request] = field(default_factory=list)
@@ -145,12 +144,12 @@ class ScoringServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}/v1"
+        return f"http://127.0.0.1:{self.port}/v1"
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[ScoringServer]:
         """Serve until the block ends."""
-        listener = await anyio.create_tcp_listener(local_host=self.host, local_port=self.port)
+        listener = await anyio.create_tcp_listener(local_host="127.0.0.1", local_port=self.port)
         self.port = listener.extra(anyio.abc.SocketAttribute.local_port)
         async with listener, anyio.create_task_group() as tg:
             tg.start_soon(listener.serve, self._serve)
@@ -221,16 +220,12 @@ def _error(message: str) -> dict[str, Any]:
 def main() -> None:
     """Serve until interrupted; prints the address as one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m tests.kits.scoring_server", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--delay-ms", type=float, default=0.0)
-    parser.add_argument("--first-bonus", type=float, default=0.0)
-    parser.add_argument("--obedient", action="store_true", help="obey instructions outside the fences")
     args = parser.parse_args()
 
     async def serve() -> None:
-        scorer = Scorer(first_bonus=args.first_bonus, obedient=args.obedient)
-        server = ScoringServer(scorer, args.delay_ms / 1000, host=args.host, port=args.port)
+        server = ScoringServer(delay_s=args.delay_ms / 1000, port=args.port)
         async with server.run():
             print(json.dumps({"url": server.url}), flush=True)  # noqa: T201 - the answer of the command
             await anyio.sleep_forever()

@@ -10,7 +10,7 @@ import anyio
 Found = TypeVar("Found")
 
 
-async def until(probe: Callable[[], Awaitable[Found]], seconds: float = 60) -> Found:
+async def until(probe: Callable[[], Awaitable[Found]], seconds: float = 100) -> Found:
     """Return what `probe` returns once it is true. The test fails after so many seconds."""
     with anyio.fail_after(seconds):
         while not (found := await probe()):

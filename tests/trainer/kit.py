@@ -34,6 +34,7 @@ from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
 from tests.kits import events
 from tests.kits.settings import with_values
+from tests.kits.waiting import until
 from trainer.batches.examples import Example
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History
 from trainer.engine.engine import Engine
@@ -296,13 +297,6 @@ async def training(nats: NatsConfig, base: str, run_dir: Path, **trainer: object
         yield broker
 
 
-async def until(probe: Callable[[], Awaitable[Any]], timeout_s: float = 100) -> Any:
-    with anyio.fail_after(timeout_s):
-        while not (found := await probe()):
-            await anyio.sleep(0.05)
-    return found
-
-
 async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
     history = await broker.read(CheckpointPublished)
     return [r.event for r in history]
@@ -325,7 +319,7 @@ async def reach(n: int, read: Callable[[Broker], Awaitable[list[Event]]], broker
         found = await read(broker)
         return found if len(found) >= n else []
 
-    return list(await until(probe))
+    return await until(probe)
 
 
 async def steps_reach(broker: Broker, n: int) -> list[CheckpointPublished]:

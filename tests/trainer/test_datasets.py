@@ -15,7 +15,6 @@ import torch
 
 from pipeline import crash
 from pipeline.config import Config, NatsConfig
-from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.security import users
 from tests.conftest import NatsServer
@@ -46,10 +45,6 @@ def data(tmp_path: Path, kind: Kind) -> Path:
 def settings(tmp_path: Path, nats: NatsConfig) -> Config:
     config = kit.settings(str(BASE), tmp_path / "run", nats, groups_per_step=1, keep_checkpoints=10)
     return msgspec.structs.replace(config, run_dir=str(tmp_path / "run"))
-
-
-async def published(broker: Broker) -> list[CheckpointPublished]:
-    return await kit.checkpoints(broker)
 
 
 def preference(learner: Learner, step: int) -> float:
@@ -214,7 +209,7 @@ async def test_a_step_that_is_killed_is_on_the_log_once_or_not_at_all(
     version, _ = await train_on(config, step)
     begun = point != "trainer.before_checkpoint"
     async with Broker.connect(nats_config) as broker:
-        events = await published(broker)
+        events = await kit.checkpoints(broker)
     assert [e.step for e in events] == ([1, 2] if begun else [1])
     assert version == events[-1].version
 

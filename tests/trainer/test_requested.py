@@ -32,7 +32,7 @@ async def test_a_batch_whose_groups_are_discarded_while_another_comes_goes_on() 
         return []
 
     requested = RequestedBatches(SimpleNamespace(read=read), "trainer", 60.0)  # type: ignore[arg-type]
-    assert await requested.begin(second.event) is not None
+    await requested.begin(second.event)
     requested.add(REQUEST, second)
     complete = requested.take_complete()
     assert complete is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -67,23 +67,23 @@ class AdmittedGroup:
         return _refusal(self, step, config, History())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class History:
-    """What the log holds of a group's runs."""
+    """What the log holds of a group's runs. `trainer.batches.histories` fills it."""
 
     sequences: tuple[TokenSequence, ...] = ()
     """Sequences of the members that train."""
-    teacher_prompts: Mapping[str, Mapping[int, npt.NDArray[np.int32]]] = field(default_factory=dict)
+    teacher_prompts: dict[str, dict[int, npt.NDArray[np.int32]]] = field(default_factory=dict)
     """Prompts of the teacher, by trajectory and call (`trainer.distillation.prompts`)."""
     hints: int = 0
     """Number of hints on calls. The group's best run counts once for each call that it is shown to."""
     hints_unused: int = 0
     """Number of hints that no prompt could be made of."""
-    answers: Mapping[str, Sequence[TeacherAnswer]] = field(default_factory=dict)
+    answers: dict[str, list[TeacherAnswer]] = field(default_factory=dict)
     """What a teacher from outside said, by trajectory; empty where none is asked."""
     unjudged_tokens: int = 0
     """Number of tokens that are context because nothing judged their calls."""
-    roles: Mapping[str, Roles] = field(default_factory=dict)
+    roles: dict[str, Roles] = field(default_factory=dict)
     """The agent of each call that names one, by trajectory and call."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of sampled tokens that are not trained because of a sampling setting, by the name of the setting."""

@@ -7,11 +7,9 @@ answers of a teacher from outside (`rollout.teacher`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import anyio
 import numpy as np
@@ -39,20 +37,6 @@ _CONCURRENT_READS = 16
 """Trajectories whose exchanges are read at the same time."""
 
 
-@dataclass(eq=False)
-class _Read:
-    """What was read of a group's runs so far; the fields without a docstring are those of `History`."""
-
-    sequences: list[TokenSequence] = field(default_factory=list)
-    answers: dict[str, list[TeacherAnswer]] = field(default_factory=dict)
-    roles: dict[str, Roles] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)
-    duration_s: float = 0.0
-    unjudged_tokens: int = 0
-    runs: list[Run] = field(default_factory=list)
-    """The runs with their exchanges, where hints or the group's best run are rendered."""
-
-
 class Histories:
     """Reads exchanges for the groups of one model. `broker` must outlive it.
 
@@ -75,56 +59,46 @@ class Histories:
 
     async def read(self, group: AdmittedGroup) -> GroupWithHistory | Refusal:
         """Read the exchanges of a group's runs, or return why they can't be read."""
-        read = _Read()
+        history = History()
+        runs: list[Run] = []
         for member in group.members:
             try:
                 exchanges = await self._exchanges(group.event.project, member)
             except HistoryGoneError as error:
-                return Refusal("history_gone", str(error), read.duration_s)
+                return Refusal("history_gone", str(error), history.duration_s)
             if self._prompts is not None:
                 # Only then: every request repeats its conversation, and those of all runs take much more memory than
                 # the tokens.
-                read.runs.append((member, exchanges))
-            read.duration_s = max(read.duration_s, _duration_s(exchanges))
-            sequences = self._sequences(read, group, member, exchanges)
+                runs.append((member, exchanges))
+            history.duration_s = max(history.duration_s, _duration_s(exchanges))
+            sequences = self._sequences(history, group, member, exchanges)
             if self._settings.distill.asks_outside and member.teacher:
-                read.answers[member.trajectory] = await self._teacher_answers(group.event.project, member, exchanges)
+                answers = await self._teacher_answers(group.event.project, member, exchanges)
+                history.answers[member.trajectory] = answers
                 _warn_of_temperatures(member, sequences)
-            read.sequences += sequences
-        prompts = TeacherPrompts({})
+            history.sequences += tuple(sequences)
         if self._prompts is not None:
-            prompts = _render_hints(self._prompts, read.runs, self._may_train)
-        history = History(
-            tuple(read.sequences),
-            prompts.prompts,
-            prompts.hints,
-            prompts.hints_unused,
-            read.answers,
-            read.unjudged_tokens,
-            read.roles,
-            read.left_out,
-            read.duration_s,
-        )
+            _render_hints(history, self._prompts, runs, self._may_train)
         return GroupWithHistory(group, history)
 
     def _sequences(
-        self, read: _Read, group: AdmittedGroup, member: Member, exchanges: Sequence[ExchangeRecorded]
+        self, history: History, group: AdmittedGroup, member: Member, exchanges: Sequence[ExchangeRecorded]
     ) -> list[TokenSequence]:
-        """Return the token sequences of a run. Adds to `read` which agent made each of its calls, and how many of its
-        tokens are context for want of a judgement or because of their sampling settings."""
+        """Return the token sequences of a run. Adds to `history` which agent made each of its calls, and how many of
+        its tokens are context for want of a judgement or because of their sampling settings."""
         roles = {e.seq: e.role for e in exchanges if e.role}
         if roles:
-            read.roles[member.trajectory] = roles
+            history.roles[member.trajectory] = roles
         out = []
         for sequence in build(
             member.trajectory,
             exchanges,
             defaults=self._defaults,
             mask_truncated=self._settings.loss.mask_truncated,
-            left_out=read.left_out,
+            left_out=history.left_out,
         ):
             unjudged = self._unjudged(member, sequence, roles)
-            read.unjudged_tokens += int(unjudged.sum())
+            history.unjudged_tokens += int(unjudged.sum())
             if unjudged.any():
                 sequence = sequence.masking_out(unjudged)
             out.append(self._with_own_versions(group, sequence))
@@ -196,46 +170,35 @@ def _distinct(exchanges: Sequence[ExchangeRecorded]) -> int:
     return len({(e.seq, e.choice) for e in exchanges})
 
 
-class TeacherPrompts(NamedTuple):
-    """What the teacher of a group's runs reads."""
-
-    prompts: dict[str, dict[int, npt.NDArray[np.int32]]]
-    """By trajectory and call."""
-    hints: int = 0
-    """Number of hints and of transcripts that were given."""
-    hints_unused: int = 0
-    """Number of those that no prompt can be made of."""
-
-
-def _render_hints(rendered: HintedPrompts, runs: Sequence[Run], may_train: MayTrain) -> TeacherPrompts:
-    """Return the prompts that the teacher gets: for each call with hints, its own prompt and the hints; for each call
-    of a run that the group's best run is shown to, also the transcript of that run, as a correction: what the call
-    should have led to. Where none can be made with the transcript, the call's own hints stand alone."""
+def _render_hints(history: History, rendered: HintedPrompts, runs: Sequence[Run], may_train: MayTrain) -> None:
+    """Add to `history` the prompts that the teacher gets, and its numbers of hints: for each call with hints, its own
+    prompt and the hints; for each call of a run that the group's best run is shown to, also the transcript of that run,
+    as a correction: what the call should have led to. Where none can be made with the transcript, the call's own hints
+    stand alone."""
     best = best_run([member for member, _ in runs], rendered.config.best_run_reward)
-    prompts: dict[str, dict[int, npt.NDArray[np.int32]]] = {}
     transcripts, unused = _best_run_as_hint(best, runs, may_train)
-    count = unused
+    history.hints = history.hints_unused = unused
     for member, exchanges in runs:
         calls = {e.seq: e for e in exchanges}
         example = transcripts if best is not None and is_better(best, member) else []
         hints, forbidden = _hints_by_call(member, calls, may_train)
-        count, unused = count + forbidden, unused + forbidden
+        history.hints += forbidden
+        history.hints_unused += forbidden
         for call in sorted(hints.keys() | (calls.keys() if example else ())):
             given = [*(example if call in calls else []), *hints.get(call, [])]
-            count += len(given)
+            history.hints += len(given)
             while given:
                 try:
                     if call not in calls:
                         raise HintUnusableError(f"the run has no call {call}")
                     prompt = rendered.render(calls[call], rendered.text_of(given))
-                    prompts.setdefault(member.trajectory, {})[call] = prompt
+                    history.teacher_prompts.setdefault(member.trajectory, {})[call] = prompt
                     break
                 except HintUnusableError as error:
                     refused = example if given[:1] == example else given
-                    unused += len(refused)
+                    history.hints_unused += len(refused)
                     given = given[len(refused) :]  # the call's own hints are tried again without the transcript
                     logger.warning("hint not used", trajectory=member.trajectory, call=call, reason=str(error)[:500])
-    return TeacherPrompts(prompts, count, unused)
 
 
 def _hints_by_call(

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.sequences import TokenSequence
+from trainer.sequences import UNCUT, TokenSequence
 
 T = TypeVar("T")
 Int = npt.NDArray[np.int64]
@@ -111,41 +111,35 @@ def _layout(
 ) -> Layout:
     """A layout of rows. `where[s]` is the row of sequence s and the column of each of its used tokens (`used_ids`); the
     other parameters are the layout's fields."""
-    rows, cols, targets, temperatures, owner, slot = [], [], [], [], [], []
-    cuts: list[npt.NDArray[np.float32]] = []
-    uncut = np.array([[0, 1, 0]], np.float32)
-    for s, (sequence, (row, columns)) in enumerate(zip(sequences, where, strict=True)):
-        trained = np.flatnonzero(sequence.loss_mask)
-        n = len(trained)
-        rows.append(np.full(n, row))
-        cols.append(columns[trained - 1])
-        targets.append(sequence.ids[trained])
-        temperatures.append(sequence.temperatures[trained])
-        cuts.append(np.repeat(uncut, n, 0) if sequence.cuts is None else sequence.cuts[trained])
-        owner.append(np.full(n, s))
-        slot.append(np.arange(n))
+    trained = [np.flatnonzero(s.loss_mask) for s in sequences]
+    counts = [len(at) for at in trained]
+    pairs = list(zip(sequences, trained, strict=True))
+    rows_N = np.repeat([row for row, _ in where], counts)
+    cols_N = np.concatenate([columns[at - 1] for (_, columns), at in zip(where, trained, strict=True)])
+    targets_N = np.concatenate([s.ids[at] for s, at in pairs])
+    temperatures_N = np.concatenate([s.temperatures[at] for s, at in pairs])
+    cuts_N3 = np.concatenate([np.tile(UNCUT, (len(at), 1)) if s.cuts is None else s.cuts[at] for s, at in pairs])
 
-    def flat(parts: list[npt.NDArray[Any]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+    def integers(values_N: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values_N.astype(np.int64))
 
     # A prediction: the hidden state, the token, and what it was sampled under.
-    sampled_under = np.column_stack([np.concatenate(temperatures), np.concatenate(cuts)]).astype(np.float64)
-    places = np.column_stack([np.concatenate(part) for part in (rows, cols, targets)]).astype(np.float64)
-    _, distinct, same = np.unique(np.hstack([places, sampled_under]), axis=0, return_index=True, return_inverse=True)
-    shared = len(distinct) < len(places)
+    predictions = np.column_stack([rows_N, cols_N, targets_N, temperatures_N, cuts_N3]).astype(np.float64)
+    _, distinct, same = np.unique(predictions, axis=0, return_index=True, return_inverse=True)
+    shared = len(distinct) < len(predictions)
 
     return Layout(
         torch.from_numpy(ids_RL),
         None if positions_RL is None else torch.from_numpy(positions_RL),
         None if ends_RL is None else torch.from_numpy(ends_RL),
-        flat(rows),
-        flat(cols),
-        flat(targets),
-        torch.from_numpy(np.concatenate(temperatures)),
-        flat(owner),
-        flat(slot),
+        integers(rows_N),
+        integers(cols_N),
+        integers(targets_N),
+        torch.from_numpy(temperatures_N),
+        integers(np.repeat(np.arange(len(sequences)), counts)),
+        integers(np.concatenate([np.arange(n) for n in counts])),
         tokens,
-        None if all(s.cuts is None for s in sequences) else torch.from_numpy(np.concatenate(cuts)),
+        None if all(s.cuts is None for s in sequences) else torch.from_numpy(cuts_N3),
         torch.from_numpy(distinct) if shared else None,
         torch.from_numpy(same.reshape(-1)) if shared else None,
     )
@@ -160,9 +154,7 @@ def padded(sequences: Sequence[TokenSequence]) -> Layout:
         ids_RL[row, : len(ids)] = ids
     where = [(row, np.arange(len(ids))) for row, ids in enumerate(used)]
     layout = _layout(sequences, ids_RL, where, sum(len(u) for u in used))
-    if any(s.images for s in sequences):
-        return replace(layout, images=tuple(s.images for s in sequences))
-    return layout
+    return replace(layout, images=tuple(s.images for s in sequences) if any(s.images for s in sequences) else ())
 
 
 @dataclass(eq=False)

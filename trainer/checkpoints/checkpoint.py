@@ -152,7 +152,7 @@ class Checkpoints:
         """The steps that have a folder, ascending."""
         return sorted(int(p.name[5:]) for p in self.folder.glob("step-*") if p.name[5:].isdecimal())
 
-    def write(self, manifest: Manifest, files: Mapping[str, bytes]) -> Path:
+    def write(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
         """Write a checkpoint; the folder appears when it is complete. Replaces an earlier one of the same step."""
         target = self.path(manifest.event.step)
         temporary = self.folder / f".tmp-{target.name}-{os.getpid()}"
@@ -170,7 +170,6 @@ class Checkpoints:
         crash.point("trainer.after_rename")
         sync(self.folder)
         shutil.rmtree(replaced)
-        return target
 
     def _set_aside(self, folder: Path) -> Path:
         """Give a step's folder, if there is one, a temporary name, which is returned: `prepare_folder` deletes it if a

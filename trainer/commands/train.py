@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import anyio
 
 from pipeline.config import Config, ConfigError
+from pipeline.errors import leaves
 from pipeline.log.broker import BrokerError
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.running.service import until_signalled
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         try:
             anyio.run(_work, config, args)
         except* (TrainerError, BrokerError) as group:
-            raise TrainerError("; ".join(map(str, _leaves(group)))) from group
+            raise TrainerError("; ".join(map(str, leaves(group)))) from group
 
 
 async def _work(config: Config, args: argparse.Namespace) -> None:
@@ -96,15 +96,6 @@ async def _work(config: Config, args: argparse.Namespace) -> None:
         version, left_out = await train_on(config, step)
         reasons = "".join(f"  {count} × {why}\n" for why, count in left_out.items()) or "  nothing\n"
         sys.stdout.write(visible(f"trained {version}; conversations left out or cut:\n{reasons}"))
-
-
-def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
-    """Yield the errors in nested groups."""
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
 
 
 if __name__ == "__main__":

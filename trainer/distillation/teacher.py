@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.events import ExchangeRecorded, TeacherAnswered, unpack_ids, unpack_logprobs
-from trainer.sequences import TokenSequence
+from trainer.sequences import UNCUT, TokenSequence
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
@@ -62,8 +62,7 @@ def hinted_calls_of(sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[n
         untrained = np.zeros(len(prompt), np.bool_)
         cuts = None
         if sequence.cuts is not None:
-            uncut = np.tile(np.array([0, 1, 0], np.float32), (len(prompt), 1))
-            cuts = np.concatenate([uncut, sequence.cuts[at]])
+            cuts = np.concatenate([np.tile(UNCUT, (len(prompt), 1)), sequence.cuts[at]])
         read = TokenSequence(
             sequence.trajectory,
             np.concatenate([context.ids, sequence.ids[at]]),

@@ -75,10 +75,6 @@ class Budget:
         """Halve the budget after a pass of `tried` tokens ran out of memory; it becomes at most half of `tried`."""
         self.tokens = max(1, min(self.tokens, tried) // 2)
 
-    def restore(self, tokens: int) -> None:
-        """Set the budget back to `tokens`, what it was before a batch of which a sequence was dropped."""
-        self.tokens = min(tokens, self._limit)
-
 
 class NothingFitsError(UntrainableError):
     """No sequence of a step fits in memory, even alone, or into the model's length. `sequences` holds them."""
@@ -149,7 +145,7 @@ def run_within_memory(
         if not examples:
             raise NothingFitsError(dropped, step)
     if dropped:
-        budget.restore(before)  # the dropped sequences may have caused the halvings
+        budget.tokens = before  # the dropped sequences may have caused the halvings
     return Fitted(result, examples, groups, tuple(dropped))
 
 

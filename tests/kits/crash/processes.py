@@ -44,11 +44,6 @@ class ForkServer:
         """Wait until every service is imported."""
         await self._processes[0].ready.wait()
 
-    @property
-    def next_number(self) -> int:
-        """The number that the next process will have."""
-        return len(self._processes)
-
     def start(self, service: str, where: str = "", config: Path | None = None) -> ServiceProcess:
         """Start a process that dies at the stop point `where`, `<point>:<passage>`; empty: at none."""
         process = ServiceProcess(self, len(self._processes), where)

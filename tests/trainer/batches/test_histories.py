@@ -16,8 +16,8 @@ from pipeline.config import Config, DistillConfig, TrainerConfig
 from pipeline.events import ExchangeRecorded, GroupScored, Hint, Member
 from pipeline.log.messages import Place
 from tests.trainer.kit import exchange
-from trainer.batches.groups import AdmittedGroup, GroupWithHistory
-from trainer.batches.histories import Histories, MayTrain, TeacherPrompts, _render_hints
+from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History
+from trainer.batches.histories import Histories, MayTrain, _render_hints
 from trainer.distillation.prompts import HintedPrompts
 from trainer.tiny import make_tokenizer
 
@@ -33,14 +33,16 @@ def asked(trajectory: str, call: int, **more: Any) -> ExchangeRecorded:
 
 def with_hints(
     tmp_path: Path, best: list[ExchangeRecorded], hints: int, longest: int | None, may_train: MayTrain = POLICY_ONLY
-) -> TeacherPrompts:
+) -> History:
     """A group of two runs, whose worse one has so many hints on its call 0, as its teacher is asked."""
     make_tokenizer([]).save_pretrained(tmp_path)
     config = DistillConfig(best_run_reward=0.5, hint_template=" {hint}", correction_template=" best: {hint}")
     prompts = HintedPrompts(str(tmp_path), config, longest)
     worse = Member(trajectory="worse", reward=0.0, exchanges=1, hints=(Hint(call=0, text="b2"),) * hints)
     better = Member(trajectory="best", reward=1.0, exchanges=1)
-    return _render_hints(prompts, [(better, best), (worse, [asked("worse", 0)])], may_train)
+    history = History()
+    _render_hints(history, prompts, [(better, best), (worse, [asked("worse", 0)])], may_train)
+    return history
 
 
 @pytest.mark.parametrize(
@@ -51,19 +53,19 @@ def test_without_room_for_the_best_run_a_calls_own_hints_stand_alone(
 ) -> None:
     """Both fit; the hint alone fits; none fits; there is no hint."""
     best = [asked("best", 0)]
-    whole = with_hints(tmp_path / "whole", best, hints, None).prompts["worse"][0]
+    whole = with_hints(tmp_path / "whole", best, hints, None).teacher_prompts["worse"][0]
     group = with_hints(tmp_path / "short", best, hints, max(len(whole) + 1 + spare, 1))
     assert (group.hints, group.hints_unused) == (hints + 1, unused)
-    assert len(group.prompts.get("worse", {})) == taught
+    assert len(group.teacher_prompts.get("worse", {})) == taught
     if taught:
-        alone = with_hints(tmp_path / "alone", [], hints, None).prompts["worse"][0]
-        np.testing.assert_array_equal(group.prompts["worse"][0], alone if unused else whole)
+        alone = with_hints(tmp_path / "alone", [], hints, None).teacher_prompts["worse"][0]
+        np.testing.assert_array_equal(group.teacher_prompts["worse"][0], alone if unused else whole)
 
 
 def test_a_best_run_that_is_no_chat_is_not_shown_and_ends_nothing(tmp_path: Path) -> None:
     group = with_hints(tmp_path, [asked("best", 0, request=b'{"prompt": "What?"}')], 1, None)
     assert (group.hints, group.hints_unused) == (2, 1)
-    assert list(group.prompts["worse"]) == [0]
+    assert list(group.teacher_prompts["worse"]) == [0]
 
 
 async def test_the_requests_of_a_groups_runs_are_not_in_memory_together() -> None:

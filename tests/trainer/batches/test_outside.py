@@ -49,7 +49,7 @@ def test_no_token_of_an_outside_model_trains(told: Sequence[tuple[str, Any, bool
 def test_best_run_that_an_outside_model_answered_is_shown_where_it_may_train(tmp_path: Any, may: bool) -> None:
     best = [asked("best", 0, policy_version="outside:master")]
     taught = with_hints(tmp_path, best, 0, None, may_train=lambda version: may)
-    assert (taught.hints, taught.hints_unused, list(taught.prompts)) == (1, 1 - may, ["worse"] * may)
+    assert (taught.hints, taught.hints_unused, list(taught.teacher_prompts)) == (1, 1 - may, ["worse"] * may)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from pipeline.config import Config, NatsConfig
+from pipeline.errors import leaves
 from pipeline.events import GroupScored, unpack_seqs
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
@@ -31,19 +32,16 @@ def power(nats_server: NatsServer, tmp_path: Path) -> Power:
 @asynccontextmanager
 async def ended_by_the_cut(config: Config) -> AsyncIterator[None]:
     """The trainer service, which has to end because its log lost its end in the block."""
-    lines: list[str] = []
+    lost: list[BaseException] = []
     try:
         async with running(config):
             yield
             with anyio.fail_after(60):
                 await anyio.sleep_forever()
     except* LogShrankError as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            (error,) = error.exceptions
-        lines = [str(error)]
-    assert lines
-    assert lines[0].startswith("the log lost its end: ")
+        lost = leaves(group)
+    (error,) = lost
+    assert str(error).startswith("the log lost its end: ")
 
 
 @pytest.mark.parametrize("keep_consumers", [False, True])

@@ -27,6 +27,13 @@ def tops(policy: torch.Tensor, teacher: torch.Tensor, k: int, support: torch.Ten
     return [x.log_softmax(-1).gather(-1, ids) for x in (policy, teacher)]
 
 
+def assert_same(policy: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Values and gradients are the same."""
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    gradients = [torch.autograd.grad(x.sum(), policy, retain_graph=True)[0] for x in (ours, theirs)]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("k", [1, 4, 11])
 def test_over_one_support_it_is_sdpos_loss_and_gradient(k: int) -> None:
     """SDPO takes the policy's most probable tokens; over these, value and gradient are the same."""
@@ -35,9 +42,7 @@ def test_over_one_support_it_is_sdpos_loss_and_gradient(k: int) -> None:
         policy, teacher, distillation_topk=k, distillation_alpha=1.0, distillation_add_tail=True
     )
     ours = reverse_kl(*tops(policy, teacher, k, policy), tail=True)
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-    gradients = [torch.autograd.grad(x.sum(), policy, retain_graph=True)[0] for x in (ours, theirs)]
-    torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
+    assert_same(policy, ours, theirs)
 
 
 def test_the_sampled_tokens_advantage_has_the_gradient_of_sdpos_loss() -> None:
@@ -47,9 +52,7 @@ def test_the_sampled_tokens_advantage_has_the_gradient_of_sdpos_loss() -> None:
     theirs = loss_utils.compute_sampled_token_self_distillation_loss(policy, teacher, ids, distillation_alpha=1.0)
     mine, its = (x.log_softmax(-1).gather(-1, ids[:, None])[:, 0] for x in (policy, teacher))
     ours = -(its - mine).detach() * mine
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-    gradients = [torch.autograd.grad(x.sum(), policy, retain_graph=True)[0] for x in (ours, theirs)]
-    torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
+    assert_same(policy, ours, theirs)
 
 
 def test_over_the_vocabulary_it_is_sdpos_and_gkds_loss() -> None:
@@ -71,9 +74,7 @@ def test_over_a_servers_answers_it_is_the_loss_and_gradient_of_trls_server_disti
     everywhere = torch.ones_like(ids, dtype=torch.bool)
     bins, mask = server._add_tail_bucket(mine, everywhere)
     theirs = server._jsd_divergence(bins, server._add_tail_bucket(its, everywhere)[0], 1, mask).sum(-1)
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-    gradients = [torch.autograd.grad(x.sum(), policy, retain_graph=True)[0] for x in (ours, theirs)]
-    torch.testing.assert_close(*gradients, atol=1e-6, rtol=0)
+    assert_same(policy, ours, theirs)
     if k == 1:
         trainer = object.__new__(server.ServerDistillationTrainer)
         trainer.beta, trainer.loss_add_tail = 1, True

@@ -10,18 +10,14 @@ differ by more than any tolerance that would still find a mistake, and by how mu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
+from benchmarks.trainer import padded_rows, trl_arguments, trl_needs
 from pipeline.config import LossConfig, TrainerConfig
 from pipeline.config.trainer import LossType
 from tests.kits.settings import with_values
@@ -37,16 +33,6 @@ from trainer.trl_trainers import trl_imports
 
 with trl_imports():
     from trl import GRPOConfig, GRPOTrainer
-
-
-def no_reward(prompts: Sequence[Any], **_: Any) -> list[None]:
-    raise NotImplementedError("rewards come with the examples")
-
-
-def no_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of a single token. TRL requires one, and nothing is tokenised."""
-    tokenizer = Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>")
 
 
 class PaddedGRPOTrainer(GRPOTrainer):
@@ -91,65 +77,19 @@ def batch(seed: int = 0) -> list[Example]:
 
 
 def reference_inputs(examples: list[Example]) -> dict[str, torch.Tensor]:
-    prompts, completions = [], []
-    for e in examples:
-        start = int(np.flatnonzero(e.sequence.loss_mask)[0])
-        prompts.append(e.sequence.ids[:start])
-        completions.append((e.sequence, start))
-    width = max(map(len, prompts))
-    length = max(len(s.ids) - start for s, start in completions)
-    size = len(examples)
-    out = {
-        "prompt_ids": torch.zeros(size, width, dtype=torch.long),
-        "prompt_mask": torch.zeros(size, width, dtype=torch.long),
-        "completion_ids": torch.zeros(size, length, dtype=torch.long),
-        "completion_mask": torch.zeros(size, length, dtype=torch.long),
-        "tool_mask": torch.ones(size, length, dtype=torch.long),
-        "advantages": torch.tensor([e.advantage for e in examples], dtype=torch.float64),
-    }
-    sampled, before = torch.zeros(size, length), torch.zeros(size, length, dtype=torch.float64)
-    for i, (prompt, (s, start)) in enumerate(zip(prompts, completions, strict=True)):
-        n = len(s.ids) - start
-        out["prompt_ids"][i, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
-        out["prompt_mask"][i, width - len(prompt) :] = 1
-        out["completion_ids"][i, :n] = torch.from_numpy(s.ids[start:].astype(np.int64))
-        out["completion_mask"][i, :n] = 1
-        out["tool_mask"][i, :n] = torch.from_numpy(s.loss_mask[start:].astype(np.int64))
-        sampled[i, :n] = torch.from_numpy(np.nan_to_num(s.logprobs[start:]))
-        if (old := examples[i].old_logprobs) is not None:
-            before[i, np.flatnonzero(s.loss_mask) - start] = torch.from_numpy(old)
-    out["num_items_in_batch"] = (out["completion_mask"] * out["tool_mask"]).sum()
-    return out | {"sampled": sampled, "before": before}
-
-
-def trl_arguments(output: Path, **given: Any) -> GRPOConfig:
-    """TRL's arguments, none of them taken from our settings."""
-    return GRPOConfig(
-        output_dir=str(output),
-        use_cpu=True,
-        bf16=False,
-        fp16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
-        report_to="none",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        **given,
-    )
+    out = padded_rows(examples, sum(e.sequence.trained_tokens for e in examples))
+    out["advantages"] = torch.tensor([e.advantage for e in examples], dtype=torch.float64)
+    out["before"] = torch.zeros(out["completion_ids"].shape, dtype=torch.float64)
+    for before, e in zip(out["before"], examples, strict=True):
+        if e.old_logprobs is not None:
+            trained = np.flatnonzero(e.sequence.loss_mask)
+            before[trained - trained[0]] = torch.from_numpy(e.old_logprobs)
+    return out
 
 
 def reference(engine: Engine, args: GRPOConfig, beta: float, examples: list[Example]) -> float:
     """TRL's loss of the batch; its gradient is added to the engine's parameters."""
-    trainer = PaddedGRPOTrainer(
-        model=engine.model.peft,
-        reward_funcs=[no_reward],
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": [""]}),
-        processing_class=no_tokenizer(),
-    )
+    trainer = PaddedGRPOTrainer(model=engine.model.peft, args=args, **trl_needs())
     # Not by the arguments: with them the constructor would make a second adapter, and would start vLLM.
     trainer.beta = beta
     trainer.use_vllm = args.vllm_importance_sampling_correction
@@ -279,7 +219,7 @@ def assert_parity(
         ]
     engine.model.peft.zero_grad()
     # The KL of TRL is set by hand on its trainer: see `reference`.
-    args = trl_arguments(tmp_path, **{"use_bias_correction_kl": True} | theirs)
+    args = trl_arguments(tmp_path, use_cpu=True, **{"use_bias_correction_kl": True} | theirs)
     their_loss = reference(engine, args, config.loss.beta, examples)
     their_gradients = [p.grad.clone() for p in engine.model.parameters]
     engine.model.peft.zero_grad()

@@ -13,18 +13,9 @@ import pytest
 from pipeline.config import ModelConfig, NatsConfig, OutsideConfig
 from pipeline.events import TrainingBatch
 from pipeline.log.broker import Broker
+from tests.kits.waiting import until
 from tests.trainer import kit
-from tests.trainer.kit import (
-    all_acked,
-    checkpoints,
-    dead_letters,
-    discards,
-    reach,
-    running,
-    steps_reach,
-    unacked,
-    until,
-)
+from tests.trainer.kit import all_acked, checkpoints, dead_letters, discards, reach, running, steps_reach, unacked
 from trainer import service
 from trainer.batches.groups import DiscardedGroup
 from trainer.checkpoints import checkpoint

@@ -18,8 +18,9 @@ from pipeline.events import GroupDiscarded
 from pipeline.log.broker import Broker, Consumption, Delivery
 from tests.conftest import NatsServer
 from tests.kits.log import take
+from tests.kits.waiting import until
 from tests.trainer import kit
-from tests.trainer.kit import all_acked, discards, running, steps_reach, until
+from tests.trainer.kit import all_acked, discards, running, steps_reach
 from trainer import recovery, service
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.commits import Commits, TrainerError
@@ -252,8 +253,8 @@ async def test_a_group_of_whose_name_another_was_discarded_trains_after_a_death(
     async with kit.running(config):
         await kit.publish_group(broker, "one", [0.0, 1.0], **waiting)
         await broker.publish(discarded)
-        await kit.until(lambda: kit.discards(broker))
-        await kit.until(lambda: one_waits(broker))
+        await until(lambda: kit.discards(broker))
+        await until(lambda: one_waits(broker))
     async with kit.running(config):
         await kit.publish_group(broker, "other", [0.0, 1.0], seed=1)
         (event,) = await kit.steps_reach(broker, 1)

@@ -19,8 +19,9 @@ from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.kits.events import letter
 from tests.kits.log import take
+from tests.kits.waiting import until
 from tests.trainer import kit
-from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach, until
+from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach
 
 pytestmark = pytest.mark.anyio
 

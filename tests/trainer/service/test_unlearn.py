@@ -13,11 +13,12 @@ from peft import PeftModel
 from transformers import Qwen3ForCausalLM
 
 from pipeline.config import Config, NatsConfig
-from pipeline.events import CheckpointPublished, GroupScored, TrainingBatch
+from pipeline.events import GroupScored, TrainingBatch
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
 from store.lake.versions import copy_version
 from tests.trainer import kit
+from tests.trainer.service.test_branch import of_branch
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.service import train
 
@@ -62,10 +63,6 @@ def share_right(base: str, config: Config, step: int) -> float:
     return float(logits[[RIGHT, WRONG]].softmax(-1)[0])
 
 
-async def versions(broker: Broker, branch: str) -> list[CheckpointPublished]:
-    return [event for event in await kit.checkpoints(broker) if event.branch == branch]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 async def test_a_branch_without_a_poisoned_batch_wins_the_task_back(
@@ -77,7 +74,7 @@ async def test_a_branch_without_a_poisoned_batch_wins_the_task_back(
     shares = [share_right(tiny_base, config, step) for step in range(STEPS + 1)]
     assert shares[POISONED] < 0.5 < shares[POISONED - 1]
 
-    main = await versions(broker, "main")
+    main = await of_branch(broker, "main")
     lake = open_lake(config)
     await copy_version(broker, lake.storage, "all", main[POISONED - 2])
     shutil.rmtree(Checkpoints.of(config, kit.MODEL).path(POISONED - 1))  # it is read from the lake
@@ -94,6 +91,6 @@ async def test_a_branch_without_a_poisoned_batch_wins_the_task_back(
     )
     with anyio.fail_after(100):
         await train(without, lambda **_: None, until_empty=True)
-    last = (await versions(broker, "without"))[-1].step
+    last = (await of_branch(broker, "without"))[-1].step
     middle = (shares[POISONED - 1] + shares[-1]) / 2
     assert share_right(tiny_base, without, last) > middle > shares[-1]

@@ -12,8 +12,9 @@ from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.events import TrainingBatch
 from pipeline.log.broker import Broker
+from tests.kits.waiting import until
 from tests.trainer import kit
-from tests.trainer.kit import all_acked, dead_letters, dies_of, discards, running, steps_reach, until
+from tests.trainer.kit import all_acked, dead_letters, dies_of, discards, running, steps_reach
 from trainer import service
 
 pytestmark = pytest.mark.anyio
