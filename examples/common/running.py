@@ -166,16 +166,12 @@ async def served_step(client: AsyncJourneywork, model: str) -> int:
     return int(step)
 
 
-def stop_when_told() -> None:
-    """Let SIGTERM end this program as Ctrl-C does, so that it stops the installation that it started."""
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-
-
 @contextlib.contextmanager
 def as_program(run_dir: Path) -> Iterator[None]:
     """Run an example within the block: it stops the installation that it started when it is told to end, and ends the
     program with 1 after an `ExampleError`, which is printed."""
-    stop_when_told()
+    # SIGTERM ends the program as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         with plain_errors(Exception):
             yield

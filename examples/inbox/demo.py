@@ -29,11 +29,11 @@ from examples.common.running import (
     ExampleError,
     Installation,
     add_flags,
+    as_program,
     fast_bfloat16,
     flags,
     make_room,
     served_step,
-    stop_when_told,
     supervised_step,
 )
 from examples.inbox import report
@@ -42,7 +42,6 @@ from examples.inbox.messages import Message, message
 from examples.inbox.ways import GROUP_SIZE, GROUPS_PER_STEP, MESSAGES, Way, way_of
 from journeywork import AsyncJourneywork, EvaluationReport, LoopOptions
 from journeywork.evaluation.results import EntrantResult
-from journeywork.transport import plain_errors
 
 SETTINGS = Path(__file__).with_name("journeywork.toml")
 BASE, WARM = f"{MODEL}@0", f"{MODEL}@1"
@@ -196,8 +195,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     run_dir: Path = args.run_dir.absolute()
-    stop_when_told()
-    try:
+    with as_program(run_dir):
         settings = settings_of(args)
         make_room(run_dir)
         if not fast_bfloat16():
@@ -207,18 +205,11 @@ def main(argv: list[str] | None = None) -> None:
         with way_of(args.way, args) as way:
             up = Installation(run_dir, SETTINGS, settings | way.settings, *flags(args))
             try:
-                with plain_errors(Exception):
-                    compared, sorter = anyio.run(play, way, args, up)
+                compared, sorter = anyio.run(play, way, args, up)
             finally:
                 up.stop()
         if findings := report.conclude(compared, sorter, run_dir, args, time.monotonic() - args.began):
             raise ExampleError("the history holds what it must not: " + "; ".join(findings))
-    except KeyboardInterrupt:
-        report.say(f"stopped; what was played so far is in {run_dir}")
-        raise SystemExit(130) from None
-    except ExampleError as error:
-        report.say(str(error))
-        raise SystemExit(1) from error
 
 
 if __name__ == "__main__":
