@@ -198,7 +198,7 @@ class ModelCalls:
         status, answer = await self._calls.answer(call, caller, sink)
         if status == 400 and translation.merge_system():
             merged = translation.call()
-            call.body, call.fields = merged.body, merged.fields
+            call.body, call.fields = merged.body, merged.fields  # the same object: it holds `detected`
             self._gateway.permitted.check(call.fields)
             status, answer = await self._calls.answer(call, caller, sink)
         _check_apprentice_answered(caller, status)
@@ -221,7 +221,7 @@ class ModelCalls:
         for missing in translation.continued - exchanges.keys():
             raise unknown_reference(missing)
         whole = translation.call(exchanges)
-        call.body, call.fields = whole.body, whole.fields
+        call.body, call.fields = whole.body, whole.fields  # the same object: it holds `detected`
         return await self._caller(call, asked) if caller.trajectory is None else caller
 
 

@@ -168,12 +168,12 @@ async def _checked_signal(
     gateway, access = request.gateway, request.access
     opened = await _opening_to_grade(gateway, target.trajectory, access)
     by = opened.owner if access.trajectory else access.owner
-    call = await _call_number(request, opened, target.call)
     grade, source = target.grade._asdict(), body.source
     if source == "healing" or is_outside(source):
         raise ApiError(400, "invalid_body", f"`source` {source!r} is the installation's own.", param="source")
     if body.corrected_by:
         grade["text"], source = await _last_answer_of(request, body.corrected_by, opened.owner)
+    call = await _call_number(request, opened, target.call)
     event = SignalGiven(
         project=gateway.project,
         # The `:` of a key's name is escaped, so no two names make the same id.
@@ -275,17 +275,20 @@ async def _call_number(request: ControlRequest, opened: TrajectoryOpened, call: 
     if call == -1:
         return -1
     gateway, trajectory = request.gateway, opened.trajectory
-    run = await gateway.registry.find_to_read(trajectory)
     if isinstance(call, str):
+        run = await gateway.registry.find_to_read(trajectory)
         async with request.reading(opened) as read:
             exchange = (await run.exchanges_of([call], read, complete=False)).get(call)
         if exchange is None:
             raise _unknown_answer(call, f"Run {trajectory!r}")
         return exchange.seq
     completed = await gateway.registry.log.completion(opened)
-    if completed is None:
+    if completed is not None:
+        calls = completed.calls
+    else:
+        run = await gateway.registry.find_to_read(trajectory)
         await run.refresh()
-    calls = run.recorded.next_seq if completed is None else completed.calls
+        calls = run.recorded.next_seq
     if call >= calls:
         message = f"Run {trajectory!r} has {calls} calls, numbered from 0: there is no call {call}."
         raise ApiError(404, "exchange_not_found", message, param="call")

@@ -37,12 +37,13 @@ async def get_models(request: ControlRequest) -> dict[str, Any]:
 
 
 async def get_model(request: ControlRequest) -> dict[str, Any]:
-    """One of them. A model that the key does not permit is a 404, like one that does not exist."""
+    """One of them, or a version that is no longer listed: calls that use it continue. A model that the key does not
+    permit is a 404, like one that does not exist."""
     gateway, access, (name,) = request.gateway, request.access, request.values
     names = _visible_names(gateway, access)
-    if name not in names:
-        raise unknown_model(name, names)
-    return _model(gateway, name)
+    if name in names or (gateway.policies.knows(name) and access.sees(gateway.router.name(name))):
+        return _model(gateway, name)
+    raise unknown_model(name, names)
 
 
 async def get_policies(request: ControlRequest) -> dict[str, Any]:

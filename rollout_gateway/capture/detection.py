@@ -75,7 +75,7 @@ class TrajectoryDetector:
         # Another gateway may have a call of a restored run in flight; it is recorded only when it ends.
         self._restored_idle_s = config.detection.idle_s + config.replicas.timeout_s
         self._waiting = WaitingRuns(registry.log.broker, project, self._idle_s + _RESTART_S, self._restored_idle_s)
-        self._taken: set[_TakenRun] = set()
+        self._taken: dict[_TakenRun, None] = {}
         """Each is also in `Call.detected`."""
         self._unpublished: list[WaitingRun] = []
         """Runs that are to wait and whose message the log did not take yet."""
@@ -115,7 +115,7 @@ class TrajectoryDetector:
         """Keep a run until a call of it is answered. Returns the run."""
         taken.run.used_at = time.monotonic()
         call.detected = taken
-        self._taken.add(taken)
+        self._taken[taken] = None
         return taken.run
 
     async def _find_quoted(self, call: Call, conversation: CallMessages) -> tuple[Trajectory | None, bool]:
@@ -193,7 +193,7 @@ class TrajectoryDetector:
         taken = call.detected
         if not isinstance(taken, _TakenRun) or taken not in self._taken or not answer.choices:
             return
-        self._taken.remove(taken)
+        del self._taken[taken]
         said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
         answered = taken.conversation.with_answer(said)
         programs = [*dict.fromkeys([*taken.waits_again_as.programs, answered.program])][-_MAX_PROGRAMS:]
@@ -236,7 +236,7 @@ class TrajectoryDetector:
         for taken in list(self._taken):
             # A call may have been answered while another run was put back.
             if taken in self._taken and not taken.run.in_flight and taken.run.used_at < before:
-                self._taken.remove(taken)
+                del self._taken[taken]
                 await self._let_wait(replace(taken.waits_again_as, calls=taken.run.recorded.next_seq))
                 await self._waiting.end_branch(taken.branch_number)
 

@@ -22,7 +22,7 @@ from rollout_gateway.capture.answer_ids import new_answer_id
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
-from rollout_gateway.dialects.calls import Call, Fields
+from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.dialects.endpoints import MALFORMED, merged, read_answer
 from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
 from rollout_gateway.dialects.translate import TranslatedSink
@@ -158,8 +158,7 @@ class CallHandler:
             if capture.error_code >= 500 or (failure is not None and failure.code == "upstream_broke_off"):
                 attempt.lease.replica.suspect()
             if exchange.captured:
-                exchange.answer = capture.answer()
-                recording = self.begin_record(exchange, status)
+                recording = self.begin_record(exchange, capture.answer(), status)
         if exchange.captured:
             try:
                 await asyncio.shield(recording)  # the record is made even if this task is cancelled
@@ -169,8 +168,9 @@ class CallHandler:
 
     # -- records -------------------------------------------------------------------------------------------------
 
-    def begin_record(self, exchange: Exchange, status: Status) -> asyncio.Task[None]:
+    def begin_record(self, exchange: Exchange, answer: Answer, status: Status) -> asyncio.Task[None]:
         """Record a captured call with its answer, also if the caller is cancelled. `settle` waits for it."""
+        exchange.answer = answer
         exchange.recorded_in.begin_work()
         recording = asyncio.ensure_future(self._record_and_report(exchange, status))
         self._recording.add(recording)

@@ -72,7 +72,8 @@ class _OutsideExchange(Exchange):
 
 
 class NotAnsweredError(Exception):
-    """The apprentice did not answer, so that its master does. Its text says who was asked, and why there is none."""
+    """The apprentice did not answer, so that its master does. Its text says who was asked, and why there is no
+    answer."""
 
 
 class Relay:
@@ -291,11 +292,10 @@ class Relay:
         exchange.usage = answer.usage()
         if exchange.usage is not None:
             exchange.cost_usd = exchange.usage.cost_usd(answer.table)
-        exchange.answer = answer.answer()
         exchange.error = answer.error
         # Whether a stream can be read shows only now.
         status = "failed" if status == "complete" and answer.error else status
-        return self._calls.begin_record(exchange, status)
+        return self._calls.begin_record(exchange, answer.answer(), status)
 
 
 async def _repeat(request: Request, call: OutsideCall, before: Fields) -> int:

@@ -19,7 +19,7 @@ log = get_logger("rollout_gateway.sampler")
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` for settings with which `serve` would not start. Reads the server's key, and connects to
+    """Raise `ConfigError` for settings with which `serve` can't work. Reads the server's key, and connects to
     nothing."""
     if not config.vllm.urls:
         raise ConfigError("vllm.urls is empty: list the inference servers on this sampler agent's machine")
@@ -29,10 +29,10 @@ def check(config: Config) -> None:
 
 
 async def serve(config: Config, ready: Ready) -> None:
-    """Control the inference servers in `vllm.urls` until cancelled.
+    """Control the inference servers in `vllm.urls` until cancelled. `check` has passed the settings.
 
     `ready` is called once the agent has read the policy versions on the log.
-    Waits for servers that are not up yet. Raises `ConfigError` for settings that can't work."""
+    Waits for servers that are not up yet."""
     trust = Trust(config.signing)
     if not trust.checks:
         why = "signatures of checkpoints are not checked: an adapter of any client of the log is loaded"

@@ -246,7 +246,8 @@ def least_loaded(replicas: list[Replica]) -> Replica:
 
 
 def replica_of(conversation: str, replicas: list[Replica]) -> Replica:
-    """Return the replica for a conversation, by rendezvous hashing: the one whose name has the largest hash with it.
+    """Return the replica for a conversation, by rendezvous hashing: the one for which the hash of its name and
+    the conversation is largest.
 
     All gateways choose the same one, so the server's prefix cache holds the conversation. When a replica is added or
     removed, only the conversations of that replica move."""

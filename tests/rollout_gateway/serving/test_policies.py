@@ -111,6 +111,9 @@ async def test_a_retired_version_is_told_with_what_can_be_named_and_how_it_is_se
             assert "no longer kept (`retention.adapters`)" in error["message"]
             assert "that is: tictactoe@0, tictactoe@2. " in error["message"]
             assert "train --adopt" in error["message"]
+        listed = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
+        assert "tictactoe@1" not in listed
+        assert (await client.get("/v1/models/tictactoe@1")).json()["id"] == "tictactoe@1"  # its calls continue
 
 
 async def test_a_branch_is_served_beside_main_under_a_name_of_its_own(nats_config: NatsConfig, tmp_path: Path) -> None:
