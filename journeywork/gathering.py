@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import inspect
 import itertools
+import math
 import operator
 import secrets
 import sys
@@ -183,8 +184,8 @@ async def gather(
         raise TypeError(message) from None
     if group_size < 1 or concurrency < 1:
         raise ValueError(f"group_size and concurrency must be at least 1, not {group_size} and {concurrency}")
-    if max_exceptions < 0:
-        raise ValueError(f"max_exceptions must be at least 0, not {max_exceptions:g}")
+    if not 0 <= max_exceptions < math.inf:
+        raise ValueError(f"max_exceptions must be a number of at least 0, not {max_exceptions:g}")
     prefix = f"g-{secrets.token_hex(5)}"
     groups = [TaskGroup(task, name(task) if name else f"{prefix}-{n}") for n, task in enumerate(tasks)]
     if len({group.name for group in groups}) < len(groups):

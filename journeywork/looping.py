@@ -79,11 +79,14 @@ class LoopOptions(Generic[Task]):
             raise ValueError(
                 f"group_size must be at least 2, not {self.group_size}: rewards are compared within a group"
             )
-        positive = ("steps", "groups_per_step", "concurrency", "tries", "epochs")
-        for field_name in (*positive, "max_staleness", "evaluate_every"):
-            value, least = getattr(self, field_name), int(field_name in positive)
-            if value is not None and value < least:
-                raise ValueError(f"{field_name} must be at least {least}, not {value}")
+        for least, names in (
+            (1, ("steps", "groups_per_step", "concurrency", "tries", "epochs")),
+            (0, ("max_staleness", "evaluate_every")),
+        ):
+            for field_name in names:
+                value = getattr(self, field_name)
+                if value is not None and value < least:
+                    raise ValueError(f"{field_name} must be at least {least}, not {value}")
         if self.evaluate_every and not self.evaluation:
             raise ValueError(
                 f"evaluate_every is {self.evaluate_every}, but `evaluation` is empty: give it the held-out tasks"

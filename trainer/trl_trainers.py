@@ -62,10 +62,13 @@ def plain_logprobs(device: str) -> Iterator[None]:
     on a GPU only for the trained tokens. TRL itself computes the logits of every token there."""
     with trl_imports():
         from trl.trainer import utils
-    fused = utils._ChunkedLogProbFunction, utils._use_triton
-    if device == "cpu":
-        utils._ChunkedLogProbFunction, utils._use_triton = _PlainLogprobs, lambda _: True
+    plain: dict[str, Any] = {"_ChunkedLogProbFunction": _PlainLogprobs, "_use_triton": lambda _: True}
+    # TRL 1.15 has no `_use_triton`.
+    fused = {name: getattr(utils, name) for name in plain if device == "cpu" and hasattr(utils, name)}
+    for name in fused:
+        setattr(utils, name, plain[name])
     try:
         yield
     finally:
-        utils._ChunkedLogProbFunction, utils._use_triton = fused
+        for name, theirs in fused.items():
+            setattr(utils, name, theirs)

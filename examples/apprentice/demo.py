@@ -88,8 +88,8 @@ async def work_with_master(args: argparse.Namespace, up: Installation) -> Entran
     sort = Sorter().rollout(training=False)
     async with AsyncJourneywork(await up.ready()) as client:
         messages = [message("train", RUNS_FROM + number, args.seed) for number in range(RUNS)]
-        options: dict[str, Any] = {"concurrency": demo.CONCURRENCY, "progress": False, "name": lambda m: m.id}
-        await client.gather(MASTER, messages, sort, group_size=1, **options)
+        options: dict[str, Any] = {"concurrency": demo.CONCURRENCY, "progress": False}
+        await client.gather(MASTER, messages, sort, group_size=1, name=lambda m: m.id, **options)
         held_out = [message("held_out", number) for number in range(args.held_out)]
         compared = await client.evaluate([MASTER], held_out, sort, **options)
     return compared.entrants[0]

@@ -41,7 +41,7 @@ def judge(messages: list[dict[str, Any]], score: Score) -> str:
 
 def _completion(request: dict[str, Any], text: str) -> dict[str, Any]:
     """Return the chat completion for a request. Four characters count as a token."""
-    sent, said = sum(len(str(m["content"])) for m in request["messages"]) // 4, len(text) // 4
+    sent, said = sum(len(str(m.get("content", ""))) for m in request["messages"]) // 4, len(text) // 4
     message = {"role": "assistant", "content": text, "refusal": None}
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",

@@ -144,13 +144,14 @@ async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[Ev
                 sorter.rollout(training=False),
                 concurrency=CONCURRENCY,
                 progress=False,
-                scenarios="held-out messages",
+                scenarios="held-out messages" if said is held_out else f"the first {len(said)} held-out messages",
                 baseline=baseline,
             )
 
-        report.say(f"the warm start answers {len(held_out)} held-out messages, the base model {BASE_MESSAGES} of them")
+        of_base = held_out[:BASE_MESSAGES]
+        report.say(f"the warm start answers {len(held_out)} held-out messages, the base model {len(of_base)} of them")
         (warm,) = (await evaluate(WARM)).entrants
-        (base,) = (await evaluate(BASE, held_out[:BASE_MESSAGES])).entrants
+        (base,) = (await evaluate(BASE, of_base)).entrants
         report.show_answers(sorter, [BASE, WARM])
         began = time.monotonic()
         step = await train(way, client, sorter, args, up)
@@ -199,7 +200,9 @@ def main(argv: list[str] | None = None) -> None:
         settings = settings_of(args)
         make_room(run_dir)
         if not fast_bfloat16():
-            report.say(f"this processor does not multiply bfloat16: the demo takes {args.seconds / 60:.0f} minutes")
+            report.say(
+                f"this processor does not multiply bfloat16: training ends after {args.seconds / 60:.0f} minutes"
+            )
         report.say(f"warm start: {EXAMPLES} examples")
         warm_start(run_dir, settings, args)
         with way_of(args.way, args) as way:

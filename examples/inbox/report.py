@@ -109,12 +109,13 @@ def conclude(
         "after": curve.as_json(trained.estimate("solved")),
     }
     (run_dir / "report.json").write_text(json.dumps(written, indent=1) + "\n", "utf-8")
-    table = Table("version", "held-out messages solved", "95 % interval", "team", "urgency", "order")
+    table = Table("version", "held-out messages", "solved", "95 % interval", "team", "urgency", "order")
     for name, entrant in scores.items():
         score, fields = entrant.estimate("solved"), written["fields"][name]
         label = f"{entrant.version} ({name.replace('_', ' ')})"
         table.add_row(
             label,
+            f"{score.count}",
             f"{score.mean:.3f}",
             f"{score.low:.3f} to {score.high:.3f}",
             *(f"{fields[field]:.2f}" for field in ("team", "urgency", "order")),

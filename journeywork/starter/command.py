@@ -40,7 +40,8 @@ def write_project(name: str, folder: Path, *, tiny: bool = False) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InitError(f"{folder} cannot be made: {error.strerror}; choose a folder with --dir") from error
+        message = f"{folder} cannot be made: {error.strerror}; choose another name, or a folder with --dir"
+        raise InitError(message) from error
     if any(folder.iterdir()):
         raise InitError(f"{folder} exists and is not empty: choose another name, or a folder with --dir")
     written = []

@@ -88,7 +88,7 @@ class PositionBias:
 
     def first_position(self) -> float | None:
         """Return how much the first position adds compared with the others, weighted over the lengths of lists; `None`
-        if no group of two or more was added yet."""
+        if no group of two or more with two passes was added yet."""
         effects = {n: self.effects(n) for n in self._sums if n > 1}
         weights = {n: self._sums[n][3] for n in effects}
         total = sum(weights.values())

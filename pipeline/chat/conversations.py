@@ -121,8 +121,11 @@ def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Co
     ordered = [unique[key] for key in sorted(unique)]
     main = [e for e in ordered if not e.side_call] or ordered
     builder = _ConversationBuilder()
-    numbers = {(exchange.seq, -exchange.choice): builder.add(exchange) for exchange in main}
-    last = numbers[max(numbers)] if numbers else 0
+    last, newest = 0, (-1, 0)
+    for exchange in main:
+        number = builder.add(exchange)
+        if (exchange.seq, -exchange.choice) > newest:
+            last, newest = number, (exchange.seq, -exchange.choice)
     calls_with_choices = {e.seq for e in main if e.choice}
     return tuple(c.close(calls_with_choices) for c in builder.conversations), last
 

@@ -40,9 +40,8 @@ from pipeline.security.signing import Trust
 from pipeline.telemetry import logs
 from pipeline.terminal.printing import with_code
 
-_READ, _NEWEST = 4096, 256
-"""Messages at the end of GROUPS that are read, and the most of training groups among them that count: those of an
-evaluation may be the newest."""
+_NEWEST = (256, 1024, 4096)
+"""Messages at the end of GROUPS that are read, the next number where the ones before hold no training group."""
 _STORE_S = 20
 """Time in which the store has to answer: what the processes and the log say must not wait for it."""
 
@@ -152,10 +151,15 @@ async def _raised(broker: Broker) -> list[dict[str, Any]]:
 async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
     """Return by model how many of the newest training groups were discarded, whole or in part, by reason."""
     last = (await broker.stream_info("GROUPS")).state.last_seq
-    recorded: Sequence[LogEntry[GroupScored | GroupDiscarded]] = await broker.read_all(
-        (GroupScored, GroupDiscarded), start_seq=max(last - _READ, 0) + 1, project=project
-    )
-    events = [r.event for r in recorded if (r.event.branch, r.event.split) == ("main", "train")][-_NEWEST:]
+    events: list[GroupScored | GroupDiscarded] = []
+    for messages in _NEWEST:  # an evaluation's groups may be the newest
+        first = max(last - messages, 0) + 1
+        recorded: Sequence[LogEntry[GroupScored | GroupDiscarded]] = await broker.read_all(
+            (GroupScored, GroupDiscarded), start_seq=first, project=project
+        )
+        events = [r.event for r in recorded if (r.event.branch, r.event.split) == ("main", "train")]
+        if events or first == 1:
+            break
     groups = Counter(model for model, _ in {(e.model, e.group) for e in events})
     reasons = {(e.model, e.reason, e.group) for e in events if isinstance(e, GroupDiscarded)}
     counts = Counter((model, reason) for model, reason, _ in sorted(reasons)).most_common()

@@ -39,14 +39,21 @@ _FLUSH_S = 2
 _ACKS_PER_WRITE = 500
 
 
+class _Error(msgspec.Struct):
+    """Why the server refused a publish; what it says beyond this is left out."""
+
+    code: int | None = None
+    err_code: int | None = None
+    description: str | None = None
+
+
 class Ack(msgspec.Struct):
     """The server's acknowledgement of a publish; `duplicate` if the log already held the event."""
 
     stream: str = ""
     seq: int = 0
     duplicate: bool = False
-    error: dict[str, Any] | None = None
-    """Why the server refused the publish."""
+    error: _Error | None = None
 
 
 _decode_ack = msgspec.json.Decoder(Ack).decode
@@ -297,7 +304,7 @@ class FastClient(Client):  # type: ignore[misc]
         finally:
             self._waiting.pop(token, None)
         if ack.error is not None:
-            raise nats.js.errors.APIError.from_error(ack.error)
+            raise nats.js.errors.APIError.from_error(msgspec.to_builtins(ack.error))
         return ack
 
     def _write(self, command: bytes, loop: asyncio.AbstractEventLoop) -> None:

@@ -18,10 +18,8 @@ from pipeline.errors import BrokerError
 from pipeline.log.retry import retry_while_unavailable
 from pipeline.log.stream_reader import StreamReader
 
-_STREAM_FIELDS = (
-    *("description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas"),
-    *("compression", "allow_direct", "allow_msg_ttl", "allow_msg_schedules"),
-)
+_LIMITS = ("description", "subjects", "max_age", "max_bytes", "discard", "duplicate_window", "num_replicas")
+_STREAM_FIELDS = (*_LIMITS, "compression", "allow_direct", "allow_msg_ttl", "allow_msg_schedules")
 _BUCKET_WINDOW_S = 120.0
 """NATS' own window of duplicates; the server refuses one that is longer than the stream's age."""
 _MARKER_S = 60.0
@@ -155,6 +153,7 @@ async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
         max_msgs_per_subject=1,
         storage=api.StorageType.FILE,
         discard=api.DiscardPolicy.NEW,
+        duplicate_window=_BUCKET_WINDOW_S,
         deny_delete=True,
         allow_rollup_hdrs=True,
         allow_direct=True,

@@ -36,9 +36,13 @@ class UnwrittenEvents:
         """Sequence of the first event that was deleted before it was written, by consumer."""
 
     async def check(self, broker: Broker) -> list[Unwritten]:
-        """Return what is wrong now. A loss stays. Raises nats-py's errors and `BrokerError`."""
-        consumers = [spec for spec in streams.CONSUMERS if spec.name.startswith("store-")]
-        return [unwritten for spec in consumers for unwritten in await self._of_consumer(broker, spec)]
+        """Return what is wrong now. A loss stays. Raises nats-py's errors and `BrokerError`, also where one of the
+        consumers is missing."""
+        out = []
+        for spec in streams.CONSUMERS:
+            if spec.name.startswith("store-"):
+                out += await self._of_consumer(broker, spec)
+        return out
 
     async def _of_consumer(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
         """Return what is wrong with a consumer. The event that was its oldest at the last check (`before`) has been

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import anyio
 import msgspec
@@ -27,8 +28,12 @@ BEAT_S = 1.0
 """Seconds between two heartbeats."""
 
 
-Ready = Callable[..., None]
-"""Reports that the service is ready, with facts such as its URL as keyword arguments."""
+class Ready(Protocol):
+    """Reports that the service is ready, with facts such as its URL. Further reports are only logged."""
+
+    def __call__(self, **facts: str | int | float) -> None: ...
+
+
 Serve = Callable[[Config, Ready], Awaitable[None]]
 
 
@@ -40,7 +45,7 @@ class _Report:
         self._ready = anyio.Event()
 
     def __call__(self, **facts: str | int | float) -> None:
-        if self._fd is not None:
+        if self._fd is not None and not self._ready.is_set():
             os.write(self._fd, msgspec.json.encode({"ready": True, **facts}) + b"\n")
         self._ready.set()
         logs.get_logger("pipeline.running.service").info("ready", **facts)

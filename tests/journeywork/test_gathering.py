@@ -135,7 +135,8 @@ async def test_plain_functions_run_in_threads(stub: StubGateway) -> None:
     [
         ({"group_size": 0}, ValueError, "group_size and concurrency must be at least 1, not 0 and 64"),
         ({"group_size": 2.5}, TypeError, "must be whole numbers"),
-        ({"max_exceptions": -1}, ValueError, "max_exceptions must be at least 0, not -1"),
+        ({"max_exceptions": -1}, ValueError, "max_exceptions must be a number of at least 0, not -1"),
+        ({"max_exceptions": float("nan")}, ValueError, "max_exceptions must be a number of at least 0, not nan"),
         # Two tasks of one name would be compared with each other as one group.
         ({"name": lambda task: "same"}, ValueError, "`name` returns 'same' for several tasks"),
         ({"rollout": None}, TypeError, "rollout must be a function of a trajectory and a task, not None"),

@@ -13,7 +13,7 @@ layout, U distinct predictions of them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeVar
@@ -190,8 +190,12 @@ def segments(ends: Sequence[int]) -> list[tuple[int, int, list[int]]]:
 
 def attended_pairs(ends: Sequence[int]) -> int:
     """The number of pairs of query and key that attention by segments computes. `ends` is a row of `ends_RL`."""
-    row = segments(ends)
-    return sum((stop - start) * sum(row[j][1] - row[j][0] for j in seen) for start, stop, seen in row)
+    row, columns = segments(ends), np.asarray(ends)
+    # Of an earlier segment its first columns are seen, those that the branch shares.
+    return sum(
+        (stop - start) * (stop - start + sum(int((columns[slice(*row[j][:2])] > start).sum()) for j in seen[:-1]))
+        for start, stop, seen in row
+    )
 
 
 def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
@@ -290,12 +294,31 @@ _CAUSAL = 0.75
 """Share of a row's pairs that a causal kernel computes: half, and the waste of its blocks."""
 
 
-def sharing_pays(sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost, joined: int = 0) -> bool:
-    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, and needs masks. `groups` and `joined`
-    as in `micro_batches`."""
+@dataclass(frozen=True)
+class RowLimits:
+    """What may share a pass, and a row."""
+
+    of_pass: int = sys.maxsize
+    """Tokens up to which rows share a pass."""
+    of_row: int = 0
+    """Tokens up to which groups that begin alike share a row."""
+    in_common: int = 16
+    """Tokens that a group must have in common with the one before it to share its row: another part of a row has costs
+    of its own."""
+
+
+NO_LIMITS = RowLimits()
+"""Each group has a row of its own."""
+
+
+def sharing_pays(
+    sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost, limits: RowLimits = NO_LIMITS
+) -> bool:
+    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, and needs masks. `groups[s]` is the
+    group of sequence s."""
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
-    for _, inside in _prefix_rows(sequences, groups, sys.maxsize, joined):
+    for _, inside in _prefix_rows(sequences, groups, sys.maxsize, limits):
         tree = _tree([used_ids(sequences[s]) for s in inside])
         trees += tree.size * cost.per_token + attended_pairs(tree.ends.tolist()) * cost.per_pair
     return trees < 0.95 * rows
@@ -306,18 +329,16 @@ def micro_batches(
     groups: Sequence[int],
     budget: int,
     packing: Packing,
-    together: int = sys.maxsize,
-    joined: int = 0,
+    limits: RowLimits = NO_LIMITS,
 ) -> list[MicroBatch]:
     """The batch as passes of at most about `budget` tokens, padding included. A single sequence may exceed it.
 
-    `groups[s]` is the group of sequence s. Rows share a pass only within `together` tokens, if that is less. Groups
-    that begin alike share a row of up to `joined` tokens."""
-    together = min(together, budget)
+    `groups[s]` is the group of sequence s."""
+    together = min(limits.of_pass, budget)
     if packing == "prefix":
         # A row without branches needs no mask, unless it shares its pass with one that has them.
         rows: dict[bool, list[tuple[int, list[int]]]] = {False: [], True: []}
-        for size, inside in _prefix_rows(sequences, groups, budget, min(joined, together)):
+        for size, inside in _prefix_rows(sequences, groups, budget, limits):
             rows[size > max(len(used_ids(sequences[s])) for s in inside)].append((size, inside))
         return [
             _prefix_batch(sequences, of_pass) for kind in rows.values() for of_pass in _within_budget(kind, together)
@@ -340,45 +361,41 @@ def _within_budget(rows: Iterable[tuple[int, T]], budget: int) -> list[list[T]]:
     return passes
 
 
-_LEAST_SHARED = 16
-"""Tokens that a group must have in common with the one before it to share its row: another part of a row has costs of
-its own."""
+Row = tuple[int, list[int]]
+"""The number of tokens of a prefix tree, and the places of its sequences."""
 
 
 def _prefix_rows(
-    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, joined: int
-) -> list[tuple[int, list[int]]]:
-    """The rows with shared prefixes: the tokens of each row's prefix tree, and the places of its sequences. A row is a
-    group, a part of a group whose tree exceeds the budget, or several groups that begin alike, as all runs of an agent
-    do that has a system prompt."""
-
-    def ids(s: int) -> list[int]:
-        return list(sequences[s].ids.tolist())
-
-    def shared(s: int, row: list[int]) -> int:
-        return common_prefix(used_ids(sequences[s]), used_ids(sequences[row[-1]]))
-
-    rows: list[tuple[int, list[int]]] = []
+    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, limits: RowLimits
+) -> list[Row]:
+    """The rows with shared prefixes. A row is a group, a part of a group whose tree exceeds the budget, or several
+    groups that begin alike, as all runs of an agent do that has a system prompt."""
+    used = [used_ids(s) for s in sequences]
     # In sorted order, neighbours share most: groups, and the parts of a group that is cut.
-    members = [sorted(inside, key=ids) for inside in by_group(groups)]
-    for inside in sorted(members, key=lambda inside: ids(inside[0])):
-        piece: list[int] = []
-        size = 0
-        pieces = []
-        for s in inside:
-            fresh = len(used_ids(sequences[s])) - (shared(s, piece) if piece else 0)
-            if piece and size + fresh > budget:
-                pieces.append((size, piece))
-                piece, size, fresh = [], 0, len(used_ids(sequences[s]))
-            piece.append(s)
-            size += fresh
-        for more, part in [*pieces, (size, piece)]:
-            common = shared(part[0], rows[-1][1]) if rows else 0
-            if common >= _LEAST_SHARED and rows[-1][0] + more - common <= joined:
-                rows[-1] = (rows[-1][0] + more - common, rows[-1][1] + part)
+    members = [sorted(inside, key=lambda s: used[s].tolist()) for inside in by_group(groups)]
+    rows: list[Row] = []
+    for inside in sorted(members, key=lambda inside: used[inside[0]].tolist()):
+        for size, piece in _pieces(used, inside, budget):
+            common = common_prefix(used[rows[-1][1][-1]], used[piece[0]]) if rows else 0
+            joined = rows[-1][0] + size - common if rows else 0
+            if common >= limits.in_common and joined <= min(limits.of_row, limits.of_pass, budget):
+                rows[-1] = (joined, rows[-1][1] + piece)
             else:
-                rows.append((more, part))
+                rows.append((size, piece))
     return rows
+
+
+def _pieces(used: Sequence[npt.NDArray[np.int32]], inside: Sequence[int], budget: int) -> Iterator[Row]:
+    """Yield a group's sequences, which are sorted, as one row, or as several where their tree exceeds the budget."""
+    size, piece = 0, list[int]()
+    for s in inside:
+        fresh = len(used[s]) - (common_prefix(used[s], used[piece[-1]]) if piece else 0)
+        if piece and size + fresh > budget:
+            yield size, piece
+            size, piece, fresh = 0, [], len(used[s])
+        piece.append(s)
+        size += fresh
+    yield size, piece
 
 
 def _prefix_batch(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]]) -> MicroBatch:

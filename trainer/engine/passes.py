@@ -8,9 +8,10 @@ Shape letters as in `trainer.batches.packing`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.examples import Example
-from trainer.batches.packing import Cost, MicroBatch, Packing, micro_batches, sharing_pays
+from trainer.batches.packing import Cost, MicroBatch, Packing, RowLimits, micro_batches, sharing_pays
 from trainer.distillation import teacher
 from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.fitting import Budget, detect_out_of_memory
@@ -36,6 +37,9 @@ logger = get_logger("trainer.engine.passes")
 
 _CPU_TOKENS = 1024
 """On CPU, rows share a pass only up to this number of tokens: their activations then stay in its cache."""
+_IN_COMMON_ON_GPU = 512
+"""Tokens that groups must have in common to share a row on a GPU, where each part of a row is a call of the attention
+function in each layer: so many tokens take longer than the calls of a group of 8. By estimate: no GPU has run it."""
 _LEAST_BUDGET = 64
 """Passes are not cut below this number of tokens in order to give each process one."""
 
@@ -170,25 +174,31 @@ class Passes:
         if packing != "auto":
             return packing
         sequences = [e.sequence for e in examples]
-        return "prefix" if sharing_pays(sequences, groups, self.cost, self._limits(self.budget.tokens)[1]) else "padded"
+        return "prefix" if sharing_pays(sequences, groups, self.cost, self._limits) else "padded"
 
-    def _limits(self, budget: int) -> tuple[int, int]:
-        """Tokens up to which rows share a pass, and up to which groups that begin alike share a row."""
-        together = _CPU_TOKENS if self.model.device.type == "cpu" else budget
+    @property
+    def _limits(self) -> RowLimits:
+        if self.model.device.type == "cpu":
+            limits = RowLimits(_CPU_TOKENS, _CPU_TOKENS)
+        else:
+            limits = RowLimits(of_row=sys.maxsize, in_common=_IN_COMMON_ON_GPU)
         # Eager attention computes all pairs of a row.
-        return together, 0 if self.model.forward.attention == "eager" else together
+        return replace(limits, of_row=0) if self.model.forward.attention == "eager" else limits
 
     def _own_batches(self, job: Job) -> list[MicroBatch]:
         """This process's passes of a job. All processes compute the same division."""
         sequences = [e.sequence for e in job.examples]
-        limits = self._limits(job.budget)
-        batches = micro_batches(sequences, job.groups, job.budget, job.packing, *limits)
+        batches = micro_batches(sequences, job.groups, job.budget, job.packing, self._limits)
         if self._process_group is None:
             return batches
         if len(batches) < self.processes:
+            # Groups are divided, so none shares its row.
+            limits = replace(self._limits, of_row=0)
+            batches = micro_batches(sequences, job.groups, job.budget, job.packing, limits)
+        if len(batches) < self.processes:
             size = sum(b.layout.ids_RL.numel() for b in batches)
             smaller = min(job.budget, max(-(-size // self.processes), _LEAST_BUDGET))
-            batches = micro_batches(sequences, job.groups, smaller, job.packing, *limits)
+            batches = micro_batches(sequences, job.groups, smaller, job.packing, limits)
         return self._process_group.partition(batches, even=self.model.sharded)
 
     def _own_part(self, job: Job) -> Any:

@@ -46,6 +46,8 @@ SHADOWS = View(
     "One row per shadow call: the answer of an outside model, and that of the apprentice to the same call.",
     {
         "model": "The apprentice.",
+        "outside_score": "The judge's score of the outside model's answer; null where it compared none.",
+        "apprentice_score": "The judge's score of the apprentice's answer.",
         "as_good": "Whether the apprentice's answer is the same, or the judge scored it no lower.",
         "stream_seq": "Sequence of `rollout.shadow` in ROLLOUTS.",
     },

@@ -66,6 +66,7 @@ DEAD = View(
     {
         "dead_seq": "Sequence in DEAD, which `journeywork dead` takes.",
         "subject": "Subject of the event in that stream.",
+        "reason": "`undecodable`, `unstorable`, `max_deliver`, `ended_service`, …",
     },
     """
         SELECT log_seq AS dead_seq, stream, stream_seq, original_subject AS subject, consumer, reason, detail,

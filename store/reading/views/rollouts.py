@@ -16,6 +16,8 @@ TRAJECTORIES = View(
         "outcome": "`scored`, `no_result` or `masked`; `open` while the run has not ended.",
         "last_step": "Highest policy step that sampled in the run.",
         "metrics": "Metrics given by the agent.",
+        "exchanges": "Number of exchange events; null while open.",
+        "cost_usd": "What providers charged for its calls, as far as it is known; null while open.",
         "stream_seq": "Sequence of its `rollout.completed` in ROLLOUTS.",
     },
     # Two parts in place of a full join, through which no condition on a column would reach the files.

@@ -24,6 +24,13 @@ from store.showing.dashboard.server import SECTIONS
 from store.showing.dashboard.service import ListenError, serve
 
 
+def _port(text: str) -> int:
+    """Return the port that an argument names. Raises `ArgumentTypeError`."""
+    if not (text.isdecimal() and int(text) <= 65_535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 65535")
+    return int(text)
+
+
 def _ready(**facts: str | int | float) -> None:
     sys.stdout.write(f"the dashboard is at {facts['url']}\n")
     sys.stdout.flush()
@@ -36,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", help="run to show; default: the one under runs/ that runs, else the newest")
     parser.add_argument(
         "--port",
-        type=int,
+        type=_port,
         help=f"port to listen on; default: {UiConfig().port}, or any free one if it is taken; 0: any",
     )
     logs.configure("ui", "WARNING")

@@ -187,9 +187,10 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
         ("failing", "unscored", "b", report.judge),
         ("small", "too_small", "b", report.judge),
     }
-    requested = await RequestedBatches(broker, "trainer", 60.0).begin(scored["good"])
-    assert requested is not None
-    assert requested.settled == set(batch.groups) - set(scored)
+    requested = RequestedBatches(broker, "trainer", 60.0)
+    await requested.begin(scored["good"])
+    (begun,) = requested._batches.values()
+    assert begun.settled == set(batch.groups) - set(scored)
 
     # A group of main trains under the verdicts that it has.
     on_main = await Rejudge(broker, config, Composer(), branch="main", verdicts="again").run()

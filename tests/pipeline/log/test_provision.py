@@ -8,6 +8,8 @@ import anyio
 import msgspec
 import nats.js.errors
 import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
 
 from pipeline import streams
 from pipeline.config import NatsConfig
@@ -49,6 +51,23 @@ async def test_changed_limits_reach_a_stream_and_a_consumer_that_hold_data(
         # What was acknowledged before stays acknowledged.
         assert (consumer.num_pending, consumer.num_ack_pending) == (0, 0)
         assert len(await broker.read(ExchangeRecorded)) == 50
+
+
+async def test_what_is_as_it_should_be_is_not_written_again(
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server adds defaults to what was not set: a second start found them to differ."""
+    async with Broker.connect(nats_config):
+        pass
+    changed: list[str] = []
+
+    async def update(self: JetStreamContext, config: StreamConfig) -> None:
+        changed.append(str(config.name))
+
+    monkeypatch.setattr(JetStreamContext, "update_stream", update)
+    async with Broker.connect(nats_config):
+        pass
+    assert changed == []
 
 
 async def test_a_claimed_object_lives_as_long_as_its_message_and_then_goes(

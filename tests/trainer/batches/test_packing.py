@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,22 @@ import torch
 from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig
 from tests.trainer.kit import backward, exactly, sequence, stir, tree_of_conversations
 from trainer.batches.examples import Example
-from trainer.batches.packing import AttentionSpan, Cost, Layout, micro_batches, padded, prefix_shared, sharing_pays
+from trainer.batches.packing import (
+    FULL,
+    AttentionSpan,
+    Cost,
+    Layout,
+    RowLimits,
+    attended_pairs,
+    micro_batches,
+    padded,
+    prefix_shared,
+    sharing_pays,
+)
 from trainer.engine import tree_attention
 from trainer.engine.engine import Engine
+from trainer.engine.parallel import Job
+from trainer.engine.passes import Passes
 from trainer.sequences import TokenSequence
 
 
@@ -138,13 +152,53 @@ def test_groups_that_begin_alike_share_a_row() -> None:
     prompts = [[*system, 10], [1, 11], [*system, 12], [1, 13]]
     sequences = [sequence([*p, 7, reply, 3], [len(p) + 1, len(p) + 2]) for p in prompts for reply in (4, 5)]
 
-    def shape(joined: int) -> tuple[int, ...]:
-        (batch,) = micro_batches(sequences, [0, 0, 1, 1, 2, 2, 3, 3], 10_000, "prefix", joined=joined)
+    def shape(of_row: int) -> tuple[int, ...]:
+        (batch,) = micro_batches(sequences, [0, 0, 1, 1, 2, 2, 3, 3], 10_000, "prefix", RowLimits(of_row=of_row))
         assert sorted(batch.indices) == list(range(8))
         return (batch.layout.tokens, *batch.layout.ids_RL.shape)
 
     assert shape(27) == (24 + 24 + 5 + 5, 4, 24)
     assert shape(28) == (28 + 5 + 5, 3, 28)
+
+
+def test_groups_with_a_system_prompt_go_to_several_processes_whole(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that was: by the tokens of rows that groups share, a group's own tree was too large for a process, and
+    each of its replies was computed with the prompt again."""
+    system = list(range(100, 600))
+    prompts = [[*system, *range(10 * n, 10 * n + 50)] for n in range(60, 64)]
+    groups = [n for n in range(4) for _ in range(8)]
+    examples = [
+        Example(sequence([*prompts[group], *(reply + 2 for _ in range(60))], list(range(550, 610))), 1.0)
+        for reply, group in zip([*range(8)] * 4, groups, strict=True)
+    ]
+
+    class Four:
+        size = 4
+
+        def partition(self, batches: list[Any], even: bool) -> list[Any]:
+            return batches
+
+    monkeypatch.setattr(engine.passes, "_process_group", Four())
+    job = Job(0, engine.config, {}, examples, groups, 16_384, "prefix", "scores", False)
+    batches = engine.passes._own_batches(job)
+    assert [b.layout.tokens for b in batches] == [550 + 8 * 59] * 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pairs_are_counted_as_the_plan_attends(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention, "_PAIRS_A_CALL", -(2**30))
+    sequences, _ = tree_of_conversations(seed)
+    layout = prefix_shared(sequences, [0] * len(sequences))
+    assert layout.ends_RL is not None
+    mask = tree_attention.mask_with_plan(layout, FULL)
+    (row,) = mask.plan  # type: ignore[attr-defined]
+    attended = [
+        length * sum(count for _, count in segment.seen)
+        for length, segment in zip(row.lengths, row.segments, strict=True)
+    ]
+    assert attended_pairs(layout.ends_RL[0].tolist()) == sum(attended)
 
 
 @pytest.mark.parametrize("attention", ["dense", "by segments"])
@@ -155,7 +209,7 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, monkeypatch: pyte
     sequences, groups = tree_of_conversations(3)
     advantages = np.random.default_rng(1).normal(size=len(sequences))
     batch = [Example(s, float(a)) for s, a in zip(sequences, advantages, strict=True)]
-    monkeypatch.setattr("trainer.batches.packing._LEAST_SHARED", 1)
+    monkeypatch.setattr(Passes, "_limits", RowLimits(1024, 1024, in_common=1))
     gradients = []
     for packing, budget in (("padded", 10_000), ("prefix", 10_000), ("prefix", 30), ("padded", 30)):
         config = TrainerConfig(
