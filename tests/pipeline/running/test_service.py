@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pipeline.running import service
 
 SERVICE = """
 import anyio, sys
@@ -60,3 +63,15 @@ def test_a_service_checks_its_settings_at_each_start(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "store.dir: 's3://' names no bucket" in done.stderr
+
+
+def test_a_second_report_needs_no_reader() -> None:
+    """A trainer that waited for another reports again when it takes over; its launcher may have read the first line and
+    closed the pipe."""
+    readable, writable = os.pipe()
+    report = service._Report(writable)
+    report(step=0)
+    assert os.read(readable, 1000) == b'{"ready":true,"step":0}\n'
+    os.close(readable)
+    report(step=3)
+    os.close(writable)
