@@ -44,3 +44,15 @@ def test_on_a_cpu_only_trained_tokens_have_logits(
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
     torch.testing.assert_close(loss, theirs)
+
+
+def test_a_trl_without_the_name_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL 1.15, which the GPU lock has."""
+    with trl_imports():
+        from trl.trainer import utils
+    monkeypatch.delattr(utils, "_use_triton")
+    fused = utils._ChunkedLogProbFunction
+    with plain_logprobs("cpu"):
+        assert utils._ChunkedLogProbFunction is trl_trainers._PlainLogprobs
+    assert utils._ChunkedLogProbFunction is fused
+    assert not hasattr(utils, "_use_triton")
