@@ -148,6 +148,8 @@ class _Loop(Generic[Task]):
         self._undecided: dict[str, int | None] = {}
         """Groups that the trainer has neither trained nor discarded, with the step at their start; `None` where an
         earlier process started them."""
+        self._in_play: set[str] = set()
+        """Those whose attempts have not all ended: the gateway need not be asked about them yet."""
         self._changed = anyio.Event()
         """Set, and replaced by a new one, when the step or the undecided groups were read, and at the end (`_notify`).
         """
@@ -235,8 +237,9 @@ class _Loop(Generic[Task]):
                     await self._slots.acquire()
                     if not at and progress.evaluated is None:
                         # `begin` has counted the group, with the step before it waited for its slot.
-                        self._undecided[group] = self.result.step
+                        self._count(group)
                     playing.start_soon(self._attempt, progress, group, at, size)
+            self._in_play.discard(group)
         if progress.missing and progress.evaluated is None:
             self.result.incomplete.append(progress.number)
 
@@ -260,10 +263,9 @@ class _Loop(Generic[Task]):
                 return int(entry["step"])
         raise ValueError(f"the gateway does not serve the model {self._model!r}")
 
-    async def _decided(self, *, opened: bool = False) -> dict[str, dict[str, Any]]:
-        """Return the groups that were trained or discarded since the last call, as the gateway describes them. An
-        agent's key is told that it does not know a group that was not opened yet; where all were `opened`, such a one
-        has expired and counts as discarded."""
+    async def _decided(self) -> dict[str, dict[str, Any]]:
+        """Return the groups that were trained or discarded since the last call, as the gateway describes them. One that
+        it does not know any more has expired and counts as discarded."""
 
         async def read(group: str) -> dict[str, Any]:
             try:
@@ -272,9 +274,9 @@ class _Loop(Generic[Task]):
             except JourneyworkError as error:
                 if error.status != NOT_FOUND:
                     raise
-                return {"status": "discarded" if opened else "waiting"}
+                return {"status": "discarded"}
 
-        groups = list(self._undecided)
+        groups = [group for group in self._undecided if group not in self._in_play]
         states = zip(groups, await run_all(read, groups), strict=True)
         return {group: state for group, state in states if state["status"] != "waiting"}
 
@@ -282,7 +284,7 @@ class _Loop(Generic[Task]):
         """Count the groups of an earlier process that still wait for the trainer: it trains them before new ones."""
         for progress in known:
             self._undecided |= dict.fromkeys(self.attempts.group(progress, tried) for tried in range(progress.tries))
-        for group in await self._decided(opened=True):
+        for group in await self._decided():
             del self._undecided[group]
 
     async def watch(self) -> None:
@@ -305,7 +307,11 @@ class _Loop(Generic[Task]):
 
     def begin(self, progress: Progress) -> None:
         """Count a group that is about to start."""
-        self._undecided[self.attempts.group(progress, progress.tries)] = self.result.step
+        self._count(self.attempts.group(progress, progress.tries))
+
+    def _count(self, group: str) -> None:
+        self._undecided[group] = self.result.step
+        self._in_play.add(group)
 
     def end(self) -> None:
         """No group will start any more."""
