@@ -1,29 +1,98 @@
-"""Reports results of games a while after they ended, as another program than the agent would: a shop's order desk, a
-test suite, a customer.
+"""Learning on the job: agents name no run, and a desk reports results a while after they ended, as another program
+than the agent would: a shop's order desk, a test suite, a customer.
 
     python -m examples.common.late_results --gateway URL [--delay 60]
 
-Reads a line of JSON for each game from standard input: `{"answer": id of an answer of the game, "result": number,
-"ended": Unix time}`, and perhaps `"words"`, what somebody says about the answer. It knows a game by nothing else. At
-the end of its input, once all results are reported, it writes how many were taken and how many refused."""
+is the desk. It reads a line of JSON for each run from standard input: `{"answer": id of an answer of the run, "result":
+number, "ended": Unix time}`, and perhaps `"words"`, what somebody says about the answer. It knows a run by nothing
+else. At the end of its input, once all results are reported, it writes how many were taken and how many refused."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import os
+import secrets
 import sys
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
 import anyio.to_thread
+from anyio.abc import ByteSendStream, Process
 
+from examples.common.running import ROOT
 from journeywork import AsyncJourneywork, JourneyworkError
 
 NAME = "result"
 """Name of the signal, and of the reward that it becomes."""
 AT_ONCE = 16
+_ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
+
+
+def new_keys() -> dict[str, str]:
+    """Return an API key for each of the agents, the desk (`results`) and the operator."""
+    return {name: secrets.token_urlsafe(24) for name in _ROLES}
+
+
+def settings_on_the_job(keys: dict[str, str], delay_s: float, idle_s: float) -> dict[str, Any]:
+    """Return what an installation sets whose agents name no run, and whose results come `delay_s` seconds late.
+    `idle_s`: seconds without a call after which a run is over."""
+    return {
+        "gateway.keys": [
+            {"name": name, "role": _ROLES[name], "sha256": hashlib.sha256(key.encode()).hexdigest()}
+            for name, key in keys.items()
+        ],
+        # A run begins and ends where its messages say so, and is a group of one.
+        "gateway.detection.enabled": True,
+        "gateway.detection.grouped": False,
+        "gateway.detection.idle_s": idle_s,
+        "judge.group_size": 1,
+        "judge.min_size": 1,
+        # The reward is what somebody reports; a run waits for it.
+        "judge.rewards": [{"name": NAME, "kind": "feedback"}],
+        "feedback.wait_s": 10 * delay_s + 60,
+        # A run is compared with the others of its step, and was sampled by a version of a minute ago.
+        "trainer.loss.baseline": "batch",
+        "trainer.loss.importance_sampling": "sequence_truncate",
+    }
+
+
+@contextlib.asynccontextmanager
+async def open_desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Desk]:
+    """Run the desk, which ends with the block."""
+    command = [sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(delay_s)]
+    environment = {**os.environ, "JOURNEYWORK_API_KEY": key}
+    async with await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as process:
+        try:
+            yield Desk(process)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it may have died, which says why already
+                process.terminate()
+
+
+class Desk:
+    """The running desk."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._stdin: ByteSendStream = process.stdin
+        self._stdout, self._sending = process.stdout, anyio.Lock()
+
+    async def tell(self, answer: str, result: float, words: str = "") -> None:
+        """Hand over the result of the run that just ended with the answer of this id."""
+        line = json.dumps({"answer": answer, "result": result, "ended": time.time(), "words": words})
+        async with self._sending:
+            await self._stdin.send(f"{line}\n".encode())
+
+    async def finish(self) -> dict[str, int]:
+        """Wait until all results are reported. Returns how many the gateway took and refused."""
+        await self._stdin.aclose()
+        return dict(json.loads(b"".join([part async for part in self._stdout])))
 
 
 async def report(gateway: str, delay_s: float) -> dict[str, int]:

@@ -10,26 +10,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import json
-import os
 import re
-import secrets
-import sys
-import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import anyio
 import openai
-from anyio.abc import Process
 
 from examples.common import stand_in
-from examples.common.late_results import NAME
-from examples.common.running import ROOT
+from examples.common.late_results import Desk, new_keys, open_desk, settings_on_the_job
 from examples.inbox.agent import MODEL, Sorter, ask
 from examples.inbox.messages import Message, message, right_fields, share
 from journeywork import AsyncJourneywork, LoopOptions, loop
@@ -41,7 +33,8 @@ HINT_WEIGHT = 0.1
 """Of `trainer.distill.weight` with words."""
 MESSAGES = 20_000
 """Training messages; more than a run answers."""
-ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
+IDLE_S = 5.0
+"""With `--way job`: time without a call after which a run is over for the gateway."""
 _ORDER = re.compile(r"\b\d{4}\b")
 
 
@@ -67,7 +60,7 @@ class Way:
     ) -> None:
         """Sort messages until the last step is served; on the job until this is cancelled."""
         if self.name == "job":
-            async with _desk(client.url, self.keys["results"], self.delay_s) as desk:
+            async with open_desk(client.url, self.keys["results"], self.delay_s) as desk:
                 await _work(client.url, self, sorter, messages, options.concurrency, desk)
         else:
             training = sorter.rollout(training=True, reports=self.name == "function")
@@ -80,9 +73,14 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
     if name == "function":
         yield Way(name)
     elif name == "job":
-        keys = {role: secrets.token_urlsafe(24) for role in ROLES}
-        hints = {"trainer.distill.weight": HINT_WEIGHT} if args.words else {}
-        yield Way(name, args.delay, args.words, _job_settings(keys, args.delay) | hints, keys)
+        keys = new_keys()
+        settings = settings_on_the_job(keys, args.delay, IDLE_S) | {
+            "trainer.max_staleness": 24,
+            "trainer.groups_per_step": GROUPS_PER_STEP * GROUP_SIZE,
+        }
+        if args.words:
+            settings["trainer.distill.weight"] = HINT_WEIGHT
+        yield Way(name, args.delay, args.words, settings, keys)
     else:
         rubric = {"judge.rubric": str(RUBRIC)}
         if any(given.startswith("judge.model=") for given in args.set):
@@ -110,47 +108,8 @@ def scoring(messages: Iterable[Message]) -> stand_in.Score:
     return score
 
 
-def _job_settings(keys: dict[str, str], delay_s: float) -> dict[str, Any]:
-    return {
-        "gateway.keys": [
-            {"name": name, "role": ROLES[name], "sha256": hashlib.sha256(key.encode()).hexdigest()}
-            for name, key in keys.items()
-        ],
-        # A run begins and ends where its messages say so, and is a group of one.
-        "gateway.detection.enabled": True,
-        "gateway.detection.grouped": False,
-        "gateway.detection.idle_s": 5.0,
-        "judge.group_size": 1,
-        "judge.min_size": 1,
-        # The reward is what somebody reports; a run waits for it.
-        "judge.rewards": [{"name": NAME, "kind": "feedback"}],
-        "feedback.wait_s": 10 * delay_s + 60,
-        # A run is compared with the others of its step, and was sampled by a version of a minute ago.
-        "trainer.loss.baseline": "batch",
-        "trainer.loss.importance_sampling": "sequence_truncate",
-        "trainer.max_staleness": 24,
-        "trainer.groups_per_step": GROUPS_PER_STEP * GROUP_SIZE,
-    }
-
-
-@contextlib.asynccontextmanager
-async def _desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Process]:
-    """Yield the desk: the program that reads each answer from its standard input and reports the result to the gateway
-    after the delay (`examples.common.late_results`). It ends with the block."""
-    command = [sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(delay_s)]
-    environment = {**os.environ, "JOURNEYWORK_API_KEY": key}
-    async with await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as process:
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # it may have died, which says why already
-                process.terminate()
-
-
-async def _work(gateway: str, way: Way, sorter: Sorter, messages: list[Message], at_once: int, desk: Process) -> None:
+async def _work(gateway: str, way: Way, sorter: Sorter, messages: list[Message], at_once: int, desk: Desk) -> None:
     """Answer each message once, with an unmodified OpenAI client, and hand the results to `desk`."""
-    assert desk.stdin is not None
-    stdin, sending = desk.stdin, anyio.Lock()
     agent = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key=way.keys["agent"], max_retries=8, timeout=120)
     unread = iter(messages)
 
@@ -159,14 +118,9 @@ async def _work(gateway: str, way: Way, sorter: Sorter, messages: list[Message],
             reply = await ask(agent, MODEL, said, temperature=1.0)
             right = right_fields(said, reply.choices[0].message.content or "")
             sorter.solved[int(reply.model.rpartition("@")[2])].append(right["solved"])
-            told = {"answer": reply.id, "result": share(right), "ended": time.time()}
-            if way.words and not right["solved"]:
-                told["words"] = (
-                    f"That is wrong. The team is {said.team}, the urgency {said.urgency}, the order {said.order}."
-                )
-            line = json.dumps(told)
-            async with sending:
-                await stdin.send(f"{line}\n".encode())
+            right_answer = f"The team is {said.team}, the urgency {said.urgency}, the order {said.order}."
+            words = f"That is wrong. {right_answer}" if way.words and not right["solved"] else ""
+            await desk.tell(reply.id, share(right), words)
 
     async with agent, anyio.create_task_group() as tasks:
         for _ in range(at_once):

@@ -11,21 +11,15 @@ others of its step. The held-out games are played with the base model and with t
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
-import json
-import os
-import secrets
-import sys
-import time
 from functools import partial
 from typing import Any
 
 import anyio
 import openai
 
-from examples.common.late_results import NAME
-from examples.common.running import ROOT, Installation
+from examples.common.late_results import new_keys, open_desk, settings_on_the_job
+from examples.common.running import Installation
 from examples.tictactoe.agent import play_game
 from examples.tictactoe.demo import Progress, compare, parser_of, report_on
 from examples.tictactoe.game import opening_seed
@@ -33,7 +27,6 @@ from examples.tictactoe.report import MODEL
 from journeywork import AsyncJourneywork
 from journeywork.evaluation import EvaluationReport
 
-ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
 IDLE_S = 10.0
 """Time without a call after which a game is over for the gateway."""
 
@@ -48,24 +41,17 @@ async def work(
     """Evaluate, play each opening once until the last step is served, and evaluate again. `results` of the report:
     how many results the gateway took and refused."""
     gateway = await installation.ready()
-    command = [sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(args.delay)]
-    environment = {**os.environ, "JOURNEYWORK_API_KEY": keys["results"]}
     seeds = (opening_seed("train", number, args.seed) for number in itertools.count())
     async with (
         openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key=keys["agent"], max_retries=12, timeout=120) as agent,
-        await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as desk,
+        open_desk(gateway, keys["results"], args.delay) as desk,
     ):
-        assert desk.stdin is not None
-        assert desk.stdout is not None
-        stdin, sending = desk.stdin, anyio.Lock()
 
         async def play() -> None:
             while progress.step < progress.steps:
                 game, last = await play_game(agent, MODEL, next(seeds))
                 progress.note(game.result == "win")
-                line = json.dumps({"answer": last.id, "result": game.reward, "ended": time.time()})
-                async with sending:
-                    await stdin.send(f"{line}\n".encode())
+                await desk.tell(last.id, game.reward)
 
         async def train(client: AsyncJourneywork, progress: Progress) -> None:
             async with anyio.create_task_group() as tasks:
@@ -73,30 +59,13 @@ async def work(
                     tasks.start_soon(play)
 
         compared = await compare(args, installation, progress, train, keys["operator"])
-        await stdin.aclose()
-        report["results"] = json.loads(b"".join([part async for part in desk.stdout]))
+        report["results"] = await desk.finish()
     return compared
 
 
 def settings(args: argparse.Namespace, keys: dict[str, str]) -> dict[str, Any]:
     """What this run sets beside the demo's settings."""
-    return {
-        "gateway.keys": [
-            {"name": name, "role": ROLES[name], "sha256": hashlib.sha256(key.encode()).hexdigest()}
-            for name, key in keys.items()
-        ],
-        # A run begins and ends where its messages say so, and is a group of one.
-        "gateway.detection.enabled": True,
-        "gateway.detection.grouped": False,
-        "gateway.detection.idle_s": IDLE_S,
-        "judge.group_size": 1,
-        "judge.min_size": 1,
-        # The reward is what somebody reports; a run waits for it.
-        "judge.rewards": [{"name": NAME, "kind": "feedback"}],
-        "feedback.wait_s": 10 * args.delay + 60,
-        # A run is compared with the others of its step, and was played by a version of a minute ago.
-        "trainer.loss.baseline": "batch",
-        "trainer.loss.importance_sampling": "sequence_truncate",
+    return settings_on_the_job(keys, args.delay, IDLE_S) | {
         "trainer.max_staleness": args.max_staleness,
         "trainer.groups_per_step": args.games,
     }
@@ -112,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    keys = {name: secrets.token_urlsafe(24) for name in ROLES}
+    keys = new_keys()
     report_on(args, settings(args, keys), partial(work, args, keys))
 
 
