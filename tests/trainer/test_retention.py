@@ -13,6 +13,7 @@ import msgspec
 import nats.errors
 import pytest
 
+from journeywork.statistics import Sample
 from pipeline.config import Config, NatsConfig, RetentionConfig
 from pipeline.events import (
     STATE_FILE,
@@ -28,7 +29,6 @@ from pipeline.events import (
 from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.log.messages import LogEntry
-from pipeline.statistics.intervals import Sample
 from pipeline.versions.loaded import LoadedVersions
 from rollout_gateway.serving.policies import Policies
 from tests.kits import events

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from journeywork.statistics import Sample
 from pipeline.events import GroupScored
-from pipeline.statistics.intervals import Sample
 from trainer.checkpoints.checkpoint import Best
 
 _STEPS = 1000
