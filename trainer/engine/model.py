@@ -148,8 +148,8 @@ class PolicyModel:
         ours, given = ({(name, tensor.shape) for name, tensor in w.items()} for w in (self._live, weights))
         if misfits := sorted({name for name, _ in ours ^ given}):
             raise ValueError(
-                f"the adapter does not fit the model: {len(misfits)} tensors are not in both or differ in shape, such as "
-                f"{misfits[0]}: take back a change of trainer.lora.rank or the base"
+                f"the adapter does not fit the model: {len(misfits)} tensors are not in both or differ in shape, such "
+                f"as {misfits[0]}: take back a change of trainer.lora.rank or the base"
             )
         live = list(self._live.values())
         flat = torch.cat([weights[name].flatten() for name in self._live]).to(self.device)

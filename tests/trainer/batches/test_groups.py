@@ -9,17 +9,11 @@ import pytest
 from pipeline.config import ConfigError, LossConfig, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.events import GroupScored
-from tests.trainer.kit import exchange, group, training_group
+from tests.trainer.kit import exchange, group, played, training_group
 from trainer.batches.examples import make_examples
 from trainer.batches.groups import GroupWithHistory, Refusal, trainable_members
 from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns
 from trainer.sequences import build
-
-
-def made(scored: GroupScored) -> GroupWithHistory:
-    """The group with one short sequence for every member that trains."""
-    exchanges = {m.trajectory: [exchange(m.trajectory, 0, [5], [7, 7])] for m in trainable_members(scored)}
-    return training_group(scored, [s for name, history in exchanges.items() for s in build(name, history)])
 
 
 def refusal_of(group: GroupWithHistory, step: int, config: TrainerConfig) -> Refusal | None:
@@ -28,7 +22,7 @@ def refusal_of(group: GroupWithHistory, step: int, config: TrainerConfig) -> Ref
 
 
 def prepared(rewards: list[float]) -> GroupWithHistory:
-    return made(group("g", rewards))
+    return played(group("g", rewards))
 
 
 def test_the_batch_is_the_baseline_of_runs_without_a_group() -> None:
@@ -61,7 +55,7 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
     for seq, scored in enumerate(log, 1):
         runs.add(scored, trainable_members(scored), seq)
         runs.add(scored, trainable_members(scored), seq)  # it is delivered again
-    batch = [made(log[i]) for i in (4, 3, 7, 8)]
+    batch = [played(log[i]) for i in (4, 3, 7, 8)]
     for trained, seq in zip(batch, (5, 4, 8, 9), strict=True):
         trained.admitted.earlier = runs.before(trained.event, seq)
     config = TrainerConfig(loss=LossConfig(baseline="task", advantage_scaling="none"))
@@ -93,7 +87,7 @@ def test_only_scored_members_of_the_training_split_count() -> None:
     """Infrastructure's failures, masked and validation runs neither train nor move the baseline, nor does NaN."""
     rewards = [0.0, 1.0, -50.0, -50.0, -50.0, float("nan")]
     scored = with_members(group("g", rewards), outcome={2: "no_result", 3: "masked"}, split={4: "val"})
-    out = make_examples([made(scored)], TrainerConfig(loss=LossConfig(advantage_scaling="none")))
+    out = make_examples([played(scored)], TrainerConfig(loss=LossConfig(advantage_scaling="none")))
     assert {e.sequence.trajectory: e.advantage for e in out} == {"g-0": -0.5, "g-1": 0.5}
 
 
@@ -164,6 +158,6 @@ def test_many_sequences_of_a_trajectory_share_its_weight_where_the_loss_averages
 
 def test_a_supervised_step_takes_each_groups_own_rewards() -> None:
     """Two verdict sets of one group are in one step."""
-    sets = [made(group("g", [reward, 0.5], judge=judge)) for judge, reward in (("a", 1.0), ("b", 0.0))]
+    sets = [played(group("g", [reward, 0.5], judge=judge)) for judge, reward in (("a", 1.0), ("b", 0.0))]
     out = make_examples(sets, TrainerConfig(loss=LossConfig(type="sft")))
     assert [e.advantage for e in out] == [1.0, 0.5, 0.0, 0.5]

@@ -204,17 +204,6 @@ async def test_a_restart_keeps_the_best_checkpoints_statistics(
     assert worse.step == 1
 
 
-async def test_two_projects_in_one_run_directory_have_checkpoints_of_their_own(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with running(config):
-        await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
-        await steps_reach(broker, 1)
-    async with running(msgspec.structs.replace(config, project="other")) as facts:
-        assert facts == {"step": 0}
-
-
 async def test_checkpoints_of_another_base_model_scale_rank_or_targets_are_refused(
     nats_config: NatsConfig, tiny_base: str, tmp_path: Path
 ) -> None:
