@@ -17,5 +17,10 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
+def settings(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> kit.Settings:
+    return partial(kit.settings, tiny_base, tmp_path, nats_config)
+
+
+@pytest.fixture
 def training(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> kit.Training:
     return partial(kit.training, nats_config, tiny_base, tmp_path)

@@ -125,6 +125,10 @@ def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer
     )
 
 
+Settings = Callable[..., Config]
+"""Makes the settings of a trainer on the test's own log, of those that differ from `settings`' defaults."""
+
+
 def with_many_loras(config: Config) -> Config:
     """`config` as `load` accepts it under a large staleness bound."""
     return msgspec.structs.replace(config, vllm=VllmConfig(max_loras=200))

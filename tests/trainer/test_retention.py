@@ -238,12 +238,10 @@ async def test_parts_of_an_interrupted_upload_or_removal_are_removed(
     assert "$O.ADAPTERS.C.orphan" not in await broker.subjects("OBJ_ADAPTERS", "$O.ADAPTERS.C.*")
 
 
-async def test_the_trainer_removes_old_versions_while_it_trains(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=0)
+async def test_the_trainer_removes_old_versions_while_it_trains(settings: kit.Settings) -> None:
+    config = settings(groups_per_step=1, max_staleness=0)
     config = retained(config, adapters=2, every_s=0.05)
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with Broker.connect(config.nats) as broker, running(config):
         for i in range(4):
             await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
             events = await steps_reach(broker, i + 1)

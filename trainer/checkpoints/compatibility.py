@@ -35,8 +35,8 @@ def require_compatible(
         if _unordered(trained.get(key)) != _unordered(now.get(key)):
             raise ConfigError(
                 f"trainer.lora.{setting}: {name} was trained with {trained.get(key)}, not with {now.get(key)}: set it "
-                "so, or give the model another name, under which it begins at step 0; or merge the adapter into its base, "
-                "and name the merged model as models.base"
+                "so, or give the model another name, under which it begins at step 0; or merge the adapter into its "
+                "base, and name the merged model as models.base"
             )
 
 

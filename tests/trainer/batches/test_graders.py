@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import LossConfig, NatsConfig, TrainerConfig
+from pipeline.config import LossConfig, TrainerConfig
 from pipeline.events import Hint, Member
 from pipeline.log.broker import Broker
 from tests.trainer import kit
@@ -144,10 +143,8 @@ def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -
 
 
 @pytest.mark.anyio
-async def test_a_step_says_which_share_a_key_would_have_had(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
+async def test_a_step_says_which_share_a_key_would_have_had(settings: kit.Settings, broker: Broker) -> None:
+    config = settings(groups_per_step=2)
     config = msgspec.structs.replace(config, feedback=msgspec.structs.replace(config.feedback, max_share=0.2))
     await kit.publish_group(broker, "own", [0.0, 1.0], seed=1)
     graded = kit.group("graded", [0.0, 1.0])

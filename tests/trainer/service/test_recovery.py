@@ -29,13 +29,11 @@ from trainer.recovery import catch_up
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(settings: kit.Settings) -> None:
     """A predecessor died holding it. A discard for another reason would mean that it is done with."""
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    config = settings(groups_per_step=1)
     spec = streams.trainer_consumer("main")
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         await broker.provision_consumer(spec)
         for name, reason in (("done", "no_variance"), ("part", "too_large")):
             scored = await kit.publish_group(broker, name, [0.0, 1.0], seed=1)
@@ -58,9 +56,9 @@ async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
 
 
 async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_server_delivers_again_later(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: kit.Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=1)
+    config = settings(groups_per_step=1, max_steps=1)
     stepped = anyio.Event()
     run_steps, batch = service.Trainer.run_steps, Consumption.batch
 
@@ -74,7 +72,7 @@ async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_serve
 
     monkeypatch.setattr(service.Trainer, "run_steps", then_say)
     monkeypatch.setattr(Consumption, "batch", after_the_last_step)
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
         async with broker.consume(streams.consumer("trainer")) as held:
             assert len(await batch(held, 1, 60.0)) == 1  # the trainer before this one, which stops
@@ -144,10 +142,8 @@ async def test_another_logs_checkpoints_are_refused_also_if_none_is_newer(
                 recovery._refuse_foreign_log(learner, await commits.published(kit.MODEL), "restored")
 
 
-async def test_a_second_trainer_on_the_same_model_is_an_error(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+async def test_a_second_trainer_on_the_same_model_is_an_error(settings: kit.Settings, broker: Broker) -> None:
+    config = settings(groups_per_step=1)
     await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
     learners = service.make_learners(config)
     trainer = service.Trainer(config, broker, learners, service.GpuTurns(config))
@@ -174,11 +170,9 @@ async def test_training_continues_after_the_log_was_unavailable(
         assert [e.groups for e in events] == [("g0",), ("g1",)]
 
 
-async def test_a_restart_keeps_the_best_checkpoints_statistics(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_restart_keeps_the_best_checkpoints_statistics(settings: kit.Settings, broker: Broker) -> None:
     """Regression: eight more rewards of the best checkpoint replaced its hundred, and a worse one became the best."""
-    config = kit.settings(tiny_base, tmp_path, nats_config)
+    config = settings()
     folder = checkpoint.Checkpoints.of(config, kit.MODEL)
 
     async def validate(name: str, rewards: list[float], step: int) -> checkpoint.Best | None:
@@ -231,11 +225,11 @@ async def test_checkpoints_of_another_base_model_scale_rank_or_targets_are_refus
 
 @pytest.mark.parametrize("other", ["verdict set", "split"])
 async def test_a_group_of_whose_name_another_was_discarded_trains_after_a_death(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path, other: str
+    settings: kit.Settings, broker: Broker, other: str
 ) -> None:
     """Regression: a trainer that started again took the discard under the first judge, or of the validation group, for
     one of the waiting group."""
-    config = kit.settings(tiny_base, tmp_path, nats_config)
+    config = settings()
     discarded, waiting = kit.group("one", [0.5, 0.5]), {"judge": "labels", "offline": True, "origin": "main/1"}
     if other == "split":
         discarded, waiting = kit.group("one", [0.0, 1.0], split="val"), {}

@@ -32,11 +32,9 @@ def batch_request(*groups: str, rate: float | None = None) -> TrainingBatch:
 
 
 @pytest.mark.usefixtures("quick_redelivery")
-async def test_a_requested_batch_is_a_step_of_its_own(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_requested_batch_is_a_step_of_its_own(settings: kit.Settings, broker: Broker) -> None:
     """However many groups a step takes otherwise; with its own learning rate; and after a restart."""
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=3)
+    config = settings(groups_per_step=3)
     request = batch_request("b0", "equal", "b1", rate=0.125)
     async with running(config):
         await kit.publish_group(broker, "plain0", [0.0, 1.0], seed=1)
@@ -130,14 +128,12 @@ async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(
     assert reasons == {"equal": "no_variance", "half": "stale"}
 
 
-async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(settings: kit.Settings) -> None:
     """A predecessor died between the letter and the acknowledgement. One group's batch waits for the other group."""
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    config = settings(groups_per_step=1)
     spec = streams.trainer_consumer("main")
     request = batch_request("bad", "good")
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         await broker.provision_consumer(spec)
         await kit.publish_group(broker, "bad", [0.0, 1.0], seed=1, batch=request)
         async with broker.consume(spec) as consumption:
