@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -117,17 +115,17 @@ async def test_a_damaged_adapter_of_an_earlier_step_stops_no_start(
 
 
 async def test_another_logs_checkpoints_are_refused_also_if_none_is_newer(
-    training: kit.Training, start_nats: Callable[..., Any], tiny_base: str, tmp_path: Path
+    training: kit.Training, on_new_log: kit.Settings
 ) -> None:
     """A log that was restored from a backup has another identity, and a checkpoint of the disk."""
     async with training(groups_per_step=1) as broker:
         await kit.publish_group(broker, "g", [0.0, 1.0])
         (event,) = await steps_reach(broker, 1)
-    fresh = kit.settings(tiny_base, tmp_path, NatsConfig(url=start_nats().url), groups_per_step=1)
+    fresh = on_new_log("", groups_per_step=1)  # the run directory of before
     with pytest.raises(TrainerError, match="checkpoints of another log"):
         await service.serve(fresh, lambda **_: None)
     for events, refused in (((7,), True), ((1, 7), True), ((7, event), False)):
-        config = kit.settings(tiny_base, tmp_path, NatsConfig(url=start_nats().url), groups_per_step=1)
+        config = on_new_log("", groups_per_step=1)
         learner = service.make_learners(config)[kit.MODEL]
         identity = learner.checkpoints.log_id()
         async with Broker.connect(config.nats) as other:

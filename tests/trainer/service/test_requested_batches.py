@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from safetensors.torch import load_file
 
 from journeywork.art.dev import loss_settings
 from pipeline import streams
-from pipeline.config import NatsConfig, with_batch_settings
+from pipeline.config import with_batch_settings
 from pipeline.events import CheckpointPublished, GroupDiscarded, TrainingBatch
 from pipeline.log.broker import Broker
-from tests.conftest import NatsServer
 from tests.kits.events import letter
 from tests.kits.log import take
 from tests.kits.waiting import until
@@ -87,14 +85,13 @@ _TASK: dict[str, object] = {"loss.baseline": "task", "loss.advantage_scaling": "
     ],
 )
 async def test_two_callers_with_different_losses_each_get_their_own(
-    start_nats: Callable[[], NatsServer], tiny_base: str, tmp_path: Path, losses: dict[str, dict[str, object]]
+    on_new_log: kit.Settings, tmp_path: Path, losses: dict[str, dict[str, object]]
 ) -> None:
     """Their steps are those of an installation with the loss of the one, and then with that of the other."""
     trained: dict[str, list[CheckpointPublished]] = {}
     for way in ("asked", "set"):
-        nats = NatsConfig(url=start_nats().url)
-        config = kit.settings(tiny_base, tmp_path / way, nats, groups_per_step=1)
-        async with Broker.connect(nats) as broker:
+        config = on_new_log(way, groups_per_step=1)
+        async with Broker.connect(config.nats) as broker:
             for i, (owner, loss) in enumerate(losses.items()):
                 batch, settings = None, config
                 if way == "asked":
