@@ -24,8 +24,8 @@ import anyio.to_thread
 import httpx
 
 from benchmarks.bench import RESULTS, machine, write_results
+from journeywork.statistics import Sample
 from pipeline.config import ModelConfig, NatsConfig, OutsideConfig
-from pipeline.statistics.intervals import Sample
 from tests.conftest import NatsServer
 from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import GatewayProcess, gateways

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 from journeywork.client import AsyncJourneywork
 
@@ -58,45 +57,33 @@ def gateway_of(url: str = "", run_dir: str = "") -> str:
     under `runs/` that is the newest of those not stopped. Raises `ValueError`."""
     if given := url or ("" if run_dir else os.environ.get("JOURNEYWORK_URL", "")):
         return given
-    if run_dir:
-        state = Path(run_dir) / "state.json"
-    else:
+    states = [Path(run_dir) / "state.json"]
+    if not run_dir:
         states = sorted(Path("runs").glob("*/state.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        if not states:
-            raise ValueError(
-                "no gateway is named: give --url or --run-dir, set JOURNEYWORK_URL, or start `journeywork up`"
-            )
-        state = next((path for path in states if _may_run(path)), states[0])
-    content = _read_state(state)
-    if _is_stopped(content):
+    problems: list[ValueError] = []
+    for state in states:
+        try:
+            return _gateway_in(state)
+        except ValueError as error:
+            problems.append(error)
+    if not problems:
+        raise ValueError("no gateway is named: give --url or --run-dir, set JOURNEYWORK_URL, or start `journeywork up`")
+    raise problems[0]
+
+
+def _gateway_in(state: Path) -> str:
+    """Return the gateway's URL in what a supervisor wrote about its run (`pipeline.running.state`). Raises `ValueError`
+    if the gateway was stopped, or if the file can't be read: it is another user's, or a power cut has emptied it."""
+    try:
+        content = dict(json.loads(state.read_text("utf-8")))
+        url = str(content["urls"]["gateway"])
+        service = content.get("services", {}).get("gateway", {})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{state} names no gateway: {error}") from error
+    if service.get("state") == "stopped":
         # Another run may have its port now.
         raise ValueError(f"the run {state.parent} is stopped: start it with `journeywork up`, or give --url")
-    try:
-        return str(content["urls"]["gateway"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{state} names no gateway: {error}") from error
-
-
-def _read_state(state: Path) -> dict[str, Any]:
-    """Return what a supervisor wrote about its run (`pipeline.running.state`). Raises `ValueError` if it can't be
-    read."""
-    try:
-        return dict(json.loads(state.read_text("utf-8")))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{state} names no gateway: {error}") from error
-
-
-def _may_run(state: Path) -> bool:
-    """Whether the gateway of a run was not stopped, as far as its file can be read."""
-    try:
-        return not _is_stopped(_read_state(state))
-    except ValueError:  # another user's run, or what a power cut left of the file
-        return False
-
-
-def _is_stopped(state: dict[str, Any]) -> bool:
-    """Whether a run's supervisor has stopped its gateway."""
-    return bool(state.get("services", {}).get("gateway", {}).get("state") == "stopped")
+    return url
 
 
 @contextmanager

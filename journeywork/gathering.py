@@ -193,92 +193,55 @@ async def gather(
         raise ValueError(f"`name` returns {twice!r} for several tasks; each task needs a group of its own")
     if not callable(rollout):
         raise TypeError(f"rollout must be a function of a trajectory and a task, not {rollout!r}")
-    playing = _Gathering(client, model, rollout, groups, group_size, concurrency, max_exceptions)
     options: OpenOptions = {"group_size": group_size, "split": split, "pinned": pinned}
-    with progress_bar(playing.total, f"{model} {split}", progress) as count:
-        await playing.run(options, describe or (lambda _: ""), count)
-    return groups
+    attempts = len(groups) * group_size
+    share = round(max_exceptions * attempts, 6)  # 0.29 * 100 is 28.999999999999996
+    most_raised = max_exceptions if max_exceptions >= 1 else share
+    slots, threads = anyio.Semaphore(concurrency), anyio.CapacityLimiter(concurrency)  # one for each attempt that runs
+    opened: list[dict[int, Trajectory]] = [{} for _ in groups]  # of each group, by attempt number
+    exceptions: list[Exception] = []
+    ended = 0
 
-
-class _Gathering(Generic[Task]):
-    """The attempts of one call of `gather`."""
-
-    def __init__(
-        self,
-        client: Client,
-        model: str,
-        rollout: Rollout[Task],
-        groups: Sequence[TaskGroup[Task]],
-        group_size: int,
-        concurrency: int,
-        max_exceptions: float,
-    ) -> None:
-        """`groups` are empty groups, into which `run` puts trajectories and exceptions. `group_size`: attempts per
-        group. `concurrency`: attempts that run at once. `max_exceptions`: exceptions that are tolerated, as a count (1
-        or more) or as a share of all attempts (below 1)."""
-        self._client, self._model, self._rollout = client, model, rollout
-        self._groups, self._group_size = groups, group_size
-        self.total = len(groups) * group_size
-        share = round(max_exceptions * self.total, 6)  # 0.29 * 100 is 28.999999999999996
-        self._max_raised = max_exceptions if max_exceptions >= 1 else share
-        self._slots = anyio.Semaphore(concurrency)
-        """One for each attempt that runs."""
-        self._thread_limiter = anyio.CapacityLimiter(concurrency)
-        """Lets as many threads run plain rollouts, instead of anyio's default number."""
-        self._trajectories: list[dict[int, Trajectory]] = [{} for _ in groups]
-        """For each group, the opened trajectories by attempt number."""
-        self._exceptions: list[Exception] = []
-        """Of the rollouts of all groups, in the order in which they were raised."""
-        self._attempts_ended = 0
-        self._scope = anyio.CancelScope()
-
-    async def run(self, options: OpenOptions, describe: Callable[[Task], str], count: Callable[[], object]) -> None:
-        """Play all attempts, and put their trajectories into the groups, by attempt number.
-
-        `options` open every trajectory, `describe` returns the description of a task that the judge reads, `count` is
-        called when an attempt has ended. Raises `TooManyExceptionsError` if more rollouts raised than are tolerated;
-        the attempts that still ran are then cancelled. Raises `RuntimeError` if a rollout cancelled its own task."""
-        with self._scope:
-            async with anyio.create_task_group() as running:
-                for at in range(len(self._groups)):
-                    for number in range(1, self._group_size + 1):
-                        await self._slots.acquire()
-                        running.start_soon(self._attempt, at, number, options, describe, count)
-        if self._attempts_ended < self.total and not self._scope.cancel_called:
-            raise RuntimeError(
-                f"a rollout cancelled the task that plays it, and with it all others: {self._attempts_ended} of "
-                f"{self.total} attempts ended. Cancel a scope or a task of its own in the rollout"
-            )
-        for group, runs in zip(self._groups, self._trajectories, strict=True):
-            group.trajectories = [run for _, run in sorted(runs.items())]
-        if len(self._exceptions) > self._max_raised:
-            raise TooManyExceptionsError(
-                self._exceptions, self._attempts_ended, int(self._max_raised)
-            ) from self._exceptions[0]
-
-    async def _attempt(
-        self, at: int, number: int, options: OpenOptions, describe: Callable[[Task], str], count: Callable[[], object]
-    ) -> None:
-        """Play the attempt `number` of the group at index `at`, and free the slot that `run` took for it.
+    async def attempt(group: TaskGroup[Task], runs: dict[int, Trajectory], number: int) -> None:
+        """Play the attempt `number` of a group, and free its slot.
 
         An exception is put into the group, and the outcome becomes `no_result`, unless only the completion found no
-        gateway. If it is one too many, all attempts are cancelled. The other arguments are those of `run`."""
-        group, began = self._groups[at], time.monotonic()
+        gateway. If it is one too many, all attempts are cancelled."""
+        nonlocal ended
+        began = time.monotonic()
         try:
-            opening: OpenOptions = {**options, "group": group.name, "attempt": number, "task": describe(group.task)}
-            async with self._client.trajectory(self._model, **opening) as run:
-                self._trajectories[at][number] = run
-                await call_rollout(self._rollout, run, group.task, self._thread_limiter)
+            task = describe(group.task) if describe else ""
+            opening: OpenOptions = {**options, "group": group.name, "attempt": number, "task": task}
+            async with client.trajectory(model, **opening) as run:
+                runs[number] = run
+                await call_rollout(rollout, run, group.task, threads)
             run.duration_s = time.monotonic() - began
         except Exception as error:  # noqa: BLE001 - kept and counted as the result of the rollout
             group.exceptions.append(error)
-            self._exceptions.append(error)
+            exceptions.append(error)
             # One that the rollout raised has made it `no_result` already.
-            if number in self._trajectories[at] and not isinstance(error, GatewayUnavailableError):
-                self._trajectories[at][number].outcome = "no_result"
+            if number in runs and not isinstance(error, GatewayUnavailableError):
+                runs[number].outcome = "no_result"
         finally:
-            self._slots.release()
-        self._attempts_ended += 1
+            slots.release()
+        ended += 1
         count()
-        if len(self._exceptions) > self._max_raised:
-            self._scope.cancel()
+        if len(exceptions) > most_raised:
+            scope.cancel()
+
+    with progress_bar(attempts, f"{model} {split}", progress) as count, anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as running:
+            for group, runs in zip(groups, opened, strict=True):
+                for number in range(1, group_size + 1):
+                    await slots.acquire()
+                    running.start_soon(attempt, group, runs, number)
+    if ended < attempts and not scope.cancel_called:
+        raise RuntimeError(
+            f"a rollout cancelled the task that plays it, and with it all others: {ended} of {attempts} attempts "
+            "ended. Cancel a scope or a task of its own in the rollout"
+        )
+    for group, runs in zip(groups, opened, strict=True):
+        group.trajectories = [run for _, run in sorted(runs.items())]
+    if len(exceptions) > most_raised:
+        raise TooManyExceptionsError(exceptions, ended, int(most_raised)) from exceptions[0]
+    return groups

@@ -1,11 +1,11 @@
-"""Means with 95 % intervals, for evaluations. Standard library only.
+"""Means with 95 % intervals, of evaluations and of what the services show. Standard library only.
 
 An interval is Student's, over the values and one more value at each end of their range, and half a step of such a mean
-wider (`_estimate`). The two values are those of A. Agresti and B. Caffo (2000), "Simple and effective confidence
-intervals for proportions and differences of proportions result from adding two successes and two failures"; without
-them an interval collapses where all values are equal, and leaves rare values out. The half step is the correction for
-continuity of F. Yates (1934). Such an interval covers the true mean with a probability of at least 0.95 from two values
-on, whatever they are distributed like, which `tests/journeywork/test_coverage.py` simulates.
+wider (`Sample._centre_and_half`). The two values are those of A. Agresti and B. Caffo (2000), "Simple and effective
+confidence intervals for proportions and differences of proportions result from adding two successes and two failures";
+without them an interval collapses where all values are equal, and leaves rare values out. The half step is the
+correction for continuity of F. Yates (1934). Such an interval covers the true mean with a probability of at least 0.95
+from two values on, whatever they are distributed like, which `tests/journeywork/test_statistics.py` simulates.
 
 The range is assumed: values from 0 to 1 are taken for rewards of 0 to 1, others from -1 to 1 for rewards of -1 to 1.
 Where a value lies beyond, the range is unknown: then it is that of the values seen, the interval contains Student's,
@@ -46,44 +46,94 @@ class Estimate:
 def mean_of(values: Sequence[float]) -> Estimate:
     """Return the mean of `values`. For a single value the interval is infinite, and for equal values whose range is
     unknown."""
-    return _estimate(values, range_of(values))
+    return _estimate(values)
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:
     """Return the mean of `after - before` over the same tasks in the same order. Unequal lengths raise `ValueError`."""
-    differences = [b - a for a, b in zip(before, after, strict=True)]
-    bounds = range_of([*before, *after])
+    both = [*before, *after]
+    low, high = _assumed_range(min(both, default=0.0), max(both, default=0.0))
     # Values from 0 to 1 differ by -1 to 1.
-    return _estimate(differences, bounds and (bounds[0] - bounds[1], bounds[1] - bounds[0]))
+    return _estimate([b - a for a, b in zip(before, after, strict=True)], (low - high, high - low))
 
 
-def range_of(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the range that is assumed of `values`; `None` if it is unknown."""
-    if all(0 <= value <= 1 for value in values):
-        return 0.0, 1.0
-    return (-1.0, 1.0) if all(-1 <= value <= 1 for value in values) else None
-
-
-def _estimate(values: Sequence[float], bounds: tuple[float, float] | None) -> Estimate:
-    """Return the mean of `values` with its interval. `bounds`: the range of the values, `None` if it is unknown."""
-    count = len(values)
-    if not count:
+def _estimate(values: Sequence[float], bounds: tuple[float, float] | None = None) -> Estimate:
+    """Return the mean of `values` with its interval. `bounds`: the range of the values, where it is known otherwise."""
+    if not values:
         return Estimate(math.nan, math.nan, math.nan, 0)
-    mean = math.fsum(values) / count
-    least, greatest = bounds or (min(values), max(values))
-    if count < 2 or least == greatest:
-        return Estimate(mean, -math.inf, math.inf, count)
-    # Student's interval over the values and one more value at each end of the range.
-    with_ends = [*values, least, greatest]
-    centre = math.fsum(with_ends) / (count + 2)
-    half = t95(count + 1) * math.sqrt(math.fsum((v - centre) ** 2 for v in with_ends) / (count + 1) / (count + 2))
-    half += (greatest - least) / 2 / (count + 2)  # half a step of a mean of so many values
-    if bounds:
-        low, high = max(centre - half, least), min(centre + half, greatest)
-    else:
-        student = t95(count - 1) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (count - 1) / count)
-        low, high = min(centre - half, mean - student), max(centre + half, mean + student)
-    return Estimate(mean, min(low, mean), max(high, mean), count)
+    sample = Sample.of(values)
+    return Estimate(sample.mean, *sample.interval(bounds), sample.count)
+
+
+def _assumed_range(least: float, greatest: float) -> tuple[float, float]:
+    """Return the range that is assumed of values from `least` to `greatest`; infinite if it is unknown."""
+    if least < -1 or greatest > 1:
+        return -math.inf, math.inf
+    return (0.0 if least >= 0 else -1.0), 1.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the interval of a mean needs to know of values. `variance`: of the sample, `None` for a single value."""
+
+    count: int
+    mean: float
+    variance: float | None
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Sample:
+        """Return the sample of one value or more."""
+        count = len(values)
+        mean = math.fsum(values) / count
+        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else None
+        return cls(count, mean, variance, min(values), max(values))
+
+    def interval(self, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
+        """Return the ends of the interval of the mean; they are infinite if nothing is known. `bounds`: the range of
+        the values, in place of the one that is assumed."""
+        low, high = self._range(bounds)
+        centre, half = self._centre_and_half(low, high)
+        return min(max(centre - half, low), self.mean), max(min(centre + half, high), self.mean)
+
+    def difference(self, other: Sample) -> tuple[float, float]:
+        """Return the ends of the interval of this mean less the one of other, independent values."""
+        (low, high), (other_low, other_high) = self._range(), other._range()
+        centre, half = self._centre_and_half(low, high)
+        other_centre, other_half = other._centre_and_half(other_low, other_high)
+        mean, of_centres, of_halves = self.mean - other.mean, centre - other_centre, math.hypot(half, other_half)
+        return (
+            min(max(of_centres - of_halves, low - other_high), mean),
+            max(min(of_centres + of_halves, high - other_low), mean),
+        )
+
+    def _range(self, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
+        """The range of the values. It is unknown of a single one."""
+        if self.count < 2:
+            return -math.inf, math.inf
+        return bounds or _assumed_range(self.least, self.greatest)
+
+    def _centre_and_half(self, low: float, high: float) -> tuple[float, float]:
+        """The centre of the interval without regard to the range, which is from `low` to `high`, and half of its
+        width."""
+        known = math.isfinite(low)
+        if not known:
+            low, high = self.least, self.greatest
+        if self.variance is None or low == high:
+            return self.mean, math.inf
+        # Student's interval over the values and one more value at each end of the range.
+        n = self.count
+        centre = (n * self.mean + low + high) / (n + 2)
+        squares = self.variance * (n - 1) + n * (self.mean - centre) ** 2
+        squares += (low - centre) ** 2 + (high - centre) ** 2
+        half = t95(n + 1) * math.sqrt(squares / (n + 1) / (n + 2))
+        half += (high - low) / 2 / (n + 2)  # half a step of a mean of so many values
+        if known:
+            return centre, half
+        student = t95(n - 1) * math.sqrt(self.variance / n)
+        ends = min(centre - half, self.mean - student), max(centre + half, self.mean + student)
+        return (ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2
 
 
 def t95(freedom: int) -> float:

@@ -128,13 +128,14 @@ class Learner:
         """Continue from a checkpoint, on disk or not: `files` are those of its adapter, with the training state if
         there is one, and `earlier` the adapters of the steps before it. Without the training state, the optimizer is a
         fresh one. Raises `ConfigError` as `resume` does."""
-        require_compatible(event, files, self.engine.model.base_digest, self.engine.model.lora)
+        model = self.engine.model
+        require_compatible(event, files, model.base_digest, model.lora, event.version)
         state = self._state_of(event.step, files)
         state.history |= earlier
         if self.is_within_staleness(0, event.step):
             state.history[0] = self._first_adapter
         # If the adapter does not fit, the error is raised now, not in a step.
-        self.engine.model.load_adapter(state.weights)
+        model.load_adapter(state.weights)
         self.state = state
         if STATE_FILE not in files:
             logger.warning(

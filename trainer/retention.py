@@ -297,12 +297,10 @@ class Retention:
                 and await objects.exists(self._broker, streams.ADAPTERS_BUCKET, r.event.adapter)
             }
             for recorded in events:
-                if recorded.place.at >= before_us:
-                    continue
-                if recorded.event.version in stored:
-                    continue  # the checkpoint of a version that still exists, or a load of it
-                await self._broker.delete(recorded.stream, recorded.seq)
-                deleted += 1
+                # Not the checkpoint of a version that still exists, or a load of it.
+                if recorded.place.at < before_us and recorded.event.version not in stored:
+                    await self._broker.delete(recorded.stream, recorded.seq)
+                    deleted += 1
         if deleted:
             logger.info("old policy events deleted", events=deleted)
         return deleted

@@ -11,11 +11,10 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import pydantic
 from openai import AsyncOpenAI
-from typing_extensions import Unpack
 
 from journeywork.art import records
 from journeywork.art.dev import InternalModelConfig
@@ -47,16 +46,6 @@ class Backend(Protocol):
     ) -> TrainResult: ...
 
     async def log_validation(self, model: Any, trajectory_groups: Iterable[TrajectoryGroup]) -> None: ...
-
-
-class ModelFields(TypedDict, total=False):
-    """Further fields of a model."""
-
-    inference_api_key: str | None
-    inference_base_url: str | None
-    inference_model_name: str | None
-    base_path: str
-    report_metrics: list[str] | None
 
 
 class Model(pydantic.BaseModel, Generic[ModelConfig]):
@@ -224,7 +213,7 @@ class TrainableModel(Model[ModelConfig], Generic[ModelConfig]):
         base_model: str,
         config: ModelConfig | None = None,
         _internal_config: InternalModelConfig | None = None,
-        **fields: Unpack[ModelFields],
+        **fields: Any,
     ) -> None:
         pydantic.BaseModel.__init__(self, name=name, project=project, base_model=base_model, config=config, **fields)
         self._internal_config = _internal_config

@@ -33,15 +33,12 @@ def write_project(name: str, folder: Path, *, tiny: bool = False) -> list[Path]:
     """Write the project `name` into `folder` and return its files. A `tiny` project has settings for two CPU cores, and
     `make_model.py`, which makes its base model.
 
-    Raises `InitError` if the name cannot be that of a model, or the folder has files already or cannot be made."""
+    Raises `InitError` if the name cannot be that of a model, or the folder has files already, and `OSError` if it
+    can't be made."""
     if not _NAME.fullmatch(name):
         raise InitError(f"{name!r} cannot be a project: use up to 64 letters, digits, `-` and `_`, a letter first")
     template = resources.files("journeywork.starter").joinpath("template")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"{folder} cannot be made: {error.strerror}; choose another name, or a folder with --dir"
-        raise InitError(message) from error
+    folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise InitError(f"{folder} exists and is not empty: choose another name, or a folder with --dir")
     written = []

@@ -160,10 +160,10 @@ def check_trainer(config: TrainerConfig) -> None:
             "trainer.loss.advantage_scaling: a group of one has no standard deviation; with trainer.loss.baseline = "
             f'"{loss.baseline}" take `batch` or `none`'
         )
-    if config.optimizer.schedule in ("linear", "cosine") and not config.max_steps:
+    if config.optimizer.schedule != "constant" and not config.max_steps:
         raise ConfigError(
             f"trainer.optimizer.schedule: `{config.optimizer.schedule}` falls to 0 at trainer.max_steps, which is 0: "
-            "set it to the last step, or take `constant` or `inverse_sqrt`"
+            "set it to the last step, or take `constant`"
         )
     if config.memory.quantization != "none" and config.memory.sharded:
         raise ConfigError("trainer.memory.quantization: a divided model (trainer.memory.sharded) is not quantised")

@@ -136,10 +136,9 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     learning_rate: Share | None = None
     """`None`: 32,500 over the parameters of the model without its embeddings, at least 1e-5 (from 3 billion on) and at
     most 2e-3: 3e-4 for the demo's model of 135 million parameters (docs/training.md, before the first real run)."""
-    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate changes after the warm-up. `linear` and `cosine` fall to 0 at `trainer.max_steps`.
-    `inverse_sqrt` falls with the square root of the steps and needs no end; with `warmup_steps` = 0 it falls
-    from step 10,000 on. All updates of a step have the same learning rate. A requested batch that chooses its
+    All updates of a step have the same learning rate. A requested batch that chooses its
     learning rate is trained with that rate."""
     epochs: SmallCount = 1
     """Times that a step trains each of its groups. With more than one epoch or minibatch, a step takes several

@@ -1,8 +1,7 @@
-"""Figures that several services show.
+"""Figures that several services show. Intervals of means are those of `journeywork.statistics`.
 
 | module | what lives there |
 | --- | --- |
-| `intervals` | 95 % intervals of means, and of their differences |
 | `progress` | whether the training reward moved, in a sentence |
 | `utilization` | whether sampler, trainer or agents bound the speed |
 | `metric_names` | the names of the trainer's metrics in answers of the gateway |

@@ -6,8 +6,10 @@ versions each (`SHARE`), at most `MOST_STEPS`. A group is one value, because its
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from pipeline.statistics.intervals import Sample
+if TYPE_CHECKING:  # the package of the SDK takes a while to import, and queries need only the two numbers
+    from journeywork.statistics import Sample
 
 SHARE, MOST_STEPS = 5, 10
 

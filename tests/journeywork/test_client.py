@@ -35,14 +35,6 @@ async def test_a_run_from_open_to_complete(gateway: GatewayProcess) -> None:
         assert (refused.value.status, refused.value.code) == (409, "trajectory_completed")
 
 
-async def test_a_failed_run_has_no_result(gateway: GatewayProcess) -> None:
-    async with AsyncJourneywork(gateway.url) as jw:
-        with pytest.raises(ZeroDivisionError):
-            async with jw.trajectory("tictactoe") as run:
-                _ = 1 / 0
-        assert (await jw.get(run.id))["outcome"] == "no_result"
-
-
 async def test_calls_wait_for_a_gateway_that_restarts(gateway: GatewayProcess) -> None:
     async with AsyncJourneywork(gateway.url) as jw:
         run = await jw.open("tictactoe")

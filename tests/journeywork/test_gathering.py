@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from journeywork import AsyncJourneywork, GatewayUnavailableError, Journeywork, JourneyworkError, TooManyExceptionsError
+from journeywork.gathering import TaskGroup
 from journeywork.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
@@ -25,6 +27,19 @@ async def stub() -> AsyncIterator[StubGateway]:
     found = StubGateway()
     async with found.serving():
         yield found
+
+
+async def gather(
+    stub: StubGateway, tasks: Any, rollout: Any, *, wait_s: float = 60.0, **options: Any
+) -> list[TaskGroup[Any]]:
+    async with AsyncJourneywork(stub.url, wait_s=wait_s) as client:
+        return await client.gather("m", tasks, rollout, progress=False, **options)
+
+
+def assert_without_result(stub: StubGateway) -> None:
+    """All that was opened was completed without a result."""
+    assert stub.opened.keys() == stub.completed.keys()
+    assert {body["outcome"] for body in stub.completed.values()} == {"no_result"}
 
 
 @pytest.mark.slow
@@ -82,14 +97,10 @@ async def test_too_many_exceptions_end_it_and_complete_what_was_open(
         await anyio.sleep_forever()
         return 1.0
 
-    async with AsyncJourneywork(stub.url) as client:
-        with pytest.raises(TooManyExceptionsError, match=said) as error:
-            await client.gather(
-                "m", range(100), rollout, group_size=1, concurrency=80, max_exceptions=allowed, progress=False
-            )
+    with pytest.raises(TooManyExceptionsError, match=said) as error:
+        await gather(stub, range(100), rollout, group_size=1, concurrency=80, max_exceptions=allowed)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-    assert stub.opened.keys() == stub.completed.keys()
-    assert all(b["outcome"] == "no_result" for b in stub.completed.values())
+    assert_without_result(stub)
 
 
 async def test_an_opening_that_is_cancelled_does_not_wait_for_the_gateway_again() -> None:
@@ -145,11 +156,10 @@ async def test_plain_functions_run_in_threads(stub: StubGateway) -> None:
 async def test_what_can_t_be_gathered_is_said_so(
     stub: StubGateway, wrong: dict[str, Any], kind: type[Exception], said: str
 ) -> None:
-    options: dict[str, Any] = {"tasks": [1, 2], "rollout": lambda run, task: 1.0, "progress": False}
-    async with AsyncJourneywork(stub.url) as client:
-        with pytest.raises(kind, match=said):
-            await client.gather("m", **{**options, **wrong})
-        assert await client.gather("m", **{**options, "tasks": []}) == []
+    options: dict[str, Any] = {"tasks": [1, 2], "rollout": lambda run, task: 1.0}
+    with pytest.raises(kind, match=said):
+        await gather(stub, **{**options, **wrong})
+    assert await gather(stub, **{**options, "tasks": []}) == []
     assert not stub.opened
 
 
@@ -166,8 +176,7 @@ async def test_a_rollout_that_is_cancelled_by_itself_is_a_failure_of_its_own(stu
         return asyncio.run(awaits_what_is_cancelled(run, task))
 
     rollout: Any = runs_it if plain else awaits_what_is_cancelled
-    async with AsyncJourneywork(stub.url) as client:
-        groups = await client.gather("m", range(3), rollout, group_size=2, max_exceptions=2, progress=False)
+    groups = await gather(stub, range(3), rollout, group_size=2, max_exceptions=2)
     assert [g.rewards for g in groups] == [[1.0, 1.0], [], [1.0, 1.0]]
     assert [t.outcome for t in groups[1].trajectories] == ["no_result"] * 2
     assert {str(error).partition(":")[0] for error in groups[1].exceptions} == {"the rollout was cancelled"}
@@ -182,23 +191,19 @@ async def test_a_gathering_that_is_cancelled_ends_as_such(stub: StubGateway, nat
         await anyio.sleep_forever()
         return 1.0
 
-    async def gather() -> None:
-        async with AsyncJourneywork(stub.url) as client:
-            await client.gather("m", [1], rollout, group_size=2, progress=False)
-
+    play = partial(gather, stub, [1], rollout, group_size=2)
     if natively:
-        gathering = asyncio.create_task(gather())
+        gathering = asyncio.create_task(play())
         await playing.wait()
         gathering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gathering
     else:
         async with anyio.create_task_group() as running:
-            running.start_soon(gather)
+            running.start_soon(play)
             await playing.wait()
             running.cancel_scope.cancel()
-    assert stub.opened.keys() == stub.completed.keys()
-    assert {b["outcome"] for b in stub.completed.values()} == {"no_result"}
+    assert_without_result(stub)
 
 
 async def test_too_many_exceptions_do_not_wait_for_threads_and_leave_nothing_open(stub: StubGateway) -> None:
@@ -211,44 +216,21 @@ async def test_too_many_exceptions_do_not_wait_for_threads_and_leave_nothing_ope
         return 1.0
 
     try:
-        async with AsyncJourneywork(stub.url) as client:
-            with pytest.raises(TooManyExceptionsError, match="max_exceptions allows 0"):
-                await client.gather("m", range(4), rollout, group_size=1, max_exceptions=0.1, progress=False)
-        assert stub.opened.keys() == stub.completed.keys()
-        assert {b["outcome"] for b in stub.completed.values()} == {"no_result"}
+        with pytest.raises(TooManyExceptionsError, match="max_exceptions allows 0"):
+            await gather(stub, range(4), rollout, group_size=1, max_exceptions=0.1)
+        assert_without_result(stub)
     finally:
         release.set()
 
 
-@pytest.mark.parametrize("reward", [float("nan"), "good"])
-async def test_what_is_no_number_leaves_no_run_open(stub: StubGateway, reward: Any) -> None:
-    async with AsyncJourneywork(stub.url) as client:
-        with pytest.raises((TypeError, ValueError), match="reward must be"):
-            async with client.trajectory("m") as run:
-                run.reward = reward
-    assert stub.completed[run.id] == {"outcome": "no_result"}
-    assert run.outcome == "no_result"
-
-    def play() -> None:
-        with Journeywork(stub.url) as blocking, blocking.trajectory("m") as plain:
-            plain.reward = reward
-
-    with pytest.raises((TypeError, ValueError), match="reward must be"):
-        await anyio.to_thread.run_sync(play)
-    assert stub.opened.keys() == stub.completed.keys()
-
-
-async def test_an_agents_own_error_is_what_its_caller_sees() -> None:
-    stub = StubGateway()
-    async with stub.serving():
-        client = AsyncJourneywork(stub.url, wait_s=0.1)
+async def test_an_agents_own_error_is_what_its_caller_sees(stub: StubGateway) -> None:
+    async with AsyncJourneywork(stub.url, wait_s=0.1) as client:
         with pytest.raises(ZeroDivisionError) as seen:  # noqa: PT012
             async with client.trajectory("m") as run:
                 stub.opened.clear()  # completing it is refused
                 raise ZeroDivisionError
-        assert "could not be completed" in seen.value.__notes__[0]
-        assert run.outcome == "no_result"
-        await client.aclose()
+    assert "could not be completed" in seen.value.__notes__[0]
+    assert run.outcome == "no_result"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +255,7 @@ def test_json_of_another_server_is_named_as_such(status: int, body: str) -> None
         assert seen.value.code == ""
 
 
-async def _ends(stub: StubGateway, blocking: bool, reward: float, failure: type[BaseException]) -> Trajectory:
+async def _ends(stub: StubGateway, blocking: bool, reward: Any, failure: type[BaseException]) -> Trajectory:
     """Run one trajectory that ends with `reward`, with either client. Returns it once `failure` was raised."""
     seen: list[Trajectory] = []
 
@@ -306,8 +288,13 @@ async def test_a_result_that_finds_no_gateway_is_not_replaced(stub: StubGateway,
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-async def test_a_refused_result_is_no_result(stub: StubGateway, blocking: bool) -> None:
-    run = await _ends(stub, blocking, 1e9, JourneyworkError)
+@pytest.mark.parametrize(
+    ("reward", "failure"), [(1e9, JourneyworkError), (float("nan"), ValueError), ("good", TypeError)], ids=str
+)
+async def test_a_result_that_is_refused_or_is_no_number_is_no_result(
+    stub: StubGateway, blocking: bool, reward: Any, failure: type[Exception]
+) -> None:
+    run = await _ends(stub, blocking, reward, failure)
     assert stub.completed[run.id] == {"outcome": "no_result"}
     assert run.outcome == "no_result"
 
@@ -321,11 +308,11 @@ async def test_a_run_that_somebody_else_completed_stays_as_it_is(stub: StubGatew
 
 async def test_a_reward_that_never_arrived_is_no_reward_of_its_group(stub: StubGateway) -> None:
     stub.away = True
-    async with AsyncJourneywork(stub.url, wait_s=0.1) as client:
-        (group,) = await client.gather("m", [1], lambda run, task: 1.0, group_size=2, max_exceptions=2, progress=False)
-        assert group.rewards == group.scored == []
-        assert [type(e) for e in group.exceptions] == [GatewayUnavailableError] * 2
-        stub.away = False
+    (group,) = await gather(stub, [1], lambda run, task: 1.0, wait_s=0.1, group_size=2, max_exceptions=2)
+    assert group.rewards == group.scored == []
+    assert [type(e) for e in group.exceptions] == [GatewayUnavailableError] * 2
+    stub.away = False
+    async with AsyncJourneywork(stub.url) as client:
         for run in group.trajectories:
             await client.complete(run.id, **run.result())
     assert [body["reward"] for body in stub.completed.values()] == [1.0, 1.0]

@@ -44,8 +44,6 @@ class StubGateway:
     """Group to what the gateway says of it: `status`, and `version` or `reason`. Other groups are waiting."""
     retired: set[str] = field(default_factory=set)
     """Versions that cannot be pinned."""
-    refused_attempts: set[int] = field(default_factory=set)
-    """Attempt numbers whose trajectories cannot be opened."""
     completed_by_others: dict[str, Any] | None = None
     """A result that every trajectory gets from somebody else before its own arrives."""
 
@@ -79,8 +77,6 @@ class StubGateway:
     def _open(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if body.get("pinned") in self.retired:
             return _refusal(404, "no such version", "model_not_found")
-        if body.get("attempt") in self.refused_attempts:
-            return _refusal(400, "not this attempt", "invalid_body")
         self.opened[body["id"]] = body
         self.most_open = max(self.most_open, len(self.opened) - len(self.completed))
         told = {"id": body["id"], "model": body["model"], "group": body.get("group", body["id"])}

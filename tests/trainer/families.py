@@ -47,6 +47,13 @@ _LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 _WINDOW: dict[str, Any] = {"sliding_window": 8, "num_hidden_layers": 4}
+_PER_LAYER: dict[str, Any] = _WINDOW | {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 3.0,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 
 SHARED: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -91,26 +98,8 @@ SHARED: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 3,
         "query_pre_attn_scalar": 8,
     },
-    "gemma4_text": {
-        "sliding_window": 8,
-        "num_hidden_layers": 4,
-        "hidden_size_per_layer_input": 8,
-        "final_logit_softcapping": 3.0,
-        "vocab_size_per_layer_input": VOCAB,
-        "global_head_dim": 16,
-        "num_global_key_value_heads": 1,
-        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
-    },
-    "gemma3n_text": {
-        "sliding_window": 8,
-        "num_hidden_layers": 4,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 4,
-        "vocab_size_per_layer_input": VOCAB,
-        "num_kv_shared_layers": 0,
-        "final_logit_softcapping": 3.0,
-        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
-    },
+    "gemma4_text": _PER_LAYER | {"global_head_dim": 16, "num_global_key_value_heads": 1},
+    "gemma3n_text": _PER_LAYER | {"laurel_rank": 4, "num_kv_shared_layers": 0},
     "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": {
         "num_local_experts": 4,
@@ -143,23 +132,15 @@ ROWS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "block_size": 4,
     },
-    "falcon_h1": {
-        "mamba_d_ssm": 32,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "lm_head_multiplier": 0.5,
-    },
-    "granitemoehybrid": {
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 32, "mamba_d_head": 8, "lm_head_multiplier": 0.5},
+    "granitemoehybrid": _MAMBA
+    | {
         "layer_types": ["mamba", "attention"],
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
         "shared_intermediate_size": 32,
     },
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"],
         "n_mamba_heads": 4,

@@ -36,10 +36,10 @@ from tests.kits import events
 from tests.kits.settings import with_values
 from tests.kits.waiting import until
 from trainer.batches.examples import Example
-from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History
+from trainer.batches.groups import AdmittedGroup, GroupWithHistory, History, trainable_members
 from trainer.engine.engine import Engine
 from trainer.engine.state import TrainState
-from trainer.sequences import TokenSequence
+from trainer.sequences import TokenSequence, build
 
 VOCAB = 32
 Event = TypeVar("Event")
@@ -125,6 +125,10 @@ def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer
     )
 
 
+Settings = Callable[..., Config]
+"""Makes the settings of a trainer on the test's own log, of those that differ from `settings`' defaults."""
+
+
 def with_many_loras(config: Config) -> Config:
     """`config` as `load` accepts it under a large staleness bound."""
     return msgspec.structs.replace(config, vllm=VllmConfig(max_loras=200))
@@ -201,6 +205,17 @@ def turns(trajectory: str, seed: int, *, step: int = 0) -> list[ExchangeRecorded
         exchange(trajectory, 0, prompt, reply, step=step),
         exchange(trajectory, 1, prompt + reply + more, last, step=step),
     ]
+
+
+def conversation(trajectory: str, calls: int, **other: object) -> list[ExchangeRecorded]:
+    """Calls that continue each other; each sends one more token and samples two."""
+    return [exchange(trajectory, call, [5, 7, 8] * call + [5], [7, 8], **other) for call in range(calls)]  # type: ignore[arg-type]
+
+
+def played(scored: GroupScored, **history: Any) -> GroupWithHistory:
+    """The group with a sequence for every member that trains (`conversation`)."""
+    runs = [build(m.trajectory, conversation(m.trajectory, m.exchanges)) for m in trainable_members(scored)]
+    return training_group(scored, [s for of_run in runs for s in of_run], **history)
 
 
 async def publish_group(

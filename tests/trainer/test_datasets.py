@@ -172,22 +172,6 @@ def test_a_damaged_data_set_is_named(tmp_path: Path) -> None:
             datasets._table(file, "sft")
 
 
-def test_the_loss_of_sft_is_the_mean_over_the_tokens_that_are_trained(nats_config: NatsConfig, tmp_path: Path) -> None:
-    """The mean of -log p(token | tokens before it), under the version before the step."""
-    pq.write_table(pa.Table.from_pylist([{"messages": [*ASKED, GOOD]}] * 2), tmp_path / "train.parquet")
-    learner = make_learners(settings(tmp_path, nats_config))[kit.MODEL]
-    tokenizer = datasets.AutoTokenizer.from_pretrained(BASE)
-    texts = "<|user|>a1=. b1=x<|end|><|assistant|>", "a1<|end|>"
-    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
-    ids = torch.tensor([[*before, *after]])
-    with torch.no_grad():
-        logprobs = learner.engine.model.peft(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-    expected = -logprobs.gather(1, ids[0, 1:, None])[len(before) - 1 :].mean()
-    learner.checkpoints.prepare_folder()
-    pending = datasets.compute(learner, tmp_path / "scratch", DatasetStep(tmp_path, "sft", batch_size=2), Counter())
-    assert pending.manifest.event.metrics["dataset_loss"] == pytest.approx(float(expected), rel=1e-4)
-
-
 @pytest.mark.parametrize("point", ["trainer.before_checkpoint", "trainer.after_checkpoint", "trainer.after_publish"])
 async def test_a_step_that_is_killed_is_on_the_log_once_or_not_at_all(
     point: str, nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

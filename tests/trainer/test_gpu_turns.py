@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from pipeline.config import Config, ConfigError, NatsConfig, VllmConfig, load
+from pipeline.config import Config, ConfigError, VllmConfig, load
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
 from tests.kits.scoring_server import ScoringServer
@@ -59,10 +59,10 @@ def with_server(config: Config, url: str, key: Path | None = None) -> Config:
 
 
 async def test_a_trainer_loads_and_steps_while_the_server_sleeps(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path, server: Server
+    settings: kit.Settings, broker: Broker, tmp_path: Path, server: Server
 ) -> None:
     (tmp_path / "vllm.key").write_text("sk-secret\n")
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=2)
+    config = settings(groups_per_step=1, max_steps=2)
     for number in range(2):
         await kit.publish_group(broker, f"g{number}", [0.0, 1.0], seed=number)
     with anyio.fail_after(100):

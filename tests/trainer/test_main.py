@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]  # processes that imp
 
 @pytest.mark.slow
 async def test_stopping_the_trainer_during_a_step_leaves_only_complete_checkpoints(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    settings: kit.Settings, broker: Broker, tmp_path: Path
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=100, keep_checkpoints=100)
+    config = settings(groups_per_step=1, max_staleness=100, keep_checkpoints=100)
     config = kit.with_many_loras(config)
     configuration.save(config, tmp_path / "config.toml")
     for i in range(30):

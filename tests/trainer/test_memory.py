@@ -15,7 +15,7 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline.config import NatsConfig, RetentionConfig
+from pipeline.config import RetentionConfig
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.names import subject_token
@@ -48,17 +48,17 @@ def _resident_mib() -> float:
 
 @pytest.mark.timeout(3600)
 async def test_memory_does_not_grow_with_groups_and_steps(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: kit.Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.intake._CONSUMED_KEPT", 100)
-    nats_config = msgspec.structs.replace(nats_config, exchange_memory_bytes=10_000)  # so that it is full soon
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, best_min_trajectories=4)
+    config = settings(groups_per_step=1, best_min_trajectories=4)
+    nats = msgspec.structs.replace(config.nats, exchange_memory_bytes=10_000)  # so that it is full soon
     retention = RetentionConfig(every_s=0.2, grace_s=0.0, adapters=4)
-    config = msgspec.structs.replace(config, retention=retention)
+    config = msgspec.structs.replace(config, nats=nats, retention=retention)
     held: list[int] = []
     tracemalloc.start()
     try:
-        async with Broker.connect(nats_config) as broker, kit.running(config):
+        async with Broker.connect(config.nats) as broker, kit.running(config):
             for steps in range(STEPS, ROUNDS * STEPS + 1, STEPS):
                 for n in range(steps - STEPS, steps):
                     await _step(broker, n)

@@ -13,6 +13,7 @@ import msgspec
 import nats.errors
 import pytest
 
+from journeywork.statistics import Sample
 from pipeline.config import Config, NatsConfig, RetentionConfig
 from pipeline.events import (
     STATE_FILE,
@@ -28,7 +29,6 @@ from pipeline.events import (
 from pipeline.log import objects
 from pipeline.log.broker import Broker
 from pipeline.log.messages import LogEntry
-from pipeline.statistics.intervals import Sample
 from pipeline.versions.loaded import LoadedVersions
 from rollout_gateway.serving.policies import Policies
 from tests.kits import events
@@ -118,30 +118,23 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
     assert await present(broker) == {V[2], V[4], V[6], V[10], V[11], V[12]}
 
 
-async def test_the_version_that_training_began_with_is_kept(broker: Broker, config: Config) -> None:
-    """Regression: the warm start, the natural baseline, was removed after 20 steps."""
+async def test_the_version_that_training_began_with_and_those_of_evaluations_are_kept(
+    broker: Broker, config: Config
+) -> None:
+    """The warm start, the natural baseline, was removed after 20 steps, and after 40 no first version was left that
+    could play on other prompts."""
     model = msgspec.structs.replace(config.models[0], start="runs/x#tiny@4")
-    config = msgspec.structs.replace(config, models=(model,))
     for step in range(4, 13):
         await publish(broker, step)
-    retention = Retention(config, broker, learners_of(config))
-    await retention.run_once()
-    await retention.run_once()
-    assert await present(broker) == {V[4], V[11], V[12]}
-
-
-async def test_a_version_that_an_evaluation_names_is_kept(broker: Broker, config: Config) -> None:
-    """Regression: after 40 steps the first version could not play against the last one on other prompts."""
-    for step in range(1, 9):
-        await publish(broker, step)
-    for position, version in enumerate((V[1], V[0], "")):
+    for position, version in enumerate((V[6], V[0], "")):
         played = {"entrant": version or "https://h/v1#m", "kind": "policy" if version else "external"}
         evaluated = {"evaluation": "e", "position": position, "model": "tiny" if version else "m", "version": version}
         await broker.publish(PolicyEvaluated(project="p", **played, **evaluated))
+    config = msgspec.structs.replace(config, models=(model,))
     retention = Retention(config, broker, learners_of(config))
     await retention.run_once()
     await retention.run_once()
-    assert await present(broker) == {V[1], V[7], V[8]}
+    assert await present(broker) == {V[4], V[6], V[11], V[12]}
 
 
 async def test_a_retired_version_that_is_needed_again_is_kept(broker: Broker, config: Config) -> None:
@@ -245,12 +238,10 @@ async def test_parts_of_an_interrupted_upload_or_removal_are_removed(
     assert "$O.ADAPTERS.C.orphan" not in await broker.subjects("OBJ_ADAPTERS", "$O.ADAPTERS.C.*")
 
 
-async def test_the_trainer_removes_old_versions_while_it_trains(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_staleness=0)
+async def test_the_trainer_removes_old_versions_while_it_trains(settings: kit.Settings) -> None:
+    config = settings(groups_per_step=1, max_staleness=0)
     config = retained(config, adapters=2, every_s=0.05)
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with Broker.connect(config.nats) as broker, running(config):
         for i in range(4):
             await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
             events = await steps_reach(broker, i + 1)

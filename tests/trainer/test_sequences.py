@@ -60,23 +60,6 @@ def test_what_a_run_trains(case: str) -> None:
     assert [(s.ids.tolist(), trained(s)) for s in build("t", exchanges)] == expected
 
 
-def test_tool_and_user_turns_are_context() -> None:
-    tool_result = [20, 21, 22]
-    (sequence,) = build(
-        "t",
-        [
-            exchange("t", 0, [5], [7]),
-            exchange("t", 1, [5, 7, *tool_result], [8]),
-            exchange("t", 2, [5, 7, *tool_result, 8, 30], [9]),
-        ],
-    )
-    assert trained(sequence) == [7, 8, 9]
-    assert not np.isin(sequence.ids[sequence.loss_mask], [*tool_result, 30, 5]).any()
-    assert (sequence.steps[~sequence.loss_mask] == -1).all()
-    assert sequence.calls is not None
-    assert sequence.calls.tolist() == [-1, 0, -1, -1, -1, 1, -1, 2]
-
-
 def test_temperature_is_the_requests_or_the_servers() -> None:
     asked, default = exchange("t", 0, [5], [7], request=b'{"temperature":0.5}'), exchange("t", 1, [6], [8])
     one, two = build("t", [asked, default], defaults=Defaults(temperature=0.7))
@@ -84,24 +67,22 @@ def test_temperature_is_the_requests_or_the_servers() -> None:
     assert two.temperatures[1] == np.float32(0.7)
 
 
-def test_truncated_replies_train_unless_told_otherwise() -> None:
-    cut = exchange("t", 0, [5], [7, 8], finish_reason="length")
-    assert trained(build("t", [cut])[0]) == [7, 8]
-    assert build("t", [cut], mask_truncated=True) == []
-
-
-def test_a_truncated_reply_stays_context_of_what_follows() -> None:
-    cut = exchange("t", 0, [5], [7, 8], finish_reason="length")
-    (sequence,) = build("t", [cut, exchange("t", 1, [5, 7, 8, 1, 6], [9])], mask_truncated=True)
-    assert trained(sequence) == [9]
-
-
-def test_every_token_keeps_the_version_that_sampled_it() -> None:
-    (sequence,) = build("t", [exchange("t", 0, [5], [7], step=3), exchange("t", 1, [5, 7, 6], [8, 9], step=4)])
-    assert sequence.steps.tolist() == [-1, 3, -1, 4, 4]
-
-
 def test_logprobs_that_do_not_match_the_tokens_are_unknown() -> None:
     (sequence,) = build("t", [exchange("t", 0, [5], [7, 8], logprobs=[-1.0])])
     assert np.isnan(sequence.logprobs).all()
     assert trained(sequence) == [7, 8]
+
+
+def test_truncated_replies_train_unless_told_otherwise_and_stay_context_of_what_follows() -> None:
+    cut, more = call(0, [5], [7, 8], finish_reason="length"), call(1, [5, 7, 8, 1, 6], [9])
+    for mask_truncated, expected in ((False, [7, 8, 9]), (True, [9])):
+        (sequence,) = build("t", [cut, more], mask_truncated=mask_truncated)
+        assert trained(sequence) == expected
+    assert build("t", [cut], mask_truncated=True) == []
+
+
+def test_every_token_keeps_the_call_and_the_version_that_sampled_it() -> None:
+    (sequence,) = build("t", [call(0, [5], [7], step=3), call(1, [5, 7, 20, 6], [8, 9], step=4)])
+    assert sequence.steps.tolist() == [-1, 3, -1, -1, 4, 4]
+    assert sequence.calls is not None
+    assert sequence.calls.tolist() == [-1, 0, -1, -1, 1, 1]

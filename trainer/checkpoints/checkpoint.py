@@ -30,12 +30,12 @@ from typing import Any
 
 import msgspec
 
+from journeywork.statistics import Sample
 from pipeline import crash
 from pipeline.config import Config
 from pipeline.events import CheckpointPublished, GroupDiscarded
 from pipeline.files import read_json, sync, write_whole
 from pipeline.names import subject_token
-from pipeline.statistics.intervals import Sample
 from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("trainer.checkpoints.checkpoint")

@@ -19,12 +19,11 @@ _ADAPTER_SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targ
 
 
 def require_compatible(
-    event: CheckpointPublished | None, files: Mapping[str, bytes], digest: str, lora: LoraConfig, name: str = ""
+    event: CheckpointPublished | None, files: Mapping[str, bytes], digest: str, lora: LoraConfig, name: str
 ) -> None:
     """Raise `ConfigError` if training can't continue from a checkpoint: `files` are those of its adapter, `digest` and
     `lora` belong to the model that is loaded. `event` is `None` for an adapter that was trained elsewhere; `name` is
-    what errors call it, if not its version."""
-    name = name or (event.version if event else "")
+    what errors call it."""
     if event is not None and event.base_digest != digest:
         raise ConfigError(
             f"models.base: {name} was trained on another base model ({event.base_model}): name that one, or "
@@ -32,16 +31,12 @@ def require_compatible(
         )
     trained: dict[str, Any] = msgspec.json.decode(files["adapter_config.json"])
     now: dict[str, Any] = msgspec.json.decode(adapter_config(lora, ""))
-    way_out = (
-        "set it back, or give the model another name, under which it begins at step 0"
-        if event is not None
-        else "set it so, or merge the adapter into its base, and name the merged model as models.base"
-    )
     for key, setting in _ADAPTER_SETTINGS.items():
         if _unordered(trained.get(key)) != _unordered(now.get(key)):
             raise ConfigError(
-                f"trainer.lora.{setting}: {name} was trained with {trained.get(key)}, not with {now.get(key)}: "
-                f"{way_out}"
+                f"trainer.lora.{setting}: {name} was trained with {trained.get(key)}, not with {now.get(key)}: set it "
+                "so, or give the model another name, under which it begins at step 0; or merge the adapter into its "
+                "base, and name the merged model as models.base"
             )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from journeywork.statistics import Sample
 from pipeline.events import GroupScored
-from pipeline.statistics.intervals import Sample
 from trainer.checkpoints.checkpoint import Best
 
 _STEPS = 1000
@@ -42,10 +42,9 @@ class Validation:
         if not step or len(rewards) < self._min_trajectories:
             return
         best, own = self.best, Sample.of(rewards)
-        if best is None or own.difference(best.rewards)[0] > 0:
-            self.best = Best(step, own)
-        elif best.step == step and best.rewards.count <= own.count:
-            # More of its own rewards; with fewer, the log no longer holds those of before.
+        # With fewer of its own rewards than before, the log no longer holds those of before.
+        knows_more = best is not None and best.step == step and best.rewards.count <= own.count
+        if best is None or knows_more or own.difference(best.rewards)[0] > 0:
             self.best = Best(step, own)
 
     def metrics(self) -> dict[str, float]:

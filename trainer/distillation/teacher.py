@@ -26,8 +26,6 @@ class HintedCall:
     """The tokens that it is asked about are those of the loss mask."""
     slots: npt.NDArray[np.int64]
     """Where they are among the k trained tokens of the sequence that is taught."""
-    call: int = 0
-    """The call's `seq`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +70,7 @@ def hinted_calls_of(sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[n
             np.concatenate([context.temperatures, sequence.temperatures[at]]),
             cuts,
         )
-        out.append(HintedCall(read, slots_T[at][taught], call))
+        out.append(HintedCall(read, slots_T[at][taught]))
     return tuple(out)
 
 

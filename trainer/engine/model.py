@@ -145,9 +145,11 @@ class PolicyModel:
 
     def load_adapter(self, weights: Weights) -> None:
         """Make `weights` the live adapter. Raises `ValueError` where names or shapes differ from the model's."""
-        if misfits := _misfits(self._live, weights):
+        ours, given = ({(name, tensor.shape) for name, tensor in w.items()} for w in (self._live, weights))
+        if misfits := sorted({name for name, _ in ours ^ given}):
             raise ValueError(
-                f"the adapter does not fit the model: {misfits}: take back a change of trainer.lora.rank or the base"
+                f"the adapter does not fit the model: {len(misfits)} tensors are not in both or differ in shape, such "
+                f"as {misfits[0]}: take back a change of trainer.lora.rank or the base"
             )
         live = list(self._live.values())
         flat = torch.cat([weights[name].flatten() for name in self._live]).to(self.device)
@@ -282,20 +284,6 @@ class PolicyModel:
 def shape_of(sequences: Sequence[TokenSequence]) -> tuple[int, int]:
     """Number of sequences and most trained tokens in one of them: the shape [S, K] of their logprobs."""
     return len(sequences), max(s.trained_tokens for s in sequences)
-
-
-def _misfits(live: Weights, weights: Weights) -> str:
-    """Say which tensors of an adapter do not fit the model, with up to three names; an empty string if all do."""
-    kinds = {
-        "tensors without a place in it": weights.keys() - live.keys(),
-        "missing tensors": live.keys() - weights.keys(),
-        "tensors of another shape": {n for n in live.keys() & weights.keys() if live[n].shape != weights[n].shape},
-    }
-    return "; ".join(
-        f"{kind}: {len(names)} ({', '.join(sorted(names)[:3])}{', …' * (len(names) > 3)})"
-        for kind, names in kinds.items()
-        if names
-    )
 
 
 def _adapter_dtype(config: TrainerConfig, base: torch.dtype) -> torch.dtype | None:

@@ -48,9 +48,6 @@ def learning_rate(config: TrainerConfig, step: int, parameters: int) -> float:
             return peak * max(0.0, left)
         case "cosine":
             return peak * (1 - math.cos(math.pi * max(0.0, left))) / 2
-        case "inverse_sqrt":
-            scale = optimizer.warmup_steps or 10_000
-            return peak * math.sqrt(scale / (step + scale - optimizer.warmup_steps))
 
 
 def make_optimizer(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pipeline.statistics.intervals import Sample
+from journeywork.statistics import Sample
 from store.showing.pages.history import Row
 
 SAMPLE = """avg("value") AS mean, count(*) AS groups, var_samp("value") AS variance, min("value") AS least,

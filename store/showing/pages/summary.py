@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from journeywork.statistics import Sample
 from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.running.state import read_state
-from pipeline.statistics.intervals import Sample
 from pipeline.statistics.progress import reward_text
 from pipeline.statistics.utilization import bound_by
 from store.alarms.table import ALARMS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pipeline.statistics.intervals import Sample
+from journeywork.statistics import Sample
 from pipeline.statistics.progress import reward_text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,31 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import LossConfig, NatsConfig, TrainerConfig
-from pipeline.events import GroupScored, Hint, Member
+from pipeline.config import LossConfig, TrainerConfig
+from pipeline.events import Hint, Member
 from pipeline.log.broker import Broker
 from tests.trainer import kit
-from tests.trainer.kit import exchange, running, steps_reach, training_group
+from tests.trainer.kit import played, running, steps_reach
 from trainer.batches.examples import Example, loss_terms, make_examples
 from trainer.batches.graders import cap_graders
 from trainer.batches.groups import GroupWithHistory
-from trainer.sequences import build
 
 CONFIG = TrainerConfig(loss=LossConfig(baseline="batch", advantage_scaling="none"))
 
 
 def made(group: str, *members: Member, **more: Any) -> GroupWithHistory:
-    scored = GroupScored(project="p", group=group, model="tiny", judge="j", members=members)
-    sequences = []
-    for member in members:
-        prompt: list[int] = []
-        history = []
-        for call in range(member.exchanges):
-            prompt = [*prompt, 5]
-            history.append(exchange(member.trajectory, call, prompt, [7, 8][: 1 + len(history) % 2]))
-            prompt = [*prompt, 7, 8][: len(prompt) + 1 + (len(history) - 1) % 2]
-        sequences += build(member.trajectory, history)
-    return training_group(scored, sequences, **more)
+    return played(kit.group(group, [], members=members), **more)
 
 
 def run(name: str, reward: float, *graders: str) -> GroupWithHistory:
@@ -130,7 +118,7 @@ def test_each_key_of_a_group_has_an_equal_part_of_it_which_is_scaled_by_itself()
 
 
 def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -> None:
-    """Twenty tokens: the key's hints are about sixteen, another's about two, and the judge's about two."""
+    """Of forty tokens the key's hints are about 32, another's about two, and the judge's about two."""
     groups = []
     for i in range(10):
         by = {0: "", 1: "desk"}.get(i, "fan")
@@ -155,10 +143,8 @@ def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -
 
 
 @pytest.mark.anyio
-async def test_a_step_says_which_share_a_key_would_have_had(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=2)
+async def test_a_step_says_which_share_a_key_would_have_had(settings: kit.Settings, broker: Broker) -> None:
+    config = settings(groups_per_step=2)
     config = msgspec.structs.replace(config, feedback=msgspec.structs.replace(config.feedback, max_share=0.2))
     await kit.publish_group(broker, "own", [0.0, 1.0], seed=1)
     graded = kit.group("graded", [0.0, 1.0])

@@ -9,17 +9,11 @@ import pytest
 from pipeline.config import ConfigError, LossConfig, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.events import GroupScored
-from tests.trainer.kit import exchange, group, training_group
+from tests.trainer.kit import exchange, group, played, training_group
 from trainer.batches.examples import make_examples
 from trainer.batches.groups import GroupWithHistory, Refusal, trainable_members
-from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns, task_baselines
+from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns
 from trainer.sequences import build
-
-
-def made(scored: GroupScored) -> GroupWithHistory:
-    """The group with one short sequence for every member that trains."""
-    exchanges = {m.trajectory: [exchange(m.trajectory, 0, [5], [7, 7])] for m in trainable_members(scored)}
-    return training_group(scored, [s for name, history in exchanges.items() for s in build(name, history)])
 
 
 def refusal_of(group: GroupWithHistory, step: int, config: TrainerConfig) -> Refusal | None:
@@ -28,12 +22,7 @@ def refusal_of(group: GroupWithHistory, step: int, config: TrainerConfig) -> Ref
 
 
 def prepared(rewards: list[float]) -> GroupWithHistory:
-    return made(group("g", rewards))
-
-
-def advantages(rewards: list[float], **loss: object) -> list[float]:
-    config = TrainerConfig(loss=LossConfig(**loss))  # type: ignore[arg-type]
-    return [e.advantage for e in make_examples([prepared(rewards)], config)]
+    return played(group("g", rewards))
 
 
 def test_the_batch_is_the_baseline_of_runs_without_a_group() -> None:
@@ -66,7 +55,7 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
     for seq, scored in enumerate(log, 1):
         runs.add(scored, trainable_members(scored), seq)
         runs.add(scored, trainable_members(scored), seq)  # it is delivered again
-    batch = [made(log[i]) for i in (4, 3, 7, 8)]
+    batch = [played(log[i]) for i in (4, 3, 7, 8)]
     for trained, seq in zip(batch, (5, 4, 8, 9), strict=True):
         trained.admitted.earlier = runs.before(trained.event, seq)
     config = TrainerConfig(loss=LossConfig(baseline="task", advantage_scaling="none"))
@@ -86,19 +75,6 @@ def test_earlier_runs_of_the_task_are_the_baseline_and_the_own_run_is_left_out()
     assert runs.before(log[7], 8) == EarlierReturns(1, (0.6,))
 
 
-def test_earlier_runs_with_rewards_of_calls_are_compared_at_the_same_position() -> None:
-    runs = EarlierRuns(1.0)
-    first = with_members(group("a", [1.0], task="t", exchanges=2), call_rewards={0: {"0": 0.5}})
-    second = group("b", [0.25], task="t")
-    for seq, scored in enumerate((first, second), 1):
-        runs.add(scored, scored.members, seq)
-    own = [np.array([0.7, 0.2, 0.1]), np.array([0.3])]
-    means = task_baselines(own, runs.before(group("c", [], task="t"), 3), np.zeros(3))
-    earlier = np.array([1.5 + 0.25, 1.0 + 0.25, 1.0 + 0.25])
-    for found, expected in zip(means, [(earlier + 0.3) / 3, (earlier + own[0])[:1] / 3], strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-10)
-
-
 def with_members(scored: GroupScored, **changed: dict[int, object]) -> GroupScored:
     members = list(scored.members)
     for field, values in changed.items():
@@ -108,16 +84,11 @@ def with_members(scored: GroupScored, **changed: dict[int, object]) -> GroupScor
 
 
 def test_only_scored_members_of_the_training_split_count() -> None:
-    """Infrastructure's failures, masked and validation runs neither train nor move the baseline."""
-    scored = with_members(
-        group("g", [0.0, 1.0, -50.0, -50.0, -50.0]), outcome={2: "no_result", 3: "masked"}, split={4: "val"}
-    )
-    out = make_examples([made(scored)], TrainerConfig(loss=LossConfig(advantage_scaling="none")))
+    """Infrastructure's failures, masked and validation runs neither train nor move the baseline, nor does NaN."""
+    rewards = [0.0, 1.0, -50.0, -50.0, -50.0, float("nan")]
+    scored = with_members(group("g", rewards), outcome={2: "no_result", 3: "masked"}, split={4: "val"})
+    out = make_examples([played(scored)], TrainerConfig(loss=LossConfig(advantage_scaling="none")))
     assert {e.sequence.trajectory: e.advantage for e in out} == {"g-0": -0.5, "g-1": 0.5}
-
-
-def test_a_member_whose_reward_is_nan_is_not_trained() -> None:
-    assert advantages([0.0, 1.0, float("nan")], advantage_scaling="none") == [-0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +158,6 @@ def test_many_sequences_of_a_trajectory_share_its_weight_where_the_loss_averages
 
 def test_a_supervised_step_takes_each_groups_own_rewards() -> None:
     """Two verdict sets of one group are in one step."""
-    sets = [made(group("g", [reward, 0.5], judge=judge)) for judge, reward in (("a", 1.0), ("b", 0.0))]
+    sets = [played(group("g", [reward, 0.5], judge=judge)) for judge, reward in (("a", 1.0), ("b", 0.0))]
     out = make_examples(sets, TrainerConfig(loss=LossConfig(type="sft")))
     assert [e.advantage for e in out] == [1.0, 0.5, 0.0, 0.5]

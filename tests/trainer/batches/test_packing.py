@@ -16,7 +16,6 @@ from trainer.batches.packing import (
     FULL,
     AttentionSpan,
     Cost,
-    Layout,
     RowLimits,
     attended_pairs,
     micro_batches,
@@ -39,29 +38,6 @@ def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return made
 
 
-def alone(engine: Engine, one: TokenSequence) -> list[float]:
-    """Logprobs from a plain forward pass over one whole sequence."""
-    with torch.no_grad():
-        logits = engine.model.peft(input_ids=torch.from_numpy(one.ids.astype(np.int64))[None]).logits[0]
-    logprobs = torch.log_softmax(logits / float(one.temperatures[-1]), -1)
-    return [float(logprobs[i - 1, one.ids[i]]) for i in np.flatnonzero(one.loss_mask)]
-
-
-def through(engine: Engine, layout: Layout, sequences: list[TokenSequence]) -> np.ndarray:
-    shape = (len(sequences), max(s.trained_tokens for s in sequences))
-    with torch.no_grad():
-        return engine.model.logprobs(layout, shape)[0].numpy()
-
-
-@pytest.mark.parametrize("layout", ["padded", "prefix"])
-def test_every_layout_gives_the_logprobs_of_the_sequence_alone(engine: Engine, layout: str) -> None:
-    sequences, groups = tree_of_conversations()
-    made = padded(sequences) if layout == "padded" else prefix_shared(sequences, groups)
-    out = through(engine, made, sequences)
-    for row, one in enumerate(sequences):
-        np.testing.assert_allclose(out[row, : one.trained_tokens], alone(engine, one), rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_token_attends_to_its_own_sequence_only(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -76,14 +52,6 @@ def test_a_token_attends_to_its_own_sequence_only(seed: int) -> None:
         assert layout.ids_RL[0, columns].tolist() == one.ids[:-1].tolist()
         for depth, column in enumerate(columns):
             assert np.flatnonzero(mask[0, 0, column]).tolist() == sorted(columns[: depth + 1])
-
-
-def test_a_shared_prefix_is_laid_out_once() -> None:
-    prompt = [5] * 20
-    group = [sequence([*prompt, 7 + i, 8], [20, 21]) for i in range(8)]
-    # The last token of a sequence predicts nothing, so it is not computed.
-    assert padded(group).tokens == 8 * 21
-    assert prefix_shared(group, [0] * 8).tokens == 20 + 8
 
 
 def test_a_prediction_that_several_sequences_share_is_scored_once() -> None:

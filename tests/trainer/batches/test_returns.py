@@ -15,7 +15,8 @@ from pipeline.config import Config, LossConfig, TrainerConfig
 from pipeline.events import GroupScored, Hint, Member
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
-from tests.trainer.kit import exchange, training_group
+from tests.trainer import kit
+from tests.trainer.kit import exchange, played, training_group
 from trainer.batches.examples import make_examples
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory, Refusal
 from trainer.batches.histories import Histories
@@ -29,20 +30,11 @@ Runs = dict[str, tuple[float, dict[int, float], int]]
 
 def made(group: str, runs: Runs, **more: Any) -> GroupWithHistory:
     """Runs whose calls continue each other in one sequence; each samples two tokens."""
-    members, sequences = [], []
-    for name, (reward, of_calls, calls) in runs.items():
-        rewards = {str(call): r for call, r in of_calls.items()}
-        members.append(Member(trajectory=name, reward=reward, call_rewards=rewards, exchanges=calls))
-        prompt: list[int] = []
-        history = []
-        for call in range(calls):
-            prompt = [*prompt, 5]
-            history.append(exchange(name, call, prompt, [7, 8]))
-            prompt = [*prompt, 7, 8]
-        sequences += build(name, history)
-    return training_group(
-        GroupScored(project="p", group=group, model="tiny", judge="j", members=tuple(members)), sequences, **more
+    members = tuple(
+        Member(trajectory=name, reward=reward, call_rewards={str(k): r for k, r in of_calls.items()}, exchanges=calls)
+        for name, (reward, of_calls, calls) in runs.items()
     )
+    return played(kit.group(group, [], members=members), **more)
 
 
 def literal(runs: Runs, gamma: float) -> dict[str, list[float]]:
@@ -219,11 +211,8 @@ async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_call
     )
     scored = GroupScored(project="p", group="g", model="tiny", judge="j", members=judged)
     for member in judged:
-        prompt: list[int] = []
-        for call in range(member.exchanges):
-            prompt = [*prompt, 5]
-            await broker.publish(exchange(member.trajectory, call, prompt, [7, 8], group="g"))
-            prompt = [*prompt, 7, 8]
+        for call in kit.conversation(member.trajectory, member.exchanges, group="g"):
+            await broker.publish(call)
     histories = Histories(broker, TrainerConfig(), Defaults(), None, Config().may_train)
     group = await histories.read(AdmittedGroup(scored, Place(1, 0)))
     assert isinstance(group, GroupWithHistory)

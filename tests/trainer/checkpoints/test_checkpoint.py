@@ -9,13 +9,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.events import Member
 from tests.trainer import kit
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import CheckpointError, Checkpoints, Manifest, batch_id, pack, unpack
-from trainer.checkpoints.tensors import adapter_files
 from trainer.checkpoints.validation import Validation
 
 
@@ -130,27 +128,6 @@ def test_the_batch_id_depends_on_parent_groups_and_config() -> None:
         ("m@1", ("g1",), "c"),
     ]
     assert len({batch_id(*given) for given in inputs * 2}) == len(inputs)
-
-
-def test_adapter_files_are_pefts(tmp_path: Path, tiny_base: str) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    from pipeline.config import LoraConfig, TrainerConfig
-    from trainer.engine.engine import Engine
-
-    engine = Engine(tiny_base, TrainerConfig(lora=LoraConfig(rank=4)))
-    with torch.no_grad():
-        for parameter in engine.model.parameters:
-            parameter.normal_()
-    files = adapter_files(engine.model.weights(), engine.model.lora, tiny_base)
-    assert files == adapter_files(engine.model.weights(), engine.model.lora, tiny_base)
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_base), tmp_path)
-    ids = torch.arange(2, 12)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=ids).logits, engine.model.peft(input_ids=ids).logits)
 
 
 def played(validation: Validation, step: int, rewards: list[float]) -> checkpoint.Best | None:

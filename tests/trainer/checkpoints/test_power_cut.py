@@ -47,23 +47,23 @@ async def ended_by_the_cut(config: Config) -> AsyncIterator[None]:
 @pytest.mark.parametrize("keep_consumers", [False, True])
 @pytest.mark.slow
 async def test_checkpoints_that_the_log_lost_are_published_again_from_disk(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, keep_consumers: bool
+    settings: kit.Settings, power: Power, keep_consumers: bool
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=9)
-    async with Broker.connect(nats_config) as broker, running(config):
+    config = settings(groups_per_step=1, keep_checkpoints=9)
+    async with Broker.connect(config.nats) as broker, running(config):
         for i in range(2):
             await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
         await steps_reach(broker, 2)
         await all_acked(broker)
     await power.synced()
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with Broker.connect(config.nats) as broker, running(config):
         for i in range(2, 5):
             await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=2)
         before = await steps_reach(broker, 5)
         await all_acked(broker)
     await power.cut(keep_consumers=keep_consumers)
 
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         assert len(await checkpoints(broker)) == 2
         async with running(config) as facts:
             assert facts == {"step": 5}
@@ -88,15 +88,15 @@ async def test_checkpoints_that_the_log_lost_are_published_again_from_disk(
 
 
 async def test_after_a_power_cut_of_the_log_a_running_trainer_trains_new_groups(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power
+    settings: kit.Settings, power: Power
 ) -> None:
     """The log's machine alone lost its power. The trainer sees it when its connection is back, ends, and reads the log
     anew at its next start."""
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config):
+    config = settings(groups_per_step=1)
+    async with Broker.connect(config.nats):
         pass
     await power.synced()
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         async with ended_by_the_cut(config):
             for i in range(3):
                 await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
@@ -113,15 +113,15 @@ async def test_after_a_power_cut_of_the_log_a_running_trainer_trains_new_groups(
 
 
 async def test_a_step_is_not_published_behind_one_that_the_log_lost(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, monkeypatch: pytest.MonkeyPatch
+    settings: kit.Settings, power: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cut comes while a step is computed, before the trainer looks after the log."""
     monkeypatch.setattr(service, "_RECONNECT_CHECK_S", 3600.0)
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config):
+    config = settings(groups_per_step=1)
+    async with Broker.connect(config.nats):
         pass
     await power.synced()
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         async with ended_by_the_cut(config):
             await kit.publish_group(broker, "g0", [0.0, 1.0], seed=0)
             before = await steps_reach(broker, 1)
@@ -135,21 +135,21 @@ async def test_a_step_is_not_published_behind_one_that_the_log_lost(
 
 
 async def test_steps_that_neither_log_nor_disk_holds_are_reported_and_training_continues(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power, caplog: pytest.LogCaptureFixture
+    settings: kit.Settings, power: Power, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=1, max_staleness=0)
-    async with Broker.connect(nats_config) as broker, running(config):
+    config = settings(groups_per_step=1, keep_checkpoints=1, max_staleness=0)
+    async with Broker.connect(config.nats) as broker, running(config):
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=0)
         await steps_reach(broker, 1)
     await power.synced()
-    async with Broker.connect(nats_config) as broker, running(config):
+    async with Broker.connect(config.nats) as broker, running(config):
         for i in range(1, 5):
             await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i)
             before = await steps_reach(broker, i + 1)
     await power.cut()
     held = Checkpoints.of(config, kit.MODEL).steps()
     assert held[0] > 2
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         async with running(config) as facts:
             assert facts == {"step": 5}
             assert await checkpoints(broker) == [before[0], *before[held[0] - 1 :]]

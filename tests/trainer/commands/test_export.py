@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from journeywork.statistics import Sample
 from pipeline import config as configuration
 from pipeline.config import LoraConfig, NatsConfig, TrainerConfig
 from pipeline.log.broker import Broker
-from pipeline.statistics.intervals import Sample
 from pipeline.versions.lake_files import checkpoint_folder
 from store.lake.lake import open_lake
 from store.lake.versions import copy_version

@@ -11,7 +11,6 @@ from trainer.trl_trainers import trl_imports
 with trl_imports():
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
     from trl.experimental.sdpo import loss_utils
-    from trl.experimental.server_distillation import server_distillation_trainer as server
 
 
 def logits(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,23 +61,3 @@ def test_over_the_vocabulary_it_is_sdpos_and_gkds_loss() -> None:
     torch.testing.assert_close(ours, sdpo, atol=1e-6, rtol=0)
     gkd = GKDTrainer.generalized_jsd_loss(policy, teacher, beta=1.0, reduction="sum")
     torch.testing.assert_close(ours.sum(), gkd, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("k", [1, 5])
-def test_over_a_servers_answers_it_is_the_loss_and_gradient_of_trls_server_distillation(k: int) -> None:
-    """Reverse KL on the tokens that the server told, with a tail; with one token, its whole loss."""
-    policy, teacher = logits(k)
-    ids = teacher.topk(k, -1).indices
-    mine, its = (x.log_softmax(-1).gather(-1, ids) for x in (policy, teacher))
-    ours = reverse_kl(mine, its, tail=True)
-    everywhere = torch.ones_like(ids, dtype=torch.bool)
-    bins, mask = server._add_tail_bucket(mine, everywhere)
-    theirs = server._jsd_divergence(bins, server._add_tail_bucket(its, everywhere)[0], 1, mask).sum(-1)
-    assert_same(policy, ours, theirs)
-    if k == 1:
-        trainer = object.__new__(server.ServerDistillationTrainer)
-        trainer.beta, trainer.loss_add_tail = 1, True
-        whole = trainer._compute_sparse_top_1_divergence_loss(
-            policy.log_softmax(-1), ids[:, 0], its[:, 0], ids[:, 0], its[:, 0], labels=torch.zeros(7, dtype=torch.long)
-        )
-        torch.testing.assert_close(ours.mean(), whole, atol=1e-6, rtol=0)

@@ -152,17 +152,6 @@ def test_a_mask_without_the_models_window_is_not_used(
         Engine(base, TrainerConfig(lora=LoraConfig(rank=4), memory=MemoryConfig(packing="prefix")))
 
 
-def test_a_model_with_a_recurrent_state_trains_in_padded_rows(tmp_path: Path) -> None:
-    engine = engine_of(
-        "qwen3_next", tmp_path, logprob_bound=1e9, **{"optimizer.learning_rate": 1e-2}
-    )  # the logprobs are made up
-    sequences, groups = conversations()
-    examples = [Example(s, 1.0 if i % 2 else -1.0) for i, s in enumerate(sequences)]
-    step = engine.step(engine.initial_state(), examples, groups)
-    assert step.metrics["packing_ratio"] == pytest.approx(1.0, abs=0.1)
-    assert any((step.state.weights[k] != 0).any() for k in step.state.weights if "lora_B" in k)
-
-
 @pytest.mark.parametrize(
     ("family", "changed"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trainer.batches.examples import Example
 from trainer.batches.packing import Layout
 from trainer.engine import checks
 from trainer.engine.engine import Engine
-from trainer.engine.fitting import Budget, check_within_memory
+from trainer.engine.fitting import PassTooLargeError, is_out_of_memory
 from trainer.engine.model import PolicyModel
 from trainer.engine.state import UntrainableError
 from trainer.sequences import build
@@ -41,7 +42,7 @@ def with_room_for(engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch) 
     def limited(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
         tried.append(layout.ids_RL.numel())
         if layout.ids_RL.numel() > tokens:
-            raise torch.OutOfMemoryError("too much")
+            raise torch.OutOfMemoryError  # without a message: its first line was an IndexError
         return original(self, layout, *args, **kwargs)
 
     monkeypatch.setattr(PolicyModel, "scores", limited)
@@ -93,6 +94,9 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(engine: Engine, m
     assert halved.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-9)
     for name, tensor in whole.state.weights.items():
         torch.testing.assert_close(halved.state.weights[name], tensor, rtol=1e-7, atol=1e-9)
+    for limit, budget in ((2000, halved.metrics["token_budget"]), (30, 30)):  # a changed limit raises no reduced budget
+        engine.configure(with_values(engine.config, {"memory.tokens_per_batch": limit}))
+        assert engine.passes.budget.tokens == budget
     monkeypatch.setattr(engine.model, "scores", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         engine.step(state, examples, [0] * 6)
@@ -152,15 +156,15 @@ def test_a_check_that_does_not_fit_is_skipped_and_reported(
     assert "a check of the step is skipped" in caplog.text
 
 
-def test_an_out_of_memory_error_without_a_message_is_handled() -> None:
-    """Regression: the first line of an empty message was read, which raised an `IndexError`."""
-    tokens = Budget(64)
-    errors: list[BaseException] = [torch.OutOfMemoryError()]
-
-    def work() -> dict[str, float]:
-        if errors:
-            raise errors.pop()
-        return {"budget": float(tokens.tokens)}
-
-    assert check_within_memory(tokens, lambda: None, work) == {"budget": 32.0}
-    assert tokens.tokens == 32
+def test_out_of_memory_errors_are_recognised_and_can_be_pickled() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    assert not is_out_of_memory(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(RuntimeError("a bug"))
+    error = pickle.loads(pickle.dumps(PassTooLargeError((3,), 70, "no room")))
+    assert is_out_of_memory(error)
+    assert (error.indices, error.tokens, error.only_index) == ((3,), 70, 3)
+    assert str(error) == "out of memory in a pass of 1 sequence(s) and 70 tokens: no room"
+    assert PassTooLargeError((3, 4), 70, "").only_index is None

@@ -139,14 +139,10 @@ ON: dict[str, Any] = {
 OFF: dict[str, Any] = {"loss_type": "dapo", "vllm_importance_sampling_correction": False}
 
 
-LACKED_BY_TRL: frozenset[str] = frozenset()
-"""Losses that are compared with the formula of their paper, each by a test of its own."""
-
-
 @pytest.mark.parametrize("updates", ["one", "several"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("loss_type", sorted({*get_args(LossType)} - LACKED_BY_TRL))
+@pytest.mark.parametrize("loss_type", get_args(LossType))
 def test_loss_equals_trl_s_own_computation(
     engine: Engine, tmp_path: Path, loss_type: str, correction: str, beta: float, updates: str
 ) -> None:
@@ -166,7 +162,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             {"loss.entropy_coef": 0.05, "loss.type": loss_type},
             ON | {"entropy_coef": 0.05, "loss_type": loss_type, "epsilon_high": 5.0 if loss_type == "cispo" else None},
         )
-        for loss_type in sorted({*get_args(LossType)} - LACKED_BY_TRL)
+        for loss_type in get_args(LossType)
     ),
     ({"loss.importance_clip": 1.2}, ON | {"vllm_importance_sampling_clip_max": 1.2}),
     ({"loss.epsilon": 0.9, "loss.importance_sampling": "none"}, OFF | {"epsilon": 0.9}),

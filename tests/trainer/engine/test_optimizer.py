@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -47,7 +46,7 @@ def test_rate_follows_from_the_size_of_the_model(parameters: float, rate: float)
     assert learning_rate(TrainerConfig(), 0, int(parameters)) == pytest.approx(rate, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "inverse_sqrt"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_no_step_is_taken_at_rate_0(schedule: str) -> None:
     """Regression: a warm-up began at 0, so the first step cost its batch and learned nothing."""
     config = with_values(
@@ -59,7 +58,7 @@ def test_no_step_is_taken_at_rate_0(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "inverse_sqrt"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_schedules_are_those_of_transformers_after_the_warmup(schedule: str, warmup: int) -> None:
     given = {"optimizer.schedule": schedule, "optimizer.warmup_steps": warmup, "max_steps": 12}
     config = with_values(TrainerConfig(), given)
@@ -92,8 +91,6 @@ SCHEDULES: dict[str, dict[str, object]] = {
     "constant": {"optimizer.schedule": "constant"},
     "warm-up": {"optimizer.schedule": "constant", "optimizer.warmup_steps": 3},
     "linear": {"optimizer.schedule": "linear", "optimizer.warmup_steps": 2, "max_steps": 8},
-    "cosine": {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 2, "max_steps": 8},
-    "inverse_sqrt": {"optimizer.schedule": "inverse_sqrt", "optimizer.warmup_steps": 2},
     "updates": {"optimizer.epochs": 2, "optimizer.minibatches": 2},
 }
 
@@ -126,8 +123,5 @@ def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
     assert all(torch.equal(whole.weights[k], pieces.weights[k]) for k in whole.weights)
     assert (whole.master is None) == (pieces.master is None) == (dtype == "float32")
     assert all(torch.equal(v, pieces.master[k]) for k, v in (whole.master or {}).items())  # type: ignore[index]
-    if schedule == "cosine":
-        cosine = [0.5e-2 * (1 + math.cos(math.pi * (n - 2) / 6)) for n in (2, 3, 4)]
-        assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, *cosine])
     if schedule == "linear":
         assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2 * 5 / 6, 1e-2 * 4 / 6])

@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline.config import Config, NatsConfig
+from pipeline.config import Config
 from pipeline.events import CheckpointPublished
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
@@ -42,9 +42,9 @@ async def of_branch(broker: Broker, branch: str) -> list[CheckpointPublished]:
 
 @pytest.mark.timeout(200)
 async def test_a_branch_trains_what_later_versions_of_main_sampled_and_ends_when_it_is_empty(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    settings: kit.Settings, broker: Broker, tiny_base: str
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, logprob_bound=1e-3)
+    config = settings(logprob_bound=1e-3)
     for number in range(5):  # the fifth group fills no step
         await replayed(broker, f"g{number}", tiny_base, [7, 8 + number], step=number // 2)
     with anyio.fail_after(100):
@@ -58,9 +58,9 @@ async def test_a_branch_trains_what_later_versions_of_main_sampled_and_ends_when
 
 @pytest.mark.timeout(200)
 async def test_main_goes_on_from_the_version_that_it_adopts(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    settings: kit.Settings, broker: Broker, tiny_base: str, tmp_path: Path
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=10)
+    config = settings(groups_per_step=1, keep_checkpoints=10)
     await kit.publish_group(broker, "m0", [0.0, 1.0], seed=1)
     for number in range(3):
         await replayed(broker, f"g{number}", tiny_base, [7, 8 + number], step=0)

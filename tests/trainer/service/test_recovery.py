@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -29,13 +27,11 @@ from trainer.recovery import catch_up
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(settings: kit.Settings) -> None:
     """A predecessor died holding it. A discard for another reason would mean that it is done with."""
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    config = settings(groups_per_step=1)
     spec = streams.trainer_consumer("main")
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         await broker.provision_consumer(spec)
         for name, reason in (("done", "no_variance"), ("part", "too_large")):
             scored = await kit.publish_group(broker, name, [0.0, 1.0], seed=1)
@@ -58,9 +54,9 @@ async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(
 
 
 async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_server_delivers_again_later(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: kit.Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, max_steps=1)
+    config = settings(groups_per_step=1, max_steps=1)
     stepped = anyio.Event()
     run_steps, batch = service.Trainer.run_steps, Consumption.batch
 
@@ -74,7 +70,7 @@ async def test_the_last_step_after_a_restart_acknowledges_a_group_that_the_serve
 
     monkeypatch.setattr(service.Trainer, "run_steps", then_say)
     monkeypatch.setattr(Consumption, "batch", after_the_last_step)
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
         async with broker.consume(streams.consumer("trainer")) as held:
             assert len(await batch(held, 1, 60.0)) == 1  # the trainer before this one, which stops
@@ -119,17 +115,17 @@ async def test_a_damaged_adapter_of_an_earlier_step_stops_no_start(
 
 
 async def test_another_logs_checkpoints_are_refused_also_if_none_is_newer(
-    training: kit.Training, start_nats: Callable[..., Any], tiny_base: str, tmp_path: Path
+    training: kit.Training, on_new_log: kit.Settings
 ) -> None:
     """A log that was restored from a backup has another identity, and a checkpoint of the disk."""
     async with training(groups_per_step=1) as broker:
         await kit.publish_group(broker, "g", [0.0, 1.0])
         (event,) = await steps_reach(broker, 1)
-    fresh = kit.settings(tiny_base, tmp_path, NatsConfig(url=start_nats().url), groups_per_step=1)
+    fresh = on_new_log("", groups_per_step=1)  # the run directory of before
     with pytest.raises(TrainerError, match="checkpoints of another log"):
         await service.serve(fresh, lambda **_: None)
     for events, refused in (((7,), True), ((1, 7), True), ((7, event), False)):
-        config = kit.settings(tiny_base, tmp_path, NatsConfig(url=start_nats().url), groups_per_step=1)
+        config = on_new_log("", groups_per_step=1)
         learner = service.make_learners(config)[kit.MODEL]
         identity = learner.checkpoints.log_id()
         async with Broker.connect(config.nats) as other:
@@ -144,10 +140,8 @@ async def test_another_logs_checkpoints_are_refused_also_if_none_is_newer(
                 recovery._refuse_foreign_log(learner, await commits.published(kit.MODEL), "restored")
 
 
-async def test_a_second_trainer_on_the_same_model_is_an_error(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+async def test_a_second_trainer_on_the_same_model_is_an_error(settings: kit.Settings, broker: Broker) -> None:
+    config = settings(groups_per_step=1)
     await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
     learners = service.make_learners(config)
     trainer = service.Trainer(config, broker, learners, service.GpuTurns(config))
@@ -174,11 +168,9 @@ async def test_training_continues_after_the_log_was_unavailable(
         assert [e.groups for e in events] == [("g0",), ("g1",)]
 
 
-async def test_a_restart_keeps_the_best_checkpoints_statistics(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_restart_keeps_the_best_checkpoints_statistics(settings: kit.Settings, broker: Broker) -> None:
     """Regression: eight more rewards of the best checkpoint replaced its hundred, and a worse one became the best."""
-    config = kit.settings(tiny_base, tmp_path, nats_config)
+    config = settings()
     folder = checkpoint.Checkpoints.of(config, kit.MODEL)
 
     async def validate(name: str, rewards: list[float], step: int) -> checkpoint.Best | None:
@@ -202,17 +194,6 @@ async def test_a_restart_keeps_the_best_checkpoints_statistics(
     assert (after.step, after.rewards.count) == (1, 108)
     assert after.rewards.mean == pytest.approx(75 / 108)
     assert worse.step == 1
-
-
-async def test_two_projects_in_one_run_directory_have_checkpoints_of_their_own(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with running(config):
-        await kit.publish_group(broker, "g", [0.0, 1.0], seed=1)
-        await steps_reach(broker, 1)
-    async with running(msgspec.structs.replace(config, project="other")) as facts:
-        assert facts == {"step": 0}
 
 
 async def test_checkpoints_of_another_base_model_scale_rank_or_targets_are_refused(
@@ -242,11 +223,11 @@ async def test_checkpoints_of_another_base_model_scale_rank_or_targets_are_refus
 
 @pytest.mark.parametrize("other", ["verdict set", "split"])
 async def test_a_group_of_whose_name_another_was_discarded_trains_after_a_death(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path, other: str
+    settings: kit.Settings, broker: Broker, other: str
 ) -> None:
     """Regression: a trainer that started again took the discard under the first judge, or of the validation group, for
     one of the waiting group."""
-    config = kit.settings(tiny_base, tmp_path, nats_config)
+    config = settings()
     discarded, waiting = kit.group("one", [0.5, 0.5]), {"judge": "labels", "offline": True, "origin": "main/1"}
     if other == "split":
         discarded, waiting = kit.group("one", [0.0, 1.0], split="val"), {}

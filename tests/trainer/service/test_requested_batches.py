@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from safetensors.torch import load_file
 
 from journeywork.art.dev import loss_settings
 from pipeline import streams
-from pipeline.config import NatsConfig, with_batch_settings
+from pipeline.config import with_batch_settings
 from pipeline.events import CheckpointPublished, GroupDiscarded, TrainingBatch
 from pipeline.log.broker import Broker
-from tests.conftest import NatsServer
 from tests.kits.events import letter
 from tests.kits.log import take
 from tests.kits.waiting import until
@@ -32,11 +30,9 @@ def batch_request(*groups: str, rate: float | None = None) -> TrainingBatch:
 
 
 @pytest.mark.usefixtures("quick_redelivery")
-async def test_a_requested_batch_is_a_step_of_its_own(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_requested_batch_is_a_step_of_its_own(settings: kit.Settings, broker: Broker) -> None:
     """However many groups a step takes otherwise; with its own learning rate; and after a restart."""
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=3)
+    config = settings(groups_per_step=3)
     request = batch_request("b0", "equal", "b1", rate=0.125)
     async with running(config):
         await kit.publish_group(broker, "plain0", [0.0, 1.0], seed=1)
@@ -89,14 +85,13 @@ _TASK: dict[str, object] = {"loss.baseline": "task", "loss.advantage_scaling": "
     ],
 )
 async def test_two_callers_with_different_losses_each_get_their_own(
-    start_nats: Callable[[], NatsServer], tiny_base: str, tmp_path: Path, losses: dict[str, dict[str, object]]
+    on_new_log: kit.Settings, tmp_path: Path, losses: dict[str, dict[str, object]]
 ) -> None:
     """Their steps are those of an installation with the loss of the one, and then with that of the other."""
     trained: dict[str, list[CheckpointPublished]] = {}
     for way in ("asked", "set"):
-        nats = NatsConfig(url=start_nats().url)
-        config = kit.settings(tiny_base, tmp_path / way, nats, groups_per_step=1)
-        async with Broker.connect(nats) as broker:
+        config = on_new_log(way, groups_per_step=1)
+        async with Broker.connect(config.nats) as broker:
             for i, (owner, loss) in enumerate(losses.items()):
                 batch, settings = None, config
                 if way == "asked":
@@ -130,14 +125,12 @@ async def test_a_batch_that_trains_nothing_or_stays_incomplete_holds_nothing_up(
     assert reasons == {"equal": "no_variance", "half": "stale"}
 
 
-async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_a_dead_lettered_group_is_not_queued_again_after_a_restart(settings: kit.Settings) -> None:
     """A predecessor died between the letter and the acknowledgement. One group's batch waits for the other group."""
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
+    config = settings(groups_per_step=1)
     spec = streams.trainer_consumer("main")
     request = batch_request("bad", "good")
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         await broker.provision_consumer(spec)
         await kit.publish_group(broker, "bad", [0.0, 1.0], seed=1, batch=request)
         async with broker.consume(spec) as consumption:

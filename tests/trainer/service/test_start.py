@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.config import Config, ConfigError, NatsConfig, StoreConfig
+from pipeline.config import Config, ConfigError, StoreConfig
 from pipeline.events import STATE_FILE, CheckpointPublished
 from pipeline.log.broker import Broker
 from pipeline.versions.lake_files import checkpoint_folder
 from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.versions import copy_version
-from tests.conftest import NatsServer
 from tests.store.conftest import object_store, s3_server
 from tests.trainer import kit
 from tests.trainer.kit import checkpoints, running, steps_reach
@@ -28,8 +26,6 @@ from trainer.engine.state import Weights
 __all__ = ["object_store", "s3_server"]  # fixtures
 
 pytestmark = pytest.mark.anyio
-
-StartNats = Callable[[], NatsServer]
 
 
 def with_start(config: Config, start: str) -> Config:
@@ -63,19 +59,15 @@ async def copy_to_lake(config: Config, lake: Lake, step: int) -> None:
                 await copy_version(broker, lake.storage, "all", event)
 
 
-async def test_another_machine_resumes_with_the_optimizer(
-    start_nats: StartNats, tiny_base: str, tmp_path: Path
-) -> None:
+async def test_another_machine_resumes_with_the_optimizer(on_new_log: kit.Settings) -> None:
     """Steps 3 and 4 with the disk of steps 1 and 2, and without it: the same weights, at the schedule's rates."""
     trained = []
     for name in ("kept", "lost"):
-        nats = NatsConfig(url=start_nats().url)
-        schedule = {"max_steps": 5, "optimizer.schedule": "linear"}
-        config = kit.settings(tiny_base, tmp_path / name, nats, groups_per_step=1, **schedule)
+        config = on_new_log(name, groups_per_step=1, max_steps=5, **{"optimizer.schedule": "linear"})
         await train(config, 2)
         if name == "lost":
             shutil.rmtree(config.run_dir)
-        async with Broker.connect(nats) as broker, running(config) as facts:
+        async with Broker.connect(config.nats) as broker, running(config) as facts:
             assert facts == {"step": 2}
             for i in (2, 3):  # sampled a step before
                 await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i, step=i - 1)
@@ -87,11 +79,10 @@ async def test_another_machine_resumes_with_the_optimizer(
 
 @pytest.mark.timeout(300)
 async def test_forks_of_step_40_from_the_lake_alone_go_on_as_the_original(
-    start_nats: StartNats, tiny_base: str, tmp_path: Path, object_store: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    on_new_log: kit.Settings, tmp_path: Path, object_store: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a folder, and from object storage; without the optimizer the next step is another one."""
-    nats = NatsConfig(url=start_nats().url)
-    original = kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1)
+    original = on_new_log("original", groups_per_step=1)
     await train(original, 41)
     expected = weights(original, 41)
     store = StoreConfig(**object_store)
@@ -103,15 +94,14 @@ async def test_forks_of_step_40_from_the_lake_alone_go_on_as_the_original(
     shutil.copytree(tmp_path / "lake", tmp_path / "adapters")
     (tmp_path / "adapters" / checkpoint_folder("p", "main", kit.MODEL, 40) / STATE_FILE).unlink()
 
-    for place in (f"{tmp_path}/lake", store.dir, f"{tmp_path}/adapters"):
-        nats = NatsConfig(url=start_nats().url)
+    for number, place in enumerate((f"{tmp_path}/lake", store.dir, f"{tmp_path}/adapters")):
         start = f"{place}#{kit.MODEL}@40"
-        config = kit.settings(tiny_base, tmp_path / f"fork-{nats.url[-5:]}", nats, groups_per_step=1)
+        config = on_new_log(f"fork-{number}", groups_per_step=1)
         fork = with_start(msgspec.structs.replace(config, store=store), start)
         await train(fork, 41, first=40)
         difference = largest_difference(expected, weights(fork, 41))
         assert difference > 1e-4 if place.endswith("adapters") else difference < 1e-6
-        async with Broker.connect(nats) as broker:
+        async with Broker.connect(config.nats) as broker:
             first, second = await checkpoints(broker)
         assert (first.step, first.source, first.groups) == (40, start, ())
         assert (second.step, second.parent, second.source) == (41, f"{kit.MODEL}@40", "")
@@ -120,13 +110,12 @@ async def test_forks_of_step_40_from_the_lake_alone_go_on_as_the_original(
 
 
 async def test_a_fork_that_died_before_its_first_version_was_on_the_log_publishes_it(
-    start_nats: StartNats, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_new_log: kit.Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nats = NatsConfig(url=start_nats().url)
-    await train(kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1), 2)
-    await copy_to_lake(kit.settings(tiny_base, tmp_path / "original", nats), lake_in(tmp_path / "lake"), step=2)
-    nats = NatsConfig(url=start_nats().url)
-    fork = with_start(kit.settings(tiny_base, tmp_path / "fork", nats), f"{tmp_path}/lake#{kit.MODEL}@2")
+    original = on_new_log("original", groups_per_step=1)
+    await train(original, 2)
+    await copy_to_lake(original, lake_in(tmp_path / "lake"), step=2)
+    fork = with_start(on_new_log("fork"), f"{tmp_path}/lake#{kit.MODEL}@2")
 
     async def die(*_: object) -> None:
         raise ConnectionError("the machine lost its network")
@@ -136,19 +125,19 @@ async def test_a_fork_that_died_before_its_first_version_was_on_the_log_publishe
         with pytest.RaisesGroup(ConnectionError, flatten_subgroups=True):
             async with running(fork):
                 pass
-    async with Broker.connect(nats) as broker:
+    async with Broker.connect(fork.nats) as broker:
         assert not await checkpoints(broker)
         async with running(fork) as facts:
             assert facts == {"step": 2}
         assert [e.step for e in await checkpoints(broker)] == [2]
 
 
-async def test_training_begins_with_a_peft_adapter(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> None:
+async def test_training_begins_with_a_peft_adapter(on_new_log: kit.Settings, tiny_base: str, tmp_path: Path) -> None:
     """PEFT's own folder: its targets are in any order, and it has no training state."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    config = kit.settings(tiny_base, tmp_path / "run", nats_config, groups_per_step=1)
+    config = on_new_log("run", groups_per_step=1)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"]
     lora = LoraConfig(r=4, lora_alpha=int(config.trainer.lora.alpha), target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_base), lora)
@@ -199,18 +188,15 @@ async def test_an_unusable_start_is_refused(start: str, error: str, tmp_path: Pa
         read_start(start.format(lake=tmp_path / "lake"), Config(project="p"))
 
 
-async def test_a_damaged_version_and_another_base_are_refused(
-    start_nats: StartNats, tiny_base: str, tmp_path: Path
-) -> None:
-    nats = NatsConfig(url=start_nats().url)
-    config = kit.settings(tiny_base, tmp_path / "original", nats, groups_per_step=1)
+async def test_a_damaged_version_and_another_base_are_refused(on_new_log: kit.Settings, tmp_path: Path) -> None:
+    config = on_new_log("original", groups_per_step=1)
     await train(config, 1)
     await copy_to_lake(config, lake_in(tmp_path / "lake"), step=1)
     start = f"{tmp_path}/lake#{kit.MODEL}@1"
-    other = kit.make_model(tmp_path / "other", seed=9)
-    empty = NatsConfig(url=start_nats().url)
+    other = msgspec.structs.replace(config.models[0], base=kit.make_model(tmp_path / "other", seed=9))
+    fork = msgspec.structs.replace(on_new_log("fork"), models=(other,))
     with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="another base model"), flatten_subgroups=True):
-        async with running(with_start(kit.settings(other, tmp_path / "fork", empty), start)):
+        async with running(with_start(fork, start)):
             pass
     folder = tmp_path / "lake" / checkpoint_folder("p", "main", kit.MODEL, 1)
     (folder / "state.pt").write_bytes(b"cut")

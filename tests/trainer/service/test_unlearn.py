@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import Qwen3ForCausalLM
 
-from pipeline.config import Config, NatsConfig
+from pipeline.config import Config
 from pipeline.events import GroupScored, TrainingBatch
 from pipeline.log.broker import Broker
 from store.lake.lake import open_lake
@@ -66,9 +66,9 @@ def share_right(base: str, config: Config, step: int) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 async def test_a_branch_without_a_poisoned_batch_wins_the_task_back(
-    broker: Broker, nats_config: NatsConfig, tiny_base: str, tmp_path: Path
+    settings: kit.Settings, broker: Broker, tiny_base: str, tmp_path: Path
 ) -> None:
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1, keep_checkpoints=20)
+    config = settings(groups_per_step=1, keep_checkpoints=20)
     groups = {step: await publish_step(broker, step) for step in range(1, STEPS + 1)}
     await train(config, lambda **_: None, until_empty=True)
     shares = [share_right(tiny_base, config, step) for step in range(STEPS + 1)]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from pipeline import streams
-from pipeline.config import NatsConfig
 from pipeline.events import TrainingBatch
 from pipeline.log.broker import Broker
 from tests.kits.waiting import until
@@ -32,12 +30,12 @@ async def held_by_the_trainer(broker: Broker) -> int:
 
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_groups_that_wait_hold_up_no_other_after_a_restart(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: kit.Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: each was handled alone for a second, and 2,700 of them stopped training for 45 minutes."""
     monkeypatch.setattr("pipeline.log.consumer.ALONE_S", 3600.0)
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config) as broker:
+    config = settings(groups_per_step=1)
+    async with Broker.connect(config.nats) as broker:
         for i in range(3):
             await publish_incomplete(broker, f"g{i}")
         async with running(config):
@@ -79,15 +77,15 @@ async def test_one_key_does_not_fill_the_trainer_with_batches_that_stay_incomple
 
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_a_group_that_ends_the_trainer_is_the_only_dead_letter_of_its_batch(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: kit.Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the group that happened to be delivered again when the trainer died was counted as the cause."""
     monkeypatch.setattr("pipeline.log.consumer.ALONE_S", 3600.0)
     monkeypatch.setattr("trainer.learner.MAX_ATTEMPTS", 3)
     dies_of("killer", monkeypatch)
-    config = kit.settings(tiny_base, tmp_path, nats_config, groups_per_step=5)
+    config = settings(groups_per_step=5)
     names = ["good0", "good1", "killer", "good2", "good3", "good4"]
-    async with Broker.connect(nats_config) as broker:
+    async with Broker.connect(config.nats) as broker:
         for i, name in enumerate(names):
             await kit.publish_group(broker, name, [0.0, 1.0], seed=i)
         for _ in range(5):  # three times in the batch, twice alone
