@@ -20,7 +20,7 @@ import anyio
 from journeywork import command_line
 from journeywork.evaluation.entrants import Entrant, parse_entrant
 from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
-from journeywork.evaluation.playing import play
+from journeywork.evaluation.playing import play, versions_of
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EvaluationReport
 from journeywork.gathering import TooManyExceptionsError
@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         entrants = [parse_entrant(text) for text in args.entrants]
         rollout, tasks = load_rollout(args.rollout), load_scenarios(args.scenarios, args.limit)
         report = anyio.run(_run, args, entrants, rollout, tasks)
+    if isinstance(report, list):
+        plan = {"tasks": len(tasks), "versions": dict(zip(args.entrants, report, strict=True))}
+        sys.stdout.write(json.dumps(plan) + "\n")
+        return
     if args.json:
         bodies = [report.request_body(position) for position in range(len(report.entrants))]
         sys.stdout.write(json.dumps({"evaluation": report.id, "entrants": bodies}) + "\n")
@@ -50,8 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-async def _run(args: argparse.Namespace, entrants: list[Entrant], rollout: Any, tasks: list[Any]) -> EvaluationReport:
+async def _run(
+    args: argparse.Namespace, entrants: list[Entrant], rollout: Any, tasks: list[Any]
+) -> EvaluationReport | list[str]:
+    """Return the report, or with `--dry-run` the versions that the entrants would play with."""
     async with command_line.client_of(args) as client:
+        if args.dry_run:
+            return await versions_of(client, entrants)
         return await play(
             client,
             entrants,
@@ -73,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add_tasks(parser, "a list, a function that returns one, or JSONL")
     add("--attempts", type=command_line.at_least_one, default=1, help="runs of each task (default: 1)")
     add("--limit", type=command_line.at_least_one, metavar="N", help="only the first N tasks; default: all")
+    add("--dry-run", action="store_true", help="play nothing; print the tasks' number and entrants' versions, as JSON")
     command_line.add_gateway(parser)
     return parser
 

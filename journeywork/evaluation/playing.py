@@ -55,10 +55,7 @@ async def play(
         raise ValueError(f"there are no tasks in {scenarios or 'the given list'}")
     evaluation = f"e-{secrets.token_hex(6)}"
     names = [task_name(task, n) for n, task in enumerate(task_list)]
-    entrant_names = [entrant.name for entrant in parsed_entrants]
-    if not entrant_names or len(set(entrant_names)) < len(entrant_names):
-        raise ValueError(f"an evaluation needs entrants with different names, not {entrant_names}")
-    versions = await resolve(client, [entrant.version or entrant.model for entrant in parsed_entrants])
+    versions = await versions_of(client, parsed_entrants)
     results: list[EntrantResult] = [] if baseline is None else [baseline]
     if baseline is not None and [task.task for task in baseline.tasks] != names:
         raise ValueError(f"{baseline.entrant.name} played other tasks, so it is no baseline of these")
@@ -98,6 +95,16 @@ def _by_number(rollout: Rollout[Task], tasks: Sequence[Task], prompt: str, concu
         await gathering.call_rollout(rollout, run, tasks[number], threads)
 
     return play_number
+
+
+async def versions_of(client: Client, entrants: Sequence[Entrant]) -> list[str]:
+    """Return the version that each entrant plays with, in their order; empty for an outside model.
+
+    Raises `ValueError` if there is no entrant, two have one name, or the gateway does not have a model or a version."""
+    names = [entrant.name for entrant in entrants]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"an evaluation needs entrants with different names, not {names}")
+    return await resolve(client, [entrant.version or entrant.model for entrant in entrants])
 
 
 def task_name(task: object, number: int) -> str:

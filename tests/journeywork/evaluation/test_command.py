@@ -85,17 +85,20 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> StubGateway:
     return gateway
 
 
-def test_what_cannot_be_evaluated_is_an_error_of_usage(stub: StubGateway, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_plays_nothing(stub: StubGateway, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = [*PLAYED, "--dry-run"]
+    main([*asked, "m", "m@2"])
+    assert json.loads(capfd.readouterr().out) == {"tasks": 3, "versions": {"m": "m@3", "m@2": "m@2"}}
+    assert not stub.opened
     for wrong, said in (
         (["x"], "no model 'x'"),
         (["m", "m"], "different names"),
         (["--scenarios", f"{KIT}:NONE", "m"], "no tasks in"),
     ):
         with pytest.raises(SystemExit) as ended:
-            main([*PLAYED, *wrong])
+            main([*asked, *wrong])
         assert ended.value.code == 2
         assert said in capfd.readouterr().err
-    assert not stub.opened
 
 
 @pytest.mark.usefixtures("stub")
