@@ -88,11 +88,11 @@ def check(config: Config) -> None:
 async def serve(config: Config, ready: Ready) -> None:
     """Run the service until it is cancelled."""
     judge_id = judge_hash(config.judge)
+    answer_ruler = await open_answer_ruler(config)
     async with (
         Broker.connect(config.nats, name="judge") as broker,
         open_composer_on_log(config, broker) as composer,
         open_teacher(config, broker) as teacher,
-        open_answer_ruler(config) as answer_ruler,
         open_healer(config, broker, answer_ruler) as healer,
         broker.consume("judge") as arrivals,
         broker.consume("judge-timers") as timers,

@@ -1,6 +1,6 @@
 """`judge.request.params`: any parameter of litellm's `completion`, with secrets from the environment only.
 
-Both clients of the judge model send them, and those that can change scores are part of the judge's identity
+They are sent with each call, and those that can change scores are part of the judge's identity
 (`judge.scoring.judge_hash`)."""
 
 from __future__ import annotations

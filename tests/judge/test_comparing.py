@@ -41,11 +41,8 @@ def settings(nats: NatsConfig, server: ScoringServer, **more: Any) -> Config:
 
 @asynccontextmanager
 async def comparing(broker: Broker, config: Config) -> AsyncIterator[None]:
-    async with (
-        open_answer_ruler(config) as judge,
-        broker.consume("judge-shadows") as arrivals,
-        anyio.create_task_group() as tasks,
-    ):
+    judge = await open_answer_ruler(config)
+    async with broker.consume("judge-shadows") as arrivals, anyio.create_task_group() as tasks:
         tasks.start_soon(ShadowJudge(broker, config, judge).run, arrivals)
         yield
         tasks.cancel_scope.cancel()

@@ -64,7 +64,7 @@ async def healing(
     async with (judge_model or ScoringServer()).run() as judge, gateway.run():
         config = settings(nats, judge, gateway, **more)
         check(config)
-        async with open_answer_ruler(config) as answers, open_healer(config, broker, answers) as healer:
+        async with open_healer(config, broker, await open_answer_ruler(config)) as healer:
             assert healer is not None
             yield healer, judge
 
@@ -271,7 +271,7 @@ async def test_a_run_is_healed_at_most_once_and_its_group_is_scored_whenever_a_j
     ):
         config = settings(nats_config, judge, gateway, run_dir=str(tmp_path))
         save(config, tmp_path / "judge.toml")
-        async with fork_server(tmp_path / "judge.toml", "judge", "openai", ack_wait_s=0.5) as server:
+        async with fork_server(tmp_path / "judge.toml", "judge", "litellm", ack_wait_s=0.5) as server:
             dying = server.start("judge", f"{point}:1")
             await play(broker, "quality=0.2")
             await broker.publish(completed("r", reward=0.1, exchanges=1))
