@@ -72,19 +72,19 @@ class LiteLlmClient:
         `ConfigError` if there is no key and the provider can't be called without."""
         # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params =
         # false`.
-        name = self._config.model
+        name, provider = self._config.model, self._provider()
         parameters: dict[str, Any] = {"model": name, "drop_params": True}
         if self._config.api_base:
             parameters["api_base"] = self._config.api_base
         if self._key:
             parameters["api_key"] = self._key
-        elif self._config.api_base and self._provider() not in _WITH_IDENTITIES:
+        elif self._config.api_base and provider not in _WITH_IDENTITIES:
             # OpenAI's client insists on a key; a server without keys ignores it.
             parameters["api_key"] = "none"
         if self._config.request.max_tokens:
             parameters["max_tokens"] = self._config.request.max_tokens
         own = resolve_params(self._config)
-        if "api_key" not in {*parameters, *own} and (missing := self._missing_key()):
+        if "api_key" not in {*parameters, *own} and (missing := self._missing_key(provider)):
             if not {"api_base", "base_url"} & own.keys():  # litellm's two names of an address
                 unset = f"{name} needs a key: set {' or '.join(missing)} in the environment of the judge"
                 raise ConfigError(f"judge.model: {unset}, or {advice_on_key(self._config)}")
@@ -94,17 +94,12 @@ class LiteLlmClient:
         return {**parameters, **own}
 
     def _provider(self) -> str:
-        """Return litellm's name of the model's provider."""
-        name = self._config.model
-        try:
-            return str(self._litellm.get_llm_provider(name)[1])
-        except self._litellm.exceptions.BadRequestError:  # litellm does not know the name
-            return name.partition("/")[0]
+        """Return litellm's name of the model's provider. Raises litellm's `BadRequestError` if it knows none."""
+        return str(self._litellm.get_llm_provider(self._config.model, api_base=self._config.api_base or None)[1])
 
-    def _missing_key(self) -> list[str]:
+    def _missing_key(self, provider: str) -> list[str]:
         """Return the environment variables that would hold the key without which litellm sends no call; empty if one is
         set, or the provider needs none."""
-        provider = self._provider()
         others = any(variable.startswith(f"{provider.upper()}_") for variable in os.environ)
         if others or provider not in _WITHOUT_KEY_REFUSED:
             return []
