@@ -1,7 +1,7 @@
 """The judge model of the settings: adapts requests to what the model accepts.
 
-A request is adapted in two ways. If the provider rejects the JSON schema, later requests go without it
-(`judge.request.structured = "auto"`). If a small context has no room for prompt and reply, fewer tokens are reserved
+A request is adapted in two ways. If the provider rejects the JSON schema, later requests go without it.
+If a small context has no room for prompt and reply, fewer tokens are reserved
 for replies.
 """
 
@@ -35,7 +35,7 @@ class JudgeModel:
     def __init__(self, config: JudgeConfig, client: LiteLlmClient) -> None:
         self._config, self._client = config, client
         self._turns = anyio.CapacityLimiter(config.concurrency)
-        self._structured = config.request.structured != "text"
+        self._structured = True
         self._max_tokens = config.request.max_tokens
         # A client's own limit holds for each read, so a server that sends a byte now and then exceeds it.
         self._limit_s = (config.request.retries + 1) * (config.request.timeout_s + _PAUSE_S)
@@ -60,7 +60,7 @@ class JudgeModel:
                     raise
             except InvalidRequestError as error:
                 about_schema = any(word in error.said.lower() for word in _SCHEMA_WORDS)
-                if not (structured and request.structured == "auto" and about_schema):
+                if not (structured and about_schema):
                     raise
                 logger.warning("no structured output", model=self._config.model, detail=str(error)[:300])
                 self._structured = False
