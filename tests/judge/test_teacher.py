@@ -240,7 +240,7 @@ async def test_another_tokenizer_is_refused_with_the_text_where_it_differs(
     changed["added_tokens"].sort(key=lambda token: token["id"])
     (tmp_path / "tokenizer.json").write_bytes(msgspec.json.encode(changed))
     config = settings(nats_config, inference_double.url, base=str(tmp_path))
-    with pytest.raises(ConfigError, match="tokens [0-9]+ to [0-9]+: 'c1.*' here and 'b1.*' there"):
+    with pytest.raises(ConfigError, match=r"tokens [0-9]+ to [0-9]+: 'c1.*' here and 'b1.*' there"):
         async with open_teacher(config, broker):
             pass
 
