@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from judge.groups import Arrival, Group, key_of
+from judge.groups import Group, key_of
 from judge.models.chat import ModelError
 from judge.models.judge_model import open_judge_model
 from judge.rewards.compose import RULER, ConfiguredComposer
@@ -22,6 +22,8 @@ from judge.ruler.ruler import LlmRuler
 from judge.scoring import score_closed
 from pipeline.config import JudgeConfig
 from pipeline.events import GroupDiscarded, GroupScored, decode, encode
+from pipeline.log.broker import LogEntry
+from pipeline.log.messages import Place
 from tests.judge.kit import completed, loading, transcript
 from tests.kits.scoring_server import Scorer, ScoringServer
 from tests.kits.settings import with_values
@@ -56,7 +58,8 @@ values = st.recursive(
 )
 parts = st.lists(st.sampled_from(["text", "thinking", "image"]).map(lambda kind: {"type": kind, "text": HALF}))
 MEMBERS = [completed(name) for name in "ab"]
-GROUP = Group(key_of(MEMBERS[0]), tuple(Arrival(event, seq) for seq, event in enumerate(MEMBERS, 1)))
+LOGGED = (LogEntry(event, "ROLLOUTS", Place(seq, 0), event.subject()) for seq, event in enumerate(MEMBERS, 1))
+GROUP = Group(key_of(MEMBERS[0]), tuple(LOGGED))
 
 
 class Bodies:
