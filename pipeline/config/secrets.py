@@ -1,7 +1,7 @@
 """Secrets in settings: which values look like secrets, and references to environment variables.
 
 The settings are saved with every run, so they must not hold secrets. `${NAME}` anywhere in a string is replaced by
-an environment variable. `os.environ/NAME` as a whole string is replaced too, because litellm's users write it so.
+an environment variable.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}|^os\.environ/([A-Za-z_]\w*)$")
+REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _NAMES = re.compile(r"(?:^|[_-])(?:key|secret|password|token|authorization|cookie)$|credentials?$", re.I)
 
 
@@ -25,7 +25,7 @@ def plain_secrets(value: Any, where: str) -> Iterator[str]:
 def referenced_variables(value: Any) -> Iterator[str]:
     """Yield the environment variables that the strings in `value` refer to."""
     for _, text in _strings(value):
-        yield from (match.group(1) or match.group(2) for match in REFERENCE.finditer(text))
+        yield from REFERENCE.findall(text)
 
 
 def _is_secret(name: str, value: str) -> bool:
