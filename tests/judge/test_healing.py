@@ -121,6 +121,34 @@ async def test_a_run_is_healed_although_a_shadow_of_its_masters_call_was_compare
     assert healed.members[0].hints == (CORRECTION,)
 
 
+MESSAGE = {"role": "assistant", "content": '{"reply": 1}'}
+BY_APPRENTICE = msgspec.json.encode({"model": "m@3", "choices": [{"index": 0, "message": MESSAGE}]})
+"""It has taken over the model's name, and nothing of its own is a correction."""
+
+
+NOT_HEALED: dict[str, tuple[GroupScored, str | int | bytes, dict[str, Any]]] = {
+    "good": (scored(0.5), "quality=0.9", {}),
+    "masked": (scored(0.1, outcome="masked"), "quality=0.9", {}),
+    "held out": (msgspec.structs.replace(scored(0.1), split="val"), "quality=0.9", {}),
+    "of another model": (msgspec.structs.replace(scored(0.1), model="other"), "quality=0.9", {}),
+    "no money": (scored(0.1), "quality=0.9", {"judge.healing.max_usd": 0.0}),
+    "no time": (scored(0.1), "quality=0.9", {"judge.healing.wait_s": 1e-9}),
+    "gone": (scored(0.1, calls=3), "quality=0.9", {}),
+    "refuses": (scored(0.1, calls=2), 429, {}),
+    "names no call": (scored(0.1, calls=2), "the second one", {}),
+    "another answers": (scored(0.1, calls=2), BY_APPRENTICE, {}),
+}
+
+
+@pytest.mark.parametrize("why", NOT_HEALED)
+async def test_runs_that_are_not_healed(broker: Broker, nats_config: NatsConfig, why: str) -> None:
+    group, reply, more = NOT_HEALED[why]
+    async with healing(broker, nats_config, master(reply), **more) as (healer, _):
+        await play(broker, "quality=0.2", *["quality=0.1"] * (group.members[0].exchanges == 2))
+        assert await healer(group) == group
+    assert await signals_on_log(broker) == []
+
+
 @pytest.mark.parametrize("said", ["quality=0.1", "quality=0.2 too", ""])
 async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_config: NatsConfig, said: str) -> None:
     async with healing(broker, nats_config, master(said)) as (healer, _):
@@ -130,45 +158,6 @@ async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_
         assert await healer(group) == group
     assert await signals_on_log(broker) == []
     assert len(await broker.read(AnswersCompared)) == 1
-
-
-@pytest.mark.parametrize(
-    ("group", "more"),
-    [
-        (scored(0.5), {}),
-        (scored(0.1, outcome="masked"), {}),
-        (msgspec.structs.replace(scored(0.1), split="val"), {}),
-        (msgspec.structs.replace(scored(0.1), model="other"), {}),
-        (scored(0.1), {"judge.healing.max_usd": 0.0}),
-        (scored(0.1), {"judge.healing.wait_s": 1e-9}),
-        (scored(0.1, calls=2), {}),
-    ],
-    ids=["good", "masked", "held out", "of another model", "no money", "no time", "gone"],
-)
-async def test_runs_that_are_not_healed(
-    broker: Broker, nats_config: NatsConfig, group: GroupScored, more: dict[str, Any]
-) -> None:
-    gateway = master("quality=0.9")
-    async with healing(broker, nats_config, gateway, **more) as (healer, _):
-        await play(broker, "quality=0.2")
-        assert await healer(group) == group
-    assert await signals_on_log(broker) == []
-
-
-MESSAGE = {"role": "assistant", "content": '{"reply": 1}'}
-BY_APPRENTICE = msgspec.json.encode({"model": "m@3", "choices": [{"index": 0, "message": MESSAGE}]})
-"""It has taken over the model's name, and nothing of its own is a correction."""
-
-
-@pytest.mark.parametrize("reply", [429, "the second one", BY_APPRENTICE], ids=["refuses", "names no call", "another"])
-async def test_a_run_is_left_as_it_is_if_the_outside_model_does_not_answer_as_asked(
-    broker: Broker, nats_config: NatsConfig, reply: str | int | bytes
-) -> None:
-    async with healing(broker, nats_config, master(reply)) as (healer, _):
-        await play(broker, "quality=0.2", "quality=0.1")
-        group = scored(0.1, calls=2)
-        assert await healer(group) == group
-    assert await signals_on_log(broker) == []
 
 
 async def test_the_call_at_fault_is_the_lowest_graded_or_the_one_that_the_outside_model_names(

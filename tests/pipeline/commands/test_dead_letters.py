@@ -72,18 +72,6 @@ async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(broker: Brok
     assert 0 < letters[0].stream_at < letters[1].stream_at
 
 
-async def test_what_fails_again_is_a_new_letter(broker: Broker) -> None:
-    await broker.js.publish("rollout.opened.p.x", b"the one that failed")
-    await make_dead_letter(broker, b"\xc1")
-    await dead.retry(broker, (await broker.read(DeadLettered))[0])
-    async with broker.consume("judge") as judge:
-        assert await judge.batch(10, wait_s=60) == []
-    (letter,) = await broker.read(DeadLettered)
-    assert letter.seq == 2
-    await dead.drop(broker, letter)
-    assert await broker.read(DeadLettered) == []
-
-
 def test_the_command(nats_config: NatsConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def fill() -> None:
         async with Broker.connect(nats_config) as broker:
