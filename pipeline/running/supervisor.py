@@ -87,7 +87,7 @@ class Supervisor:
         self._run_dir = Path(config.run_dir)
         self._logs = config.path("logs")
         self._stop_requested = anyio.Event()
-        self._log_probe = liveness.LogProbe(config, on_alarms=self._write_state)
+        self._log_probe = liveness.LogProbe(config)
         self._probing: anyio.CancelScope | None = None
 
     @property
@@ -361,7 +361,7 @@ class Supervisor:
             logger.error("state.json was not written; it is tried again", error=str(error))
 
     async def _rewrite_state(self) -> None:
-        """Write `state.json` again and again, until cancelled: a write may have failed, as on a full disk."""
+        """Write `state.json` again and again, until cancelled: alarms change, and a write may have failed."""
         while True:
             await anyio.sleep(self.config.supervisor.probe_every_s)
             self._write_state()
