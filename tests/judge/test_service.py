@@ -163,22 +163,6 @@ async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
     assert (event.reason, event.detail, len(event.trajectories)) == ("too_small", detail, len(members))
 
 
-@pytest.mark.usefixtures("quick_redelivery")
-async def test_an_arrival_is_acknowledged_at_once_and_any_judge_completes_the_group(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    async with judging(broker, settings(nats_config)):
-        await publish(broker, [completed("a"), completed("b", reward=1.0)])
-        await drained(broker)
-    async with judging(broker, settings(nats_config)):
-        await broker.publish(completed("c"))
-        (group,) = await groups(broker, 1)
-        await drained(broker)
-    assert [m.trajectory for m in group.members] == ["a", "b", "c"]
-    assert (await broker.stream_info("TIMERS")).config.retention == "workqueue"
-    await timers(broker, 0)  # a full group needs no deadline
-
-
 @pytest.mark.parametrize(("members", "late"), [(3, []), (2, [("c",)])], ids=["whole", "fewer"])
 async def test_the_event_of_a_judge_that_scored_the_group_first_is_kept(
     broker: Broker, nats_config: NatsConfig, members: int, late: list[tuple[str, ...]]
