@@ -137,14 +137,16 @@ async def test_without_feedback_a_run_ends_unscored_at_the_deadline_and_late_fee
         await groups(broker, 1, "discarded")
 
 
+@pytest.mark.parametrize("late", ["train", "record"])
 async def test_late_feedback_that_gives_no_reward_has_nothing_judged_again(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """One key could have a discarded group judged again by each of a thousand words, at the judge model's price."""
+    """One key could have a discarded group judged again by each of a thousand words, at the judge model's price. And
+    none has where late feedback is recorded only."""
     scored = mock.Mock(wraps=Judge._begin_scoring)
     monkeypatch.setattr(Judge, "_begin_scoring", lambda *given: scored(*given))
     named = RewardConfig(name="result", kind="feedback", by=("desk",))
-    config = settings(nats_config, named, wait_s=0.2)
+    config = settings(nats_config, named, wait_s=0.2, late=late)
     async with Broker.connect(nats_config) as broker, judging(broker, config):
         await broker.publish(run("a"))
         await groups(broker, 1, "discarded")
@@ -156,18 +158,9 @@ async def test_late_feedback_that_gives_no_reward_has_nothing_judged_again(
         await drained(broker)
         assert scored.call_count == before
         await broker.publish(signal("a", 1.0))
-        await groups(broker, 1)
-        assert scored.call_count == before + 1
-
-
-async def test_late_feedback_may_be_recorded_only(nats_config: NatsConfig) -> None:
-    config = settings(nats_config, wait_s=0.2, late="record")
-    async with Broker.connect(nats_config) as broker, judging(broker, config):
-        await broker.publish(run("a"))
-        await groups(broker, 1, "discarded")
-        await broker.publish(signal("a", 1.0))
         await drained(broker)
-        assert await groups(broker, 0) == []
+        await groups(broker, late == "train")
+        assert scored.call_count == before + (late == "train")
 
 
 async def overdue_timers(broker: Broker) -> list[StoredMessage]:
