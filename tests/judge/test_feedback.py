@@ -178,18 +178,17 @@ async def test_a_group_that_timed_out_waits_too(nats_config: NatsConfig) -> None
 
 
 async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is_due(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("judge.service._SCORING_ACK_WAITS", 0.01)
     agent = RewardConfig(name="reward")
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config, wait_s=600)):
-            await broker.publish(run("a", reward=0.5))
-            await timers(broker, 1)
-            await drained(broker)
-        await end_wait(broker, "a")
-        async with judging(broker, settings(nats_config, agent)):
-            (group,) = await groups(broker, 1)
+    async with judging(broker, settings(nats_config, wait_s=600)):
+        await broker.publish(run("a", reward=0.5))
+        await timers(broker, 1)
+        await drained(broker)
+    await end_wait(broker, "a")
+    async with judging(broker, settings(nats_config, agent)):
+        (group,) = await groups(broker, 1)
     assert group.members[0].reward == 0.5
 
 

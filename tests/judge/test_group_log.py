@@ -7,7 +7,7 @@ import pytest
 from judge.group_log import GroupEnd, GroupLog
 from judge.groups import GroupKey
 from judge.scoring import late_event
-from pipeline.config import JudgeConfig, NatsConfig
+from pipeline.config import JudgeConfig
 from pipeline.events import GroupAdmitted, GroupDiscarded, GroupScored, Member
 from pipeline.log.broker import Broker
 from pipeline.log.messages import Place
@@ -19,21 +19,18 @@ KEY = GroupKey("p", "m", "g", "train")
 SETTINGS = JudgeConfig(group_size=3)
 
 
-async def test_a_read_that_lacks_the_arrival_is_repeated(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        for name in "abc":
-            await broker.publish(completed(name))
-        lagging = Lagging(broker, 1, gets=1)
-        monkeypatch.setattr(broker, "_direct_get", lagging)
-        log = GroupLog(broker, SETTINGS)
-        found = await log.read(KEY, Place(2, 0))
-        assert found is not None
-        assert (lagging.asked, found.closed_at, len(found.group.members)) == (2, 0, 2)
-        found = await log.read(KEY, Place(3, 0))
-        assert found is not None
-        assert (lagging.asked, found.closed_at) == (3, 3)
+async def test_a_read_that_lacks_the_arrival_is_repeated(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        await broker.publish(completed(name))
+    lagging = Lagging(broker, 1, gets=1)
+    monkeypatch.setattr(broker, "_direct_get", lagging)
+    log = GroupLog(broker, SETTINGS)
+    found = await log.read(KEY, Place(2, 0))
+    assert found is not None
+    assert (lagging.asked, found.closed_at, len(found.group.members)) == (2, 0, 2)
+    found = await log.read(KEY, Place(3, 0))
+    assert found is not None
+    assert (lagging.asked, found.closed_at) == (3, 3)
 
 
 async def test_a_message_that_left_the_log_has_no_group(broker: Broker) -> None:

@@ -153,13 +153,12 @@ async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_
     ],
 )
 async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
-    nats_config: NatsConfig, members: list[TrajectoryCompleted], detail: str
+    broker: Broker, nats_config: NatsConfig, members: list[TrajectoryCompleted], detail: str
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [msgspec.structs.replace(m, at=completed("now").at) for m in members])
-        async with judging(broker, settings(nats_config, timeout_s=0.2)):
-            (event,) = await groups(broker, 1, "discarded")
-            await drained(broker)
+    await publish(broker, [msgspec.structs.replace(m, at=completed("now").at) for m in members])
+    async with judging(broker, settings(nats_config, timeout_s=0.2)):
+        (event,) = await groups(broker, 1, "discarded")
+        await drained(broker)
     assert (event.reason, event.detail, len(event.trajectories)) == ("too_small", detail, len(members))
 
 
@@ -180,23 +179,22 @@ async def test_the_event_of_a_judge_that_scored_the_group_first_is_kept(
 
 
 async def test_a_group_whose_timer_comes_while_it_is_full_is_left_to_its_closing_member(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless nobody scores it: its size was another when the member was acknowledged."""
     monkeypatch.setattr("judge.service._SCORING_ACK_WAITS", 0.01)
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config, group_size=4)):
-            await publish(broker, [completed("a"), completed("b"), completed("c")])
-            await drained(broker)
-        async with judging(broker, settings(nats_config, group_size=3)):
-            assert await broker.read(GroupScored) == []
-            (left,) = await timers(broker, 1)
-            timeout = decode(left.payload)
-            assert isinstance(timeout, GroupTimedOut)
-            await broker.set_timer(timeout, 0.0)
-            (group,) = await groups(broker, 1)
-            await drained(broker)
-        assert (group.closed_by, len(group.members)) == ("size", 3)
+    async with judging(broker, settings(nats_config, group_size=4)):
+        await publish(broker, [completed("a"), completed("b"), completed("c")])
+        await drained(broker)
+    async with judging(broker, settings(nats_config, group_size=3)):
+        assert await broker.read(GroupScored) == []
+        (left,) = await timers(broker, 1)
+        timeout = decode(left.payload)
+        assert isinstance(timeout, GroupTimedOut)
+        await broker.set_timer(timeout, 0.0)
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+    assert (group.closed_by, len(group.members)) == ("size", 3)
 
 
 async def test_the_deadline_of_a_group_follows_the_clock_of_the_log_alone(nats_config: NatsConfig) -> None:
