@@ -50,11 +50,6 @@ class Manifest(msgspec.Struct):
     run_dir: str
     files: dict[str, File]
 
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files.values())
-
 
 def backup(config: Config, folder: Path) -> Manifest:
     """Copy the stopped run of `config` into `folder`, which must be empty or new. A lake elsewhere (`store.dir`) is
@@ -132,9 +127,8 @@ def main() -> None:
     os.umask(0o077)
     with exit_on_error("backup", (ConfigError, OSError)):
         manifest = backup(installation_settings(args.run_dir), args.folder)
-    sys.stdout.write(
-        f"{args.folder} holds {len(manifest.files)} files of {manifest.run_dir}, {manifest.size:,} bytes\n"
-    )
+    size = sum(file.size for file in manifest.files.values())
+    sys.stdout.write(f"{args.folder} holds {len(manifest.files)} files of {manifest.run_dir}, {size:,} bytes\n")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from pipeline.config import Config, ConfigError, NatsConfig, SigningConfig, TrainerConfig, UiConfig, VllmConfig
 from pipeline.config.checks import check
 from pipeline.running.ports import free_port
-from pipeline.running.state import read_state
 
 _SHARED_GPU = 0.9
 """Share of a GPU's memory that inference server and trainer use together."""
@@ -152,11 +150,6 @@ def max_groups_ahead(config: Config) -> int | Literal["auto"]:
 
 
 def dashboard_port(config: Config) -> int:
-    """Return `ui.port`. If it is 0 or the default: the port of the run directory's last dashboard, or else `ui.port`,
-    or a free one if that is 0 or another dashboard has it."""
-    host, port = config.ui.host, config.ui.port
-    if port not in (0, UiConfig().port):
-        return port
-    earlier = read_state(config.path())
-    last = urlsplit(str(earlier.urls.get("ui", ""))).port if earlier else None
-    return free_port(host, last or port)
+    """Return `ui.port`; a free one if it is 0, or the default and another dashboard has it."""
+    port = config.ui.port
+    return free_port(config.ui.host, port) if port in (0, UiConfig().port) else port

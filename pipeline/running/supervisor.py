@@ -220,9 +220,7 @@ class Supervisor:
         while True:
             try:
                 async with Broker.connect(self.config.nats, name="memory", provision=False) as broker:
-                    while True:
-                        await memory.trim(broker, self.config.nats.max_memory)
-                        await anyio.sleep(TRIM_EVERY_S)
+                    await memory.trim(broker, self.config.nats.max_memory)
             except (BrokerError, nats.errors.Error) as error:
                 logger.warning("the log's memory was not checked; trying again", exc=error)
             await anyio.sleep(TRIM_EVERY_S)
