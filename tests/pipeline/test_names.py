@@ -21,10 +21,6 @@ from pipeline.names import (
     version_name,
 )
 
-names = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=40).filter(
-    lambda name: name not in (".", "..")
-)
-
 
 @example("m")
 @example("m@07")
