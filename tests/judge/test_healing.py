@@ -30,13 +30,13 @@ from pipeline.config import (
 from pipeline.config.checks import check
 from pipeline.events import AnswersCompared, DeadLettered, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
 from pipeline.log.broker import Broker
-from tests.judge.kit import completed, exchange, groups
+from tests.judge.kit import IMPORTS_LITELLM, completed, exchange, groups
 from tests.kits.crash.processes import fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
 
 OUTSIDE = "outside:master"
 CORRECTION = Hint(call=0, text="quality=0.9", kind="correction", by=OUTSIDE, version=OUTSIDE)

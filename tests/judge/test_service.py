@@ -267,6 +267,7 @@ async def test_the_trainer_gets_every_group_of_a_batch(broker: Broker, nats_conf
     ]
 
 
+@kit.IMPORTS_LITELLM
 async def test_a_group_whose_judge_model_never_answers_is_recorded(broker: Broker, nats_config: NatsConfig) -> None:
     async with ScoringServer(lambda _: 500).run() as server:
         model = {"model": "openai/scorer", "api_base": server.url, "retry_for_s": 0.5}

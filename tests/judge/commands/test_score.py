@@ -17,10 +17,11 @@ from judge.errors import UnscoredError
 from judge.labelled import GroupFile
 from judge.scoring import judge_hash
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
+from tests.judge.kit import IMPORTS_LITELLM
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
 
 
 def said(quality: float) -> list[dict[str, Any]]:

@@ -24,16 +24,11 @@ from pipeline.config import JudgeConfig
 from pipeline.events import GroupDiscarded, GroupScored, decode, encode
 from pipeline.log.broker import LogEntry
 from pipeline.log.messages import Place
-from tests.judge.kit import completed, loading, transcript
+from tests.judge.kit import IMPORTS_LITELLM, completed, loading, transcript
 from tests.kits.scoring_server import Scorer, ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # litellm's
-    pytest.mark.filterwarnings("ignore:.*Pydantic.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = IMPORTS_LITELLM
 
 Path = tuple[str | int, ...]
 FIELDS: list[Path] = [

@@ -14,17 +14,11 @@ from judge.models.chat import ContextWindowError, ModelError
 from judge.models.judge_model import open_judge_model
 from judge.models.litellm_client import describe
 from pipeline.config import ConfigError, JudgeConfig
+from tests.judge.kit import IMPORTS_LITELLM
 from tests.kits.scoring_server import Answer, ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = [
-    pytest.mark.anyio,
-    # litellm's and its dependencies' own.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Pydantic.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hello"}]
