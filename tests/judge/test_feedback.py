@@ -57,26 +57,6 @@ async def end_wait(broker: Broker, group: str) -> None:
     await broker.set_timer(due, time.time())
 
 
-async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_any_judge(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    config = settings(nats_config, wait_s=600)
-    async with judging(broker, config):
-        await broker.publish(run("a"))
-        await timers(broker, 1)
-        await drained(broker)
-        assert await groups(broker, 0) == []
-    said = await read_log(nats_config, Trust(config.signing), "p")
-    assert said["waiting"] == {"members": 0, "feedback": 1}
-    async with judging(broker, config):
-        await broker.publish(signal("a", 0.75))
-        (group,) = await groups(broker, 1)
-        await drained(broker)
-        await timers(broker, 0)
-    (member,) = group.members
-    assert (member.reward, member.graded_by, group.closed_by) == (0.75, ("desk",), "size")
-
-
 async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats_config: NatsConfig) -> None:
     """So words after the result are hints. By default the group is scored with the result."""
     config = settings(nats_config, wait_s=600)
@@ -94,7 +74,7 @@ async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats
     assert group.members[0].hints == (Hint(call=-1, text="the other account", by="desk"),)
 
 
-async def test_only_the_keys_that_a_reward_names_give_it_and_end_the_wait(
+async def test_a_run_waits_for_the_keys_that_its_reward_names_and_any_judge_scores_it(
     broker: Broker, nats_config: NatsConfig
 ) -> None:
     """Else any key of role `feedback` could speak before the one that knows the result."""
@@ -105,16 +85,22 @@ async def test_only_the_keys_that_a_reward_names_give_it_and_end_the_wait(
         await broker.publish(run("a"))
         await broker.publish(signal("a", -1.0, by="mole"))
         await broker.publish(signal("a", -1.0, by="mole", call=0))
+        await timers(broker, 1)
         await drained(broker)
         assert await groups(broker, 0) == []
-        await broker.publish(signal("a", 1.0))
+    said = await read_log(nats_config, Trust(config.signing), "p")
+    assert said["waiting"] == {"members": 0, "feedback": 1}
+    async with judging(broker, config):
+        await broker.publish(signal("a", 0.75))
         (group,) = await groups(broker, 1)
+        await drained(broker)
+        await timers(broker, 0)
     async with open_composer_on_log(config, broker) as composer:
         await Rejudge(broker, config, composer, branch="b").run()
     again = [g for g in await groups(broker, 2) if g.branch == "b"]
     for scored in (group, *again):
         (member,) = scored.members
-        assert (member.reward, member.call_rewards, member.graded_by) == (1.0, {}, ("desk",))
+        assert (member.reward, member.call_rewards, member.graded_by) == (0.75, {}, ("desk",))
     assert len(again) == 1
 
 

@@ -28,7 +28,7 @@ from pipeline.config import (
     save,
 )
 from pipeline.config.checks import check
-from pipeline.events import AnswersCompared, DeadLettered, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
+from pipeline.events import AnswersCompared, DeadLettered, GroupScored, Hint, Member, SignalGiven
 from pipeline.log.broker import Broker
 from tests.judge.kit import IMPORTS_LITELLM, completed, exchange, groups
 from tests.kits.crash.processes import fork_server
@@ -89,20 +89,26 @@ async def signals_on_log(broker: Broker) -> list[SignalGiven]:
     return [r.event for r in await broker.read(SignalGiven)]
 
 
+LOOK = '{"name":"look","arguments":"quality=0.9"}'
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": json.loads(LOOK)}]}
+BY_TOOL = json.dumps({"choices": [{"index": 0, "message": CALLS}], "usage": None}).encode()
+
+
+@pytest.mark.parametrize(("answer", "text"), [("quality=0.9", "quality=0.9"), (BY_TOOL, LOOK)], ids=["text", "tools"])
 async def test_a_better_answer_is_a_correction_on_the_log_and_a_hint_of_the_member(
-    broker: Broker, nats_config: NatsConfig
+    broker: Broker, nats_config: NatsConfig, answer: str | bytes, text: str
 ) -> None:
-    gateway = master("quality=0.9")
+    gateway = master(answer)
     async with healing(broker, nats_config, gateway) as (healer, _):
         await play(broker, "quality=0.2")
         healed = await healer(scored(0.1))
         again = await healer(scored(0.1))  # as after a crash before the group was published
-    assert healed.members[0].hints == again.members[0].hints == (CORRECTION,)
+    assert healed.members[0].hints == again.members[0].hints == (msgspec.structs.replace(CORRECTION, text=text),)
     (request,) = gateway.requests
     assert set(request) == {"messages", "tools", "model"}
     assert (request["model"], request["messages"]) == ("master", [{"role": "user", "content": "Win."}])
     (signal,) = await signals_on_log(broker)
-    assert (signal.kind, signal.text, signal.call, signal.source) == ("correction", "quality=0.9", 0, "healing")
+    assert (signal.kind, signal.text, signal.call, signal.source) == ("correction", text, 0, "healing")
     assert (signal.trajectory, signal.group, signal.model, signal.by) == ("r", "g", "m", "outside:master")
     (compared,) = await broker.read(AnswersCompared)
     assert compared.event.outside_score > compared.event.apprentice_score
@@ -231,19 +237,6 @@ def test_settings_that_cannot_heal(changed: dict[str, Any], error: str) -> None:
     check(config)
     with pytest.raises(ConfigError, match=error):
         check(msgspec.structs.replace(config, **changed))
-
-
-async def test_a_reply_of_tool_calls_is_corrected_by_their_json(broker: Broker, nats_config: NatsConfig) -> None:
-    look = {"name": "look", "arguments": '{"at": "quality=0.9"}'}
-    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": look}]}
-    body = json.dumps({"choices": [{"index": 0, "message": message}], "usage": None}).encode()
-    gateway = ScoringServer(lambda request: body)
-    async with healing(broker, nats_config, gateway) as (healer, _):
-        await play(broker, "quality=0.2")
-        healed = await healer(scored(0.1))
-    (hint,) = healed.members[0].hints
-    assert json.loads(hint.text) == look
-    assert [e.event.policy_version for e in await broker.read(ExchangeRecorded)] == ["m@0"]
 
 
 @pytest.mark.timeout(300)
