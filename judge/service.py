@@ -144,10 +144,10 @@ class Judge:
         unacknowledged deliveries are redelivered."""
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self._consume, arrivals, self._config.group_size, self._on_arrivals)
-            self._tasks.start_soon(self._consume, timers, 1, self._on_timers)
+            self._tasks.start_soon(self._consume, timers, 1, lambda due: concurrently(self._on_timer, due, _READS))
 
     async def _consume(
-        self, messages: Consumption, per_group: int, handle: Callable[[list[Delivery]], Awaitable[None]]
+        self, messages: Consumption, per_group: int, handle: Callable[[list[Delivery]], Awaitable[object]]
     ) -> None:
         """Pass deliveries to `handle` in batches while more groups can be scored. `per_group`: about how many
         deliveries a group has. It only decides how many are taken at once."""
@@ -228,9 +228,6 @@ class Judge:
             await delivery.ack()
         else:
             self._begin_scoring(replace(state.group, again=True), delivery)
-
-    async def _on_timers(self, batch: list[Delivery]) -> None:
-        await concurrently(self._on_timer, batch, _READS)
 
     async def _on_timer(self, delivery: Delivery) -> None:
         """Close a group that has timed out, unless it was scored or discarded or is full."""

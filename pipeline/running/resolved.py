@@ -36,13 +36,15 @@ def resolve(config: Config, services: Sequence[str]) -> Config:
         vllm = _started_vllm(config, vllm)
     ahead = max_groups_ahead(config) if "trainer" in services else config.gateway.max_groups_ahead
     port = config.gateway.port or free_port()
-    dashboard = dashboard_port(config) if "ui" in services and config.ui.enabled else config.ui.port
+    ui = config.ui
+    if "ui" in services and ui.enabled and ui.port in (0, UiConfig().port):  # another dashboard may have the default
+        ui = ui.replace(port=free_port(ui.host, ui.port))
     resolved = config.replace(
         nats=config.nats if config.nats.url else _started_nats(config),
         vllm=vllm,
         trainer=trainer,
         gateway=config.gateway.replace(port=port, max_groups_ahead=ahead),
-        ui=config.ui.replace(port=dashboard),
+        ui=ui,
         signing=_signing(config, services),
     )
     check(resolved)
@@ -147,9 +149,3 @@ def max_groups_ahead(config: Config) -> int | Literal["auto"]:
     if any(t.max_steps for t in trainers):
         return 0
     return max((t.groups_per_step * (t.max_staleness + 1) for t in trainers), default=0)
-
-
-def dashboard_port(config: Config) -> int:
-    """Return `ui.port`; a free one if it is 0, or the default and another dashboard has it."""
-    port = config.ui.port
-    return free_port(config.ui.host, port) if port in (0, UiConfig().port) else port
