@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Sequence
 from datetime import datetime
@@ -13,9 +12,6 @@ import anyio
 import msgspec
 import pytest
 
-from judge.group_log import GroupLog
-from judge.groups import Group, key_of
-from judge.scoring import score_closed
 from pipeline.commands import dead_letters
 from pipeline.config import Config, JudgeConfig, JudgeRequestConfig, NatsConfig, RewardConfig
 from pipeline.events import (
@@ -23,15 +19,15 @@ from pipeline.events import (
     GroupDiscarded,
     GroupScored,
     GroupTimedOut,
+    Member,
     TrainingBatch,
     TrajectoryCompleted,
     decode,
 )
-from pipeline.log.broker import Broker, Delivery
+from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
 from tests.judge import kit
 from tests.judge.kit import groups, judging
-from tests.kits.log import take
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.waiting import until
 
@@ -61,15 +57,6 @@ async def timers(broker: Broker, count: int) -> list[StoredMessage]:
         return [found] if len(found) == count else []
 
     return (await until(there))[0]
-
-
-async def closed_group(broker: Broker, closing: Delivery) -> Group:
-    """The group that a delivered completion closed."""
-    assert isinstance(closing.event, TrajectoryCompleted)
-    found = await GroupLog(broker, JudgeConfig(group_size=3)).read(key_of(closing.event), closing.place)
-    assert found is not None
-    assert found.closed_at == closing.seq
-    return found.group
 
 
 async def publish(broker: Broker, events: Sequence[TrajectoryCompleted]) -> None:
@@ -168,10 +155,8 @@ async def test_the_event_of_a_judge_that_scored_the_group_first_is_kept(
 ) -> None:
     """That judge died before it acknowledged, or saw fewer runs than there are: these are recorded as late."""
     await publish(broker, [completed("a"), completed("b"), completed("c")])
-    async with broker.consume("judge") as messages:
-        group = await closed_group(broker, (await take(messages, 3))[2])
-    seen = dataclasses.replace(group, members=group.members[:members])
-    await broker.publish(await score_closed(seen, JudgeConfig(), "j", None))
+    seen = tuple(Member(trajectory=name, reward=0.0) for name in "abc"[:members])
+    await broker.publish(GroupScored(project="p", group="g", model="m", judge="j", members=seen))
     async with judging(broker, settings(nats_config), "another"):
         await drained(broker)
     assert [g.judge for g in await groups(broker, 1)] == ["j"]
