@@ -54,7 +54,12 @@ class JudgeModel:
             if structured:
                 parameters["response_format"] = schema
             try:
-                return await self._send(messages, parameters)
+                async with self._turns:
+                    with anyio.fail_after(self._limit_s):
+                        return await self._client.send(messages, parameters)
+            except TimeoutError as error:
+                why = f"call of {self._config.model}: no whole reply within {self._limit_s:.0f} s"
+                raise ModelError(why) from error
             except ContextWindowError:
                 if not self._reserve_less(messages, reply_tokens):
                     raise
@@ -64,16 +69,6 @@ class JudgeModel:
                     raise
                 logger.warning("no structured output", model=self._config.model, detail=str(error)[:300])
                 self._structured = False
-
-    async def _send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
-        """Make one call when it is its turn. Raises `ModelError`."""
-        try:
-            async with self._turns:
-                with anyio.fail_after(self._limit_s):
-                    return await self._client.send(messages, parameters)
-        except TimeoutError as error:
-            why = f"call of {self._config.model}: no whole reply within {self._limit_s:.0f} s"
-            raise ModelError(why) from error
 
     def _reserve_less(self, messages: Messages, reply_tokens: int) -> bool:
         """Halve the tokens reserved for replies if they, and not the prompt, take most of the context. `reply_tokens`:

@@ -68,11 +68,12 @@ class LiteLlmClient:
             callbacks[:] = [c for c in callbacks if getattr(c, "__self__", None) is not self._router]
 
     def _parameters(self) -> dict[str, Any]:
-        """Return what every call has: model, address, key, `max_tokens` and `judge.request.params`. Raises
-        `ConfigError` if there is no key and the provider can't be called without."""
+        """Return what every call has: model, address, key, `max_tokens` and `judge.request.params`. Raises litellm's
+        `BadRequestError` if it knows no provider, and `ConfigError` if that can't be called without a key."""
         # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params =
         # false`.
-        name, provider = self._config.model, self._provider()
+        name = self._config.model
+        provider = str(self._litellm.get_llm_provider(name, api_base=self._config.api_base or None)[1])
         parameters: dict[str, Any] = {"model": name, "drop_params": True}
         if self._config.api_base:
             parameters["api_base"] = self._config.api_base
@@ -92,10 +93,6 @@ class LiteLlmClient:
         if "max_completion_tokens" in own:
             parameters.pop("max_tokens", None)
         return {**parameters, **own}
-
-    def _provider(self) -> str:
-        """Return litellm's name of the model's provider. Raises litellm's `BadRequestError` if it knows none."""
-        return str(self._litellm.get_llm_provider(self._config.model, api_base=self._config.api_base or None)[1])
 
     def _missing_key(self, provider: str) -> list[str]:
         """Return the environment variables that would hold the key without which litellm sends no call; empty if one is
