@@ -85,6 +85,8 @@ class LiteLlmClient:
         if self._config.request.max_tokens:
             parameters["max_tokens"] = self._config.request.max_tokens
         own = resolve_params(self._config)
+        if isinstance(headers := own.get("extra_headers"), dict):  # OpenAI's client would send `authorization` twice
+            own["extra_headers"] = {"Authorization" if n.lower() == "authorization" else n: headers[n] for n in headers}
         if "api_key" not in {*parameters, *own} and (missing := self._missing_key(provider)):
             if not {"api_base", "base_url"} & own.keys():  # litellm's two names of an address
                 unset = f"{name} needs a key: set {' or '.join(missing)} in the environment of the judge"

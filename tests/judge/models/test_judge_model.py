@@ -62,7 +62,8 @@ async def test_a_failing_provider_is_retried_and_then_an_error() -> None:
 
 async def test_max_tokens_and_other_parameters_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEAM", "t-1")
-    params = {"seed": 3, "extra_headers": {"x-team": "${TEAM}"}, "extra_body": {"chat_template_kwargs": {"a": 1}}}
+    headers = {"x-team": "${TEAM}", "authorization": "Bearer ${TEAM}"}
+    params = {"seed": 3, "extra_headers": headers, "extra_body": {"chat_template_kwargs": {"a": 1}}}
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         for request in ({}, {"params": params, "max_tokens": 0}, {"params": {"max_tokens": 7}}):
             fields = {f"request.{name}": value for name, value in request.items()}
@@ -71,6 +72,7 @@ async def test_max_tokens_and_other_parameters_are_sent(monkeypatch: pytest.Monk
         assert (usual["max_tokens"], less["max_tokens"]) == (8192, 7)
         assert (own["seed"], own["chat_template_kwargs"], "max_tokens" in own) == (3, {"a": 1}, False)
         assert [h.get("x-team") for h in server.headers] == [None, "t-1", None]
+        assert [h["authorization"] for h in server.headers] == ["Bearer none", "Bearer t-1", "Bearer none"]
 
 
 async def test_a_prompt_that_is_too_long_is_an_error_of_its_own() -> None:
