@@ -7,8 +7,6 @@ compares an outside model's correction with what the policy said."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -54,18 +52,15 @@ async def compare_answers(
     )
 
 
-@asynccontextmanager
-async def open_answer_ruler(config: Config) -> AsyncIterator[LlmRuler | None]:
-    """Open the ruler for comparisons of answers; `None` if there is no judge model, or nothing to compare. Raises
+async def open_answer_ruler(config: Config) -> LlmRuler | None:
+    """Return the ruler for comparisons of answers; `None` if there is no judge model, or nothing to compare. Raises
     `ConfigError`."""
     shadowed = any(table.shadow_percent for table in config.outside)
     if not config.judge.model or not (shadowed or config.judge.healing.outside):
-        yield None
-        return
+        return None
     # A pass alone would have the judge's position bias.
     judge = msgspec.structs.replace(config.judge, passes=2)
-    async with open_judge_model(judge) as model:
-        yield LlmRuler(judge, load_rubric(judge.rubric), model)
+    return LlmRuler(judge, load_rubric(judge.rubric), await open_judge_model(judge))
 
 
 class ShadowJudge:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from judge.feedback import counted_signals
-from judge.groups import Arrival, GroupKey, GroupOnLog, read_group
+from judge.groups import Completion, GroupKey, GroupOnLog, read_group
 from judge.scoring import late_event
 from pipeline import crash
 from pipeline.concurrency.backoff import Backoff
@@ -116,9 +116,9 @@ class GroupLog:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    async def record_late(self, arrivals: Iterable[Arrival], recorded: frozenset[str]) -> None:
+    async def record_late(self, completions: Iterable[Completion], recorded: frozenset[str]) -> None:
         """Publish a late discard for each trajectory that is not `recorded` in the group's events."""
-        for event in (a.event for a in arrivals if a.event.trajectory not in recorded):
+        for event in (c.event for c in completions if c.event.trajectory not in recorded):
             await self._broker.publish(late_event(event))
             logger.info("late", group=event.group, trajectory=event.trajectory)
 

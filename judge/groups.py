@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from pipeline.events import AnyEvent, FeedbackTimedOut, GroupTimedOut, SignalGiven, Split, TrajectoryCompleted
 from pipeline.log.broker import LogEntry
@@ -28,12 +28,7 @@ class GroupKey(NamedTuple):
     split: Split
 
 
-class Arrival(NamedTuple):
-    """A completed trajectory on the log."""
-
-    event: TrajectoryCompleted
-    seq: int
-    """Stream sequence of its `rollout.completed`."""
+Completion = LogEntry[TrajectoryCompleted]
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class Group:
     """Trajectories that are scored together, in the order of the log."""
 
     key: GroupKey
-    members: tuple[Arrival, ...]
+    members: tuple[Completion, ...]
     closed_by: Literal["size", "timeout"] = "size"
     signals: tuple[SignalGiven, ...] = ()
     """What was said about its runs until it was ready, in the order of the log."""
@@ -59,7 +54,7 @@ class GroupOnLog:
 
     group: Group
     """The group with its members: the trajectories that completed before it was closed."""
-    late: dict[int, Arrival]
+    late: dict[int, Completion]
     """Trajectories that completed after it was closed, by the sequence of the message."""
     first: int
     """Sequence of the message of the first member; 0 if there is none."""
@@ -88,8 +83,8 @@ def read_group(
     `group_size`: the size of the group if none of its members announces one. `awaited`: the names of the feedback on
     each run without which it is not ready; `None`: it is ready when its time to wait is over. `until`: a sequence up to
     which signals count, also after it was ready."""
-    members: dict[str, Arrival] = {}
-    late: dict[int, Arrival] = {}
+    members: dict[str, Completion] = {}
+    late: dict[int, Completion] = {}
     signals: list[SignalGiven] = []
     first = closed_at = ready_at = announced = 0
     closed_by: Literal["size", "timeout"] = "size"
@@ -110,11 +105,11 @@ def read_group(
             case TrajectoryCompleted():
                 if event.trajectory in members:
                     continue  # a dead letter that was published again
-                arrival = Arrival(event, message.seq)
+                completion = cast(Completion, message)
                 if closed_at:
-                    late[message.seq] = arrival
+                    late[message.seq] = completion
                     continue
-                members[event.trajectory] = arrival
+                members[event.trajectory] = completion
                 first = first or message.seq
                 announced = max(announced, event.group_size)
                 alone = event.group in ("", event.trajectory)  # a run that names no group is one of its own
@@ -128,7 +123,7 @@ def read_group(
     return GroupOnLog(group, late, first, closed_at, ready_at)
 
 
-def _lacks_feedback(members: Mapping[str, Arrival], signals: Iterable[SignalGiven], awaited: frozenset[str]) -> bool:
+def _lacks_feedback(members: Mapping[str, Completion], signals: Iterable[SignalGiven], awaited: frozenset[str]) -> bool:
     """Whether a run that can be scored lacks feedback with one of the names `awaited`."""
     there = {(s.trajectory, s.name) for s in signals if s.kind == "number" and s.call < 0}
     scorable = [a.event.trajectory for a in members.values() if a.event.outcome == "scored"]

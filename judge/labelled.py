@@ -6,7 +6,6 @@ measure how well a judge orders them."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from judge.ruler.aggregation import sign
+from judge.ruler.aggregation import pair_signs, sign
 from judge.ruler.transcripts import Transcript
 from pipeline.chat.conversations import Conversation, Reply
 from pipeline.config import ConfigError
@@ -137,8 +136,7 @@ def measure_agreement(groups: Sequence[tuple[Mapping[str, float], Mapping[str, f
     taus: list[float] = []
     right, pairs, flips, counted = 0.0, 0, 0, 0
     for truth, scores in groups:
-        pairs_of_names = itertools.combinations(sorted(truth), 2)
-        signs = [(sign(truth[a] - truth[b]), sign(scores[a] - scores[b])) for a, b in pairs_of_names]
+        signs = pair_signs(truth, scores)
         differing = sum(t != 0 for t, _ in signs)
         if differing:
             scale = math.sqrt(differing * sum(s != 0 for _, s in signs))

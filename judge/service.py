@@ -88,11 +88,11 @@ def check(config: Config) -> None:
 async def serve(config: Config, ready: Ready) -> None:
     """Run the service until it is cancelled."""
     judge_id = judge_hash(config.judge)
+    answer_ruler = await open_answer_ruler(config)
     async with (
         Broker.connect(config.nats, name="judge") as broker,
         open_composer_on_log(config, broker) as composer,
         open_teacher(config, broker) as teacher,
-        open_answer_ruler(config) as answer_ruler,
         open_healer(config, broker, answer_ruler) as healer,
         broker.consume("judge") as arrivals,
         broker.consume("judge-timers") as timers,
@@ -144,10 +144,10 @@ class Judge:
         unacknowledged deliveries are redelivered."""
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self._consume, arrivals, self._config.group_size, self._on_arrivals)
-            self._tasks.start_soon(self._consume, timers, 1, self._on_timers)
+            self._tasks.start_soon(self._consume, timers, 1, lambda due: concurrently(self._on_timer, due, _READS))
 
     async def _consume(
-        self, messages: Consumption, per_group: int, handle: Callable[[list[Delivery]], Awaitable[None]]
+        self, messages: Consumption, per_group: int, handle: Callable[[list[Delivery]], Awaitable[object]]
     ) -> None:
         """Pass deliveries to `handle` in batches while more groups can be scored. `per_group`: about how many
         deliveries a group has. It only decides how many are taken at once."""
@@ -228,9 +228,6 @@ class Judge:
             await delivery.ack()
         else:
             self._begin_scoring(replace(state.group, again=True), delivery)
-
-    async def _on_timers(self, batch: list[Delivery]) -> None:
-        await concurrently(self._on_timer, batch, _READS)
 
     async def _on_timer(self, delivery: Delivery) -> None:
         """Close a group that has timed out, unless it was scored or discarded or is full."""

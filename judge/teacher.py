@@ -8,6 +8,7 @@ the teacher but the group itself, at most `teacher.wait_s`. A run without an ans
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -46,6 +47,8 @@ Floats = npt.NDArray[np.float32]
 
 _MAX_CHECKED_AT_ONCE = 4096
 """Most tokens of the vocabulary in one request of the tokenizer's check."""
+_SHOWN = 40
+"""Characters that an error shows of two texts where they begin to differ."""
 _TOKENS_A_TOKEN = 4
 """So many tokens at most, on average, become of the text of a token. Servers refuse longer texts than their models."""
 _STATUSES_WITHOUT_TEXT_OF_RUNS = (401, 403, 404, 429)
@@ -104,7 +107,7 @@ class Teacher:
     # -- the tokenizer -------------------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Compare the teacher's tokenizer with those of the models' bases. Raises `ConfigError` with the first token
+        """Compare the teacher's tokenizer with those of the models' bases. Raises `ConfigError` with the first text
         that differs, and `TeacherError` if the server does not answer."""
         for model in self._models.values():
             await self._check_tokenizer(model.base)
@@ -124,25 +127,19 @@ class Teacher:
         return self._vocabulary[base]
 
     async def _compare(self, own: Any, ids: Sequence[int], base: str) -> None:
-        """Compare the texts of tokens, and the tokens of their text, in one request each. Where they differ, the halves
-        of `ids` are compared until the first token that differs is found. `ConfigError` names it, or the shortest range
-        that differs."""
+        """Compare the texts of tokens, and the tokens of their text, in one request each. Raises `ConfigError` with
+        what begins where they differ."""
         text = own.decode(list(ids), skip_special_tokens=False)
-        if _unspaced(await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids))) != _unspaced(text):
-            middle = len(ids) // 2
-            if middle:
-                # A half that differs raises. If neither does, the tokens differ only together: the error names them.
-                for half in (ids[:middle], ids[middle:]):
-                    await self._compare(own, half, base)
-            there = await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids))
-            where = f"tokens {ids[0]} to {ids[-1]} are" if middle else f"token {ids[0]} is"
-            raise self._other_tokenizer(base, f"{where} {text[:200]!r} here and {there[:200]!r} there")
-        ours = own.encode(text, add_special_tokens=False).ids
-        theirs = await self._ask_tokenizer("tokenize", "tokens", prompt=text, add_special_tokens=False)
-        for at in range(max(len(ours), len(theirs))):
-            mine, other = (str(x[at]) if at < len(x) else "nothing" for x in (ours, theirs))
-            if mine != other:
-                raise self._other_tokenizer(base, f"a text has token {mine} here and {other} there: {text!r}")
+        here, there = _unspaced(text), _unspaced(await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids)))
+        if (at := _first_difference(here, there)) is not None:
+            ours, theirs = (said[at : at + _SHOWN] for said in (here, there))
+            raise self._other_tokenizer(base, f"tokens {ids[0]} to {ids[-1]}: {ours!r} here and {theirs!r} there")
+        ids_here = own.encode(text, add_special_tokens=False).ids
+        ids_there = await self._ask_tokenizer("tokenize", "tokens", prompt=text, add_special_tokens=False)
+        if (at := _first_difference(ids_here, ids_there)) is not None:
+            before = own.decode(ids_here[:at])[-_SHOWN:]
+            ours, theirs = (said[at : at + 1] or "nothing" for said in (ids_here, ids_there))
+            raise self._other_tokenizer(base, f"behind {before!r} a text has token {ours} here and {theirs} there")
 
     async def _checked_at_once(self) -> int:
         """The number of tokens whose text the server takes, by the context that it says its model has."""
@@ -316,6 +313,11 @@ async def open_teacher(config: Config, broker: Broker) -> AsyncIterator[Teacher 
         except TeacherError as error:
             logger.error("the teacher does not answer: runs train without it until it does", reason=str(error)[:500])
         yield teacher
+
+
+def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
+    """Return the place at which two sequences begin to differ; `None` if they are equal."""
+    return next((at for at, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
 
 
 def _unspaced(text: str) -> str:

@@ -95,8 +95,7 @@ def run_command(args: argparse.Namespace) -> None:
     groups = read_labelled(args.data)
 
     async def run() -> dict[str, Any]:
-        async with open_judge_model(config) as model:
-            return await evaluate(config, groups, model, judged.get(args.reward, RULER))
+        return await evaluate(config, groups, await open_judge_model(config), judged.get(args.reward, RULER))
 
     report = anyio.run(run)
     if args.json:

@@ -31,7 +31,7 @@ import msgspec
 
 from judge.errors import UnscoredError
 from judge.feedback import counted_signals
-from judge.groups import Arrival, Group, GroupKey
+from judge.groups import Group, GroupKey
 from judge.rewards.compose import open_composer_on_log
 from judge.scoring import (
     AskTeacher,
@@ -156,8 +156,8 @@ class Rejudge:
         small is not counted. Raises `HistoryGoneError` if the log lacks a member's completion."""
         key = GroupKey(event.project, event.model, event.group, event.split)
         completions = [await self._completed(event, trajectory) for trajectory in event.trajectories]
-        members = sorted((Arrival(r.event, r.seq) for r in completions), key=lambda arrival: arrival.seq)
-        group = Group(key, tuple(members), signals=await self._signals(event))
+        members = tuple(sorted(completions, key=lambda completion: completion.seq))
+        group = Group(key, members, signals=await self._signals(event))
         result = await score_closed(group, self._config.judge, self.report.judge, self._compose, self._teach)
         if isinstance(result, GroupScored):
             await self._publish_scored(seq, result)

@@ -1,22 +1,19 @@
-"""The judge model of the settings: picks the client and adapts requests to what the model accepts.
+"""The judge model of the settings: adapts requests to what the model accepts.
 
-A request is adapted in two ways. If the provider rejects the JSON schema, later requests go without it
-(`judge.request.structured = "auto"`). If a small context has no room for prompt and reply, fewer tokens are reserved
+A request is adapted in two ways. If the provider rejects the JSON schema, later requests go without it.
+If a small context has no room for prompt and reply, fewer tokens are reserved
 for replies.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from judge.models.chat import Client, ContextWindowError, InvalidRequestError, Messages, ModelError, ModelReply
+from judge.models.chat import ContextWindowError, InvalidRequestError, Messages, ModelError, ModelReply
 from judge.models.litellm_client import LiteLlmClient
-from judge.models.openai_client import OpenAiClient
 from judge.models.params import read_key
 from pipeline.chat.conversations import text_of
 from pipeline.config import JudgeConfig
@@ -33,12 +30,12 @@ _SCHEMA_WORDS = ("response_format", "json_schema", "schema", "structured")
 
 
 class JudgeModel:
-    """A `ChatModel` over a client. At most `judge.concurrency` calls run at once; the others wait for their turn."""
+    """A `ChatModel` through litellm. At most `judge.concurrency` calls run at once; the others wait for their turn."""
 
-    def __init__(self, config: JudgeConfig, client: Client) -> None:
+    def __init__(self, config: JudgeConfig, client: LiteLlmClient) -> None:
         self._config, self._client = config, client
         self._turns = anyio.CapacityLimiter(config.concurrency)
-        self._structured = config.request.structured != "text"
+        self._structured = True
         self._max_tokens = config.request.max_tokens
         # A client's own limit holds for each read, so a server that sends a byte now and then exceeds it.
         self._limit_s = (config.request.retries + 1) * (config.request.timeout_s + _PAUSE_S)
@@ -57,26 +54,21 @@ class JudgeModel:
             if structured:
                 parameters["response_format"] = schema
             try:
-                return await self._send(messages, parameters)
+                async with self._turns:
+                    with anyio.fail_after(self._limit_s):
+                        return await self._client.send(messages, parameters)
+            except TimeoutError as error:
+                why = f"call of {self._config.model}: no whole reply within {self._limit_s:.0f} s"
+                raise ModelError(why) from error
             except ContextWindowError:
                 if not self._reserve_less(messages, reply_tokens):
                     raise
             except InvalidRequestError as error:
                 about_schema = any(word in error.said.lower() for word in _SCHEMA_WORDS)
-                if not (structured and request.structured == "auto" and about_schema):
+                if not (structured and about_schema):
                     raise
                 logger.warning("no structured output", model=self._config.model, detail=str(error)[:300])
                 self._structured = False
-
-    async def _send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
-        """Make one call when it is its turn. Raises `ModelError`."""
-        try:
-            async with self._turns:
-                with anyio.fail_after(self._limit_s):
-                    return await self._client.send(messages, parameters)
-        except TimeoutError as error:
-            why = f"call of {self._config.model}: no whole reply within {self._limit_s:.0f} s"
-            raise ModelError(why) from error
 
     def _reserve_less(self, messages: Messages, reply_tokens: int) -> bool:
         """Halve the tokens reserved for replies if they, and not the prompt, take most of the context. `reply_tokens`:
@@ -96,19 +88,9 @@ class JudgeModel:
         return True
 
 
-@asynccontextmanager
-async def open_judge_model(config: JudgeConfig) -> AsyncIterator[JudgeModel]:
-    """Open the model `judge.model`. Libraries are imported in a thread, and litellm only if it is needed.
+async def open_judge_model(config: JudgeConfig) -> JudgeModel:
+    """Return the model `judge.model`. litellm is imported in a thread.
 
     Raises `ConfigError` if an environment variable or a parameter is missing or cannot be used."""
     key = read_key(config.api_key_env, "judge.api_key_env")
-    client: Client
-    if await anyio.to_thread.run_sync(OpenAiClient.supports, config):
-        client = OpenAiClient(config, key)
-    else:
-        client = await anyio.to_thread.run_sync(LiteLlmClient, config, key)
-    try:
-        yield JudgeModel(config, client)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await client.aclose()
+    return JudgeModel(config, await anyio.to_thread.run_sync(LiteLlmClient, config, key))

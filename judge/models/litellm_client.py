@@ -1,33 +1,31 @@
-"""Calls through litellm's router: any provider, its prices. `judge.models.judge_model` opens it for what
-`judge.models.openai_client` does not support.
+"""Calls through litellm's router: any provider, its prices.
 
-litellm takes seconds to import and would fetch a price list, so it is imported only when it is needed, in a thread,
-with the price list that comes with it.
+litellm takes seconds to import and would fetch a price list, so it is imported only when a model is opened, with the
+price list that comes with it. What a server answers is not trusted: it becomes a `ModelReply` or a `ModelError`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from typing import Any
 
-from judge.models.chat import (
-    ContextWindowError,
-    InvalidRequestError,
-    Messages,
-    ModelError,
-    ModelReply,
-    describe,
-    make_reply,
-)
+from judge.models.chat import ContextWindowError, InvalidRequestError, Messages, ModelError, ModelReply, well_formed
 from judge.models.params import advice_on_key, resolve_params
+from pipeline.chat.conversations import text_of
 from pipeline.config import ConfigError, JudgeConfig
+from pipeline.errors import without_sent
 
 _WITH_IDENTITIES = ("azure", "azure_ai", "bedrock", "vertex_ai", "sagemaker", "watsonx")
 """Providers with credentials other than a key. litellm would not look for those if it were given a placeholder key."""
 _WITHOUT_KEY_REFUSED = ("openai", "anthropic", "gemini")
 """Providers whose calls litellm does not even send without a key in a variable that begins with the provider's name."""
+_MAX_NAME = 200
+"""Characters of a model's name that are kept."""
+_MAX_TOKENS = 1 << 40
+"""A larger count of tokens is none."""
 
 
 def _import_litellm() -> Any:
@@ -43,7 +41,7 @@ def _import_litellm() -> Any:
 
 
 class LiteLlmClient:
-    """A `Client` for `judge.model`."""
+    """Sends requests to `judge.model`."""
 
     def __init__(self, config: JudgeConfig, key: str) -> None:
         """`key` may be empty. Blocks for the import of litellm.
@@ -69,27 +67,27 @@ class LiteLlmClient:
         for callbacks in (self._litellm.success_callback, self._litellm._async_success_callback):
             callbacks[:] = [c for c in callbacks if getattr(c, "__self__", None) is not self._router]
 
-    async def aclose(self) -> None:
-        """litellm owns its connections and shares them between routers, so there is nothing to close."""
-
     def _parameters(self) -> dict[str, Any]:
-        """Return what every call has: model, address, key, `max_tokens` and `judge.request.params`. Raises
-        `ConfigError` if there is no key and the provider can't be called without."""
+        """Return what every call has: model, address, key, `max_tokens` and `judge.request.params`. Raises litellm's
+        `BadRequestError` if it knows no provider, and `ConfigError` if that can't be called without a key."""
         # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params =
         # false`.
         name = self._config.model
+        provider = str(self._litellm.get_llm_provider(name, api_base=self._config.api_base or None)[1])
         parameters: dict[str, Any] = {"model": name, "drop_params": True}
         if self._config.api_base:
             parameters["api_base"] = self._config.api_base
         if self._key:
             parameters["api_key"] = self._key
-        elif self._config.api_base and self._provider() not in _WITH_IDENTITIES:
+        elif self._config.api_base and provider not in _WITH_IDENTITIES:
             # OpenAI's client insists on a key; a server without keys ignores it.
             parameters["api_key"] = "none"
         if self._config.request.max_tokens:
             parameters["max_tokens"] = self._config.request.max_tokens
         own = resolve_params(self._config)
-        if "api_key" not in {*parameters, *own} and (missing := self._missing_key()):
+        if isinstance(headers := own.get("extra_headers"), dict):  # OpenAI's client would send `authorization` twice
+            own["extra_headers"] = {"Authorization" if n.lower() == "authorization" else n: headers[n] for n in headers}
+        if "api_key" not in {*parameters, *own} and (missing := self._missing_key(provider)):
             if not {"api_base", "base_url"} & own.keys():  # litellm's two names of an address
                 unset = f"{name} needs a key: set {' or '.join(missing)} in the environment of the judge"
                 raise ConfigError(f"judge.model: {unset}, or {advice_on_key(self._config)}")
@@ -98,33 +96,24 @@ class LiteLlmClient:
             parameters.pop("max_tokens", None)
         return {**parameters, **own}
 
-    def _provider(self) -> str:
-        """Return litellm's name of the model's provider."""
-        name = self._config.model
-        try:
-            return str(self._litellm.get_llm_provider(name)[1])
-        except self._litellm.exceptions.BadRequestError:  # litellm does not know the name
-            return name.partition("/")[0]
-
-    def _missing_key(self) -> list[str]:
+    def _missing_key(self, provider: str) -> list[str]:
         """Return the environment variables that would hold the key without which litellm sends no call; empty if one is
         set, or the provider needs none."""
-        provider = self._provider()
         others = any(variable.startswith(f"{provider.upper()}_") for variable in os.environ)
         if others or provider not in _WITHOUT_KEY_REFUSED:
             return []
         return list(self._litellm.validate_environment(self._config.model)["missing_keys"])
 
     async def send(self, messages: Messages, parameters: dict[str, Any]) -> ModelReply:
-        """Make one call through the router, with `parameters` after those of the settings. Raises `ModelError` and its
-        subclasses."""
+        """Make one call with these parameters of OpenAI's API, after those of the settings. Raises `ModelError`,
+        `InvalidRequestError` or `ContextWindowError`."""
         began, model = time.monotonic(), self._config.model
         try:
             response = await self._router.acompletion(model=model, messages=messages, **parameters)
-            body = response.model_dump(warnings=False)
+            return _read(response, model, time.monotonic() - began)
         except self._litellm.exceptions.ContextWindowExceededError as error:
             raise ContextWindowError(f"the prompt is too long for {model}: {describe(error, messages)}") from error
-        except self._litellm.exceptions.BadRequestError as error:
+        except (self._litellm.exceptions.BadRequestError, self._litellm.exceptions.UnprocessableEntityError) as error:
             raise InvalidRequestError(f"request refused by {model}: {describe(error, messages)}", str(error)) from error
         except Exception as error:  # litellm lets errors of many libraries through
             at = f" at {self._config.api_base} (judge.api_base)" if self._config.api_base else ""
@@ -134,5 +123,29 @@ class LiteLlmClient:
             if isinstance(error, self._litellm.exceptions.AuthenticationError):
                 why += f": {advice_on_key(self._config)}"
             raise ModelError(f"call of {model}{at}: {why}") from error
-        cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
-        return make_reply(body, model, time.monotonic() - began, float(cost or 0.0))
+
+
+def _read(response: Any, model: str, latency_s: float) -> ModelReply:
+    """Read litellm's response. `model` stands in for a missing name. Raises for one whose text is no text."""
+    choice, usage = response.choices[0], response.usage
+    cost = float((getattr(response, "_hidden_params", None) or {}).get("response_cost") or 0.0)
+    return ModelReply(
+        text=well_formed(choice.message.content or ""),
+        model=well_formed(response.model or model)[:_MAX_NAME],
+        prompt_tokens=_tokens(usage.prompt_tokens),
+        completion_tokens=_tokens(usage.completion_tokens),
+        cost_usd=cost if math.isfinite(cost) else 0.0,
+        latency_s=latency_s,
+        cut_off=choice.finish_reason == "length",
+    )
+
+
+def _tokens(count: int) -> int:
+    """Return a count of tokens, 0 for what is none."""
+    return count if 0 <= count < _MAX_TOKENS else 0
+
+
+def describe(error: Exception, messages: Messages) -> str:
+    """Return an error's class and message, for logs and events, without texts of runs."""
+    said = without_sent(str(error)[:500], "".join(text_of(m.get("content")) for m in messages))
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

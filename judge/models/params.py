@@ -1,6 +1,6 @@
 """`judge.request.params`: any parameter of litellm's `completion`, with secrets from the environment only.
 
-Both clients of the judge model send them, and those that can change scores are part of the judge's identity
+They are sent with each call, and those that can change scores are part of the judge's identity
 (`judge.scoring.judge_hash`)."""
 
 from __future__ import annotations
@@ -61,12 +61,9 @@ def _resolve(value: Any, where: str) -> Any:
         return {k: _resolve(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_resolve(v, where) for v in value]
-    return REFERENCE.sub(lambda m: _variable(m, where), value) if isinstance(value, str) else value
-
-
-def _variable(match: re.Match[str], where: str) -> str:
-    """Return the environment variable that a reference names. `where` is the parameter's name, for the error."""
-    name = match.group(1) or match.group(2)
-    if name not in os.environ:
-        raise ConfigError(f"{where}: the environment has no {name}")
-    return os.environ[name]
+    if not isinstance(value, str):
+        return value
+    try:
+        return REFERENCE.sub(lambda reference: os.environ[reference[1]], value)
+    except KeyError as missing:
+        raise ConfigError(f"{where}: the environment has no {missing.args[0]}") from missing

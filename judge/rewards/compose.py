@@ -246,7 +246,7 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
         }
         judges: Judges = {}
         if judged := [r for r in judge.rewards if r.kind in ("ruler", "next_state")]:
-            model = await stack.enter_async_context(open_judge_model(judge))
+            model = await open_judge_model(judge)
             judges = {r.name: make_judge(judge, r, model, load) for r in judged}
         yield ConfiguredComposer(judge, judges, functions, load)
 

@@ -108,10 +108,15 @@ def aggregate(passes: Sequence[JudgePass], bias: PositionBias) -> dict[str, floa
 def pairwise_agreement(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:
     """Return the share of pairs that both put into the same order; a pair tied in one only counts half. `None`
     without pairs."""
-    pairs = list(itertools.combinations(sorted(a.keys() & b.keys()), 2))
-    signs = [(sign(a[x] - a[y]), sign(b[x] - b[y])) for x, y in pairs]
+    signs = pair_signs(a, b)
     agreed = sum(1.0 if first == second else 0.5 if 0 in (first, second) else 0.0 for first, second in signs)
-    return agreed / len(pairs) if pairs else None
+    return agreed / len(signs) if signs else None
+
+
+def pair_signs(a: Mapping[str, float], b: Mapping[str, float]) -> list[tuple[int, int]]:
+    """Return for each pair of names that both have how `a` and how `b` order it: -1, 0 or 1."""
+    pairs = itertools.combinations(sorted(a.keys() & b.keys()), 2)
+    return [(sign(a[x] - a[y]), sign(b[x] - b[y])) for x, y in pairs]
 
 
 def sign(difference: float) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -32,7 +33,6 @@ MANIFEST = "backup.json"
 _STORE = "store"
 _LEFT_OUT = ("adapters", "logs", STATE, MANIFEST)
 """At the top of a run directory, besides locks: what each start makes anew, and logs."""
-_PART = 1024 * 1024
 
 
 class File(msgspec.Struct):
@@ -49,11 +49,6 @@ class Manifest(msgspec.Struct):
     made_at: int
     run_dir: str
     files: dict[str, File]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files.values())
 
 
 def backup(config: Config, folder: Path) -> Manifest:
@@ -110,19 +105,11 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def copy(source: Path, target: Path) -> File:
-    """Copy a file; return the size and the digest of what was read. Only the owner may read the copy."""
-    digest, size = hashlib.sha256(), 0
+    """Copy a file; return the size and the digest of the copy, which only the owner may read."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with source.open("rb") as reading, open(target, "xb", opener=_open_private) as writing:
-        while part := reading.read(_PART):
-            digest.update(part)
-            size += writing.write(part)
-    return File(size, digest.hexdigest())
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Open a file that only the owner may read, for `open(opener=…)`."""
-    return os.open(path, flags, 0o600)
+    shutil.copyfile(source, target)
+    target.chmod(0o600)
+    return _digest(target)
 
 
 def _digest(path: Path) -> File:
@@ -140,9 +127,8 @@ def main() -> None:
     os.umask(0o077)
     with exit_on_error("backup", (ConfigError, OSError)):
         manifest = backup(installation_settings(args.run_dir), args.folder)
-    sys.stdout.write(
-        f"{args.folder} holds {len(manifest.files)} files of {manifest.run_dir}, {manifest.size:,} bytes\n"
-    )
+    size = sum(file.size for file in manifest.files.values())
+    sys.stdout.write(f"{args.folder} holds {len(manifest.files)} files of {manifest.run_dir}, {size:,} bytes\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.config import ConfigError, NatsConfig
+from pipeline.config import ConfigError
 from pipeline.events import DeadLettered, decode
 from pipeline.log.broker import READER, Broker, BrokerError, LogEntry
 from pipeline.running.installations import installation_settings, log_of
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     where.add_argument("--config", help="a settings file with nats.url")
-    where.add_argument("--nats-url", help="address of the NATS server")
+    where.add_argument("--nats-url", help="the log; default: the run's")
     parser = command_parser("dead", "Messages that a consumer could not use, and why.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", parents=[where], help="list all letters").add_argument("--json", action="store_true")
@@ -99,17 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _nats_of(args: argparse.Namespace) -> NatsConfig:
-    """Return the settings of the server that the options name. Raises `ConfigError` if they name none."""
-    if args.nats_url and not (args.run_dir or args.config):
-        return NatsConfig(url=args.nats_url)
-    return log_of(installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats",)))
-
-
 async def _run(args: argparse.Namespace) -> None:
     """Do what the arguments say over a connection to the log, and print it."""
     out = Console(highlight=False)
-    async with Broker.connect(_nats_of(args), name="dead", provision=False) as broker:
+    config = installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats",))
+    async with Broker.connect(log_of(config), name="dead", provision=False) as broker:
         if args.command == "list":
             letters = await broker.read(DeadLettered)
             if args.json:

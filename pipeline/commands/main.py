@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     asked = commands.add_parser("status", description=OWN["status"][1])
     asked.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     asked.add_argument("--json", action="store_true")
-    asked.set_defaults(run=_status)
+    asked.set_defaults(run=lambda args: status.show(find_installation(args.run_dir), console, as_json=args.json))
 
     provision = commands.add_parser("provision", parents=[settings], description=OWN["provision"][1])
     provision.set_defaults(run=_provision)
@@ -351,10 +351,6 @@ def _print_state(watched: Watched) -> None:
     console.print(f"{watched.spec.name:<10} {watched.state:<9} pid {watched.pid}")
     for error in watched.errors:
         console.print(f"[bold red]{watched.spec.name}[/] {escape(visible(error))}")
-
-
-def _status(args: argparse.Namespace) -> None:
-    status.show(find_installation(args.run_dir), console, as_json=args.json)
 
 
 if __name__ == "__main__":

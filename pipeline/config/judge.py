@@ -80,9 +80,6 @@ class JudgeRequestConfig(Section, frozen=True, kw_only=True):
     times this and a minute."""
     retries: Natural = 2
     """How often a call is repeated if the provider fails."""
-    structured: Literal["auto", "schema", "text"] = "auto"
-    """Whether the call carries the JSON schema of the answer. `schema`: always. `text`: never. `auto`: until the
-    provider refuses it."""
     temperature: NotNegative | None = None
     """Sampling temperature. Not set: it is not sent."""
     max_tokens: Natural = 8192

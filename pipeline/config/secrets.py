@@ -1,7 +1,7 @@
 """Secrets in settings: which values look like secrets, and references to environment variables.
 
 The settings are saved with every run, so they must not hold secrets. `${NAME}` anywhere in a string is replaced by
-an environment variable. `os.environ/NAME` as a whole string is replaced too, because litellm's users write it so.
+an environment variable.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}|^os\.environ/([A-Za-z_]\w*)$")
+REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _NAMES = re.compile(r"(?:^|[_-])(?:key|secret|password|token|authorization|cookie)$|credentials?$", re.I)
 
 
 def plain_secrets(value: Any, where: str) -> Iterator[str]:
     """Yield the dotted names, beginning with `where`, of the strings in `value` that are secrets written as they are:
     their name is that of a secret, and they are no references."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from plain_secrets(inner, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from plain_secrets(inner, where)
-    elif isinstance(value, str) and not REFERENCE.search(value) and _is_secret(where.rpartition(".")[2], value):
-        yield where
+    for name, text in _strings(value, where):
+        if not REFERENCE.search(text) and _is_secret(name.rpartition(".")[2], text):
+            yield name
+
+
+def referenced_variables(value: Any) -> Iterator[str]:
+    """Yield the environment variables that the strings in `value` refer to."""
+    for _, text in _strings(value):
+        yield from REFERENCE.findall(text)
 
 
 def _is_secret(name: str, value: str) -> bool:
@@ -34,12 +35,13 @@ def _is_secret(name: str, value: str) -> bool:
     return bool(value) and _NAMES.search(name) is not None
 
 
-def referenced_variables(value: Any) -> Iterator[str]:
-    """Yield the environment variables that the strings in `value` refer to."""
+def _strings(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the strings in `value`, at any depth, each with its dotted name, which begins with `where`."""
     if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
+        for key, inner in value.items():
+            yield from _strings(inner, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
         for inner in value:
-            yield from referenced_variables(inner)
+            yield from _strings(inner, where)
     elif isinstance(value, str):
-        yield from (match.group(1) or match.group(2) for match in REFERENCE.finditer(value))
+        yield where, value

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -43,7 +42,7 @@ from pipeline.log.consumer import keep_alive
 from pipeline.log.fast_client import Ack, FastClient, Pulled
 from pipeline.log.history import Reader
 from pipeline.log.messages import LogEntry as LogEntry
-from pipeline.log.messages import Place, StoredMessage, parse_ack_subject
+from pipeline.log.messages import StoredMessage, parse_ack_subject
 from pipeline.log.pulling import pulling
 from pipeline.security.users import OPERATOR
 from pipeline.security.users import READER as READER
@@ -52,8 +51,6 @@ from pipeline.telemetry.logs import get_logger
 logger = get_logger("pipeline.log.broker")
 
 _WRONG_LAST_SEQUENCE = 10071
-_SKIPPED_REMEMBERED = 10_000
-"""Undecodable messages that are remembered, so that a read that meets one again asks the server nothing."""
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED_LAST_SEQ = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
@@ -142,11 +139,6 @@ def _log_letter(letter: DeadLettered) -> None:
 
 class Broker(Reader):
     """One connection; make it with `Broker.connect`."""
-
-    def __init__(self, client: FastClient, config: NatsConfig) -> None:
-        super().__init__(client, config)
-        self._skipped: OrderedDict[tuple[str, Place], None] = OrderedDict()
-        """Undecodable messages that are among the dead letters already, by stream and place."""
 
     @classmethod
     @asynccontextmanager
@@ -315,16 +307,10 @@ class Broker(Reader):
 
     async def skip_undecodable(self, stream: str, message: StoredMessage, reason: str) -> None:
         """Put a message that a read could not decode among the dead letters: once, for all readers and reads."""
-        key = stream, message.place
-        if key in self._skipped:
-            return
         letter = await self._letter(stream, message, READER, "undecodable", reason)
         subject = f"{letter.subject()}.{message.seq}-{message.place.at}"
-        await self.publish_raw(subject, encode(letter), {})
-        self._skipped[key] = None
-        if len(self._skipped) > _SKIPPED_REMEMBERED:
-            self._skipped.popitem(last=False)
-        _log_letter(letter)
+        if not (await self.publish_raw(subject, encode(letter), {})).duplicate:
+            _log_letter(letter)
 
     async def dead_letter(self, message: Pulled, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
         """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""

@@ -20,11 +20,17 @@ _WRONG_LAST_SEQUENCE = 10071
 """JetStream's error code where another message came to the subject since the one that the header names."""
 
 
-async def put(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float) -> None:
-    """Write a value, which expires after `ttl_s` seconds, at least 1.
+async def put(
+    reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float, more: Mapping[str, str] = {}
+) -> None:
+    """Write a value, which expires after `ttl_s` seconds, at least 1; `more`: further headers of the message.
 
     Repeated while the log is unavailable. Raises `BrokerUnavailableError` after `nats.publish_deadline_s`."""
-    await _publish(reader, bucket, key, value, ttl_s)
+    subject, timeout_s = streams.key_subject(bucket, key), reader.config.ack_timeout_s
+    headers = {"Nats-TTL": f"{max(ttl_s, 1.0):g}s", **more}  # the server takes no time below a second
+    await reader.retry(
+        lambda: reader.client.publish_acked(subject, value, headers, timeout_s), f"{subject} was not acknowledged"
+    )
 
 
 async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float) -> bool:
@@ -37,7 +43,7 @@ async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s:
             return False
         after = {"Nats-Expected-Last-Subject-Sequence": str(newest.seq if newest is not None else 0)}
         try:
-            await _publish(reader, bucket, key, value, ttl_s, after)
+            await put(reader, bucket, key, value, ttl_s, after)
         except nats.js.errors.APIError as error:
             if error.err_code != _WRONG_LAST_SEQUENCE:
                 raise
@@ -47,7 +53,7 @@ async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s:
 
 async def delete(reader: StreamReader, bucket: str, key: str) -> None:
     """Delete a value. Followers of the key learn of it. Raises as `put` does."""
-    await _publish(reader, bucket, key, b"", 60, {"KV-Operation": "DEL"})
+    await put(reader, bucket, key, b"", 60, {"KV-Operation": "DEL"})
 
 
 async def follow(reader: StreamReader, bucket: str, keys: str) -> AsyncGenerator[tuple[str, bytes], None]:
@@ -59,14 +65,3 @@ async def follow(reader: StreamReader, bucket: str, keys: str) -> AsyncGenerator
     async with aclosing(follow_subjects(reader, stream, [subject], lambda: 1)) as messages:
         async for message in messages:
             yield message.subject[prefix:], message.payload
-
-
-async def _publish(
-    reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float, more: Mapping[str, str] = {}
-) -> None:
-    """Write a message to the subject of a key, with `more` headers. Repeated while the log is unavailable."""
-    subject, timeout_s = streams.key_subject(bucket, key), reader.config.ack_timeout_s
-    headers = {"Nats-TTL": f"{max(ttl_s, 1.0):g}s", **more}  # the server takes no time below a second
-    await reader.retry(
-        lambda: reader.client.publish_acked(subject, value, headers, timeout_s), f"{subject} was not acknowledged"
-    )

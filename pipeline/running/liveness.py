@@ -71,11 +71,9 @@ async def until_unhealthy(url: str, settings: SupervisorConfig) -> str:
 class LogProbe:
     """Checks the log by writes."""
 
-    def __init__(self, config: Config, on_alarms: Callable[[], None] = lambda: None) -> None:
-        """`on_alarms` is called when `alarms` change."""
+    def __init__(self, config: Config) -> None:
         self._config, self._settings = config, config.supervisor
         self._folder = config.path("nats")
-        self._on_alarms = on_alarms
         self._seen: set[str] = set()
         """Streams that existed once. Only they can be missing."""
         self._present: dict[str, str] = {}
@@ -150,7 +148,7 @@ class LogProbe:
         return "; ".join(sorted(reasons)), at_limit
 
     def _update_alarms(self, reason: str, at_limit: dict[str, str]) -> None:
-        """Find the present alarms, log those that begin or end, and report a change. `reason`: why writes fail."""
+        """Find the present alarms and log those that begin or end. `reason`: why writes fail."""
         present = {"the log": f"the log takes no writes: {reason}"} if reason else {}
         if self._folder.exists():
             disk = health.disk_fill(self._folder)
@@ -164,9 +162,7 @@ class LogProbe:
             logger.error("alarm", detail=present[about])
         for about in self._present.keys() - present.keys():
             logger.info("alarm over", detail=self._present[about])
-        if self._present != present:
-            self._present = present
-            self._on_alarms()
+        self._present = present
 
     def _disk_is_full(self) -> bool:
         """Return whether the disk of the log is full. False if it is on another machine and not known."""

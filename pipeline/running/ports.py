@@ -51,9 +51,7 @@ def check_ports(config: Config, processes: Iterable[str]) -> None:
         "ui": (config.ui.host, config.ui.port),
     }
     with ExitStack() as opened:  # until all are: two processes may have the same port
-        for name in processes:
-            if name not in addresses:
-                continue
+        for name in filter(addresses.__contains__, processes):
             host, port = addresses[name]
             try:
                 opened.enter_context(_listener(host, port))

@@ -12,12 +12,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from pipeline.config import Config, ConfigError, NatsConfig, SigningConfig, TrainerConfig, UiConfig, VllmConfig
 from pipeline.config.checks import check
 from pipeline.running.ports import free_port
-from pipeline.running.state import read_state
 
 _SHARED_GPU = 0.9
 """Share of a GPU's memory that inference server and trainer use together."""
@@ -38,13 +36,15 @@ def resolve(config: Config, services: Sequence[str]) -> Config:
         vllm = _started_vllm(config, vllm)
     ahead = max_groups_ahead(config) if "trainer" in services else config.gateway.max_groups_ahead
     port = config.gateway.port or free_port()
-    dashboard = dashboard_port(config) if "ui" in services and config.ui.enabled else config.ui.port
+    ui = config.ui
+    if "ui" in services and ui.enabled and ui.port in (0, UiConfig().port):  # another dashboard may have the default
+        ui = ui.replace(port=free_port(ui.host, ui.port))
     resolved = config.replace(
         nats=config.nats if config.nats.url else _started_nats(config),
         vllm=vllm,
         trainer=trainer,
         gateway=config.gateway.replace(port=port, max_groups_ahead=ahead),
-        ui=config.ui.replace(port=dashboard),
+        ui=ui,
         signing=_signing(config, services),
     )
     check(resolved)
@@ -149,14 +149,3 @@ def max_groups_ahead(config: Config) -> int | Literal["auto"]:
     if any(t.max_steps for t in trainers):
         return 0
     return max((t.groups_per_step * (t.max_staleness + 1) for t in trainers), default=0)
-
-
-def dashboard_port(config: Config) -> int:
-    """Return `ui.port`. If it is 0 or the default: the port of the run directory's last dashboard, or else `ui.port`,
-    or a free one if that is 0 or another dashboard has it."""
-    host, port = config.ui.host, config.ui.port
-    if port not in (0, UiConfig().port):
-        return port
-    earlier = read_state(config.path())
-    last = urlsplit(str(earlier.urls.get("ui", ""))).port if earlier else None
-    return free_port(host, last or port)

@@ -85,11 +85,9 @@ class Supervisor:
         self.watched = {s.name: Watched(s, anyio.Event(), anyio.Event()) for s in specs}
         self._on_change = on_change
         self._run_dir = Path(config.run_dir)
-        self._state_is_old = False
-        """Whether `state.json` could not be written, as on a full disk."""
         self._logs = config.path("logs")
         self._stop_requested = anyio.Event()
-        self._log_probe = liveness.LogProbe(config, on_alarms=self._write_state)
+        self._log_probe = liveness.LogProbe(config)
         self._probing: anyio.CancelScope | None = None
 
     @property
@@ -122,7 +120,7 @@ class Supervisor:
                 task_status.started()
 
             tg.start_soon(announce)
-            tg.start_soon(self._retry_state)
+            tg.start_soon(self._rewrite_state)
             if self.config.nats.url:
                 tg.start_soon(self._watch_log)
             await self._stop_requested.wait()
@@ -222,9 +220,7 @@ class Supervisor:
         while True:
             try:
                 async with Broker.connect(self.config.nats, name="memory", provision=False) as broker:
-                    while True:
-                        await memory.trim(broker, self.config.nats.max_memory)
-                        await anyio.sleep(TRIM_EVERY_S)
+                    await memory.trim(broker, self.config.nats.max_memory)
             except (BrokerError, nats.errors.Error) as error:
                 logger.warning("the log's memory was not checked; trying again", exc=error)
             await anyio.sleep(TRIM_EVERY_S)
@@ -359,17 +355,14 @@ class Supervisor:
         )
         try:
             write_state(self._run_dir, state)
-            self._state_is_old = False
         except OSError as error:
-            self._state_is_old = True
             logger.error("state.json was not written; it is tried again", error=str(error))
 
-    async def _retry_state(self) -> None:
-        """Write `state.json` again where that failed, until cancelled."""
+    async def _rewrite_state(self) -> None:
+        """Write `state.json` again and again, until cancelled: alarms change, and a write may have failed."""
         while True:
             await anyio.sleep(self.config.supervisor.probe_every_s)
-            if self._state_is_old:
-                self._write_state()
+            self._write_state()
 
 
 async def _until_it_answers(probe: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 
 import anyio
 from opentelemetry.sdk.trace import ReadableSpan
@@ -103,16 +102,16 @@ async def export(
 async def serve(config: Config, ready: Ready) -> None:
     """Run the service (`pipeline.running.service`) until it is cancelled."""
     backend = TraceBackend.from_environment()
-    async with AsyncExitStack() as stack:
-        broker = await stack.enter_async_context(Broker.connect(config.nats, name="telemetry"))
+    async with (
+        Broker.connect(config.nats, name="telemetry") as broker,
+        broker.consume("telemetry-rollouts") as runs,
+        broker.consume("telemetry-groups") as groups,
+        anyio.create_task_group() as tg,
+    ):
         maker = SpanMaker(broker, config.telemetry.content == "all")
-        consumed = [
-            await stack.enter_async_context(broker.consume(f"telemetry-{name}")) for name in ("rollouts", "groups")
-        ]
-        async with anyio.create_task_group() as tg:
-            for messages in consumed:
-                tg.start_soon(export, messages, maker, backend, langfuse.destination())
-            ready()
+        for messages in (runs, groups):
+            tg.start_soon(export, messages, maker, backend, langfuse.destination())
+        ready()
 
 
 def check(config: Config) -> None:

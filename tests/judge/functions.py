@@ -40,12 +40,6 @@ def followed(trajectory: dict[str, Any]) -> Any:
     return {"reward": 0.5, "calls": calls}
 
 
-def hangs(trajectory: dict[str, Any]) -> float:
-    if trajectory["id"] == "bad":
-        time.sleep(60)
-    return 0.5
-
-
 def dies(trajectory: dict[str, Any]) -> float:
     if trajectory["id"] == "bad":
         os._exit(3)
@@ -125,11 +119,6 @@ def reads(trajectory: dict[str, Any]) -> float:
         return float(len(file.read()))
 
 
-def floods(_: dict[str, Any]) -> float:
-    sys.stdout.write("x" * 5_000_000)
-    return 0.5
-
-
 def forks(trajectory: dict[str, Any]) -> float:
     """Leave a process behind that nobody waits for, called as the task says; a daemon has a session of its own."""
     if trajectory["id"] == "bad":
@@ -176,6 +165,7 @@ def remembers(trajectory: dict[str, Any]) -> float:
 
 
 def exits(_: dict[str, Any]) -> float:
+    sys.stdout.write("x" * 5_000_000)
     sys.exit("enough")
 
 

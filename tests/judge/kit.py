@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import anyio
 import msgspec
+import pytest
 
 from judge.models.chat import ContextWindowError, Messages, ModelError, ModelReply
 from judge.rewards.compose import open_composer_on_log
@@ -54,6 +55,13 @@ def exchange(
     return events.exchange(trajectory, seq, request=request, response=response, **fields)
 
 
+IMPORTS_LITELLM = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore:.*Pydantic.*:UserWarning",
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
+"""Tests whose own process opens a judge model: litellm and its dependencies warn of much."""
 TOO_LONG = 413
 """The answer of a model whose context the prompt does not fit."""
 

@@ -14,13 +14,13 @@ from judge.comparing import ShadowJudge, open_answer_ruler
 from pipeline.config import Config, JudgeConfig, ModelConfig, NatsConfig, OutsideConfig
 from pipeline.events import AlarmChanged, AnswersCompared, ShadowAnswered
 from pipeline.log.broker import Broker
-from tests.judge.kit import exchange
+from tests.judge.kit import IMPORTS_LITELLM, exchange
 from tests.kits.scoring_server import Scorer, ScoringServer
 from tests.kits.settings import with_values
 from tests.kits.waiting import until
 from tests.store import kit
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
 
 OUTSIDE = OutsideConfig(name="master", url="http://h/v1", apprentice="m", shadow_percent=100.0, may_train=True)
 
@@ -41,11 +41,8 @@ def settings(nats: NatsConfig, server: ScoringServer, **more: Any) -> Config:
 
 @asynccontextmanager
 async def comparing(broker: Broker, config: Config) -> AsyncIterator[None]:
-    async with (
-        open_answer_ruler(config) as judge,
-        broker.consume("judge-shadows") as arrivals,
-        anyio.create_task_group() as tasks,
-    ):
+    judge = await open_answer_ruler(config)
+    async with broker.consume("judge-shadows") as arrivals, anyio.create_task_group() as tasks:
         tasks.start_soon(ShadowJudge(broker, config, judge).run, arrivals)
         yield
         tasks.cancel_scope.cancel()

@@ -57,26 +57,6 @@ async def end_wait(broker: Broker, group: str) -> None:
     await broker.set_timer(due, time.time())
 
 
-async def test_a_complete_run_waits_for_its_feedback_and_is_scored_with_it_by_any_judge(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    config = settings(nats_config, wait_s=600)
-    async with judging(broker, config):
-        await broker.publish(run("a"))
-        await timers(broker, 1)
-        await drained(broker)
-        assert await groups(broker, 0) == []
-    said = await read_log(nats_config, Trust(config.signing), "p")
-    assert said["waiting"] == {"members": 0, "feedback": 1}
-    async with judging(broker, config):
-        await broker.publish(signal("a", 0.75))
-        (group,) = await groups(broker, 1)
-        await drained(broker)
-        await timers(broker, 0)
-    (member,) = group.members
-    assert (member.reward, member.graded_by, group.closed_by) == (0.75, ("desk",), "size")
-
-
 async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats_config: NatsConfig) -> None:
     """So words after the result are hints. By default the group is scored with the result."""
     config = settings(nats_config, wait_s=600)
@@ -94,7 +74,7 @@ async def test_a_group_may_wait_for_whatever_is_said_until_its_time_is_over(nats
     assert group.members[0].hints == (Hint(call=-1, text="the other account", by="desk"),)
 
 
-async def test_only_the_keys_that_a_reward_names_give_it_and_end_the_wait(
+async def test_a_run_waits_for_the_keys_that_its_reward_names_and_any_judge_scores_it(
     broker: Broker, nats_config: NatsConfig
 ) -> None:
     """Else any key of role `feedback` could speak before the one that knows the result."""
@@ -105,16 +85,22 @@ async def test_only_the_keys_that_a_reward_names_give_it_and_end_the_wait(
         await broker.publish(run("a"))
         await broker.publish(signal("a", -1.0, by="mole"))
         await broker.publish(signal("a", -1.0, by="mole", call=0))
+        await timers(broker, 1)
         await drained(broker)
         assert await groups(broker, 0) == []
-        await broker.publish(signal("a", 1.0))
+    said = await read_log(nats_config, Trust(config.signing), "p")
+    assert said["waiting"] == {"members": 0, "feedback": 1}
+    async with judging(broker, config):
+        await broker.publish(signal("a", 0.75))
         (group,) = await groups(broker, 1)
+        await drained(broker)
+        await timers(broker, 0)
     async with open_composer_on_log(config, broker) as composer:
         await Rejudge(broker, config, composer, branch="b").run()
     again = [g for g in await groups(broker, 2) if g.branch == "b"]
     for scored in (group, *again):
         (member,) = scored.members
-        assert (member.reward, member.call_rewards, member.graded_by) == (1.0, {}, ("desk",))
+        assert (member.reward, member.call_rewards, member.graded_by) == (0.75, {}, ("desk",))
     assert len(again) == 1
 
 
@@ -137,14 +123,16 @@ async def test_without_feedback_a_run_ends_unscored_at_the_deadline_and_late_fee
         await groups(broker, 1, "discarded")
 
 
+@pytest.mark.parametrize("late", ["train", "record"])
 async def test_late_feedback_that_gives_no_reward_has_nothing_judged_again(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """One key could have a discarded group judged again by each of a thousand words, at the judge model's price."""
+    """One key could have a discarded group judged again by each of a thousand words, at the judge model's price. And
+    none has where late feedback is recorded only."""
     scored = mock.Mock(wraps=Judge._begin_scoring)
     monkeypatch.setattr(Judge, "_begin_scoring", lambda *given: scored(*given))
     named = RewardConfig(name="result", kind="feedback", by=("desk",))
-    config = settings(nats_config, named, wait_s=0.2)
+    config = settings(nats_config, named, wait_s=0.2, late=late)
     async with Broker.connect(nats_config) as broker, judging(broker, config):
         await broker.publish(run("a"))
         await groups(broker, 1, "discarded")
@@ -156,18 +144,9 @@ async def test_late_feedback_that_gives_no_reward_has_nothing_judged_again(
         await drained(broker)
         assert scored.call_count == before
         await broker.publish(signal("a", 1.0))
-        await groups(broker, 1)
-        assert scored.call_count == before + 1
-
-
-async def test_late_feedback_may_be_recorded_only(nats_config: NatsConfig) -> None:
-    config = settings(nats_config, wait_s=0.2, late="record")
-    async with Broker.connect(nats_config) as broker, judging(broker, config):
-        await broker.publish(run("a"))
-        await groups(broker, 1, "discarded")
-        await broker.publish(signal("a", 1.0))
         await drained(broker)
-        assert await groups(broker, 0) == []
+        await groups(broker, late == "train")
+        assert scored.call_count == before + (late == "train")
 
 
 async def overdue_timers(broker: Broker) -> list[StoredMessage]:
@@ -185,18 +164,17 @@ async def test_a_group_that_timed_out_waits_too(nats_config: NatsConfig) -> None
 
 
 async def test_a_judge_that_waits_no_longer_scores_what_waited_when_its_timer_is_due(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("judge.service._SCORING_ACK_WAITS", 0.01)
     agent = RewardConfig(name="reward")
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config, wait_s=600)):
-            await broker.publish(run("a", reward=0.5))
-            await timers(broker, 1)
-            await drained(broker)
-        await end_wait(broker, "a")
-        async with judging(broker, settings(nats_config, agent)):
-            (group,) = await groups(broker, 1)
+    async with judging(broker, settings(nats_config, wait_s=600)):
+        await broker.publish(run("a", reward=0.5))
+        await timers(broker, 1)
+        await drained(broker)
+    await end_wait(broker, "a")
+    async with judging(broker, settings(nats_config, agent)):
+        (group,) = await groups(broker, 1)
     assert group.members[0].reward == 0.5
 
 

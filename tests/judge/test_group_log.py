@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from judge.group_log import GroupEnd, GroupLog
 from judge.groups import GroupKey
 from judge.scoring import late_event
-from pipeline.config import JudgeConfig, NatsConfig
+from pipeline.config import JudgeConfig
 from pipeline.events import GroupAdmitted, GroupDiscarded, GroupScored, Member
 from pipeline.log.broker import Broker
-from pipeline.log.messages import Place, StoredMessage
+from pipeline.log.messages import Place
 from tests.judge.kit import completed
+from tests.pipeline.log.test_history import Lagging
 
 pytestmark = pytest.mark.anyio
 KEY = GroupKey("p", "m", "g", "train")
 SETTINGS = JudgeConfig(group_size=3)
 
 
-class Lagging:
-    """Answers direct gets as a replica would that gets one more message between two of them."""
-
-    def __init__(self, broker: Broker, held: int) -> None:
-        self._ask, self.held, self.asked = broker._direct_get, held, 0
-
-    async def __call__(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
-        self.asked += 1
-        page, _ = await self._ask(stream, request)
-        known = [m for m in page if m.seq <= self.held]
-        self.held += 1
-        return known, False
-
-
-async def test_a_read_that_lacks_the_arrival_is_repeated(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        for name in "abc":
-            await broker.publish(completed(name))
-        lagging = Lagging(broker, 1)
-        monkeypatch.setattr(broker, "_direct_get", lagging)
-        log = GroupLog(broker, SETTINGS)
-        found = await log.read(KEY, Place(2, 0))
-        assert found is not None
-        assert (lagging.asked, found.closed_at, len(found.group.members)) == (2, 0, 2)
-        found = await log.read(KEY, Place(3, 0))
-        assert found is not None
-        assert (lagging.asked, found.closed_at) == (3, 3)
+async def test_a_read_that_lacks_the_arrival_is_repeated(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        await broker.publish(completed(name))
+    lagging = Lagging(broker, 1, gets=1)
+    monkeypatch.setattr(broker, "_direct_get", lagging)
+    log = GroupLog(broker, SETTINGS)
+    found = await log.read(KEY, Place(2, 0))
+    assert found is not None
+    assert (lagging.asked, found.closed_at, len(found.group.members)) == (2, 0, 2)
+    found = await log.read(KEY, Place(3, 0))
+    assert found is not None
+    assert (lagging.asked, found.closed_at) == (3, 3)
 
 
 async def test_a_message_that_left_the_log_has_no_group(broker: Broker) -> None:

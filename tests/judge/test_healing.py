@@ -28,15 +28,15 @@ from pipeline.config import (
     save,
 )
 from pipeline.config.checks import check
-from pipeline.events import AnswersCompared, DeadLettered, ExchangeRecorded, GroupScored, Hint, Member, SignalGiven
+from pipeline.events import AnswersCompared, DeadLettered, GroupScored, Hint, Member, SignalGiven
 from pipeline.log.broker import Broker
-from tests.judge.kit import completed, exchange, groups
+from tests.judge.kit import IMPORTS_LITELLM, completed, exchange, groups
 from tests.kits.crash.processes import fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
 
 OUTSIDE = "outside:master"
 CORRECTION = Hint(call=0, text="quality=0.9", kind="correction", by=OUTSIDE, version=OUTSIDE)
@@ -64,7 +64,7 @@ async def healing(
     async with (judge_model or ScoringServer()).run() as judge, gateway.run():
         config = settings(nats, judge, gateway, **more)
         check(config)
-        async with open_answer_ruler(config) as answers, open_healer(config, broker, answers) as healer:
+        async with open_healer(config, broker, await open_answer_ruler(config)) as healer:
             assert healer is not None
             yield healer, judge
 
@@ -89,20 +89,26 @@ async def signals_on_log(broker: Broker) -> list[SignalGiven]:
     return [r.event for r in await broker.read(SignalGiven)]
 
 
+LOOK = '{"name":"look","arguments":"quality=0.9"}'
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": json.loads(LOOK)}]}
+BY_TOOL = json.dumps({"choices": [{"index": 0, "message": CALLS}], "usage": None}).encode()
+
+
+@pytest.mark.parametrize(("answer", "text"), [("quality=0.9", "quality=0.9"), (BY_TOOL, LOOK)], ids=["text", "tools"])
 async def test_a_better_answer_is_a_correction_on_the_log_and_a_hint_of_the_member(
-    broker: Broker, nats_config: NatsConfig
+    broker: Broker, nats_config: NatsConfig, answer: str | bytes, text: str
 ) -> None:
-    gateway = master("quality=0.9")
+    gateway = master(answer)
     async with healing(broker, nats_config, gateway) as (healer, _):
         await play(broker, "quality=0.2")
         healed = await healer(scored(0.1))
         again = await healer(scored(0.1))  # as after a crash before the group was published
-    assert healed.members[0].hints == again.members[0].hints == (CORRECTION,)
+    assert healed.members[0].hints == again.members[0].hints == (msgspec.structs.replace(CORRECTION, text=text),)
     (request,) = gateway.requests
     assert set(request) == {"messages", "tools", "model"}
     assert (request["model"], request["messages"]) == ("master", [{"role": "user", "content": "Win."}])
     (signal,) = await signals_on_log(broker)
-    assert (signal.kind, signal.text, signal.call, signal.source) == ("correction", "quality=0.9", 0, "healing")
+    assert (signal.kind, signal.text, signal.call, signal.source) == ("correction", text, 0, "healing")
     assert (signal.trajectory, signal.group, signal.model, signal.by) == ("r", "g", "m", "outside:master")
     (compared,) = await broker.read(AnswersCompared)
     assert compared.event.outside_score > compared.event.apprentice_score
@@ -121,6 +127,34 @@ async def test_a_run_is_healed_although_a_shadow_of_its_masters_call_was_compare
     assert healed.members[0].hints == (CORRECTION,)
 
 
+MESSAGE = {"role": "assistant", "content": '{"reply": 1}'}
+BY_APPRENTICE = msgspec.json.encode({"model": "m@3", "choices": [{"index": 0, "message": MESSAGE}]})
+"""It has taken over the model's name, and nothing of its own is a correction."""
+
+
+NOT_HEALED: dict[str, tuple[GroupScored, str | int | bytes, dict[str, Any]]] = {
+    "good": (scored(0.5), "quality=0.9", {}),
+    "masked": (scored(0.1, outcome="masked"), "quality=0.9", {}),
+    "held out": (msgspec.structs.replace(scored(0.1), split="val"), "quality=0.9", {}),
+    "of another model": (msgspec.structs.replace(scored(0.1), model="other"), "quality=0.9", {}),
+    "no money": (scored(0.1), "quality=0.9", {"judge.healing.max_usd": 0.0}),
+    "no time": (scored(0.1), "quality=0.9", {"judge.healing.wait_s": 1e-9}),
+    "gone": (scored(0.1, calls=3), "quality=0.9", {}),
+    "refuses": (scored(0.1, calls=2), 429, {}),
+    "names no call": (scored(0.1, calls=2), "the second one", {}),
+    "another answers": (scored(0.1, calls=2), BY_APPRENTICE, {}),
+}
+
+
+@pytest.mark.parametrize("why", NOT_HEALED)
+async def test_runs_that_are_not_healed(broker: Broker, nats_config: NatsConfig, why: str) -> None:
+    group, reply, more = NOT_HEALED[why]
+    async with healing(broker, nats_config, master(reply), **more) as (healer, _):
+        await play(broker, "quality=0.2", *["quality=0.1"] * (group.members[0].exchanges == 2))
+        assert await healer(group) == group
+    assert await signals_on_log(broker) == []
+
+
 @pytest.mark.parametrize("said", ["quality=0.1", "quality=0.2 too", ""])
 async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_config: NatsConfig, said: str) -> None:
     async with healing(broker, nats_config, master(said)) as (healer, _):
@@ -130,45 +164,6 @@ async def test_an_answer_that_is_no_better_teaches_nothing(broker: Broker, nats_
         assert await healer(group) == group
     assert await signals_on_log(broker) == []
     assert len(await broker.read(AnswersCompared)) == 1
-
-
-@pytest.mark.parametrize(
-    ("group", "more"),
-    [
-        (scored(0.5), {}),
-        (scored(0.1, outcome="masked"), {}),
-        (msgspec.structs.replace(scored(0.1), split="val"), {}),
-        (msgspec.structs.replace(scored(0.1), model="other"), {}),
-        (scored(0.1), {"judge.healing.max_usd": 0.0}),
-        (scored(0.1), {"judge.healing.wait_s": 1e-9}),
-        (scored(0.1, calls=2), {}),
-    ],
-    ids=["good", "masked", "held out", "of another model", "no money", "no time", "gone"],
-)
-async def test_runs_that_are_not_healed(
-    broker: Broker, nats_config: NatsConfig, group: GroupScored, more: dict[str, Any]
-) -> None:
-    gateway = master("quality=0.9")
-    async with healing(broker, nats_config, gateway, **more) as (healer, _):
-        await play(broker, "quality=0.2")
-        assert await healer(group) == group
-    assert await signals_on_log(broker) == []
-
-
-MESSAGE = {"role": "assistant", "content": '{"reply": 1}'}
-BY_APPRENTICE = msgspec.json.encode({"model": "m@3", "choices": [{"index": 0, "message": MESSAGE}]})
-"""It has taken over the model's name, and nothing of its own is a correction."""
-
-
-@pytest.mark.parametrize("reply", [429, "the second one", BY_APPRENTICE], ids=["refuses", "names no call", "another"])
-async def test_a_run_is_left_as_it_is_if_the_outside_model_does_not_answer_as_asked(
-    broker: Broker, nats_config: NatsConfig, reply: str | int | bytes
-) -> None:
-    async with healing(broker, nats_config, master(reply)) as (healer, _):
-        await play(broker, "quality=0.2", "quality=0.1")
-        group = scored(0.1, calls=2)
-        assert await healer(group) == group
-    assert await signals_on_log(broker) == []
 
 
 async def test_the_call_at_fault_is_the_lowest_graded_or_the_one_that_the_outside_model_names(
@@ -244,19 +239,6 @@ def test_settings_that_cannot_heal(changed: dict[str, Any], error: str) -> None:
         check(msgspec.structs.replace(config, **changed))
 
 
-async def test_a_reply_of_tool_calls_is_corrected_by_their_json(broker: Broker, nats_config: NatsConfig) -> None:
-    look = {"name": "look", "arguments": '{"at": "quality=0.9"}'}
-    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": look}]}
-    body = json.dumps({"choices": [{"index": 0, "message": message}], "usage": None}).encode()
-    gateway = ScoringServer(lambda request: body)
-    async with healing(broker, nats_config, gateway) as (healer, _):
-        await play(broker, "quality=0.2")
-        healed = await healer(scored(0.1))
-    (hint,) = healed.members[0].hints
-    assert json.loads(hint.text) == look
-    assert [e.event.policy_version for e in await broker.read(ExchangeRecorded)] == ["m@0"]
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["judge.healing_compared", "broker.after_publish"])
@@ -271,7 +253,7 @@ async def test_a_run_is_healed_at_most_once_and_its_group_is_scored_whenever_a_j
     ):
         config = settings(nats_config, judge, gateway, run_dir=str(tmp_path))
         save(config, tmp_path / "judge.toml")
-        async with fork_server(tmp_path / "judge.toml", "judge", "openai", ack_wait_s=0.5) as server:
+        async with fork_server(tmp_path / "judge.toml", "judge", "litellm", ack_wait_s=0.5) as server:
             dying = server.start("judge", f"{point}:1")
             await play(broker, "quality=0.2")
             await broker.publish(completed("r", reward=0.1, exchanges=1))

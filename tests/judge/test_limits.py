@@ -41,14 +41,21 @@ async def test_a_used_up_budget_stops_a_new_process_too_and_a_higher_one_goes_on
         await groups(broker, 1)
     await tell(broker, "raised")
     async with judging(broker, settings(nats_config)):
+        await play(broker, "void", outcome="no_result")  # nothing to score for any judge
+        await groups(broker, 1, "discarded")
         await play(broker, "over")
-        (over,) = await groups(broker, 1, "discarded")
+        void, over = await groups(broker, 2, "discarded")
     await tell(broker, "cleared")
     async with judging(broker, settings(nats_config)):
         await play(broker, "after")
         assert [g.group for g in await groups(broker, 2)] == ["before", "after"]
-    report = await Rejudge(broker, settings(nats_config), None, branch="b").run()
-    assert report.rescued == 1
+    for done in ((3, 0, 1, 0), (0, 3, 0, 0)):
+        report = await Rejudge(broker, settings(nats_config), None, branch="b").run()
+        assert (report.rejudged, report.skipped, report.rescued, report.failed) == done
+    (rescued,) = [g for g in await groups(broker, 5) if (g.group, g.branch) == ("over", "b")]
+    assert (rescued.closed_by, rescued.offline, rescued.origin[:5]) == ("replay", True, "main/")
+    assert {m.trajectory: m.reward for m in rescued.members} == {"over-0": 0.0, "over-1": 1.0}
+    assert (void.group, void.reason) == ("void", "too_small")
     assert (over.group, over.reason, over.by, over.detail) == ("over", "over_budget", "judge", DETAIL)
     assert over.trajectories == ("over-0", "over-1")
 

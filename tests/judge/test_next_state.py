@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from judge.errors import UnscoredError
-from judge.labelled import GroupFile, GroupMember, LabelledGroup
-from judge.monitor import JudgeMonitor
+from judge.labelled import GroupFile, GroupMember
 from judge.next_state import NextStateJudge, majority
 from judge.ruler.asking import JudgingError
 from judge.ruler.replies import VOTES, ParsedScores, UnreadableReplyError, parse_scores
@@ -20,7 +19,7 @@ from judge.ruler.rubrics import load_rubric
 from judge.ruler.transcripts import Transcript
 from judge.scoring import judge_hash
 from pipeline.config import JudgeConfig, RewardConfig
-from pipeline.events import Hint, JudgeMeasured
+from pipeline.events import Hint
 from tests.judge.attacks import ATTACKS
 from tests.judge.kit import Model, completed, loading, single
 from tests.kits.scoring_server import Answer, Scorer, score_key
@@ -219,25 +218,12 @@ def test_a_reply_gives_each_call_a_score_and_a_hint_to_the_letter(entry: str) ->
         parse(entry)
 
 
-async def test_anchors_are_compared_by_the_mean_score_of_a_run_s_calls() -> None:
-    measured: list[JudgeMeasured] = []
-
-    async def publish(event: JudgeMeasured) -> None:
-        measured.append(event)
-
+async def test_a_run_is_compared_with_its_anchor_by_the_mean_score_of_its_calls() -> None:
     runs = (chat("Thanks", "no, wrong", name="half"), chat("Thanks", name="good"), chat("error", name="bad"))
-    for rewards, tau in (({"half": 0.5, "good": 1.0, "bad": 0.0}, 1.0), ({"half": 0.5, "good": 0.0, "bad": 1.0}, -1.0)):
-        judging = judge(Model(Scorer()))
-        anchors = [LabelledGroup("g", runs, rewards)]
-        monitor = JudgeMonitor(JudgeConfig(), {"next": judging}, anchors, publish)
-        await monitor.check_anchors("next", judging)
-        event = measured.pop()
-        assert (event.ruler, event.rubric, event.kendall_tau) == ("next", "next_state", tau)
-        assert (event.alarm, judging.statistics.passes) == (tau < 0, 0)
-    found = await judged(judging := judge(Model(Scorer()), runs[0]), "half")
-    assert found["half"].mean == 0.0
-    await JudgeMonitor(JudgeConfig(), {"next": judging}, (), publish).publish()
-    assert (measured[0].groups, measured[0].self_agreement, measured[0].position_bias) == (1, 1.0, None)
+    judging = judge(Model(Scorer()))
+    scores, _ = await judging.judge(runs, count=False)
+    assert scores == {"half": 0.0, "good": 1.0, "bad": -1.0}
+    assert (judging.statistics.passes, judging.statistics.groups) == (0, 0)
 
 
 def test_every_rubric_and_the_number_of_votes_are_part_of_the_judge_s_identity(tmp_path: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Sequence
 from datetime import datetime
@@ -13,9 +12,6 @@ import anyio
 import msgspec
 import pytest
 
-from judge.group_log import GroupLog
-from judge.groups import Group, key_of
-from judge.scoring import score_closed
 from pipeline.commands import dead_letters
 from pipeline.config import Config, JudgeConfig, JudgeRequestConfig, NatsConfig, RewardConfig
 from pipeline.events import (
@@ -23,15 +19,15 @@ from pipeline.events import (
     GroupDiscarded,
     GroupScored,
     GroupTimedOut,
+    Member,
     TrainingBatch,
     TrajectoryCompleted,
     decode,
 )
-from pipeline.log.broker import Broker, Delivery
+from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
 from tests.judge import kit
 from tests.judge.kit import groups, judging
-from tests.kits.log import take
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.waiting import until
 
@@ -61,15 +57,6 @@ async def timers(broker: Broker, count: int) -> list[StoredMessage]:
         return [found] if len(found) == count else []
 
     return (await until(there))[0]
-
-
-async def closed_group(broker: Broker, closing: Delivery) -> Group:
-    """The group that a delivered completion closed."""
-    assert isinstance(closing.event, TrajectoryCompleted)
-    found = await GroupLog(broker, JudgeConfig(group_size=3)).read(key_of(closing.event), closing.place)
-    assert found is not None
-    assert found.closed_at == closing.seq
-    return found.group
 
 
 async def publish(broker: Broker, events: Sequence[TrajectoryCompleted]) -> None:
@@ -153,30 +140,13 @@ async def test_a_group_closes_at_its_timeout_and_a_later_trajectory_is_recorded_
     ],
 )
 async def test_a_group_that_can_t_be_compared_is_discarded_with_the_reason(
-    nats_config: NatsConfig, members: list[TrajectoryCompleted], detail: str
+    broker: Broker, nats_config: NatsConfig, members: list[TrajectoryCompleted], detail: str
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        await publish(broker, [msgspec.structs.replace(m, at=completed("now").at) for m in members])
-        async with judging(broker, settings(nats_config, timeout_s=0.2)):
-            (event,) = await groups(broker, 1, "discarded")
-            await drained(broker)
+    await publish(broker, [msgspec.structs.replace(m, at=completed("now").at) for m in members])
+    async with judging(broker, settings(nats_config, timeout_s=0.2)):
+        (event,) = await groups(broker, 1, "discarded")
+        await drained(broker)
     assert (event.reason, event.detail, len(event.trajectories)) == ("too_small", detail, len(members))
-
-
-@pytest.mark.usefixtures("quick_redelivery")
-async def test_an_arrival_is_acknowledged_at_once_and_any_judge_completes_the_group(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    async with judging(broker, settings(nats_config)):
-        await publish(broker, [completed("a"), completed("b", reward=1.0)])
-        await drained(broker)
-    async with judging(broker, settings(nats_config)):
-        await broker.publish(completed("c"))
-        (group,) = await groups(broker, 1)
-        await drained(broker)
-    assert [m.trajectory for m in group.members] == ["a", "b", "c"]
-    assert (await broker.stream_info("TIMERS")).config.retention == "workqueue"
-    await timers(broker, 0)  # a full group needs no deadline
 
 
 @pytest.mark.parametrize(("members", "late"), [(3, []), (2, [("c",)])], ids=["whole", "fewer"])
@@ -185,10 +155,8 @@ async def test_the_event_of_a_judge_that_scored_the_group_first_is_kept(
 ) -> None:
     """That judge died before it acknowledged, or saw fewer runs than there are: these are recorded as late."""
     await publish(broker, [completed("a"), completed("b"), completed("c")])
-    async with broker.consume("judge") as messages:
-        group = await closed_group(broker, (await take(messages, 3))[2])
-    seen = dataclasses.replace(group, members=group.members[:members])
-    await broker.publish(await score_closed(seen, JudgeConfig(), "j", None))
+    seen = tuple(Member(trajectory=name, reward=0.0) for name in "abc"[:members])
+    await broker.publish(GroupScored(project="p", group="g", model="m", judge="j", members=seen))
     async with judging(broker, settings(nats_config), "another"):
         await drained(broker)
     assert [g.judge for g in await groups(broker, 1)] == ["j"]
@@ -196,23 +164,22 @@ async def test_the_event_of_a_judge_that_scored_the_group_first_is_kept(
 
 
 async def test_a_group_whose_timer_comes_while_it_is_full_is_left_to_its_closing_member(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless nobody scores it: its size was another when the member was acknowledged."""
     monkeypatch.setattr("judge.service._SCORING_ACK_WAITS", 0.01)
-    async with Broker.connect(nats_config) as broker:
-        async with judging(broker, settings(nats_config, group_size=4)):
-            await publish(broker, [completed("a"), completed("b"), completed("c")])
-            await drained(broker)
-        async with judging(broker, settings(nats_config, group_size=3)):
-            assert await broker.read(GroupScored) == []
-            (left,) = await timers(broker, 1)
-            timeout = decode(left.payload)
-            assert isinstance(timeout, GroupTimedOut)
-            await broker.set_timer(timeout, 0.0)
-            (group,) = await groups(broker, 1)
-            await drained(broker)
-        assert (group.closed_by, len(group.members)) == ("size", 3)
+    async with judging(broker, settings(nats_config, group_size=4)):
+        await publish(broker, [completed("a"), completed("b"), completed("c")])
+        await drained(broker)
+    async with judging(broker, settings(nats_config, group_size=3)):
+        assert await broker.read(GroupScored) == []
+        (left,) = await timers(broker, 1)
+        timeout = decode(left.payload)
+        assert isinstance(timeout, GroupTimedOut)
+        await broker.set_timer(timeout, 0.0)
+        (group,) = await groups(broker, 1)
+        await drained(broker)
+    assert (group.closed_by, len(group.members)) == ("size", 3)
 
 
 async def test_the_deadline_of_a_group_follows_the_clock_of_the_log_alone(nats_config: NatsConfig) -> None:
@@ -285,6 +252,7 @@ async def test_the_trainer_gets_every_group_of_a_batch(broker: Broker, nats_conf
     ]
 
 
+@kit.IMPORTS_LITELLM
 async def test_a_group_whose_judge_model_never_answers_is_recorded(broker: Broker, nats_config: NatsConfig) -> None:
     async with ScoringServer(lambda _: 500).run() as server:
         model = {"model": "openai/scorer", "api_base": server.url, "retry_for_s": 0.5}

@@ -227,7 +227,7 @@ def test_a_logprob_is_bounded_and_padding_is_left_out() -> None:
     assert (logprobs.tolist(), ids.tolist(), tops.tolist()) == ([-50.0], [[6, 19]], [[-1.0, -2.0]])
 
 
-async def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
+async def test_another_tokenizer_is_refused_with_the_text_where_it_differs(
     broker: Broker, nats_config: NatsConfig, inference_double: VllmServer, tmp_path: Path
 ) -> None:
     """Two tokens of the base have changed places."""
@@ -240,7 +240,7 @@ async def test_another_tokenizer_is_refused_with_the_first_token_that_differs(
     changed["added_tokens"].sort(key=lambda token: token["id"])
     (tmp_path / "tokenizer.json").write_bytes(msgspec.json.encode(changed))
     config = settings(nats_config, inference_double.url, base=str(tmp_path))
-    with pytest.raises(ConfigError, match=f"token {min(ids)} is 'c1' here and 'b1' there"):
+    with pytest.raises(ConfigError, match=r"tokens [0-9]+ to [0-9]+: 'c1.*' here and 'b1.*' there"):
         async with open_teacher(config, broker):
             pass
 

@@ -15,7 +15,7 @@ from pipeline.config import JudgeConfig, NatsConfig, RewardConfig
 from pipeline.events import GroupScored
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.judge.kit import groups, judging
+from tests.judge.kit import IMPORTS_LITELLM, groups, judging
 from tests.kits.clients import closed_after_test
 from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
@@ -23,7 +23,7 @@ from tests.trainer import kit
 from trainer.batches import graders
 from trainer.batches.examples import Example, make_examples
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.timeout(300), IMPORTS_LITELLM]
 
 CHATS = {
     ("a1=x", "thanks", "no, you should have played b2 there", "thanks"): (1.0, -1.0, 1.0, 0.0),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -34,9 +32,8 @@ async def test_a_good_and_a_bad_judge_are_told_apart(tmp_path: Path) -> None:
 def test_the_command_reports_and_exits_by_the_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @asynccontextmanager
-    async def make(config: JudgeConfig) -> AsyncIterator[Model]:
-        yield Model(Scorer())
+    async def make(config: JudgeConfig) -> Model:
+        return Model(Scorer())
 
     monkeypatch.setattr("judge.commands.eval.open_judge_model", make)
     data = str(labelled(tmp_path / "x.jsonl"))

@@ -209,27 +209,3 @@ async def test_groups_whose_history_is_gone_are_recorded_as_discarded(broker: Br
     (gone,) = await groups(broker, 1, "discarded")
     assert (gone.reason, gone.branch, gone.by) == ("history_gone", "b", "rejudge")
     assert gone.judge == report.judge
-
-
-async def test_a_group_that_was_discarded_without_a_judge_model_is_scored(
-    broker: Broker, nats_config: NatsConfig
-) -> None:
-    config = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3))
-    async with judging(broker, config):
-        for i in range(3):  # no rewards, no judge model: too small
-            await broker.publish(exchange(f"t{i}", f"quality=0.{i + 1}"))
-            await broker.publish(completed(f"t{i}", "g", exchanges=1))
-        for i in range(3):  # nothing to score for any judge
-            await broker.publish(completed(f"n{i}", "none", outcome="no_result"))
-        discarded = await groups(broker, 2, "discarded")
-        assert {g.reason for g in discarded} == {"too_small"}
-    later = Config(project="p", nats=nats_config, judge=JudgeConfig(group_size=3, model="test/judge"))
-    report = await Rejudge(broker, later, composer(broker, later, Model(Scorer())), branch="b").run()
-    assert (report.rejudged, report.rescued, report.failed) == (1, 1, 0)
-    (new,) = await groups(broker, 1)
-    assert isinstance(new, GroupScored)
-    assert (new.group, new.branch, new.closed_by, new.offline) == ("g", "b", "replay", True)
-    assert new.origin.startswith("main/")
-    assert {m.trajectory: m.reward for m in new.members} == pytest.approx({"t0": 0.1, "t1": 0.2, "t2": 0.3})
-    again = await Rejudge(broker, later, composer(broker, later, Model(Scorer())), branch="b").run()
-    assert (again.rejudged, again.skipped) == (0, 1)

@@ -1,33 +1,24 @@
-"""Calls of the judge model over HTTP to the scoring server: one set of tests for both clients, then what each has of
-its own."""
+"""Calls of the judge model over HTTP to the scoring server."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
 import pytest
 
-from judge.models.chat import ContextWindowError, ModelError, describe
-from judge.models.judge_model import JudgeModel, open_judge_model
-from judge.models.openai_client import OpenAiClient
+from judge.models.chat import ContextWindowError, ModelError
+from judge.models.judge_model import open_judge_model
+from judge.models.litellm_client import describe
 from pipeline.config import ConfigError, JudgeConfig
+from tests.judge.kit import IMPORTS_LITELLM
 from tests.kits.scoring_server import Answer, ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = [
-    pytest.mark.anyio,
-    # litellm's and its dependencies' own.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Pydantic.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -37,78 +28,61 @@ def settings(server: ScoringServer, **fields: Any) -> JudgeConfig:
     return with_values(JudgeConfig(model="openai/scorer", api_base=server.url), {"request.retries": 0, **fields})
 
 
-Open = Callable[..., Awaitable[JudgeModel]]
-
-
-@pytest.fixture
-async def open_model() -> AsyncIterator[Open]:
-    """Opens judge models that are closed at the end of the test: `await open_model(config)`."""
-    async with AsyncExitStack() as stack:
-
-        async def enter(config: JudgeConfig) -> JudgeModel:
-            return await stack.enter_async_context(open_judge_model(config))
-
-        yield enter
-
-
-@pytest.mark.usefixtures("client")
 @pytest.mark.slow
-async def test_a_reply_comes_with_its_tokens_cost_and_latency(open_model: Open) -> None:
+async def test_a_reply_comes_with_its_tokens_cost_and_latency() -> None:
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
-        reply = await (await open_model(settings(server, **{"request.temperature": 0.0})))(HELLO, SCHEMA)
+        reply = await (await open_judge_model(settings(server, **{"request.temperature": 0.0})))(HELLO, SCHEMA)
         assert (reply.text, reply.model, reply.prompt_tokens, reply.completion_tokens) == ("fine", "scorer", 1, 1)
         assert reply.latency_s > 0
         (request,) = server.requests
         assert (request["messages"], request["response_format"], request["temperature"]) == (HELLO, SCHEMA, 0.0)
 
 
-@pytest.mark.usefixtures("client")
-async def test_a_provider_that_rejects_the_schema_is_called_without_it(open_model: Open) -> None:
+@pytest.mark.parametrize("status", [400, 422])
+async def test_a_provider_that_rejects_the_schema_is_called_without_it(status: int) -> None:
     def refuse(request: dict[str, Any]) -> Answer:
-        return 400 if "response_format" in request else "fine"
+        return status if "response_format" in request else "fine"
 
     async with ScoringServer(refuse, refusal="response_format is not supported", keep=True).run() as server:
-        model = await open_model(settings(server))
+        model = await open_judge_model(settings(server))
         assert (await model(HELLO, SCHEMA)).text == "fine"
         assert (await model(HELLO, SCHEMA)).text == "fine"
         assert ["response_format" in r for r in server.requests] == [True, False, False]
 
 
-@pytest.mark.usefixtures("client")
-async def test_a_failing_provider_is_retried_and_then_an_error(open_model: Open) -> None:
+async def test_a_failing_provider_is_retried_and_then_an_error() -> None:
     answers = iter([503, "fine", 500, 500])
     async with ScoringServer(lambda _: next(answers)).run() as server:
-        model = await open_model(settings(server, **{"request.retries": 1}))
+        model = await open_judge_model(settings(server, **{"request.retries": 1}))
         assert (await model(HELLO, None)).text == "fine"
         with pytest.raises(ModelError, match="InternalServerError"):
             await model(HELLO, None)
         assert server.calls == 4
 
 
-@pytest.mark.usefixtures("client")
-async def test_max_tokens_and_other_parameters_are_sent(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_max_tokens_and_other_parameters_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEAM", "t-1")
-    params = {"seed": 3, "extra_headers": {"x-team": "${TEAM}"}, "extra_body": {"chat_template_kwargs": {"a": 1}}}
+    headers = {"x-team": "${TEAM}", "authorization": "Bearer ${TEAM}"}
+    params = {"seed": 3, "extra_headers": headers, "extra_body": {"chat_template_kwargs": {"a": 1}}}
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
-        await (await open_model(settings(server)))(HELLO, None)
-        await (await open_model(settings(server, **{"request.params": params, "request.max_tokens": 0})))(HELLO, None)
-        await (await open_model(settings(server, **{"request.params": {"max_tokens": 7}})))(HELLO, None)
+        for request in ({}, {"params": params, "max_tokens": 0}, {"params": {"max_tokens": 7}}):
+            fields = {f"request.{name}": value for name, value in request.items()}
+            await (await open_judge_model(settings(server, **fields)))(HELLO, None)
         usual, own, less = server.requests
         assert (usual["max_tokens"], less["max_tokens"]) == (8192, 7)
         assert (own["seed"], own["chat_template_kwargs"], "max_tokens" in own) == (3, {"a": 1}, False)
         assert [h.get("x-team") for h in server.headers] == [None, "t-1", None]
+        assert [h["authorization"] for h in server.headers] == ["Bearer none", "Bearer t-1", "Bearer none"]
 
 
-@pytest.mark.usefixtures("client")
-async def test_a_prompt_that_is_too_long_is_an_error_of_its_own(open_model: Open) -> None:
+async def test_a_prompt_that_is_too_long_is_an_error_of_its_own() -> None:
     refusal = "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens."
     async with ScoringServer(lambda _: 400, refusal=refusal).run() as server:
         with pytest.raises(ContextWindowError, match="maximum context length"):
-            await (await open_model(settings(server, **{"request.max_tokens": 100})))(HELLO, SCHEMA)
+            await (await open_judge_model(settings(server, **{"request.max_tokens": 100})))(HELLO, SCHEMA)
 
 
-@pytest.mark.usefixtures("client")
-async def test_a_small_context_is_not_used_up_by_the_tokens_of_the_reply(open_model: Open) -> None:
+async def test_a_small_context_is_not_used_up_by_the_tokens_of_the_reply() -> None:
     """A judge model with 4,096 tokens refuses every prompt that comes with `max_tokens` of 8,192."""
 
     def answer(request: dict[str, Any]) -> Answer:
@@ -117,11 +91,11 @@ async def test_a_small_context_is_not_used_up_by_the_tokens_of_the_reply(open_mo
 
     refusal = "This model's maximum context length is 4096 tokens."
     async with ScoringServer(answer, refusal=refusal, keep=True).run() as server:
-        model = await open_model(settings(server))
+        model = await open_judge_model(settings(server))
         assert (await model(HELLO, SCHEMA)).text == "fine"
         assert (await model(HELLO, SCHEMA)).text == "fine"
         assert [r["max_tokens"] for r in server.requests] == [8192, 4096, 2048, 2048]
-        several = await open_model(settings(server))
+        several = await open_judge_model(settings(server))
         async with anyio.create_task_group() as tg:
             for _ in range(4):
                 tg.start_soon(several, HELLO, SCHEMA)
@@ -130,14 +104,13 @@ async def test_a_small_context_is_not_used_up_by_the_tokens_of_the_reply(open_mo
             await model([{"role": "user", "content": "x" * 20_000}], SCHEMA)
         assert server.requests[-1]["max_tokens"] == 2048
         with pytest.raises(ContextWindowError):
-            await (await open_model(settings(server, **{"request.params": {"max_tokens": 5000}})))(HELLO, SCHEMA)
+            await (await open_judge_model(settings(server, **{"request.params": {"max_tokens": 5000}})))(HELLO, SCHEMA)
 
 
-@pytest.mark.usefixtures("client")
-async def test_a_call_that_exceeds_its_timeout_is_an_error(open_model: Open) -> None:
+async def test_a_call_that_exceeds_its_timeout_is_an_error() -> None:
     async with ScoringServer(delay_s=30).run() as server:
         with pytest.raises(ModelError, match="Timeout"):
-            await (await open_model(settings(server, **{"request.timeout_s": 0.3})))(HELLO, None)
+            await (await open_judge_model(settings(server, **{"request.timeout_s": 0.3})))(HELLO, None)
 
 
 @pytest.mark.parametrize(
@@ -149,22 +122,22 @@ async def test_a_call_that_exceeds_its_timeout_is_an_error(open_model: Open) -> 
     ],
 )
 async def test_a_provider_s_missing_key_is_told_before_the_first_call(
-    model: str, variable: str, open_model: Open, monkeypatch: pytest.MonkeyPatch
+    model: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was litellm's message in the judge's log, once per group."""
     for name in [n for n in os.environ if n.startswith(("OPENAI_", "ANTHROPIC_", "GEMINI_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
     with pytest.raises(ConfigError, match=rf"judge.model: {model} .*{variable} .* judge.api_key_env"):
-        await open_model(JudgeConfig(model=model))
-    await open_model(JudgeConfig(model=model, api_base="http://127.0.0.1:1"))  # it may need none
-    await open_model(with_values(JudgeConfig(model=model), {"request.params": {"api_key": "${HOME}"}}))
+        await open_judge_model(JudgeConfig(model=model))
+    await open_judge_model(JudgeConfig(model=model, api_base="http://127.0.0.1:1"))  # it may need none
+    await open_judge_model(with_values(JudgeConfig(model=model), {"request.params": {"api_key": "${HOME}"}}))
     monkeypatch.setenv(variable, "k")
-    await open_model(JudgeConfig(model=model))
+    await open_judge_model(JudgeConfig(model=model))
 
 
 @pytest.mark.parametrize("address", ["api_base", "base_url"])
 async def test_a_server_that_parameters_name_is_called_without_a_key(
-    address: str, open_model: Open, monkeypatch: pytest.MonkeyPatch
+    address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`base_url` was refused for want of a key, and with `api_base` OpenAI's client refused each call."""
     for name in [n for n in os.environ if n.startswith("OPENAI_")]:
@@ -172,19 +145,18 @@ async def test_a_server_that_parameters_name_is_called_without_a_key(
     async with ScoringServer(lambda _: "fine", keep=True).run() as server:
         fields = {"request.retries": 0, "request.params": {address: server.url}}
         config = with_values(JudgeConfig(model="openai/scorer"), fields)
-        assert (await (await open_model(config))(HELLO, None)).text == "fine"
+        assert (await (await open_judge_model(config))(HELLO, None)).text == "fine"
         monkeypatch.setenv("OPENAI_API_KEY", "k-1")
-        assert (await (await open_model(config))(HELLO, None)).text == "fine"
+        assert (await (await open_judge_model(config))(HELLO, None)).text == "fine"
     assert [headers["authorization"] for headers in server.headers] == ["Bearer none", "Bearer k-1"]
 
 
-@pytest.mark.usefixtures("client")
-async def test_concurrent_calls_are_limited(open_model: Open) -> None:
+async def test_concurrent_calls_are_limited() -> None:
     def answer(request: dict[str, Any]) -> Answer:
         return str(request["messages"][0]["content"])
 
     async with ScoringServer(answer, delay_s=0.02).run() as server:
-        model = await open_model(settings(server, concurrency=3))
+        model = await open_judge_model(settings(server, concurrency=3))
         found: dict[str, str] = {}
 
         async def one(text: str) -> None:
@@ -196,28 +168,6 @@ async def test_concurrent_calls_are_limited(open_model: Open) -> None:
         assert all(text == reply for text, reply in found.items())
         assert len(found) == 31
         assert 1 < server.most <= 3
-
-
-# -- each client's own ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "direct"),
-    [
-        ({}, True),
-        ({"model": "openai/gpt-oss-20b", "request.params": {"seed": 1, "extra_body": {"top_k": 1}}}, True),
-        ({"model": "openai/Qwen/Qwen3-8B", "request.params": {"top_p": 0.5}}, True),
-        ({"api_base": ""}, False),
-        ({"model": "anthropic/x"}, False),
-        ({"model": "openai/gpt-5-mini"}, False),  # litellm knows its price and parameters
-        ({"model": "openai/o3"}, False),
-        ({"request.params": {"drop_params": False}}, False),
-        ({"request.params": {"organization": "x"}}, False),
-    ],
-)
-def test_an_address_that_speaks_openai_s_language_is_called_directly(fields: dict[str, Any], direct: bool) -> None:
-    config = with_values(JudgeConfig(model="openai/scorer", api_base="http://127.0.0.1:1/v1"), fields)
-    assert OpenAiClient.supports(config) is direct
 
 
 def test_without_a_judge_model_litellm_is_not_imported() -> None:

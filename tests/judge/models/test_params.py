@@ -17,19 +17,19 @@ def test_references_are_replaced_by_values_of_the_environment(monkeypatch: pytes
     monkeypatch.setenv("TENANT", "t-1")
     monkeypatch.setenv("TOKEN", "s3cret")
     params = {
-        "tenant_id": "os.environ/TENANT",
+        "tenant_id": "${TENANT}",
         "reasoning_effort": "low",
         "extra_headers": {"Authorization": "Bearer ${TOKEN}"},
-        "tags": ["${TENANT}", "os.environ"],
         "top_k": 3,
+        "tags": ["${TENANT}", "$TENANT"],
     }
     config = JudgeConfig(model="azure/x", request=JudgeRequestConfig(params=params))
     assert resolve_params(config) == {
         "tenant_id": "t-1",
         "reasoning_effort": "low",
         "extra_headers": {"Authorization": "Bearer s3cret"},
-        "tags": ["t-1", "os.environ"],
         "top_k": 3,
+        "tags": ["t-1", "$TENANT"],
     }
 
 

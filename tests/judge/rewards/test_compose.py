@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anyio
 import pytest
 
 from journeywork.trajectory import finite_number
@@ -26,25 +25,15 @@ def function(name: str, **settings: Any) -> RewardConfig:
     return RewardConfig(name=name, kind="python", entry=f"{HERE}:{name}", **settings)
 
 
-async def test_what_a_function_prints_does_not_fill_the_pipe() -> None:
-    async with RewardFunction(function("floods")).open() as call:
-        assert (await call({"id": "a"})).reward == 0.5
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
-    [
-        ("raises", "ValueError in line [0-9]+ of functions.py"),
-        ("hangs", "took longer than 3"),
-        ("dies", "ended its process"),
-        ("eats", "MemoryError"),
-    ],
+    [("raises", "ValueError in line [0-9]+ of functions.py"), ("dies", "ended its process"), ("eats", "MemoryError")],
 )
 async def test_a_function_that_misbehaves_fails_that_call_only(name: str, why: str) -> None:
-    async with RewardFunction(function(name, timeout_s=3.0 if name == "hangs" else 60.0)).open() as call:
+    async with RewardFunction(function(name, timeout_s=60.0)).open() as call:
         with pytest.raises(RewardFunctionError, match=why):
             await call({"id": "bad"})
-        if name in ("hangs", "dies"):
+        if name == "dies":
             assert (await call({"id": "good"})).reward == 0.5
 
 
@@ -126,13 +115,6 @@ async def test_a_function_does_not_see_the_keys_in_the_judge_s_environment(monke
     monkeypatch.setenv("SECRET_KEY", "x")
     async with RewardFunction(function("environment")).open() as call:
         assert (await call({"id": "a"})).reward == 0.0
-
-
-async def test_the_answer_of_a_cancelled_call_is_not_given_to_the_next() -> None:
-    async with RewardFunction(function("hangs")).open() as call:
-        with anyio.move_on_after(0.5):
-            await call({"id": "bad"})
-        assert (await call({"id": "good"})).reward == 0.5
 
 
 MEMBERS = [

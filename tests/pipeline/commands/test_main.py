@@ -143,6 +143,9 @@ async def provision(config: NatsConfig) -> None:
         ):
             ended: Any = {"project": "p", "trajectories": ("t",), "reason": reason, "by": "trainer", **more}
             await broker.publish(GroupDiscarded(group=group, model="m", **ended))
+        for number in range(300):  # an evaluation, whose groups are the newest 256 messages
+            played: Any = {"members": (Member(trajectory="v", reward=0.5, split="val"),), "split": "val"}
+            await broker.publish(GroupScored(project="p", group=f"v{number}", model="m", judge="j", **played))
         split: Any = {"action": "split", "version": "m@2", "other": "m@0", "percent": 20.0}
         await broker.publish(PolicyPromoted(project="p", model="m", request="d", **split))
 
@@ -220,21 +223,10 @@ def test_status_prints_brackets_as_they_are(text: str, tmp_path: Path) -> None:
         assert part in said
 
 
-def test_status_of_a_stopped_run_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    started(tmp_path, pid=GONE, services={"nats": (GONE, "stopped"), "gateway": (GONE, "stopped")})
-    with pytest.raises(SystemExit) as caught:
-        main(["status", "--run-dir", str(tmp_path)])
-    assert caught.value.code == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "stopped. `journeywork up` with the same settings goes on with it" in said
-    assert "http://127.0.0.1:1" not in said
-    assert "log: it was stopped with the run" in said
-
-
-def test_status_of_a_stopped_run_says_what_its_history_tells(
+def test_status_of_a_stopped_run_says_how_to_go_on_and_what_its_history_tells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started(tmp_path, pid=GONE, services={"nats": (GONE, "stopped"), "store": (GONE, "stopped")})
+    started(tmp_path, pid=GONE, services=dict.fromkeys(("nats", "gateway", "store"), (GONE, "stopped")))
     table = OutsideConfig(name="master", url="http://127.0.0.1:1", apprentice="m")
     config = Config(run_dir=str(tmp_path), models=(ModelConfig(name="m"),), outside=(table,))
     save(config, tmp_path / "config.toml")
@@ -243,9 +235,15 @@ def test_status_of_a_stopped_run_says_what_its_history_tells(
     steps = [checkpoint(step, started_at=step * 20_000_000, at=step * 20_000_000 + 10_000_000) for step in (1, 2, 3)]
     default = [msgspec.structs.replace(event, project="default") for event in (call, *steps)]
     fill(tmp_path, [opening, *default])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         main(["status", "--run-dir", str(tmp_path)])
-    takeover, reward, speed, *_ = capsys.readouterr().out.splitlines()
+    assert caught.value.code == 1
+    out = capsys.readouterr().out
+    said = " ".join(out.split())
+    assert "stopped. `journeywork up` with the same settings goes on with it" in said
+    assert "http://127.0.0.1:1" not in said
+    assert "log: it was stopped with the run" in said
+    takeover, reward, speed, *_ = out.splitlines()
     assert takeover.startswith("The apprentice of master answered 100% of the 1 calls of the newest day.")
     assert reward == "m: No training reward yet."
     assert speed.startswith("m: Bound by ")
@@ -283,17 +281,3 @@ def test_a_service_that_can_not_start_ends_up_with_its_reason(
         main(["up", *flags, "--nats-url", "nats://127.0.0.1:1"])
     assert caught.value.code == 1
     assert "no NATS server answers at nats://127.0.0.1:1" in capsys.readouterr().err
-
-
-@pytest.mark.anyio
-async def test_an_evaluation_hides_no_training_group_from_the_status(broker: Broker) -> None:
-    """Regression: the groups of an evaluation were the newest 256 messages."""
-
-    def scored(name: str, split: str) -> GroupScored:
-        member = Member(trajectory=name, reward=0.5, split=split)  # type: ignore[arg-type]
-        return GroupScored(project="p", group=name, model="m", judge="j", members=(member,), split=split)
-
-    await broker.publish(scored("trained", "train"))
-    for number in range(300):
-        await broker.publish(scored(f"v{number}", "val"))
-    assert (await status._newest_groups(broker, "p"))["m"]["newest"] == 1

@@ -101,42 +101,40 @@ async def test_an_exception_that_was_caught_blames_nothing_that_is_settled_and_n
             assert counts == [0, 0, 0, 1]
 
 
-async def test_a_consumer_without_a_limit_of_deaths_counts_none(nats_config: NatsConfig) -> None:
+async def test_a_consumer_without_a_limit_of_deaths_counts_none(broker: Broker) -> None:
     spec = streams.ConsumerSpec("uncounted", "ROLLOUTS", ("rollout.completed.>",), "a test", max_deaths=0)
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(completed("a"))
-        async with broker.consume(spec) as messages:
-            (delivery,) = await messages.batch(1, wait_s=60)
-            with suppress(ValueError), handling([delivery]):
-                raise ValueError
-            await messages.close(ValueError("bug"))
-            assert await Deaths(broker, spec).count(delivery.stream, delivery.place) == 0
+    await broker.publish(completed("a"))
+    async with broker.consume(spec) as messages:
+        (delivery,) = await messages.batch(1, wait_s=60)
+        with suppress(ValueError), handling([delivery]):
+            raise ValueError
+        await messages.close(ValueError("bug"))
+        assert await Deaths(broker, spec).count(delivery.stream, delivery.place) == 0
 
 
 @pytest.mark.parametrize("silent", [False, True])
-async def test_deliveries_go_back_also_if_the_log_takes_no_deaths(nats_config: NatsConfig, silent: bool) -> None:
+async def test_deliveries_go_back_also_if_the_log_takes_no_deaths(broker: Broker, silent: bool) -> None:
     async def count(*_: Any) -> int:
         if silent:
             await anyio.sleep_forever()
         raise BrokerUnavailableError("the bucket is away")
 
     spec = streams.ConsumerSpec("slow", "ROLLOUTS", ("rollout.completed.>",), "a test", ack_wait_s=600)
-    async with Broker.connect(nats_config) as broker:
-        await broker.publish(completed("a"))
+    await broker.publish(completed("a"))
 
-        async def fail() -> None:
-            async with broker.consume(spec) as messages:
-                messages._deaths.count = count  # type: ignore[method-assign]
-                (delivery,) = await messages.batch(1, wait_s=60)
-                with handling([delivery]):
-                    raise ValueError
-
-        with pytest.raises(ExceptionGroup) as failed:
-            await fail()
-        assert failed.group_contains(ValueError)
+    async def fail() -> None:
         async with broker.consume(spec) as messages:
-            (again,) = await messages.batch(1, wait_s=60)
-            assert again.deliveries == 2
+            messages._deaths.count = count  # type: ignore[method-assign]
+            (delivery,) = await messages.batch(1, wait_s=60)
+            with handling([delivery]):
+                raise ValueError
+
+    with pytest.raises(ExceptionGroup) as failed:
+        await fail()
+    assert failed.group_contains(ValueError)
+    async with broker.consume(spec) as messages:
+        (again,) = await messages.batch(1, wait_s=60)
+        assert again.deliveries == 2
 
 
 def test_which_failures_are_counted() -> None:

@@ -101,25 +101,22 @@ async def test_an_exchange_too_large_for_the_log_is_continued(nats_config: NatsC
         assert await whole(broker) == recorded
 
 
-async def test_a_page_ends_where_its_whole_exchanges_are_large(
-    nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_page_ends_where_its_whole_exchanges_are_large(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the log they are small: the first one a claim check, the others continuations."""
     exchanges = [
         msgspec.structs.replace(e, request=b'{"note":"%b","n":%d}' % (b"x" * 1_000_000, n))
         for n, e in enumerate(growing(5))
     ]
-    async with Broker.connect(nats_config) as broker:
-        known = registry(broker)
-        recorded = await record(await opened(known), exchanges)
-        monkeypatch.setattr(history, "_WHOLE_BYTES", 1_500_000)
-        sizes, seq, more = [], 0, True
-        while more:
-            events, seq, more, _ = await broker.read_page(ExchangeRecorded, seq + 1, **KEYS)
-            sizes.append(len(events))
-        assert sizes == [2, 2, 1]
-        assert [call async for call in known.log.calls("t")] == recorded
-        assert await whole(broker) == recorded
+    known = registry(broker)
+    recorded = await record(await opened(known), exchanges)
+    monkeypatch.setattr(history, "_WHOLE_BYTES", 1_500_000)
+    sizes, seq, more = [], 0, True
+    while more:
+        events, seq, more, _ = await broker.read_page(ExchangeRecorded, seq + 1, **KEYS)
+        sizes.append(len(events))
+    assert sizes == [2, 2, 1]
+    assert [call async for call in known.log.calls("t")] == recorded
+    assert await whole(broker) == recorded
 
 
 async def test_a_lost_predecessor_makes_the_trajectory_unusable(nats_config: NatsConfig) -> None:

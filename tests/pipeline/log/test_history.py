@@ -5,25 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from nats.aio.msg import Msg
 
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
+from pipeline.log.messages import StoredMessage
 from tests.kits.events import exchange
 
 pytestmark = pytest.mark.anyio
 
 
 class Lagging:
-    """Answers direct gets as a replica would that holds the first `held` messages only."""
+    """Answers direct gets as a replica would that holds the first `held` messages only, and gets `gets` more between
+    two of them."""
 
-    def __init__(self, broker: Broker, held: int) -> None:
-        self._ask, self.held, self.asked = broker._direct_get, held, 0
+    def __init__(self, broker: Broker, held: int, gets: int = 0) -> None:
+        self._ask, self.held, self.gets, self.asked = broker._direct_get, held, gets, 0
 
-    async def __call__(self, stream: str, request: dict[str, Any]) -> tuple[list[Msg], bool]:
+    async def __call__(self, stream: str, request: dict[str, Any]) -> tuple[list[StoredMessage], bool]:
         self.asked += 1
         page, more = await self._ask(stream, request)
-        known = [m for m in page if int((m.headers or {})["Nats-Sequence"]) <= self.held]
+        known = [m for m in page if m.seq <= self.held]
+        self.held += self.gets
         return known, more and len(known) == len(page)
 
 

@@ -58,7 +58,6 @@ def test_every_process_is_in_the_table() -> None:
         ("judge", ["judge.api_key_env=GITHUB_TOKEN"], {"GITHUB_TOKEN"}),
         ("judge", ["teacher.api_key_env=GITHUB_TOKEN"], {"GITHUB_TOKEN"}),
         ("judge", ['judge.request.params={headers={x="Bearer ${GITHUB_TOKEN}"}}'], {"GITHUB_TOKEN"}),
-        ("judge", ['judge.request.params={api_key="os.environ/GITHUB_TOKEN"}'], {"GITHUB_TOKEN"}),
         ("judge", ["judge.model=openai/gpt-5-mini"], {"OPENAI_API_KEY"}),
         ("judge", ["judge.model=gpt-5-mini"], {"OPENAI_API_KEY"}),
         ("judge", ["judge.model=claude-x"], {"ANTHROPIC_API_KEY"}),

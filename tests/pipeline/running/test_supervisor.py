@@ -262,15 +262,6 @@ def test_a_base_model_that_is_not_on_this_machine_is_an_error_before_anything_st
     require_base_files(load(None, ["models.0.base=organisation/model"]), ("trainer",))
 
 
-def test_cpu_vllm_gets_one_adapter_slot_that_nothing_fills(tmp_path: Path) -> None:
-    """vLLM's CPU kernels use the last slot's weights for requests without an adapter."""
-    settings = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.max_loras=5"]
-    for device, slots in (("cpu", "6"), ("cuda", "5")):
-        _, specs = make_plan(load(None, [*settings, f"vllm.device={device}"]), ("sampler",))
-        argv = specs[1].argv
-        assert argv[argv.index("--max-loras") + 1] == slots
-
-
 @pytest.mark.parametrize(
     ("mine", "settings", "vllm", "trainer"),
     [
@@ -312,45 +303,49 @@ def test_the_gpu_is_divided_where_vllm_and_the_trainer_share_it(
 
 
 @pytest.mark.parametrize(
-    ("settings", "flags"),
+    ("settings", "flag", "values"),
     [
-        ([], []),
-        (["trainer.memory.quantization=fp8"], ["fp8"]),
-        (["models.0.trainer.memory.quantization=4bit"], ["bitsandbytes"]),
-        (["trainer.memory.quantization=4bit", 'vllm.args=["--quantization=fp8"]'], []),
-        (["trainer.memory.quantization=4bit", 'vllm.args=["-q", "fp8"]'], []),
-        (["trainer.memory.quantization=4bit", "vllm.device=cpu"], []),
+        # vLLM's CPU kernels use the last slot's weights for requests without an adapter.
+        (["vllm.max_loras=5", "vllm.device=cpu"], "--max-loras", ["6"]),
+        (["vllm.max_loras=5"], "--max-loras", ["5"]),
+        # It holds the base model as the trainer does.
+        ([], "--quantization", []),
+        (["trainer.memory.quantization=fp8"], "--quantization", ["fp8"]),
+        (["models.0.trainer.memory.quantization=4bit"], "--quantization", ["bitsandbytes"]),
+        (["trainer.memory.quantization=4bit", 'vllm.args=["--quantization=fp8"]'], "--quantization", []),
+        (["trainer.memory.quantization=4bit", 'vllm.args=["-q", "fp8"]'], "--quantization", []),
+        (["trainer.memory.quantization=4bit", "vllm.device=cpu"], "--quantization", []),
+        # On a CPU it is one process. It takes the last of several values of a flag.
+        (["vllm.device=cpu"], ONE_PROCESS[0], [ONE_PROCESS[1]]),
+        (["vllm.device=cpu", f'vllm.args=["{ONE_PROCESS[0]}", "mp"]'], ONE_PROCESS[0], [ONE_PROCESS[1], "mp"]),
+        (["vllm.device=cpu", 'vllm.args=["--tensor_parallel_size=2"]'], ONE_PROCESS[0], []),
+        (["vllm.device=cpu", 'vllm.args=["-tp", "2"]'], ONE_PROCESS[0], []),
+        ([], ONE_PROCESS[0], []),
     ],
 )
-def test_vllm_holds_the_base_model_as_the_trainer_does(tmp_path: Path, settings: list[str], flags: list[str]) -> None:
+def test_what_vllm_is_started_with(tmp_path: Path, settings: list[str], flag: str, values: list[str]) -> None:
     base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cuda"]
-    _, specs = make_plan(load(None, [*base, *settings]), ("sampler",))
-    argv = specs[1].argv
-    assert [argv[i + 1] for i, arg in enumerate(argv) if arg == "--quantization"] == flags
+    argv = make_plan(load(None, [*base, *settings]), ("sampler",))[1][1].argv
+    assert [argv[i + 1] for i, arg in enumerate(argv) if arg == flag] == values
 
 
 @pytest.mark.parametrize(
-    ("settings", "executors", "threads"),
+    ("settings", "threads"),
     [
-        ([], [ONE_PROCESS[1]], "3"),
-        (['vllm.args=["--distributed-executor-backend", "mp"]'], [ONE_PROCESS[1], "mp"], "3"),
-        (["vllm.env.OMP_NUM_THREADS=2"], [ONE_PROCESS[1]], "2"),
-        (['vllm.args=["--tensor_parallel_size=2"]'], [], None),
-        (['vllm.args=["-tp", "2"]'], [], None),
-        (["vllm.device=cuda"], [], None),
+        (["vllm.device=cpu"], "3"),
+        (["vllm.device=cpu", "vllm.env.OMP_NUM_THREADS=2"], "2"),
+        (["vllm.device=cpu", 'vllm.args=["-tp", "2"]'], None),
+        (["vllm.device=cuda"], None),
     ],
 )
-def test_vllm_on_a_cpu_is_one_process_that_leaves_a_core_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], executors: list[str], threads: str | None
+def test_vllm_on_a_cpu_leaves_a_core_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], threads: str | None
 ) -> None:
-    """vLLM takes the last of several values of a flag."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    base = [f"run_dir={tmp_path}", "models.0.base=somewhere", "vllm.device=cpu"]
+    base = [f"run_dir={tmp_path}", "models.0.base=somewhere"]
     _, specs = make_plan(load(None, [*base, *settings]), ("sampler",))
-    argv, env = specs[1].argv, specs[1].env
-    assert [argv[i + 1] for i, arg in enumerate(argv) if arg == ONE_PROCESS[0]] == executors
-    assert env.get("OMP_NUM_THREADS") == threads
+    assert specs[1].env.get("OMP_NUM_THREADS") == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert one_process_environment()["OMP_NUM_THREADS"] == "1"
 

@@ -12,6 +12,7 @@ from judge import service
 from pipeline.config import Config, HealingConfig, JudgeConfig, ModelConfig, NatsConfig
 from pipeline.events import AnswersCompared, GroupScored, Hint, SignalGiven
 from pipeline.log.broker import Broker
+from tests.judge.kit import IMPORTS_LITELLM
 from tests.kits.scoring_server import ScoringServer
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
@@ -20,7 +21,7 @@ from tests.rollout_gateway.outside.conftest import table
 from tests.rollout_gateway.outside.provider import Provider, completion, whole
 from tests.rollout_gateway.outside.test_shadow import SHADOWED, ask, opened
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
 
 
 async def test_a_shadow_is_compared_and_a_low_run_is_healed_by_the_master(

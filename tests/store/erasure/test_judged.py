@@ -21,6 +21,7 @@ from pipeline.events import DeadLettered, Event, GroupDiscarded, GroupScored, Tr
 from pipeline.log.broker import Broker
 from pipeline.running.installations import SETTINGS
 from tests.conftest import NatsServer
+from tests.judge.kit import IMPORTS_LITELLM
 from tests.kits.events import letter
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer
 from tests.kits.services import running
@@ -28,7 +29,7 @@ from tests.kits.settings import with_values
 from tests.store.erasure.test_erase import ALICE, erase, found_in, run
 from tests.store.kit import StoreProcess, publish, until_acked
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300), IMPORTS_LITELLM]
 
 SECRET = "zq" + secrets.token_hex(24)
 WAYS = ("unreadable", "foreign", "refused", "parts", "half", "function", "scored")
