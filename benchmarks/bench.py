@@ -24,24 +24,13 @@ from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, free_port
 from tests.kits.sampler import SamplerThread
-from tests.kits.services import on_core, running, service
+from tests.kits.services import on_core, running, service, serving
 
 HERE = Path(__file__).parent
 PATH = "/v1/chat/completions"
 RESULTS = HERE / "results"
 TRIES = 5
 """Number of runs. The best one counts, because other work on the machine can only slow a run down."""
-
-
-@contextlib.contextmanager
-def nats_server(folder: Path) -> Iterator[NatsServer]:
-    """Run a NATS server with its store in `folder` within the block."""
-    server = NatsServer(folder)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def machine() -> dict[str, Any]:
@@ -134,7 +123,7 @@ class Bench:
         whose calls are captured."""
         with contextlib.ExitStack() as stack:
             with on_core(1):
-                nats = NatsConfig(url=stack.enter_context(nats_server(self.folder / "nats")).url)
+                nats = NatsConfig(url=stack.enter_context(serving(NatsServer(self.folder / "nats"))).url)
             config = Config(
                 project="bench",
                 run_dir=str(self.folder / "gateway"),
@@ -144,10 +133,8 @@ class Bench:
                 models=(ModelConfig(name="policy"),),
                 gateway=GatewayConfig(port=free_port()),
             )
-            agent = SamplerThread(config.replace(run_dir=str(self.folder / "sampler")))
             process, _ = stack.enter_context(service("rollout_gateway", config, 0))
-            stack.callback(agent.stop)
-            agent.start()
+            stack.enter_context(serving(SamplerThread(config.replace(run_dir=str(self.folder / "sampler")))))
             anyio.run(_open_trajectories, nats, trajectories)
             yield Target("capture", config.gateway.port, process, f"/t/b%d{PATH}")
 

@@ -34,7 +34,6 @@ from pipeline.events import (
     SignalGiven,
     TaskResult,
     TeacherAnswered,
-    TrajectoryOpened,
     Variant,
     Verdict,
     WhatIfAnswered,
@@ -50,7 +49,9 @@ from store.lake.commits import transaction_id
 from store.lake.lake import Lake, lake_in
 from tests.kits import events
 from tests.kits.events import checkpoint as checkpoint
-from tests.kits.events import completed, letter, loaded
+from tests.kits.events import completed as completed
+from tests.kits.events import letter, loaded
+from tests.kits.events import opened as opened
 
 StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]
 ACK_WAIT_S = 0.3
@@ -71,8 +72,35 @@ def scored(group: str, rewards: Mapping[str, float], member: Mapping[str, Any] =
     return GroupScored(group=group, members=members, **{"project": "p", "model": "m", "judge": "j", **more})
 
 
-def discarded(group: str, reason: Any, *trajectories: str, by: Any = "trainer", **more: Any) -> GroupDiscarded:
-    return GroupDiscarded(project="p", group=group, model="m", trajectories=trajectories, reason=reason, by=by, **more)
+def verdict(scores: Mapping[str, float] = {}, explanations: Mapping[str, str] = {}, **more: Any) -> Verdict:
+    """What a judge said of these trajectories."""
+    said = tuple(Score(trajectory=t, score=s, explanation=explanations.get(t, "")) for t, s in scores.items())
+    values: dict[str, Any] = {"judge_model": "judge/1", "rubric": "general", "rubric_hash": "h"}
+    return Verdict(**(values | {"scores": said, "order": tuple(scores)} | more))
+
+
+def discarded(group: str, reason: Any, *trajectories: str, **more: Any) -> GroupDiscarded:
+    values: dict[str, Any] = {"project": "p", "group": group, "model": "m", "by": "trainer"}
+    return GroupDiscarded(**(values | {"trajectories": trajectories, "reason": reason} | more))
+
+
+def signal(trajectory: str, **more: Any) -> SignalGiven:
+    values = {"project": "p", "trajectory": trajectory, "model": "m", "group": "g", "signal": "s", "by": "me"}
+    return SignalGiven(**(values | more))
+
+
+def promoted(version: str = "m@1", **more: Any) -> PolicyPromoted:
+    return PolicyPromoted(**({"project": "p", "model": "m", "version": version, "request": "q"} | more))
+
+
+def evaluated(entrant: str, *measures: Measure, **more: Any) -> PolicyEvaluated:
+    values: dict[str, Any] = {"project": "p", "evaluation": "e", "entrant": entrant, "model": "m", "version": entrant}
+    return PolicyEvaluated(**(values | {"measures": measures} | more))
+
+
+def what_if_answered(*variants: Variant, **more: Any) -> WhatIfAnswered:
+    values: dict[str, Any] = {"project": "p", "model": "m", "question": "q", "baseline": "m@1", "evaluation": "e"}
+    return WhatIfAnswered(**(values | {"variants": variants, "groups": 1} | more))
 
 
 def shadow(trajectory: str, call: int = 0, **more: Any) -> ShadowAnswered:
@@ -103,57 +131,27 @@ def run_of_one_step() -> list[Event]:
     """Two trajectories of two calls, their group, its step, its load, and an event of every other kind."""
     made: list[Event] = []
     for name in ("t0", "t1"):
-        made.append(TrajectoryOpened(project="p", trajectory=name, model="m", group="g0", task="win"))
+        ended: dict[str, Any] = {"reward": float(name == "t0"), "rewards": {"win": 1.0}, "metrics": {"turns": 2.0}}
+        made.append(opened(name, group="g0", task="win"))
         made += [exchange(name, seq) for seq in range(2)]
-        made.append(
-            completed(
-                name, group="g0", exchanges=2, reward=float(name == "t0"), rewards={"win": 1.0}, metrics={"turns": 2.0}
-            )
-        )
-    scores = (Score(trajectory="t0", score=0.9, explanation="wins"), Score(trajectory="t1", score=0.1))
-    verdict = Verdict(
-        judge_model="judge/1",
-        rubric="general",
-        rubric_hash="h",
-        order=("t1", "t0"),
-        cost_usd=0.25,
-        prompt_tokens=10,
-        completion_tokens=5,
-        scores=scores,
-    )
-    said_by: dict[str, Any] = {"project": "p", "model": "m", "group": "g0", "by": "me"}
+        made.append(completed(name, group="g0", exchanges=2, **ended))
+    cost: dict[str, Any] = {"order": ("t1", "t0"), "cost_usd": 0.25, "prompt_tokens": 10, "completion_tokens": 5}
+    said = verdict({"t0": 0.9, "t1": 0.1}, {"t0": "wins"}, **cost)
+    label = {"group": "g0", "signal": "me:2", "name": "label", "source": "dashboard"}
+    measure, task = Measure(name="reward", mean=0.5, count=1), TaskResult(task="t", reward=0.5)
     return [
         *made,
-        scored("g0", {"t0": 1.0, "t1": 0.0}, {"exchanges": 2}, task="win", verdicts=(verdict,)),
+        scored("g0", {"t0": 1.0, "t1": 0.0}, {"exchanges": 2}, task="win", verdicts=(said,)),
         checkpoint(1, groups=("g0",), group_seqs=pack_seqs([1]), metrics={"loss": 0.5}),
         loaded(),
-        PolicyPromoted(project="p", model="m", version="m@1", request="q"),
+        promoted(),
         AlarmChanged(project="p", alarm="dead_letters", state="raised", since=1_000_000),
-        PolicyEvaluated(
-            project="p",
-            evaluation="e",
-            entrant="m@1",
-            model="m",
-            version="m@1",
-            runs=1,
-            measures=(Measure(name="reward", mean=0.5, count=1),),
-            tasks=(TaskResult(task="t", reward=0.5),),
-        ),
-        WhatIfAnswered(
-            project="p",
-            model="m",
-            question="q",
-            groups=1,
-            baseline="m@1",
-            evaluation="e",
-            variants=(Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "stricter"}', groups=1),),
-        ),
+        evaluated("m@1", measure, runs=1, tasks=(task,)),
+        what_if_answered(Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "stricter"}', groups=1)),
         discarded("g9", "stale", "t8", "t9", duration_s=4.0),
-        SignalGiven(trajectory="t0", signal="me:1", call=1, value=1.0, source="api", **said_by),
-        *(
-            SignalGiven(trajectory=t, signal="me:2", name="label", value=v, text=said, source="dashboard", **said_by)
-            for t, v, said in (("t0", 1.0, "wins"), ("t1", 0.0, ""))
-        ),
+        signal("t0", group="g0", signal="me:1", call=1, value=1.0, source="api"),
+        signal("t0", value=1.0, text="wins", **label),
+        signal("t1", value=0.0, **label),
         TeacherAnswered(
             project="p",
             trajectory="t0",
@@ -200,13 +198,9 @@ def fill(where: Path | Lake, events: list[Event]) -> Lake:
     return lake
 
 
-def stored(folder: Path, tag: str) -> list[int]:
-    """Stream sequences of all rows, sorted."""
-    return sequences(lake_in(folder), tag)
-
-
-def sequences(lake: Lake, tag: str) -> list[int]:
-    """Stream sequences of all rows, sorted."""
+def stored(where: Path | Lake, tag: str) -> list[int]:
+    """Stream sequences of all rows in a lake, or in the folder of one, sorted."""
+    lake = where if isinstance(where, Lake) else lake_in(where)
     return sorted(s for t in tables(lake, tag) for s in t["log_seq"].to_pylist())
 
 
@@ -239,7 +233,7 @@ def stored_events(lake: Lake) -> Counter[tuple[str, int]]:
     """(stream, sequence) of every row of every file that readers see."""
     found: Counter[tuple[str, int]] = Counter()
     for tag in schema.tables():
-        found.update((streams.stream_of_subject(tag), s) for s in sequences(lake, tag))
+        found.update((streams.stream_of_subject(tag), s) for s in stored(lake, tag))
     return found
 
 

@@ -35,8 +35,8 @@ from tests.store.kit import (
     files_there,
     publish,
     run_of_one_step,
-    sequences,
     serving_s3,
+    stored,
     tables,
     until_acked,
 )
@@ -77,7 +77,7 @@ def test_rows_come_back_as_they_were_appended(lake: Lake, config: Config) -> Non
     assert lake.table(TAG).append(rows(6)) == 5
     assert lake.table(TAG).append(rows(1)) == 5
     assert lake.storage.exists()
-    assert sequences(open_lake(config), TAG) == list(range(1, 11))
+    assert stored(open_lake(config), TAG) == list(range(1, 11))
     assert [t["log_seq"].to_pylist()[0] for t in tables(lake, TAG)] == [1, 6]
     assert tables(lake, TAG)[0].to_pylist() == rows(1).to_pylist()
 
@@ -107,11 +107,11 @@ def test_an_event_is_its_sequence_and_its_time(lake: Lake, config: Config) -> No
     for again in (lake, open_lake(config)):
         again.table(TAG).append(rows(1, 5))
         again.table(TAG).append(rows(3, 8))
-    assert sequences(lake, TAG) == list(range(1, 11))
+    assert stored(lake, TAG) == list(range(1, 11))
     # A log that lost its end gives the same sequences again, later.
     assert open_lake(config).table(TAG).append(rows(4, 7, at=2_000)) == 7
     assert lake.table(TAG).append(rows(4, 7, at=2_000)) == 0
-    assert sequences(lake, TAG) == sorted([*range(1, 11), *range(4, 11)])
+    assert stored(lake, TAG) == sorted([*range(1, 11), *range(4, 11)])
     # Data and position moved together.
     delta = lake.table(TAG).snapshot()
     assert delta is not None
@@ -128,7 +128,7 @@ def test_a_writer_that_slept_is_refused_and_what_it_repeats_is_left_out(lake: La
     with pytest.raises(CommitFailedError):
         zombie.commit([added], 10)
     assert zombie.append(late) == 0
-    assert sequences(lake, TAG) == list(range(1, 11))
+    assert stored(lake, TAG) == list(range(1, 11))
 
 
 def test_a_commit_whose_answer_was_lost_is_found(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_commit_whose_answer_was_lost_is_found(lake: Lake, monkeypatch: pytest
     with pytest.raises(OSError, match="lost"):
         lake.table(TAG).append(rows(11))
     assert lake.table(TAG).append(rows(11)) == 0
-    assert sequences(lake, TAG) == list(range(1, 16))
+    assert stored(lake, TAG) == list(range(1, 16))
 
 
 def test_one_of_many_writers_creates_a_table(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_writer_that_loses_many_races_goes_on(lake: Lake, config: Config, monk
 
     monkeypatch.setattr(EventTable, "commit", commit)
     assert slower.append(rows(1)) == 5
-    assert sequences(lake, TAG) == list(range(1, 31))
+    assert stored(lake, TAG) == list(range(1, 31))
 
 
 def test_a_damaged_file_is_named_and_removed_as_the_page_says(lake: Lake, config: Config) -> None:
@@ -201,7 +201,7 @@ def test_a_damaged_file_is_named_and_removed_as_the_page_says(lake: Lake, config
             use()
     DeltaTable(lake.storage.uri(TAG), storage_options=lake.storage.options).repair()
     assert open_lake(config).append(TAG, rows(1)) == 5  # the log delivers them again
-    assert sequences(open_lake(config), TAG) == list(range(1, 11))
+    assert stored(open_lake(config), TAG) == list(range(1, 11))
 
 
 @pytest.mark.parametrize(
@@ -294,9 +294,9 @@ def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:
     (journal / f"{2:020d}.json").write_bytes(whole[: len(whole) // 2])
     fresh = open_lake(config)
     fresh.prepare()
-    assert sequences(fresh, TAG) == list(range(1, 11))
+    assert stored(fresh, TAG) == list(range(1, 11))
     fresh.table(TAG).append(rows(11))
-    assert sequences(open_lake(config), TAG) == list(range(1, 16))
+    assert stored(open_lake(config), TAG) == list(range(1, 16))
 
 
 def test_every_commit_is_synced_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from store.lake.maintenance import Maintenance
 from store.lake.storage import LOG, DamagedFileError
 from store.lake.table import EventTable
 from store.reading import sql
-from tests.store.kit import exchange, files_there, sequences
+from tests.store.kit import exchange, files_there, stored
 
 TAG = "rollout.exchange"
 QUICK = StoreConfig(compact_files=3, compact_grace_s=0.0)
@@ -125,10 +125,10 @@ def test_a_checkpoint_shortens_the_journal_and_keeps_the_position(
     assert len(list(Path(lake.storage.uri(TAG), LOG).glob("*.json"))) <= 2
     again = lake_in(tmp_path / "store")
     write_files(again, 9)  # the first eight come again
-    assert sequences(again, TAG) == list(range(1, 46))
+    assert stored(again, TAG) == list(range(1, 46))
     assert DeltaTable(lake.storage.uri(TAG)).transaction_version("store-rollouts/0") == 45
     write_files(lake, 9)  # the journal that this one knew is gone
-    assert sequences(lake, TAG) == list(range(1, 46))
+    assert stored(lake, TAG) == list(range(1, 46))
 
 
 def test_a_table_of_a_newer_version_is_not_merged(lake: Lake) -> None:
@@ -138,7 +138,7 @@ def test_a_table_of_a_newer_version_is_not_merged(lake: Lake) -> None:
     Maintenance(lake, QUICK).once()
     assert len(lake.names(TAG)) == 4
     write_files(lake, 1, start=21)
-    assert sequences(lake, TAG) == list(range(1, 26))
+    assert stored(lake, TAG) == list(range(1, 26))
 
 
 def test_an_erasure_during_which_another_process_merges_erases_all_and_doubles_nothing(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from pipeline.config import AlarmsConfig, BudgetConfig, Config, VllmConfig
 from pipeline.events import AlarmChanged, Event
 from pipeline.log.health import Fill
 from pipeline.log.unwritten import Unwritten
-from store.alarms.checker import create_measured_tables, evaluate
 from store.alarms.table import ALARMS, threshold
 from store.docs import runnable
 from store.reading import sql
@@ -23,6 +22,7 @@ from tests.store.alarms.kit import (
     STEPS,
     anchors,
     cases,
+    conditions,
     costs,
     letters,
     loads,
@@ -32,7 +32,7 @@ from tests.store.alarms.kit import (
 from tests.store.kit import fill
 
 FULL, ROOMY = Fill("ROLLOUTS", "stream", 81, 100), Fill("ROLLOUTS", "stream", 79, 100)
-BUDGET = BudgetConfig(judge_usd=5.0, gpu_hours=1.0, sampled_tokens=1000)
+BUDGET, VLLM = BudgetConfig(judge_usd=5.0, gpu_hours=1.0, sampled_tokens=1000), VllmConfig(urls=(f"http://{REPLICA}/",))
 LATE, SOON = Unwritten("store-rollouts", 0.51, "waits"), Unwritten("store-rollouts", 0.49, "waits")
 
 
@@ -40,22 +40,11 @@ def found(
     folder: Path,
     name: str,
     events: list[Event],
-    fills: tuple[Fill, ...] = (),
-    unwritten: tuple[Unwritten, ...] = (),
-    damaged: tuple[str, ...] = (),
+    *measured: Sequence[Fill] | Sequence[Unwritten] | Sequence[str],
     budget: BudgetConfig = BUDGET,
 ) -> list[AlarmChanged]:
-    config = Config(
-        budget=budget,
-        run_dir=str(folder),
-        alarms=AlarmsConfig(**SETTINGS),
-        vllm=VllmConfig(urls=(f"http://{REPLICA}/",)),
-    )
-    fill(folder, events)
-    (folder / "store").mkdir(parents=True, exist_ok=True)
-    with sql.connect(config) as connection:
-        create_measured_tables(connection, config, fills, unwritten, damaged)
-        return evaluate(connection, config, BY_NAME[name])
+    config = Config(run_dir=str(folder), budget=budget, alarms=AlarmsConfig(**SETTINGS), vllm=VLLM)
+    return conditions(config, name, events, measured or ((),))
 
 
 def test_each_alarm_has_its_cases() -> None:
@@ -71,14 +60,7 @@ def test_an_alarm_holds_where_its_condition_does_and_nowhere_else(name: str, tmp
     below = ("judge_drift", "replica_behind")
     assert one.value >= one.threshold or name in below
     assert found(tmp_path / "b", name, cases()[name][1], (ROOMY,), (SOON,)) == []
-
-
-def test_no_alarm_holds_in_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    config = Config(budget=BUDGET, run_dir=str(tmp_path))
-    (tmp_path / "store").mkdir()
-    with sql.connect(config) as connection:
-        create_measured_tables(connection, config, ())
-        assert [alarm.name for alarm in ALARMS if evaluate(connection, config, alarm)] == []
+    assert found(tmp_path / "begun", name, []) == []
 
 
 @pytest.mark.parametrize(
@@ -128,7 +110,7 @@ def test_a_disk_has_a_higher_limit_than_a_stream(tmp_path: Path) -> None:
 
 def test_a_loss_and_a_wait_of_one_consumer_are_one_alarm(tmp_path: Path) -> None:
     waiting = LATE, Unwritten("store-rollouts", 1.0, "lost"), Unwritten("store-groups", 0.6, "waits")
-    groups, rollouts = sorted(found(tmp_path, "store_behind", [], (), waiting), key=lambda one: one.about)
+    groups, rollouts = found(tmp_path, "store_behind", [], (), waiting)
     assert (groups.about, groups.detail) == ("store-groups", "waits")
     assert (rollouts.about, rollouts.value, rollouts.detail) == ("store-rollouts", 1.0, "lost; waits")
 
