@@ -23,7 +23,7 @@ from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from store.lake import columns
 from store.lake.commits import create_table, write_rows
-from store.lake.lake import Lake, open_lake
+from store.lake.lake import Lake, lake_in, open_lake
 from store.lake.maintenance import Maintenance
 from store.lake.storage import LOG, DamagedFileError, LocalStorage, StoreError, open_storage, write_parquet
 from store.lake.table import EventTable
@@ -34,7 +34,7 @@ from tests.store.kit import (
     exchange,
     files_there,
     publish,
-    run_of_one_step,
+    scored,
     serving_s3,
     stored,
     tables,
@@ -133,7 +133,7 @@ def test_a_writer_that_slept_is_refused_and_what_it_repeats_is_left_out(lake: La
 
 def test_a_commit_whose_answer_was_lost_is_found(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     lake.table(TAG).append(rows(1))
-    real, lost = (DeltaTable.create_write_transaction, [OSError("the answer is lost"), CommitFailedError("the same")])
+    real, lost = DeltaTable.create_write_transaction, [OSError("the answer is lost"), CommitFailedError("the same")]
 
     def commit(delta: DeltaTable, *args: object, **more: object) -> None:
         real(delta, *args, **more)  # type: ignore[arg-type]
@@ -152,8 +152,8 @@ def test_one_of_many_writers_creates_a_table(tmp_path: Path) -> None:
     """The others are refused, and then find the first one's rows."""
     barrier = threading.Barrier(4)
 
-    def creates(run_dir: Path) -> bool:
-        storage = open_lake(Config(run_dir=str(run_dir))).table(TAG).storage
+    def creates(folder: Path) -> bool:
+        storage = lake_in(folder).storage
         barrier.wait(60)
         try:
             create_table(storage, TAG, [], 0, StoreConfig())
@@ -192,13 +192,11 @@ def test_a_damaged_file_is_named_and_removed_as_the_page_says(lake: Lake, config
         half = whole.read(1_000)
     with lake.storage.files.open_output_stream(key) as stream:
         stream.write(half)
-    for use in (lambda: sql.connect(config), lambda: open_lake(config).append(TAG, rows(1))):
-        with pytest.raises(DamagedFileError, match=name):
-            use()
-    lake.storage.files.delete_file(key)
-    for use in (lambda: sql.connect(config), lambda: open_lake(config).append(TAG, rows(1))):
-        with pytest.raises(DamagedFileError, match=name):
-            use()
+    for damage in (lambda: None, lambda: lake.storage.files.delete_file(key)):
+        damage()
+        for use in (lambda: sql.connect(config), lambda: open_lake(config).append(TAG, rows(1))):
+            with pytest.raises(DamagedFileError, match=name):
+                use()
     DeltaTable(lake.storage.uri(TAG), storage_options=lake.storage.options).repair()
     assert open_lake(config).append(TAG, rows(1)) == 5  # the log delivers them again
     assert stored(open_lake(config), TAG) == list(range(1, 11))
@@ -217,7 +215,7 @@ def test_a_damaged_file_is_named_and_removed_as_the_page_says(lake: Lake, config
 def test_a_file_is_damaged_only_if_its_content_or_its_disk_is(
     error: Exception, raised: type[Exception], tmp_path: Path
 ) -> None:
-    lake = open_lake(Config(run_dir=str(tmp_path)))
+    lake = lake_in(tmp_path)
     lake.table(TAG).append(rows(1))
     lake.storage.files = mock.Mock(open_input_file=mock.Mock(side_effect=error))
     with pytest.raises((OSError, MemoryError, DamagedFileError)) as told:
@@ -254,37 +252,30 @@ def test_duckdb_reads_without_extensions(lake: Lake, config: Config) -> None:
 def test_a_table_gets_the_columns_and_fields_of_a_newer_version(
     lake: Lake, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    today = columns.arrow_schema("group.scored")
-    event = next(e for e in run_of_one_step() if type(e).__name__ == "GroupScored")
-    table = columns.table("group.scored", [event], [1], [1], [""])  # type: ignore[list-item]
+    tag, event = "group.scored", scored("g", {"t": 1.0})
+    today = columns.table(tag, [event], [1], [1], [""])
     older_member = pa.list_(pa.struct([("trajectory", pa.string()), ("reward", pa.float64())]))
-    i = today.get_field_index("members")
-    members = [[{"trajectory": m.trajectory, "reward": m.reward} for m in event.members]]  # type: ignore[attr-defined]
-    then = table.set_column(i, pa.field("members", older_member), pa.array(members, older_member))
-    then = then.drop_columns(["origin"])
+    members = pa.array([[{"trajectory": "t", "reward": 1.0}]], older_member)
+    place = today.schema.get_field_index("members")
+    then = today.set_column(place, pa.field("members", older_member), members).drop_columns(["origin"])
     with monkeypatch.context() as patch:
         patch.setattr(columns, "arrow_schema", lambda _: then.schema)
-        lake.table("group.scored").append(then)
+        lake.table(tag).append(then)
     fresh = open_lake(config)
     fresh.prepare()
-    again = columns.table("group.scored", [event], [2], [2], [""])  # type: ignore[list-item]
-    fresh.table("group.scored").append(again)
+    fresh.table(tag).append(columns.table(tag, [event], [2], [2], [""]))
     Maintenance(fresh, StoreConfig(compact_files=2, compact_grace_s=0.0)).once()
     with sql.connect(config) as connection:
-        found = connection.sql("SELECT origin, members FROM group_scored ORDER BY log_seq").fetchall()
-    assert [(origin, members[0]["reward"], members[0]["split"]) for origin, members in found] == [
-        (None, 1.0, None),
-        ("", 1.0, "train"),
-    ]
+        asked = "SELECT origin, members[1].reward, members[1].split FROM group_scored ORDER BY log_seq"
+        assert connection.sql(asked).fetchall() == [(None, 1.0, None), ("", 1.0, "train")]
 
 
 def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:
     """delta-rs links a commit into place and syncs nothing; what was acknowledged was synced by the store."""
-    config = Config(run_dir=str(tmp_path))
-    lake = open_lake(config)
+    lake = lake_in(tmp_path)
     lake.table(TAG).append(rows(1))
     lake.table(TAG).append(rows(6))
-    journal = Path(lake.storage.uri(TAG), LOG)
+    journal = tmp_path / TAG / LOG
     delta = lake.table(TAG).snapshot()
     assert delta is not None
     delta.create_checkpoint()
@@ -292,11 +283,11 @@ def test_a_commit_that_a_power_cut_cut_is_set_aside(tmp_path: Path) -> None:
     checkpoint.write_bytes(checkpoint.read_bytes()[:300])
     whole = (journal / f"{1:020d}.json").read_bytes()
     (journal / f"{2:020d}.json").write_bytes(whole[: len(whole) // 2])
-    fresh = open_lake(config)
+    fresh = lake_in(tmp_path)
     fresh.prepare()
     assert stored(fresh, TAG) == list(range(1, 11))
     fresh.table(TAG).append(rows(11))
-    assert stored(open_lake(config), TAG) == list(range(1, 16))
+    assert stored(tmp_path, TAG) == list(range(1, 16))
 
 
 def test_every_commit_is_synced_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,11 +299,10 @@ def test_every_commit_is_synced_before_append_returns(tmp_path: Path, monkeypatc
         real(storage, tag, names)
 
     monkeypatch.setattr(LocalStorage, "make_durable", make_durable)
-    config = Config(run_dir=str(tmp_path))
-    table = open_lake(config).table(TAG)
+    table = lake_in(tmp_path).table(TAG)
     table.append(rows(1))
     assert set(synced) == {f"{LOG}/{0:020d}.json", *table.files().names}
-    other = open_lake(config).table(TAG)
+    other = lake_in(tmp_path).table(TAG)
     added = write_rows(other.storage, TAG, rows(6))
     assert other.snapshot() is not None
     other.commit([added], 10)
