@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pyarrow as pa
+import pytest
 from pyarrow import fs
 
 from pipeline import streams
@@ -227,6 +228,14 @@ async def until_acked(broker: Broker, within_s: float = 60) -> None:
                 if not info.num_pending and not info.num_ack_pending:
                     break
                 await anyio.sleep(0.02)
+
+
+async def until_waiting(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+    """Wait until a store says that it can't write. Returns the fields of the log line."""
+    with anyio.fail_after(60):
+        while not (said := [r for r in caplog.records if r.getMessage() == "events not written; trying again"]):
+            await anyio.sleep(0.02)
+    return dict(said[0].fields)  # type: ignore[attr-defined]
 
 
 def stored_events(lake: Lake) -> Counter[tuple[str, int]]:

@@ -39,6 +39,7 @@ from tests.store.kit import (
     stored,
     tables,
     until_acked,
+    until_waiting,
 )
 
 TAG = "rollout.exchange"
@@ -330,9 +331,7 @@ async def test_object_storage_that_is_away_is_waited_for(
             running_store(**object_store | {"s3_endpoint": url}) as config,
         ):
             await publish(broker, [exchange("t", seq) for seq in range(9)])
-            with anyio.fail_after(60):
-                while not any(r.getMessage() == "events not written; trying again" for r in caplog.records):
-                    await anyio.sleep(0.02)
+            await until_waiting(caplog)
             assert await broker.lag("store-rollouts") == 9
             await anyio.to_thread.run_sync(create_bucket, url)
             await until_acked(broker)
