@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,12 +23,10 @@ from pipeline.chat.sampling import Defaults
 from pipeline.commands.apprentice import best_runs
 from pipeline.config import Config, ConfigError, JudgeConfig, ModelConfig, OutsideConfig
 from pipeline.events import (
-    AnswersCompared,
     Event,
     ExchangeRecorded,
     GroupScored,
     Member,
-    ShadowAnswered,
     SignalGiven,
     TrajectoryCompleted,
     decode,
@@ -40,6 +39,7 @@ from pipeline.names import is_outside, outside_model, outside_version
 from store.datasets.rows import FORMATS, rows_of
 from store.datasets.runs import Run
 from tests.kits.settings import with_values
+from tests.store.kit import compared, shadow, signal
 from tests.trainer.kit import MODEL, exchange
 from trainer.batches.examples import make_examples
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory
@@ -100,42 +100,23 @@ class Log:
             reply = {"role": "assistant", "content": f"w{said}"}
             request, response = {"messages": list(messages)}, {"choices": [{"message": reply}]}
             # A faulty gateway records tokens of outside models, too.
-            self._put(
-                exchange(
-                    name,
-                    seq,
-                    prompt,
-                    [said],
-                    policy_version=version,
-                    request=msgspec.json.encode(request),
-                    response=msgspec.json.encode(response),
-                )
-            )
+            bodies = {"request": msgspec.json.encode(request), "response": msgspec.json.encode(response)}
+            self._put(exchange(name, seq, prompt, [said], policy_version=version, **bodies))
             prompt = [*prompt, said, 6]
             messages += [reply, {"role": "user", "content": "on"}]
-        names: dict[str, Any] = {**SHARED, "trajectory": name, "kind": "correction"}
+        corrected = partial(signal, name, model=MODEL, kind="correction", call=0)
         if run.corrected_by:
             text = f"w{self._say(run.corrected_by)}"
-            self._put(SignalGiven(**names, signal="c", call=0, text=text, by="op", source=run.corrected_by))
+            self._put(corrected(signal="c", text=text, source=run.corrected_by))
         if run.healed_by:
             text = f"w{self._say(run.healed_by)}"
-            self._put(SignalGiven(**names, signal="h", call=0, text=text, by=run.healed_by, source="healing"))
+            self._put(corrected(signal="h", text=text, by=run.healed_by, source="healing"))
         if run.shadowed:
             said = self._say("shadow")
-            about: dict[str, Any] = {"project": "p", "trajectory": name, "call": 0, "model": MODEL, "outside": "o"}
-            tokens = {"sampled_ids": pack_ids([said]), "logprobs": pack_logprobs([-1.0])}
             response = {"choices": [{"message": {"role": "assistant", "content": f"w{said}"}}]}
-            self._put(
-                ShadowAnswered(
-                    **about,
-                    policy_version=f"{MODEL}@1",
-                    step=1,
-                    response=msgspec.json.encode(response),
-                    same=False,
-                    **tokens,
-                )
-            )
-            self._put(AnswersCompared(**about, outside_score=0.0, apprentice_score=1.0))
+            tokens = {"sampled_ids": pack_ids([said]), "logprobs": pack_logprobs([-1.0])}
+            self._put(shadow(name, model=MODEL, response=msgspec.json.encode(response), **tokens))
+            self._put(compared(name, 0, 0.0, 1.0))
 
     async def read(self, event: type[Any], *, at_least: int = 0, **keys: Any) -> list[Any]:
         found = [e for e in self.events if isinstance(e, event)]

@@ -22,6 +22,7 @@ CREATE TABLE rollout_opened (project TEXT, trajectory TEXT, pinned TEXT, asked T
 """
 
 
+Row = dict[str, Any]
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -53,13 +54,10 @@ def micros(seconds: float) -> int:
 
 
 def record(
-    connection: duckdb.DuckDBPyConnection,
-    runs: Sequence[Run],
-    more: Callable[[Run], dict[str, Any]],
-    project: str = "p",
+    connection: duckdb.DuckDBPyConnection, runs: Sequence[Run], more: Callable[[Run], Row], project: str = "p"
 ) -> None:
-    """Insert runs. What is known at a run's end is its reward, else it is feedback. `more`: further columns of a run."""
-    rows, said = list[dict[str, Any]](), list[dict[str, Any]]()
+    """Insert runs. What is known at a run's end is its reward, else it is feedback. `more`: a run's further columns."""
+    rows, said = list[Row](), list[Row]()
     for run in runs:
         named, ends, at_once = (
             {"project": project, "trajectory": run.name},
@@ -76,7 +74,7 @@ def record(
     insert(connection, trajectories=rows, signals=said)
 
 
-def insert(connection: duckdb.DuckDBPyConnection, **tables: Sequence[dict[str, Any]]) -> None:
+def insert(connection: duckdb.DuckDBPyConnection, **tables: Sequence[Row]) -> None:
     """Insert rows into tables by name. The rows of a table have the same columns; others get their defaults."""
     for table, rows in tables.items():
         if rows:
