@@ -59,11 +59,8 @@ def record(
     """Insert runs. What is known at a run's end is its reward, else it is feedback. `more`: a run's further columns."""
     rows, said = list[Row](), list[Row]()
     for run in runs:
-        named, ends, at_once = (
-            {"project": project, "trajectory": run.name},
-            run.ended < math.inf,
-            run.known == run.ended,
-        )
+        named: Row = {"project": project, "trajectory": run.name}
+        ends, at_once = run.ended < math.inf, run.known == run.ended
         ended = {"outcome": run.outcome if ends else "open", "completed_at": at(run.ended) if ends else None}
         costs = {"cost_usd": run.cost_usd, "calls_s": run.calls_s}
         reward = run.won if ends and at_once else None
