@@ -186,6 +186,11 @@ class Double:
         tops = [entry(self.tokenizer.decode([i]), logprob) for i, logprob in ranked]
         return {**entry(token.text, token.logprob), "top_logprobs": tops}
 
+    def likeliest(self, token: Token, count: int) -> dict[str, float]:
+        """Return texts and logprobs of the likeliest other candidates."""
+        ranked = sorted(token.others.items(), key=lambda pair: -pair[1])[:count]
+        return {self.tokenizer.decode([i]): logprob for i, logprob in ranked}
+
 
 def _finish(tokens: list[Token], end: int) -> tuple[str, str]:
     """Return text and finish reason of a complete reply."""
@@ -260,10 +265,8 @@ def build(double: Double) -> Starlette:
                     **({"token_ids": [t.id for t in tokens]} if ids_too else {}),
                 }
             )
-        told = {"prompt_token_ids": prompt} if ids_too else {}
-        return JSONResponse(
-            {**head(body, "chat.completion"), "choices": choices, "usage": usage(prompt, sampled), **told}
-        )
+        told = {"usage": usage(prompt, sampled), **({"prompt_token_ids": prompt} if ids_too else {})}
+        return JSONResponse({**head(body, "chat.completion"), "choices": choices, **told})
 
     async def stream_chat(body: dict[str, Any], prompt: list[int], room: int) -> AsyncIterator[str]:
         shared, ids_too = head(body, "chat.completion.chunk"), bool(body.get("return_token_ids"))
@@ -307,43 +310,25 @@ def build(double: Double) -> Starlette:
             tokens = list(double.sample(body, prompt, double.check(body, prompt), number))
             sampled += len(tokens)
             text, reason = _finish(tokens, end)
-            asked = body.get("logprobs")
             entry: dict[str, Any] = {"index": len(choices), "text": text, "finish_reason": reason, "stop_reason": None}
-            entry["logprobs"] = (
-                None
-                if asked is None
-                else {
+            entry["logprobs"] = None
+            if (asked := body.get("logprobs")) is not None:
+                top_logprobs = [double.likeliest(token, asked) | {token.text: token.logprob} for token in tokens]
+                entry["logprobs"] = {
                     "tokens": [t.text for t in tokens],
                     "token_logprobs": [t.logprob for t in tokens],
                     "text_offset": [],
-                    "top_logprobs": [
-                        {
-                            double.tokenizer.decode([i]): p
-                            for i, p in sorted(t.others.items(), key=lambda o: -o[1])[:asked]
-                        }
-                        | {t.text: t.logprob}
-                        for t in tokens
-                    ],
+                    "top_logprobs": top_logprobs,
                 }
-            )
             entry["prompt_logprobs"] = double.prompt_logprobs(body, prompt)
-            choices.append(
-                entry | ({"token_ids": [t.id for t in tokens], "prompt_token_ids": prompt} if ids_too else {})
-            )
-        return JSONResponse(
-            {
-                **head(body, "text_completion"),
-                "choices": choices,
-                "usage": usage([i for ids in prompts for i in ids], sampled),
-            }
-        )
+            told = {"token_ids": [t.id for t in tokens], "prompt_token_ids": prompt} if ids_too else {}
+            choices.append(entry | told)
+        used = usage([i for ids in prompts for i in ids], sampled)
+        return JSONResponse({**head(body, "text_completion"), "choices": choices, "usage": used})
 
     async def models(_: Request) -> Response:
-        cards = [{"id": double.name, "object": "model", "root": double.name, "parent": None}]
-        cards += [
-            {"id": name, "object": "model", "root": root, "parent": double.name}
-            for name, root in double.adapters.items()
-        ]
+        served = [(double.name, double.name, None), *((n, root, double.name) for n, root in double.adapters.items())]
+        cards = [{"id": name, "object": "model", "root": root, "parent": parent} for name, root, parent in served]
         return JSONResponse({"object": "list", "data": cards})
 
     async def load(request: Request) -> Response:
@@ -383,9 +368,6 @@ def build(double: Double) -> Starlette:
     async def metrics(_: Request) -> Response:
         return Response(f"process_start_time_seconds {started:.3f}\n")
 
-    async def version(_: Request) -> Response:
-        return JSONResponse({"version": "double"})
-
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, RefusalError)
         return JSONResponse(error.body, error.status)
@@ -394,7 +376,6 @@ def build(double: Double) -> Starlette:
         routes=[
             Route("/health", health),
             Route("/metrics", metrics),
-            Route("/version", version),
             Route("/v1/models", models),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
