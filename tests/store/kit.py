@@ -106,20 +106,10 @@ def what_if_answered(*variants: Variant, **more: Any) -> WhatIfAnswered:
 
 def shadow(trajectory: str, call: int = 0, **more: Any) -> ShadowAnswered:
     """An apprentice's answer that differs from that of `exchange`."""
-    values: dict[str, Any] = {
-        "project": "p",
-        "trajectory": trajectory,
-        "call": call,
-        "model": "m",
-        "policy_version": "m@1",
-        "step": 1,
-        "outside": "master",
-        "response": b'{"choices": [{"message": {"role": "assistant", "content": "y"}}]}',
-        "sampled_ids": pack_ids([3, 4]),
-        "logprobs": pack_logprobs([-0.5, -0.25]),
-        "same": False,
-        "started_at": 1_000_000,
-    }
+    response = b'{"choices": [{"message": {"role": "assistant", "content": "y"}}]}'
+    values: dict[str, Any] = {"project": "p", "trajectory": trajectory, "call": call, "model": "m", "outside": "master"}
+    values |= {"policy_version": "m@1", "step": 1, "response": response, "same": False, "started_at": 1_000_000}
+    values |= {"sampled_ids": pack_ids([3, 4]), "logprobs": pack_logprobs([-0.5, -0.25])}
     return ShadowAnswered(**(values | more))
 
 
@@ -140,6 +130,7 @@ def run_of_one_step() -> list[Event]:
     said = verdict({"t0": 0.9, "t1": 0.1}, {"t0": "wins"}, **cost)
     label = {"group": "g0", "signal": "me:2", "name": "label", "source": "dashboard"}
     measure, task = Measure(name="reward", mean=0.5, count=1), TaskResult(task="t", reward=0.5)
+    likeliest: dict[str, Any] = {"top_k": 2, "top_ids": pack_ids([3, 4]), "top_logprobs": pack_logprobs([-0.5, -1.5])}
     return [
         *made,
         scored("g0", {"t0": 1.0, "t1": 0.0}, {"exchanges": 2}, task="win", verdicts=(said,)),
@@ -153,17 +144,7 @@ def run_of_one_step() -> list[Event]:
         signal("t0", group="g0", signal="me:1", call=1, value=1.0, source="api"),
         signal("t0", value=1.0, text="wins", **label),
         signal("t1", value=0.0, **label),
-        TeacherAnswered(
-            project="p",
-            trajectory="t0",
-            teacher="big",
-            logprobs=pack_logprobs([-0.5]),
-            top_k=2,
-            top_ids=pack_ids([3, 4]),
-            top_logprobs=pack_logprobs([-0.5, -1.5]),
-            requests=1,
-            tokens=9,
-        ),
+        TeacherAnswered(project="p", trajectory="t0", teacher="big", logprobs=pack_logprobs([-0.5]), **likeliest),
         shadow("t0"),
         compared("t0", 0, 1.0, 0.5),
         JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),

@@ -17,17 +17,9 @@ from tests.store.kit import completed, exchange, fill, opened, scored, shadow
 from tests.store.reading.test_sql import rows
 
 DAY = 86_400_000_000
-OUTSIDE: dict[str, Any] = {
-    "policy_version": "outside:master",
-    "prompt_ids": b"",
-    "sampled_ids": b"",
-    "logprobs": b"",
-    "replica": "http://x",
-    "input_tokens": 100,
-    "cached_tokens": 40,
-    "output_tokens": 20,
-    "cost_usd": 0.25,
-}
+OUTSIDE: dict[str, Any] = {"policy_version": "outside:master", "replica": "http://x", "cost_usd": 0.25}
+OUTSIDE |= dict.fromkeys(("prompt_ids", "sampled_ids", "logprobs"), b"")
+OUTSIDE |= {"input_tokens": 100, "cached_tokens": 40, "output_tokens": 20}
 
 
 def run(name: str, model: str, task: str, day: int, outcome: Any, reward: float | None = None) -> list[Event]:
