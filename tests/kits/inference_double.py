@@ -102,13 +102,9 @@ class Double:
             messages = body["messages"]
             if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
                 raise RefusalError(400, "messages: a list with at least one message", param="messages")
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                [_with_parsed_arguments(m) for m in messages],
-                tools=body.get("tools"),
-                add_generation_prompt=body.get("add_generation_prompt", True),
-                tokenize=True,
-                return_dict=False,
-            )
+            said, begun = [_with_parsed_arguments(m) for m in messages], body.get("add_generation_prompt", True)
+            options = {"add_generation_prompt": begun, "tokenize": True, "return_dict": False}
+            ids: list[int] = self.tokenizer.apply_chat_template(said, tools=body.get("tools"), **options)
             return ids
         prompt = body.get("prompt")
         if isinstance(prompt, str):
@@ -217,7 +213,7 @@ def _message(text: str, tools: Any) -> dict[str, Any]:
 
 
 def build(double: Double) -> Starlette:
-    ids = (f"{secrets.token_hex(4)}{n}" for n in itertools.count())
+    names = (f"{secrets.token_hex(4)}{n}" for n in itertools.count())
     end = double.tokenizer.eos_token_id
 
     async def read(request: Request) -> dict[str, Any]:
@@ -232,7 +228,7 @@ def build(double: Double) -> Starlette:
     def head(body: dict[str, Any], kind: str) -> dict[str, Any]:
         prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
         return {
-            "id": prefix + (body.get("request_id") or next(ids)),
+            "id": prefix + (body.get("request_id") or next(names)),
             "object": kind,
             "created": int(time.time()),
             "model": body.get("model", double.name),
@@ -255,22 +251,19 @@ def build(double: Double) -> Starlette:
             sampled += len(tokens)
             text, reason = _finish(tokens, end)
             message = _message(text, body.get("tools"))
-            choices.append(
-                {
-                    "index": number,
-                    "message": message,
-                    "logprobs": {"content": [double.shown(t, top) for t in tokens]} if logprobs else None,
-                    "finish_reason": "tool_calls" if message["tool_calls"] and reason == "stop" else reason,
-                    "stop_reason": None,
-                    **({"token_ids": [t.id for t in tokens]} if ids_too else {}),
-                }
-            )
+            if message["tool_calls"] and reason == "stop":
+                reason = "tool_calls"
+            shown = {"content": [double.shown(t, top) for t in tokens]} if logprobs else None
+            choice = {"index": number, "message": message, "logprobs": shown, "finish_reason": reason}
+            ids = {"token_ids": [t.id for t in tokens]} if ids_too else {}
+            choices.append({**choice, "stop_reason": None, **ids})
         told = {"usage": usage(prompt, sampled), **({"prompt_token_ids": prompt} if ids_too else {})}
         return JSONResponse({**head(body, "chat.completion"), "choices": choices, **told})
 
     async def stream_chat(body: dict[str, Any], prompt: list[int], room: int) -> AsyncIterator[str]:
         shared, ids_too = head(body, "chat.completion.chunk"), bool(body.get("return_token_ids"))
         options, sampled = body.get("stream_options") or {}, 0
+        top = int(body.get("top_logprobs") or 0)
 
         def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
             return f"data: {json.dumps({**shared, 'choices': choices, **more})}\n\n"
@@ -285,16 +278,10 @@ def build(double: Double) -> Starlette:
                 sampled += 1
                 ended = token.id == end
                 reason = "stop" if ended else "length" if count == room else None
-                entry = {
-                    "index": number,
-                    "delta": {"content": "" if ended else token.text},
-                    "logprobs": {"content": [double.shown(token, int(body.get("top_logprobs") or 0))]}
-                    if body.get("logprobs")
-                    else None,
-                    "finish_reason": reason,
-                    **({"token_ids": [token.id]} if ids_too else {}),
-                }
-                yield chunk([entry])
+                shown = {"content": [double.shown(token, top)]} if body.get("logprobs") else None
+                delta = {"content": "" if ended else token.text}
+                entry = {"index": number, "delta": delta, "logprobs": shown, "finish_reason": reason}
+                yield chunk([entry | ({"token_ids": [token.id]} if ids_too else {})])
         if options.get("include_usage"):
             yield chunk([], usage=usage(prompt, sampled))
         yield "data: [DONE]\n\n"

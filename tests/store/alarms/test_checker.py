@@ -56,17 +56,6 @@ async def test_an_alarm_is_one_event_when_it_begins_and_one_when_it_ends(
         assert rows == [("kl_rise", False, True)]
 
 
-async def test_a_restart_raises_nothing_twice(broker: Broker, running_store: StoreProcess) -> None:
-    await publish(broker, letters(1))
-    async with running_store(OFTEN):
-        (began,) = await changes(broker, 1)
-    assert (began.alarm, began.about) == ("dead_letters", "judge")
-    await publish(broker, letters(1, consumer="trainer"))
-    async with running_store(OFTEN):
-        again = await changes(broker, 2)
-    assert [e.about for e in again] == ["judge", "trainer"]
-
-
 async def test_a_log_near_its_limit_is_an_alarm(broker: Broker, running_store: StoreProcess) -> None:
     await broker.provision()
     config = (await broker.stream_info("DEAD")).config
