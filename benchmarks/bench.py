@@ -71,15 +71,11 @@ class Bench:
         self.folder = folder
         self.program = folder / "gateway_load"
         subprocess.run(["cc", "-O2", "-o", str(self.program), str(HERE / "gateway_load.c")], check=True)
-        self.plain_body = self._body("plain.json", stream=False)
-        self.stream_body = self._body("stream.json", stream=True)
+        self.bodies = {stream: folder / f"body-{stream}.json" for stream in (False, True)}
+        for stream, path in self.bodies.items():
+            body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "x" * 1940}]}
+            path.write_text(json.dumps(body))
         self.upstream_port = free_port()
-
-    def _body(self, name: str, *, stream: bool) -> Path:
-        body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "x" * 1940}]}
-        path = self.folder / name
-        path.write_text(json.dumps(body))
-        return path
 
     @contextlib.contextmanager
     def upstream(self) -> Iterator[None]:
@@ -92,10 +88,9 @@ class Bench:
     def load(self, target: Target, connections: int, seconds: float, *, stream: bool) -> dict[str, Any]:
         """Run the client once. Returns what it counted, with `calls` and `streamed`: calls and chunks per second of the
         target's CPU time, or per second where that is not known."""
-        body = self.stream_body if stream else self.plain_body
         before = cpu_seconds(target.process)
         with on_core(1):
-            command = [self.program, "load", target.port, target.path, connections, seconds, body]
+            command = [self.program, "load", target.port, target.path, connections, seconds, self.bodies[stream]]
             done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
         run: dict[str, Any] = json.loads(done.stdout)
         spent = (cpu_seconds(target.process) - before) or run["seconds"]
