@@ -51,7 +51,7 @@ def running_store(nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.M
 def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with a history of one step. A test that changes it takes a copy."""
     folder = tmp_path_factory.mktemp("history")
-    fill(folder, run_of_one_step())
+    fill(folder, *run_of_one_step())
     return folder
 
 

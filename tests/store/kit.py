@@ -157,7 +157,7 @@ async def publish(broker: Broker, events: Iterable[Event]) -> None:
         await broker.publish(event)
 
 
-def fill(where: Path | Lake, events: list[Event]) -> Lake:
+def fill(where: Path | Lake, *events: Event) -> Lake:
     """The store of a run directory, or the lake, to which `events` are added: one file a tag, sequences counted per
     stream."""
     lake = lake_in(where / "store") if isinstance(where, Path) else where

@@ -114,8 +114,8 @@ def test_groups_of_one_id_of_two_models_are_two_groups(tmp_path: Path, capfd: py
     for branch, low, high in (("main", 0.0, 1.0), ("b", 1.0, 0.0)):
         for model, base in (("a", 0.0), ("b", 10.0)):
             runs = {f"{model}-0": base + low, f"{model}-1": base + high}
-            fill(tmp_path, [scored("task-1", runs, model=model, branch=branch)])
-    fill(tmp_path, [checkpoint(1, "a", groups=("task-1",), group_seqs=pack_seqs([1]))])
+            fill(tmp_path, scored("task-1", runs, model=model, branch=branch))
+    fill(tmp_path, checkpoint(1, "a", groups=("task-1",), group_seqs=pack_seqs([1])))
     sides = ["--a", "branch=main", "--b", "branch=b", "--format", "json", "--run-dir", str(tmp_path)]
     assert diff.main(sides) == 0
     said = json.loads(capfd.readouterr().out)
@@ -136,11 +136,11 @@ def test_the_scores_of_a_model_are_the_means_of_its_passes_by_one_rubric(
 
     passes = (said_by("x", "style", 1.0, 0.0), said_by("x", "style", 0.45, 0.55), said_by("y", "style", 0.9, 0.1))
     one = scored("g0", {"t0": 1.0, "t1": 0.0}, verdicts=passes)
-    fill(tmp_path / "one", [one])
+    fill(tmp_path / "one", one)
     with sql.connect(tmp_path / "one") as connection:
         (means,) = diff.rewards(connection, {"judge_model": "x"}).values()
     assert means == pytest.approx({"t0": 0.725, "t1": 0.275})
-    fill(tmp_path, [msgspec.structs.replace(one, verdicts=(*passes, said_by("x", "facts", 0.0, 1.0)))])
+    fill(tmp_path, msgspec.structs.replace(one, verdicts=(*passes, said_by("x", "facts", 0.0, 1.0))))
     where = ["--b", "judge_model=y", "--format", "json", "--run-dir", str(tmp_path)]
     assert diff.main(["--a", "judge_model=x", *where]) == 2
     error = capfd.readouterr().err

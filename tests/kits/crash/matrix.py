@@ -47,7 +47,7 @@ from tests.kits.crash.agents import GROUP, SEED, working
 from tests.kits.crash.checks import GARBAGE, check, settled
 from tests.kits.crash.fork_server import SERVICES
 from tests.kits.crash.points import POINTS
-from tests.kits.crash.processes import ForkServer, ServiceProcess
+from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
 from tests.kits.upstream import Upstream
 from tests.trainer import kit
 
@@ -239,27 +239,19 @@ async def run_matrix(
         vllm = VllmConfig(urls=(upstream.url.removesuffix("/v1"),), max_loras=10)
         config = msgspec.structs.replace(config, vllm=vllm)
         configuration.save(config, folder / "config.toml")
-        fork_server = ForkServer(folder / "config.toml")
-        try:
-            async with anyio.create_task_group() as listening:
-                listening.start_soon(fork_server.listen)
-                await fork_server.imported()
-                matrix = Matrix(fork_server, upstream, deaths, may_give_up)
-                async with anyio.create_task_group() as services:
-                    scheduled = [await services.start(matrix.service, name) for name in SERVICES]
-                    async with anyio.create_task_group() as noise:
-                        noise.start_soon(throw_garbage, broker)
-                        async with working(config) as agents:
-                            matrix.endings.at["nats", "anywhere"] += await kill_servers()
-                            for event in scheduled:
-                                await event.wait()
-                        noise.cancel_scope.cancel()
-                    with anyio.fail_after(400):  # beside other tests, the last deliveries take a while
-                        await settled(broker)
-                    await matrix.stop()
-                listening.cancel_scope.cancel()
-        finally:
-            fork_server.close()
+        async with fork_server(folder / "config.toml") as forks, anyio.create_task_group() as services:
+            matrix = Matrix(forks, upstream, deaths, may_give_up)
+            scheduled = [await services.start(matrix.service, name) for name in SERVICES]
+            async with anyio.create_task_group() as noise:
+                noise.start_soon(throw_garbage, broker)
+                async with working(config) as agents:
+                    matrix.endings.at["nats", "anywhere"] += await kill_servers()
+                    for event in scheduled:
+                        await event.wait()
+                noise.cancel_scope.cancel()
+            with anyio.fail_after(400):  # beside other tests, the last deliveries take a while
+                await settled(broker)
+            await matrix.stop()
         assert agents.repeated > deaths["gateway"]
         await check(broker, config, agents, upstream, least)
     return matrix

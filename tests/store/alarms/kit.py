@@ -120,7 +120,7 @@ def conditions(
     """The conditions of an alarm that hold in a run, to whose history these events are added. `measured`: what
     `create_measured_tables` takes."""
     folder = Path(config.run_dir)
-    kit.fill(folder, events)
+    kit.fill(folder, *events)
     (folder / "store").mkdir(parents=True, exist_ok=True)
     with sql.connect(config) as connection:
         create_measured_tables(connection, config, *measured)

@@ -116,7 +116,7 @@ def test_a_loss_and_a_wait_of_one_consumer_are_one_alarm(tmp_path: Path) -> None
 
 
 def test_without_a_budget_nothing_is_used_up(tmp_path: Path) -> None:
-    fill(tmp_path, costs(5.5, 1.0, 10))
+    fill(tmp_path, *costs(5.5, 1.0, 10))
     for name in ("over_judge_budget", "over_gpu_budget", "over_token_budget"):
         assert found(tmp_path, name, [], budget=BudgetConfig()) == []
 
@@ -126,7 +126,7 @@ def test_without_a_budget_nothing_is_used_up(tmp_path: Path) -> None:
 
 def test_the_queries_of_the_page_run_as_they_are(tmp_path: Path) -> None:
     events = [event for name in ("dead_letters", "sampler_mismatch", "judge_drift") for event in cases()[name][0]]
-    fill(tmp_path, events + loads(1))
+    fill(tmp_path, *events + loads(1))
     asked = set(BY_NAME) - {"log_full", "store_behind", "file_damaged"}
     with sql.connect(tmp_path) as connection:
         holding = {name for name in asked if connection.sql(runnable(BY_NAME[name])).fetchall()}

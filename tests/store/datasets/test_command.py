@@ -67,7 +67,7 @@ def history() -> list[Event]:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    fill(folder, history())
+    fill(folder, *history())
     return folder
 
 
@@ -104,7 +104,7 @@ def test_runs_that_must_not_train_or_have_no_reward_are_counted(kind: str, rows:
     for i, name in ((1, "no_result"), (2, "masked")):
         events[3 * i + 2] = msgspec.structs.replace(events[3 * i + 2], outcome=name)
     events[3 * 3 + 2] = msgspec.structs.replace(events[3 * 3 + 2], reward=None)
-    fill(tmp_path / "run", events)
+    fill(tmp_path / "run", *events)
     made = dataset(tmp_path / "run", tmp_path / "out", kind)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "- 1 × a run with outcome no_result" in card
@@ -133,7 +133,7 @@ def test_only_replies_that_the_model_sampled_are_rows_or_train(tmp_path: Path) -
         *run("r0", "g", [*few_shot, reply("6")], 1.0, examples=3),
         *run("r1", "g", [*few_shot, reply("7"), user("?")], 0.0, examples=3),
     ]
-    fill(tmp_path / "run", events)
+    fill(tmp_path / "run", *events)
     made = {kind: dataset(tmp_path / "run", tmp_path / kind, kind) for kind in ("kto", "sft")}
     assert [(r["prompt"], r["completion"], r["label"]) for r in made["kto"]] == [
         (few_shot, [reply("6")], True),
@@ -148,14 +148,14 @@ def test_only_replies_that_the_model_sampled_are_rows_or_train(tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
 def test_runs_of_two_models_are_not_compared(kind: str, tmp_path: Path) -> None:
     runs: list[Any] = [run(f"r{i}", "g", [user("go"), reply(f"a{i}")], float(i < 2)) for i in range(4)]
-    fill(tmp_path, [msgspec.structs.replace(event, model=f"m{i // 2}") for i in range(4) for event in runs[i]])
+    fill(tmp_path, *(msgspec.structs.replace(event, model=f"m{i // 2}") for i in range(4) for event in runs[i]))
     assert command.main([ALL, "--as", kind, "--out", str(tmp_path / "out"), "--run-dir", str(tmp_path)]) == 1
 
 
 def test_held_out_runs_are_left_out(tmp_path: Path) -> None:
     first, *calls, last = run("a2", *GAMES["a2"])
     held_out: list[Any] = [msgspec.structs.replace(event, split="val") for event in (first, last)]  # type: ignore[call-arg]
-    fill(tmp_path / "run", [*run("a1", *GAMES["a1"]), *calls, *held_out])
+    fill(tmp_path / "run", *run("a1", *GAMES["a1"]), *calls, *held_out)
     assert [row["run"] for row in dataset(tmp_path / "run", tmp_path / "out", "sft")] == ["a1"]
     assert "1 × a held-out run (split val)" in (tmp_path / "out" / "README.md").read_text()
 
@@ -163,7 +163,7 @@ def test_held_out_runs_are_left_out(tmp_path: Path) -> None:
 def test_the_same_query_writes_the_same_bytes_however_the_store_is_laid_out(run_dir: Path, tmp_path: Path) -> None:
     dataset(run_dir, tmp_path / "one", "sft", *SHARE)
     for event in history():
-        fill(tmp_path / "other", [event])  # a file an event
+        fill(tmp_path / "other", event)  # a file an event
     backwards = ALL + " ORDER BY trajectory DESC"
     dataset(tmp_path / "other", tmp_path / "two", "sft", *SHARE, query=backwards)
     one, two = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("one", "two"))
@@ -194,7 +194,7 @@ def test_the_splits_have_one_schema_also_if_a_field_occurs_in_one_of_them_only(p
     assert len({folder.split_of(task, 0.3) for task in ("one", "two")}) == 2
     called = [user("go"), reply("", tool_calls=CALLED)]
     said = {task: called if task == place else [user("go"), reply("a")] for task in ("one", "two")}
-    fill(tmp_path / "run", [event for task in said for event in run(task, task, said[task], 1.0)])
+    fill(tmp_path / "run", *(event for task in said for event in run(task, task, said[task], 1.0)))
     dataset(tmp_path / "run", tmp_path / "out", "sft", *SHARE)
     schemas = [pq.read_schema(tmp_path / "out" / f"{split}.parquet") for split in folder.SPLITS]
     assert schemas[0] == schemas[1]
@@ -248,7 +248,7 @@ def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path) -> None:
         n: (g, [user(f"a1=. b1=x {n[0]}"), reply(n[1])], float(n[1] == "1"))
         for n, g in ((f"{g}{i}", g) for g in "abcd" for i in "12")
     }
-    fill(tmp_path / "run", [e for n, (g, said, reward) in texts.items() for e in run(n, g, said, reward)])
+    fill(tmp_path / "run", *(e for n, (g, said, reward) in texts.items() for e in run(n, g, said, reward)))
     dataset(tmp_path / "run", tmp_path / "out", kind)
     data = load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
     name = "Reward" if kind == "reward" else kind.upper()
@@ -276,7 +276,7 @@ def test_the_pages_lines_train_with_trl(tmp_path: Path, monkeypatch: pytest.Monk
     """The fault that was: the page did not say what this test wrapped around the trainer, which fails without."""
     page = (ROOT / "docs" / "store.md").read_text("utf-8").partition("## With TRL's own trainers\n")[2]
     lines = page.partition("```python\n")[2].partition("```")[0]
-    fill(tmp_path / "run", run("a1", "a", [user("a1=. b1=x"), reply("1")], 1.0))
+    fill(tmp_path / "run", *run("a1", "a", [user("a1=. b1=x"), reply("1")], 1.0))
     dataset(tmp_path / "run", tmp_path / "data" / "good", "sft")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -24,7 +24,7 @@ def plan_of(tmp_path: Path, versions: list[Event], *, finished: bool = False) ->
     """The plan for Alice, whose only run is in the scored group g."""
     request = msgspec.json.encode({"messages": [], "user": "alice"})
     config = Config(project="p", run_dir=str(tmp_path), models=(ModelConfig(name="m", base="tiny"),))
-    fill(tmp_path, [exchange("a", group="g", request=request), scored("g", {"a": 1.0, "b": 0.0}), *versions])
+    fill(tmp_path, exchange("a", group="g", request=request), scored("g", {"a": 1.0, "b": 0.0}), *versions)
     with sql.connect(config) as connection:
         return make_plan(connection, config, "alice", untrained=True, finished=finished)
 
@@ -38,7 +38,7 @@ corrected = partial(signal, group="g2", kind="correction")
 
 def test_a_damaged_journal_of_an_erasure_is_named(tmp_path: Path) -> None:
     config = Config(project="p", run_dir=str(tmp_path))
-    fill(tmp_path, [exchange("a", group="g")])
+    fill(tmp_path, exchange("a", group="g"))
     journal = journal_of(config, digest_of(config, "alice"))
     journal.parent.mkdir(parents=True, exist_ok=True)
     journal.write_bytes(b"")
@@ -120,5 +120,5 @@ def test_a_run_that_a_person_s_run_corrected_is_hers_too(tmp_path: Path) -> None
 @pytest.mark.parametrize("run", ["c", "a"])
 def test_a_run_that_corrected_one_that_is_not_finished_is_left_with_it(run: str, tmp_path: Path) -> None:
     """It tells that the other one is the person's."""
-    fill(tmp_path, [opened("c", group="g2"), corrected("c", text="Dear Alice", copied_from="a")])
+    fill(tmp_path, opened("c", group="g2"), corrected("c", text="Dear Alice", copied_from="a"))
     assert run in plan_of(tmp_path, [], finished=True).left

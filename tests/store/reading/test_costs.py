@@ -37,24 +37,22 @@ def test_money_and_tokens_per_solved_run_whoever_answered(tmp_path: Path) -> Non
     unpriced = {"input_tokens": 0, "cached_tokens": 0, "output_tokens": 0, "cost_usd": None}
     fill(
         tmp_path,
-        [
-            *run("a", "master", "one", 1, "scored", 1.0),
-            answered("a", 0),
-            answered("a", 1, choice=0),
-            answered("a", 1, choice=1, **unpriced),
-            *run("b", "master", "one", 1, "scored"),
-            answered("b", 0),
-            answered("b", 1, status="failed", **unpriced),
-            *run("c", "master", "one", 1, "no_result"),
-            answered("c", 0),
-            *run("d", "m", "one", 2, "scored", 1.0),
-            exchange("d", 0, 3),
-            answered("d", 1, model="m"),
-            *run("e", "m", "two", 2, "scored", 0.0),
-            exchange("e", 0, 3),
-            exchange("e", 0, 3, copied_from="x/0", choice=1),
-            scored("g", {"b": 0.0}),
-        ],
+        *run("a", "master", "one", 1, "scored", 1.0),
+        answered("a", 0),
+        answered("a", 1, choice=0),
+        answered("a", 1, choice=1, **unpriced),
+        *run("b", "master", "one", 1, "scored"),
+        answered("b", 0),
+        answered("b", 1, status="failed", **unpriced),
+        *run("c", "master", "one", 1, "no_result"),
+        answered("c", 0),
+        *run("d", "m", "one", 2, "scored", 1.0),
+        exchange("d", 0, 3),
+        answered("d", 1, model="m"),
+        *run("e", "m", "two", 2, "scored", 0.0),
+        exchange("e", 0, 3),
+        exchange("e", 0, 3, copied_from="x/0", choice=1),
+        scored("g", {"b": 0.0}),
     )
     found = rows(
         tmp_path,
@@ -81,20 +79,18 @@ def test_what_an_apprentice_is_worth(tmp_path: Path) -> None:
     taken: dict[str, Any] = {"model": "m", "pinned": "m@3"}
     fill(
         tmp_path,
-        [
-            *played("before", -2000, 1.0, asked=""),
-            answered("before", 0),
-            *played("masters", 0, 0.5),
-            answered("masters", 0, cost_usd=0.75),
-            *played("sure", 1, 1.0, **taken),
-            exchange("sure", 0, 3),
-            exchange("sure", 1, 3),
-            *played("unsure", 2, 0.0, **taken),
-            exchange("unsure", 0, 3, status="unsure"),
-            answered("unsure", 1, model="m"),
-            *played("policys own", 3, 0.0, asked="", model="m"),
-            exchange("policys own", 0, 3),
-        ],
+        *played("before", -2000, 1.0, asked=""),
+        answered("before", 0),
+        *played("masters", 0, 0.5),
+        answered("masters", 0, cost_usd=0.75),
+        *played("sure", 1, 1.0, **taken),
+        exchange("sure", 0, 3),
+        exchange("sure", 1, 3),
+        *played("unsure", 2, 0.0, **taken),
+        exchange("unsure", 0, 3, status="unsure"),
+        answered("unsure", 1, model="m"),
+        *played("policys own", 3, 0.0, asked="", model="m"),
+        exchange("policys own", 0, 3),
     )
     found = rows(
         tmp_path,
@@ -126,16 +122,14 @@ def test_own_compute_has_a_price_and_shadow_calls_take_time(tmp_path: Path) -> N
     first, last = run("a", "m", "one", 3, "scored", 1.0)
     fill(
         tmp_path,
-        [
-            msgspec.structs.replace(first, asked="master", pinned="m@3"),
-            exchange("a", 0, 3, **at(0, 10)),
-            answered("a", 1, **{"model": "m", **at(20, 30)}),
-            last,
-            *run("b", "m", "two", 3, "scored", 0.0),
-            exchange("b", 0, 3, **at(5, 20)),
-            exchange("b", 0, 3, choice=1, **at(5, 20)),
-            shadow("c", policy_version="m@3", **at(18, 24)),
-        ],
+        msgspec.structs.replace(first, asked="master", pinned="m@3"),
+        exchange("a", 0, 3, **at(0, 10)),
+        answered("a", 1, **{"model": "m", **at(20, 30)}),
+        last,
+        *run("b", "m", "two", 3, "scored", 0.0),
+        exchange("b", 0, 3, **at(5, 20)),
+        exchange("b", 0, 3, choice=1, **at(5, 20)),
+        shadow("c", policy_version="m@3", **at(18, 24)),
     )
     for price, of_a, of_b in ((0.0, 0.25, 0.0), (3600.0, 10.25, 10.0)):
         config = Config(run_dir=str(tmp_path), store=StoreConfig(gpu_usd_h=price))

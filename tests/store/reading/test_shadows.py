@@ -26,7 +26,7 @@ def history() -> list[Event]:
 
 
 def test_shadow_calls_stand_beside_the_calls_that_they_shadow(tmp_path: Path) -> None:
-    fill(tmp_path, history())
+    fill(tmp_path, *history())
     found = rows(tmp_path, "SELECT seq, task, same, apprentice_score, as_good FROM shadows ORDER BY seq")
     assert found == [
         (0, "win", True, None, True),
@@ -44,7 +44,7 @@ def test_shadow_calls_stand_beside_the_calls_that_they_shadow(tmp_path: Path) ->
 
 
 def test_page_has_agreement_by_task_and_where_the_apprentice_was_worse(tmp_path: Path) -> None:
-    fill(tmp_path, history())
+    fill(tmp_path, *history())
     with closing(History(Config(run_dir=str(tmp_path), project="p", models=(ModelConfig(name="m"),)))) as shown:
         page = shadows(shown, {})
     (row,) = page["agreement"]

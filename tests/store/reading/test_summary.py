@@ -23,7 +23,7 @@ CHOSEN = {"model": "m", "branch": "main"}
 
 
 def told(run_dir: Path, events: list[Event]) -> dict[str, Any]:
-    fill(run_dir, events)
+    fill(run_dir, *events)
     with contextlib.closing(History(Config(run_dir=str(run_dir)))) as history:
         return summary(history, CHOSEN, datetime(2026, 1, 1))
 
@@ -114,7 +114,7 @@ def test_runs_that_wait_for_feedback_are_said_to_wait(tmp_path: Path) -> None:
     """The fault that was: "Send it work" while runs waited for their results."""
     at = int(datetime(2026, 1, 1, tzinfo=UTC).timestamp() * 1e6)
     ended = [completed(f"w{i}", group="", at=at + i * 1_000_000) for i in range(3)]
-    fill(tmp_path, [*ended, scored("w0", {"w0": 1.0}), discarded("w1", "validation", "w1")])
+    fill(tmp_path, *ended, scored("w0", {"w0": 1.0}), discarded("w1", "validation", "w1"))
     config = Config(run_dir=str(tmp_path), feedback=FeedbackConfig(wait_s=600))
     with contextlib.closing(History(config)) as history:
         page = summary(history, CHOSEN, datetime(2026, 1, 1))

@@ -65,7 +65,7 @@ def test_runs_are_compared_with_those_that_the_key_opens(
     open_dashboard: Open, run_dir: Path, own_keys: bool, sees: list[str]
 ) -> None:
     def run_with(name: str, *keys: str) -> None:
-        fill(run_dir.parent / name, run_of_one_step()[:2])
+        fill(run_dir.parent / name, *run_of_one_step()[:2])
         if keys:
             (run_dir.parent / name / "keys.toml").write_text("".join(entry(key, "operator") for key in keys))
 

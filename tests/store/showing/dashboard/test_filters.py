@@ -33,16 +33,14 @@ def filtered(tmp_path: Path) -> Any:
     folder.mkdir(parents=True)
     fill(
         folder,
-        [
-            *run_of("low", 'He said "Grüße"', reward=0.25, day=20_001),
-            *run_of("high", reward=0.75),
-            *run_of("judged"),
-            scored("g-judged", {"judged": 0.5}),
-            *run_of("dropped"),
-            discarded("g-dropped", "unscored", "dropped"),
-            *run_of("fresh"),
-            *run_of("old", at=1_000_000),
-        ],
+        *run_of("low", 'He said "Grüße"', reward=0.25, day=20_001),
+        *run_of("high", reward=0.75),
+        *run_of("judged"),
+        scored("g-judged", {"judged": 0.5}),
+        *run_of("dropped"),
+        discarded("g-dropped", "unscored", "dropped"),
+        *run_of("fresh"),
+        *run_of("old", at=1_000_000),
     )
     save(Config(project="p", run_dir=str(folder), feedback=FeedbackConfig(wait_s=3600)), folder / SETTINGS)
     with client_of(folder) as client:
@@ -90,7 +88,7 @@ def test_a_run_waits_until_its_group_is_decided(filtered: TestClient) -> None:
 
 def test_a_group_is_called_by_its_task_else_by_its_first_message(open_dashboard: Open, run_dir: Path) -> None:
     told = scored("g-told", {"told": 0.5}, task="Move it.")
-    fill(run_dir, [*run_of("bare"), scored("g-bare", {"bare": 0.5}), *run_of("told", task="Move it."), told])
+    fill(run_dir, *run_of("bare"), scored("g-bare", {"bare": 0.5}), *run_of("told", task="Move it."), told)
     client = open_dashboard()
     tasks = {row["group_id"]: row["task"] for row in client.get("/groups.json").json()["rows"]}
     assert tasks == {"g0": "win", "g9": "", "g-bare": "go 0", "g-told": "Move it."}
@@ -106,7 +104,7 @@ def test_reasoning_and_refusals_are_shown_as_text(open_dashboard: Open, run_dir:
     request = msgspec.json.encode({"messages": [{"role": "user", "content": "go"}, said]})
     response = msgspec.json.encode({"choices": [{"message": {**said, "reasoning": "again"}}]})
     (begun, _, done) = run_of("thinks")
-    fill(run_dir, [begun, exchange("thinks", group="g-thinks", request=request, response=response), done])
+    fill(run_dir, begun, exchange("thinks", group="g-thinks", request=request, response=response), done)
     client = open_dashboard()
     for page in ("trajectory/thinks", "group/g-thinks"):
         text = client.get(f"/{page}").text

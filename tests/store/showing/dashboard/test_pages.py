@@ -108,8 +108,8 @@ def test_the_judges_page_compares_it_with_people(client: TestClient) -> None:
 
 
 def test_two_runs_are_compared(open_dashboard: Open, run_dir: Path) -> None:
-    fill(run_dir.parent / "other", run_of_one_step()[:2])
-    fill(run_dir, [checkpoint(1, branch="stricter")])
+    fill(run_dir.parent / "other", *run_of_one_step()[:2])
+    fill(run_dir, checkpoint(1, branch="stricter"))
     client = open_dashboard()
     chosen = "side=here/main&side=other/main&side=here/stricter"
     page = client.get(f"/compare.json?{chosen}&side=here").json()
@@ -167,7 +167,7 @@ def test_lists_are_ordered_by_a_column_and_filtered_by_step(client: TestClient, 
 
 def test_a_run_shows_the_metadata_of_its_opening_and_of_its_end(open_dashboard: Open, run_dir: Path) -> None:
     begun = opened("both", metadata=b'{"subject": "user-17", "try": 1}')
-    fill(run_dir, [begun, completed("both", metadata=b'{"try": 2, "won": true}')])
+    fill(run_dir, begun, completed("both", metadata=b'{"try": 2, "won": true}'))
     client = open_dashboard()
     assert client.get("/trajectory/both.json").json()["metadata"] == {"subject": "user-17", "try": 2, "won": True}
     assert "user-17" in client.get("/trajectory/both").text
@@ -186,7 +186,7 @@ def test_a_run_shows_the_metadata_of_its_opening_and_of_its_end(open_dashboard: 
 def test_a_token_is_trained_by_the_trainer_s_rule(
     open_dashboard: Open, run_dir: Path, more: dict[str, Any], trained: list[bool]
 ) -> None:
-    fill(run_dir, [opened("one"), exchange("one", **more)])
+    fill(run_dir, opened("one"), exchange("one", **more))
     call = open_dashboard().get("/trajectory/one.json").json()["calls"][0]
     assert [token["trained"] for token in call["tokens"]] == trained
     assert bool(call["untrained"]) == (trained == [False, False])
@@ -206,7 +206,7 @@ def test_groups_of_several_models_with_one_name_have_a_page_each(open_dashboard:
         of: dict[str, Any] = {"project": project, "model": model}
         run = f"{project}-{model}"
         ended = completed(run, group="shared", reward=reward, **of)
-        fill(run_dir, [ended, scored("shared", {run: reward}, **of), checkpoint(7, **of, groups=("shared",))])
+        fill(run_dir, ended, scored("shared", {run: reward}, **of), checkpoint(7, **of, groups=("shared",)))
     client = open_dashboard()
     for address, (project, model, reward) in groups.items():
         page = client.get(f"/group/shared.json?{address}").json()
@@ -226,7 +226,7 @@ def test_a_run_without_a_group_has_its_reward_and_its_checkpoints(tmp_path: Path
     """Other events name the run's id where it has no group. A run that waits is a group that is not scored."""
     runs = [exchange("solo", group=""), completed("solo", group=""), completed("waits", group="")]
     step = checkpoint(2, groups=("solo",), group_seqs=pack_seqs([1]))
-    fill(tmp_path, [*runs, scored("solo", {"solo": 0.5}), step])
+    fill(tmp_path, *runs, scored("solo", {"solo": 0.5}), step)
     history = History(Config(run_dir=str(tmp_path)))
     run = reading.trajectory(history, "solo", {})
     assert [row["reward"] for row in run["rewards"]] == [0.5]
@@ -262,13 +262,13 @@ def test_a_call_is_corrected_by_a_person(client: TestClient, monkeypatch: pytest
 
 def test_a_correction_stays_with_its_run_whatever_its_name_is(open_dashboard: Open, run_dir: Path) -> None:
     """A browser would take `/correct/../label/g0` for `/label/g0`."""
-    fill(run_dir, [opened("../label/g0"), exchange("../label/g0")])
+    fill(run_dir, opened("../label/g0"), exchange("../label/g0"))
     shown = open_dashboard().get("/trajectory/..%2Flabel%2Fg0").text
     assert re.findall(r'action="(/correct[^"?]*)', shown) == ["/correct/..%2Flabel%2Fg0"]
 
 
 def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> None:
-    fill(run_dir, [promoted(request="r", prompt="Play <well>.", replaces="Play.")])
+    fill(run_dir, promoted(request="r", prompt="Play <well>.", replaces="Play."))
     client = open_dashboard()
     for page in ("decisions", "overview", "checkpoint/m@1"):
         assert client.get(f"/{page}").text.count("<pre>Play &lt;well&gt;.</pre>") == 1
