@@ -13,35 +13,25 @@ from pipeline.events import ExchangeRecorded, GroupScored, TrainingBatch, Trajec
 from pipeline.log.broker import Broker
 from store.commands import diff, replay
 from store.reading import sql
-from tests.store.kit import (
-    StoreProcess,
-    checkpoint,
-    fill,
-    publish,
-    run_of_one_step,
-    scored,
-    stored,
-    until_acked,
-    verdict,
-)
+from tests.store import kit
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_back(
-    broker: Broker, nats_config: NatsConfig, running_store: StoreProcess, tmp_path: Path
+    broker: Broker, nats_config: NatsConfig, running_store: kit.StoreProcess, tmp_path: Path
 ) -> None:
-    events = run_of_one_step()
-    await publish(broker, events)
+    events = kit.run_of_one_step()
+    await kit.publish(broker, events)
     async with running_store():
-        await until_acked(broker)
+        await kit.until_acked(broker)
         await broker.js.purge_stream("ROLLOUTS", seq=7)  # retention took all but the last exchange and end
         with sql.connect(tmp_path) as connection:
             chosen = replay.select_groups(connection, where="reward_mean > 0.4")
             assert [c.seq for c in chosen] == [1]
             first = await replay.replay(nats_config, connection, chosen, "again")
             second = await replay.replay(nats_config, connection, chosen, "again")
-        await until_acked(broker)
+        await kit.until_acked(broker)
     assert (first["groups"], second["groups"], second["already"], second["republished"]) == (1, 0, 1, 0)
     (replayed,) = await broker.read(GroupScored, project="p", model="m", group="g0", judge="j", branch="again")
     group = replayed.event
@@ -54,8 +44,8 @@ async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_bac
     exchanges = [r.event for r in await broker.read(ExchangeRecorded, project="p", trajectory="t0")]
     assert exchanges == [e for e in events if isinstance(e, ExchangeRecorded)][:2]
     # What was put back is nobody's news: the store holds it once.
-    assert stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
-    assert len(stored(tmp_path / "store", "group.scored")) == 2
+    assert kit.stored(tmp_path / "store", "rollout.exchange") == [2, 3, 6, 7]
+    assert len(kit.stored(tmp_path / "store", "group.scored")) == 2
 
 
 async def test_the_batch_of_a_replayed_group_names_only_what_is_replayed_with_it(
@@ -65,7 +55,7 @@ async def test_the_batch_of_a_replayed_group_names_only_what_is_replayed_with_it
 
     def of_batch(seq: int, name: str, model: str = "m") -> replay.StoredGroup:
         batch = TrainingBatch(id="b", groups=("a", "b", "c", "d"), settings=b'{"loss.type": "sft"}')
-        return replay.StoredGroup(scored(name, {}, batch=batch, model=model), seq)
+        return replay.StoredGroup(kit.scored(name, {}, batch=batch, model=model), seq)
 
     chosen = [of_batch(1, "a"), of_batch(2, "b"), of_batch(3, "c"), of_batch(4, "d", "other")]
     with sql.connect(history) as connection:
@@ -114,8 +104,8 @@ def test_groups_of_one_id_of_two_models_are_two_groups(tmp_path: Path, capfd: py
     for branch, low, high in (("main", 0.0, 1.0), ("b", 1.0, 0.0)):
         for model, base in (("a", 0.0), ("b", 10.0)):
             runs = {f"{model}-0": base + low, f"{model}-1": base + high}
-            fill(tmp_path, scored("task-1", runs, model=model, branch=branch))
-    fill(tmp_path, checkpoint(1, "a", groups=("task-1",), group_seqs=pack_seqs([1])))
+            kit.fill(tmp_path, kit.scored("task-1", runs, model=model, branch=branch))
+    kit.fill(tmp_path, kit.checkpoint(1, "a", groups=("task-1",), group_seqs=pack_seqs([1])))
     sides = ["--a", "branch=main", "--b", "branch=b", "--format", "json", "--run-dir", str(tmp_path)]
     assert diff.main(sides) == 0
     said = json.loads(capfd.readouterr().out)
@@ -132,15 +122,15 @@ def test_the_scores_of_a_model_are_the_means_of_its_passes_by_one_rubric(
 ) -> None:
     def said_by(model: str, rubric: str, first: float, second: float) -> Verdict:
         by = {"judge_model": model, "rubric": rubric, "rubric_hash": f"hash-{rubric}"}
-        return verdict({"t0": first, "t1": second}, **by)
+        return kit.verdict({"t0": first, "t1": second}, **by)
 
     passes = (said_by("x", "style", 1.0, 0.0), said_by("x", "style", 0.45, 0.55), said_by("y", "style", 0.9, 0.1))
-    one = scored("g0", {"t0": 1.0, "t1": 0.0}, verdicts=passes)
-    fill(tmp_path / "one", one)
+    one = kit.scored("g0", {"t0": 1.0, "t1": 0.0}, verdicts=passes)
+    kit.fill(tmp_path / "one", one)
     with sql.connect(tmp_path / "one") as connection:
         (means,) = diff.rewards(connection, {"judge_model": "x"}).values()
     assert means == pytest.approx({"t0": 0.725, "t1": 0.275})
-    fill(tmp_path, msgspec.structs.replace(one, verdicts=(*passes, said_by("x", "facts", 0.0, 1.0))))
+    kit.fill(tmp_path, msgspec.structs.replace(one, verdicts=(*passes, said_by("x", "facts", 0.0, 1.0))))
     where = ["--b", "judge_model=y", "--format", "json", "--run-dir", str(tmp_path)]
     assert diff.main(["--a", "judge_model=x", *where]) == 2
     error = capfd.readouterr().err

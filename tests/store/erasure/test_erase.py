@@ -35,18 +35,6 @@ from tests.conftest import NatsServer
 from tests.kits.crash.points import POINTS
 from tests.kits.events import letter
 from tests.store import kit
-from tests.store.kit import (
-    StoreProcess,
-    checkpoint,
-    completed,
-    exchange,
-    opened,
-    publish,
-    signal,
-    tables,
-    until_acked,
-    verdict,
-)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -68,16 +56,16 @@ def run(name: str, group: str, *, secret: str = "", size: int = 0, **fields: Any
     body = {"messages": [{"role": "user", "content": f"go {text}"}]} | fields.pop("body", {})
     answer = {"choices": [{"message": {"role": "assistant", "content": f"ok {secret}"}}]}
     return [
-        opened(name, group=group, task=task, metadata=fields.get("metadata", b"{}")),
-        exchange(name, group=group, request=msgspec.json.encode(body), response=msgspec.json.encode(answer)),
-        signal(name, group=group, signal=f"s-{name}", kind="text", text=f"bad {secret}"),
-        completed(name, group=group, exchanges=1, reward=1.0, task=task, **fields),
+        kit.opened(name, group=group, task=task, metadata=fields.get("metadata", b"{}")),
+        kit.exchange(name, group=group, request=msgspec.json.encode(body), response=msgspec.json.encode(answer)),
+        kit.signal(name, group=group, signal=f"s-{name}", kind="text", text=f"bad {secret}"),
+        kit.completed(name, group=group, exchanges=1, reward=1.0, task=task, **fields),
     ]
 
 
 def scored(group: str, secret: str, *names: str) -> GroupScored:
     rewards = {name: float(i) for i, name in enumerate(names)}
-    said = verdict(rewards, dict.fromkeys(names, f"as {secret}"))
+    said = kit.verdict(rewards, dict.fromkeys(names, f"as {secret}"))
     member = {"exchanges": 1, "hints": (Hint(call=0, text=f"so {secret}"),) if secret else ()}
     return kit.scored(group, rewards, member, task=f"win {secret}", verdicts=(said,))
 
@@ -92,28 +80,28 @@ HISTORY: list[Event] = [
     *run("b3", "g3"),
     *run("b4", "g3"),
     # Made of a call of Alice's run, without her name.
-    opened("c0", group="g4"),
-    exchange("c0", group="g4", copied_from="a0/0", response=msgspec.json.encode({"choices": [{"text": SECRET}]})),
-    completed("c0", group="g4", exchanges=1, outcome="masked"),
+    kit.opened("c0", group="g4"),
+    kit.exchange("c0", group="g4", copied_from="a0/0", response=msgspec.json.encode({"choices": [{"text": SECRET}]})),
+    kit.completed("c0", group="g4", exchanges=1, outcome="masked"),
     scored("g1", "", "b0", "b1"),
     scored("g0", SECRET, "a0", "a1"),
     scored("g2", "", "a2", "b2"),
     scored("g3", "", "b3", "b4"),
     *(
-        checkpoint(step, groups=(group,), group_seqs=pack_seqs([step]), metrics={"loss": 0.5})
+        kit.checkpoint(step, groups=(group,), group_seqs=pack_seqs([step]), metrics={"loss": 0.5})
         for step, group in enumerate(("g1", "g0", "g2", "g3"), 1)
     ),
 ]
 
 
 @pytest.fixture
-async def config(running_store: StoreProcess, nats_config: NatsConfig, tmp_path: Path) -> AsyncIterator[Config]:
+async def config(running_store: kit.StoreProcess, nats_config: NatsConfig, tmp_path: Path) -> AsyncIterator[Config]:
     """A run with Alice's and Bob's history, whose store runs."""
     async with running_store() as config, Broker.connect(nats_config) as broker:
-        await publish(broker, HISTORY)
+        await kit.publish(broker, HISTORY)
         of_run = {"original_subject": HISTORY[0].subject(), "payload": encode(HISTORY[0])}
         await broker.publish(letter(reason="unstorable", **of_run))
-        await until_acked(broker)
+        await kit.until_acked(broker)
         config = msgspec.structs.replace(config, project="p")
         save(config, tmp_path / SETTINGS)
         out = str(tmp_path / "exports" / "alice")
@@ -197,8 +185,8 @@ async def test_nothing_of_a_person_is_left_and_all_else_is_as_before(
     status, said, _ = await erase(config, "--check")
     assert (status, receipt.erasure in said) == (0, True)
 
-    await publish(broker, run("b9", "g1"))  # the store goes on
-    await until_acked(broker)
+    await kit.publish(broker, run("b9", "g1"))  # the store goes on
+    await kit.until_acked(broker)
     with sql.connect(config) as connection:
         assert connection.execute("SELECT count(*) FROM trajectories WHERE trajectory = 'b9'").fetchall() == [(1,)]
 
@@ -248,7 +236,7 @@ async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
         (begun[3:], "runs that wait for a judge (1: a3)"),
         ([scored("g5", "", "a3", "b0")], "groups that wait for the trainer (1: g5)"),
     ):
-        await publish(broker, events)
+        await kit.publish(broker, events)
         status, _, errors = await erase(config, "--yes")
         assert (status, why in errors) == (2, True), errors
         assert found_in(tmp_path / "store", SECRET)
@@ -272,11 +260,11 @@ async def test_runs_that_are_not_finished_do_not_hold_up_those_that_are(
 ) -> None:
     """Whoever keeps opening runs in a person's name holds up the erasure of these alone."""
     begun = run("z1", "g8", secret="ONGOING", body={"user": ALICE})
-    await publish(broker, begun[:3])
+    await kit.publish(broker, begun[:3])
     source = run("z/3", "g6", secret="SOURCE", body={"user": ALICE})
     copy = run("z2", "g7", secret="ONGOING")
     copy[1] = msgspec.structs.replace(copy[1], copied_from="z/3/0")
-    await publish(broker, [*source, scored("g6", "", "z/3", "b0"), *copy])
+    await kit.publish(broker, [*source, scored("g6", "", "z/3", "b0"), *copy])
     said = await erase_all(config, "--finished", "--untrained")
     assert "left out, as they are open or wait: 3 runs (z/3, z1, z2)" in said
     for folder in (nats_server.folder, tmp_path / "store"):
@@ -286,7 +274,7 @@ async def test_runs_that_are_not_finished_do_not_hold_up_those_that_are(
     assert status == 1
     assert "(3 left out)" in said
     assert said.splitlines()[-1].startswith("something is left: run the command again when")
-    await publish(broker, [*begun[3:], scored("g8", "", "z1"), scored("g7", "", "z2")])
+    await kit.publish(broker, [*begun[3:], scored("g8", "", "z1"), scored("g7", "", "z2")])
     await erase_all(config, "--finished", "--untrained")
     for secret in ("ONGOING", "SOURCE"):
         assert found_in(nats_server.folder, secret) == found_in(tmp_path / "store", secret) == []
@@ -310,7 +298,7 @@ async def test_a_file_that_the_store_commits_meanwhile_stays_part_of_its_table(c
     lake = open_lake(config)
     rewriter = Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["b0"]))
     table = lake.table("rollout.opened")
-    rows = pa.concat_tables(tables(lake, table.tag))
+    rows = pa.concat_tables(kit.tables(lake, table.tag))
     added = write_rows(table.storage, table.tag, rows)
     table.storage.write(table.tag, "lost.parquet", [rows])
     lost = Path(table.storage.uri(table.tag)) / "lost.parquet"
