@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +200,11 @@ def files_there(lake: Lake, tag: str) -> set[str]:
 async def until_acked(broker: Broker, within_s: float = 60) -> None:
     """Waits until the store's consumers have nothing pending and nothing unacknowledged."""
     with anyio.fail_after(within_s):
-        for spec in [s for s in streams.CONSUMERS if s.name.startswith("store-")]:
-            while True:
-                try:
-                    info = await broker.consumer_info(spec)
-                except BrokerError:
-                    continue  # about to be made anew
-                if not info.num_pending and not info.num_ack_pending:
-                    break
-                await anyio.sleep(0.02)
+        while True:
+            with suppress(BrokerError):  # a consumer is about to be made anew
+                if not await broker.lag("store-"):
+                    return
+            await anyio.sleep(0.02)
 
 
 async def until_waiting(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
