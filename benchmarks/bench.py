@@ -24,24 +24,13 @@ from pipeline.events import TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, free_port
 from tests.kits.sampler import SamplerThread
-from tests.kits.services import on_core, running, service
+from tests.kits.services import on_core, running, service, serving
 
 HERE = Path(__file__).parent
 PATH = "/v1/chat/completions"
 RESULTS = HERE / "results"
 TRIES = 5
 """Number of runs. The best one counts, because other work on the machine can only slow a run down."""
-
-
-@contextlib.contextmanager
-def nats_server(folder: Path) -> Iterator[NatsServer]:
-    """Run a NATS server with its store in `folder` within the block."""
-    server = NatsServer(folder)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def machine() -> dict[str, Any]:
@@ -82,15 +71,11 @@ class Bench:
         self.folder = folder
         self.program = folder / "gateway_load"
         subprocess.run(["cc", "-O2", "-o", str(self.program), str(HERE / "gateway_load.c")], check=True)
-        self.plain_body = self._body("plain.json", stream=False)
-        self.stream_body = self._body("stream.json", stream=True)
+        self.bodies = {stream: folder / f"body-{stream}.json" for stream in (False, True)}
+        for stream, path in self.bodies.items():
+            body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "x" * 1940}]}
+            path.write_text(json.dumps(body))
         self.upstream_port = free_port()
-
-    def _body(self, name: str, *, stream: bool) -> Path:
-        body = {"model": "policy", "stream": stream, "messages": [{"role": "user", "content": "x" * 1940}]}
-        path = self.folder / name
-        path.write_text(json.dumps(body))
-        return path
 
     @contextlib.contextmanager
     def upstream(self) -> Iterator[None]:
@@ -103,10 +88,9 @@ class Bench:
     def load(self, target: Target, connections: int, seconds: float, *, stream: bool) -> dict[str, Any]:
         """Run the client once. Returns what it counted, with `calls` and `streamed`: calls and chunks per second of the
         target's CPU time, or per second where that is not known."""
-        body = self.stream_body if stream else self.plain_body
         before = cpu_seconds(target.process)
         with on_core(1):
-            command = [self.program, "load", target.port, target.path, connections, seconds, body]
+            command = [self.program, "load", target.port, target.path, connections, seconds, self.bodies[stream]]
             done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
         run: dict[str, Any] = json.loads(done.stdout)
         spent = (cpu_seconds(target.process) - before) or run["seconds"]
@@ -134,7 +118,7 @@ class Bench:
         whose calls are captured."""
         with contextlib.ExitStack() as stack:
             with on_core(1):
-                nats = NatsConfig(url=stack.enter_context(nats_server(self.folder / "nats")).url)
+                nats = NatsConfig(url=stack.enter_context(serving(NatsServer(self.folder / "nats"))).url)
             config = Config(
                 project="bench",
                 run_dir=str(self.folder / "gateway"),
@@ -144,10 +128,8 @@ class Bench:
                 models=(ModelConfig(name="policy"),),
                 gateway=GatewayConfig(port=free_port()),
             )
-            agent = SamplerThread(config.replace(run_dir=str(self.folder / "sampler")))
             process, _ = stack.enter_context(service("rollout_gateway", config, 0))
-            stack.callback(agent.stop)
-            agent.start()
+            stack.enter_context(serving(SamplerThread(config.replace(run_dir=str(self.folder / "sampler")))))
             anyio.run(_open_trajectories, nats, trajectories)
             yield Target("capture", config.gateway.port, process, f"/t/b%d{PATH}")
 

@@ -24,6 +24,13 @@ from benchmarks.history import make_history
 from pipeline.config import Config, UiConfig
 from tests.kits.services import service
 
+_PAGES = (
+    *("overview", "overview.json", "numbers", "checkpoints", "judge", "compare", "decisions"),
+    *("groups", "groups?page=199", "groups?sort=-mean"),
+    *("trajectories", "trajectories?page=199", "trajectories?sort=reward", "trajectories?outcome=open"),
+)
+"""Pages with one address."""
+
 
 def get(client: httpx.Client, path: str) -> float:
     """Return the seconds that a page takes. Raises an error if it shows one."""
@@ -38,26 +45,12 @@ def page_addresses(trajectories: int) -> dict[str, list[str]]:
     """Return the addresses to request for each page; the first one is the request with an empty cache."""
     at = [trajectories * i // 7 for i in range(1, 7)]
     steps = [max(1, i // 64) for i in at]
-    return {
-        "overview": ["overview"] * 6,
-        "overview.json": ["overview.json"] * 6,
-        "numbers": ["numbers"] * 6,
-        "groups": ["groups"] * 6,
-        "groups, last page": ["groups?page=199"] * 6,
-        "groups by mean": ["groups?sort=-mean"] * 6,
+    return {page: [page] * 6 for page in _PAGES} | {
         "groups of a task": [f"groups?task=task {i}" for i in range(6)],
         "groups of a step": [f"groups?step={s}" for s in steps],
         "group": [f"group/g{i // 8:06d}" for i in at],
-        "trajectories": ["trajectories"] * 6,
-        "trajectories, last page": ["trajectories?page=199"] * 6,
-        "trajectories by reward": ["trajectories?sort=reward"] * 6,
-        "open trajectories": ["trajectories?outcome=open"] * 6,
         "trajectory": [f"trajectory/t{i:07d}" for i in at],
-        "checkpoints": ["checkpoints"] * 6,
         "checkpoint": [f"checkpoint/m@{s}" for s in steps],
-        "judge": ["judge"] * 6,
-        "compare": ["compare"] * 6,
-        "decisions": ["decisions"] * 6,
     }
 
 

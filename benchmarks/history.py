@@ -14,11 +14,8 @@ from pipeline.events import (
     CheckpointPublished,
     ExchangeRecorded,
     GroupScored,
-    Member,
-    Score,
     TrajectoryCompleted,
     TrajectoryOpened,
-    Verdict,
     pack_logprobs,
     pack_seqs,
     wire_name,
@@ -26,6 +23,7 @@ from pipeline.events import (
 from store.lake import columns
 from store.lake.lake import Lake, lake_in
 from tests.kits import events
+from tests.store.kit import scored, verdict
 
 PER_FILE = 25_000
 CALLS, MEMBERS, GROUPS_A_STEP = 4, 8, 8
@@ -111,28 +109,13 @@ def _exchange(number: int, call: int, text: tuple[bytes, bytes], rng: np.random.
 
 
 def _group(group: int) -> GroupScored:
-    names = [f"t{group * MEMBERS + k:07d}" for k in range(MEMBERS)]
-    step = group // GROUPS_A_STEP
-    members = (
-        Member(trajectory=name, reward=(k + group % 5) / 12, exchanges=CALLS, first_step=step, last_step=step)
-        for k, name in enumerate(names)
-    )
-    scores = (
-        Score(trajectory=name, score=k / 8, explanation="It does what it was asked.") for k, name in enumerate(names)
-    )
-    verdict = Verdict(
-        judge_model="judge/1", rubric="general", order=tuple(names), cost_usd=0.002, latency_s=1.5, scores=tuple(scores)
-    )
-    return GroupScored(
-        project="p",
-        model="m",
-        group=f"g{group:06d}",
-        task=f"task {group % 500}",
-        at=BASE_US + group * MEMBERS * APART_US + 10_000_000,
-        judge="j",
-        members=tuple(members),
-        verdicts=(verdict,),
-    )
+    names = {f"t{group * MEMBERS + k:07d}": k for k in range(MEMBERS)}
+    words = dict.fromkeys(names, "It does what it was asked.")
+    said = verdict({name: k / 8 for name, k in names.items()}, words, cost_usd=0.002, latency_s=1.5)
+    step, at = group // GROUPS_A_STEP, BASE_US + group * MEMBERS * APART_US + 10_000_000
+    rewards = {name: (k + group % 5) / 12 for name, k in names.items()}
+    member = {"exchanges": CALLS, "first_step": step, "last_step": step}
+    return scored(f"g{group:06d}", rewards, member, task=f"task {group % 500}", at=at, verdicts=(said,))
 
 
 def _step(step: int) -> CheckpointPublished:

@@ -106,7 +106,7 @@ def proxy(bench: Bench, server: str, client: str) -> Iterator[Target]:
     name = f"benchmarks.http_pairs:{'asgi' if server == 'uvicorn' else 'rsgi'}"
     command = ("sh", "-c", f"echo starting; exec {sys.executable} -m {server} {FLAGS[server]} --port {port} {name}")
     with running(*command, log=bench.folder / f"{server}-{client}.log", core=0, stdout=True) as (process, _):
-        data = bench.plain_body.read_bytes()
+        data = bench.bodies[False].read_bytes()
         for _ in range(100):
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}{PATH}", data):
                 break

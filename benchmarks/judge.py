@@ -23,11 +23,13 @@ from typing import Any
 import anyio
 import httpx
 
-from benchmarks.bench import RESULTS, cpu_seconds, machine, nats_server, peak_mb, running, service, write_results
+from benchmarks.bench import RESULTS, cpu_seconds, machine, peak_mb, write_results
 from pipeline.config import Config, JudgeConfig, NatsConfig
 from pipeline.events import GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
+from tests.conftest import NatsServer
 from tests.judge.kit import completed, exchange
+from tests.kits.services import running, service, serving
 
 MEMBERS = 8
 DELAY_S = 0.05
@@ -66,7 +68,7 @@ async def measure(groups: int) -> dict[str, Any]:
     """One run over `groups`."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         root = Path(folder)
-        settings = NatsConfig(url=stack.enter_context(nats_server(root / "nats")).url)
+        settings = NatsConfig(url=stack.enter_context(serving(NatsServer(root / "nats"))).url)
         scoring = (sys.executable, "-m", "tests.kits.scoring_server", "--delay-ms", str(DELAY_S * 1000))
         _, line = stack.enter_context(running(*scoring, log=root / "server.log", stdout=True))
         url = json.loads(line)["url"]

@@ -18,7 +18,7 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -144,9 +144,14 @@ class Task:
     """Groups a step by their size. A step has as many samples whatever the size. The second is the demo's."""
     held_out: int
     """Number of held-out tasks."""
-    variants: Sequence[dict[str, Any]]
-    """What is changed, by dotted names."""
+    changes: Mapping[str, Sequence[Any]]
+    """The other values of each setting, by dotted names."""
     dtype: str
+
+    @property
+    def variants(self) -> list[dict[str, Any]]:
+        """The demo's settings, and each change of one of them."""
+        return [{}, *({name: value} for name, values in self.changes.items() for value in values)]
 
 
 def sort_inbox(policy: Policy, split: str, numbers: Sequence[int], seed: int) -> list[Attempt]:
@@ -192,18 +197,15 @@ TASKS = {
         steps=16,
         groups={4: 12, 8: 6, 16: 3},
         held_out=84,
-        variants=(
-            {},
-            {"optimizer.learning_rate": 1e-3},
-            {"optimizer.learning_rate": 1e-4},
-            {"optimizer.warmup_steps": 0},
-            {"loss.advantage_scaling": "group"},
-            {"group_size": 4},
-            {"group_size": 16},
-            {"optimizer.max_grad_norm": 1.0},
-            {"loss.beta": 0.05},
-            {"loss.importance_sampling": "none"},
-        ),
+        changes={
+            "optimizer.learning_rate": (1e-3, 1e-4),
+            "optimizer.warmup_steps": (0,),
+            "loss.advantage_scaling": ("group",),
+            "group_size": (4, 16),
+            "optimizer.max_grad_norm": (1.0,),
+            "loss.beta": (0.05,),
+            "loss.importance_sampling": ("none",),
+        },
         dtype="bfloat16" if fast_bfloat16() else "float32",
     ),
     "game": Task(
@@ -212,20 +214,15 @@ TASKS = {
         steps=60,
         groups={3: 24, 6: 12, 12: 6},
         held_out=400,
-        variants=(
-            {},
-            {"optimizer.learning_rate": 6e-4},
-            {"optimizer.learning_rate": 2e-3},
-            {"optimizer.learning_rate": 2e-2},
-            {"lora.rank": 2},
-            {"lora.rank": 32},
-            {"loss.advantage_scaling": "group"},
-            {"group_size": 3},
-            {"group_size": 12},
-            {"optimizer.max_grad_norm": 0.1},
-            {"loss.beta": 0.05},
-            {"loss.importance_sampling": "none"},
-        ),
+        changes={
+            "optimizer.learning_rate": (6e-4, 2e-3, 2e-2),
+            "lora.rank": (2, 32),
+            "loss.advantage_scaling": ("group",),
+            "group_size": (3, 12),
+            "optimizer.max_grad_norm": (0.1,),
+            "loss.beta": (0.05,),
+            "loss.importance_sampling": ("none",),
+        },
         dtype="float32",
     ),
 }

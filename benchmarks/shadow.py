@@ -28,6 +28,7 @@ from journeywork.statistics import Sample
 from pipeline.config import ModelConfig, NatsConfig, OutsideConfig
 from tests.conftest import NatsServer
 from tests.kits.scoring_server import ScoringServer
+from tests.kits.services import serving
 from tests.rollout_gateway.conftest import GatewayProcess, gateways
 from tests.rollout_gateway.fake_vllm import FakeVllm
 
@@ -66,9 +67,8 @@ async def block(gateway: GatewayProcess, client: httpx.AsyncClient, outside: str
     return medians
 
 
-async def measure(folder: Path, pairs: int) -> dict[str, Any]:
-    nats, server = NatsServer(folder / "nats"), SlowVllm()
-    nats.start()
+async def measure(folder: Path, nats: str, pairs: int) -> dict[str, Any]:
+    server = SlowVllm()
     await server.start()
     out: dict[str, Any] = {"pairs": pairs, "calls": CALLS, "delay_ms": 1000 * DELAY_S}
     async with ScoringServer(lambda request: "hi", DELAY_S).run() as provider, httpx.AsyncClient(timeout=60) as client:
@@ -76,7 +76,7 @@ async def measure(folder: Path, pairs: int) -> dict[str, Any]:
             OutsideConfig(name=arm, url=provider.url, apprentice="tictactoe", shadow_percent=100.0 * (arm == ARMS[1]))
             for arm in ARMS
         )
-        with gateways(folder, NatsConfig(url=nats.url), (ModelConfig(name="tictactoe"),)) as start:
+        with gateways(folder, NatsConfig(url=nats), (ModelConfig(name="tictactoe"),)) as start:
             gateway = await anyio.to_thread.run_sync(lambda: start(urls=(server.url,), outside=tables))
             blocks: list[dict[str, dict[str, float]]] = []
             for number in range(pairs + 1):  # the first warms up
@@ -86,7 +86,6 @@ async def measure(folder: Path, pairs: int) -> dict[str, Any]:
             out["shadows"] = [line for line in metrics if line.startswith("journeywork_shadows_total")]
             await anyio.to_thread.run_sync(gateway.stop)
     await server.stop()
-    nats.stop()
     for agent in ("outside", "policy"):
         differences = [pair["shadowed"][agent] - pair["plain"][agent] for pair in blocks[1:]]
         out[agent] = {arm: statistics.median(pair[arm][agent] for pair in blocks[1:]) for arm in ARMS}
@@ -99,8 +98,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks")
     parser.add_argument("--out", type=Path, default=RESULTS / "shadow.json")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-shadow-") as folder:
-        figures = anyio.run(measure, Path(folder), args.pairs)
+    with tempfile.TemporaryDirectory() as folder, serving(NatsServer(Path(folder, "nats"))) as nats:
+        figures = anyio.run(measure, Path(folder), nats.url, args.pairs)
     write_results(args.out, machine() | figures)
 
 

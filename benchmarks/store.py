@@ -9,6 +9,7 @@ backlog_peak_rss_mb       peak resident memory of that process; `early_peak_rss_
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import tempfile
 import time
@@ -18,13 +19,14 @@ from typing import Any
 import anyio
 import numpy as np
 
-from benchmarks.bench import RESULTS, machine, nats_server, peak_mb, write_results
+from benchmarks.bench import RESULTS, machine, peak_mb, write_results
 from pipeline.config import Config, NatsConfig, StoreConfig
 from pipeline.events import ExchangeRecorded, encode, pack_logprobs
 from pipeline.log.broker import Broker
 from store.lake.lake import lake_in
+from tests.conftest import NatsServer
 from tests.kits import events
-from tests.kits.services import service
+from tests.kits.services import service, serving
 
 TAG = "rollout.exchange"
 
@@ -60,12 +62,9 @@ async def fill_log(broker: Broker, count: int) -> int:
         headers = {"Nats-Msg-Id": f"bench/{name}/{i % 8}.0", "traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"}
         subject = f"rollout.exchange.bench.{name}"
         waiting.append(await broker.js.publish_async(subject, payloads[i % 256], headers=headers))
-        if len(waiting) == 2_000:
-            for future in waiting:
-                await future
+        if len(waiting) == 2_000 or i == count - 1:
+            await asyncio.gather(*waiting)
             waiting = []
-    for future in waiting:
-        await future
     return len(payloads[0])
 
 
@@ -75,7 +74,7 @@ async def write_rate(url: str, broker: Broker, run_dir: Path, backlog: int) -> t
     config = Config(run_dir=str(run_dir), nats=NatsConfig(url=url), store=StoreConfig(compact_s=3600.0))
     with service("store", config) as (process, _):
         began, early = time.perf_counter(), 0.0
-        while left := await _left(broker):
+        while left := await broker.lag("store-rollouts"):
             await anyio.sleep(0.2)  # asking the server costs it more than this process may
             if left > backlog * 4 / 5:
                 early = peak_mb(process)
@@ -86,13 +85,8 @@ async def write_rate(url: str, broker: Broker, run_dir: Path, backlog: int) -> t
     return backlog / took, early, peak
 
 
-async def _left(broker: Broker) -> int:
-    info = await broker.js.consumer_info("ROLLOUTS", "store-rollouts")
-    return int(info.num_pending or 0) + int(info.num_ack_pending or 0)
-
-
 async def measure(backlog: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, nats_server(Path(folder, "nats")) as server:
+    with tempfile.TemporaryDirectory() as folder, serving(NatsServer(Path(folder, "nats"))) as server:
         async with Broker.connect(NatsConfig(url=server.url)) as broker:
             size = await fill_log(broker, backlog)
             rate, early, peak = await write_rate(server.url, broker, Path(folder, "write"), backlog)

@@ -27,8 +27,9 @@ from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.running.plan import CPU_FLAGS, ONE_PROCESS, one_process_environment
-from tests.kits import certificates, clients, shared_servers
+from tests.kits import certificates, clients
 from tests.kits.quick_service import quick_consumers
+from tests.kits.services import serving
 
 # A module that many processes of tests import is compiled once, also where the shell says otherwise.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -290,7 +291,9 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer
     hold the port of one started by hand with the same arguments, which saves its start-up."""
     given = os.environ.get("JOURNEYWORK_TEST_VLLM")
     kind = InferenceDouble if DOUBLE else VllmServer
-    yield from shared_servers.run(kind(tmp_path_factory.mktemp("vllm"), int(given or 0)), given)
+    server = kind(tmp_path_factory.mktemp("vllm"), int(given or 0))
+    with contextlib.nullcontext(server) if given else serving(server):
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -299,7 +302,8 @@ def inference_double(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     if DOUBLE:
         yield request.getfixturevalue("vllm_server")
         return
-    yield from shared_servers.run(InferenceDouble(tmp_path_factory.mktemp("double")))
+    with serving(InferenceDouble(tmp_path_factory.mktemp("double"))) as server:
+        yield server
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,29 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from judge.feedback import feedback_on, hint_of
+from pipeline import events
 from pipeline.chat.conversations import build_conversations
 from pipeline.chat.sampling import Defaults
 from pipeline.commands.apprentice import best_runs
 from pipeline.config import Config, ConfigError, JudgeConfig, ModelConfig, OutsideConfig
-from pipeline.events import (
-    AnswersCompared,
-    Event,
-    ExchangeRecorded,
-    GroupScored,
-    Member,
-    ShadowAnswered,
-    SignalGiven,
-    TrajectoryCompleted,
-    decode,
-    encode,
-    pack_ids,
-    pack_logprobs,
-)
 from pipeline.log.messages import Place
 from pipeline.names import is_outside, outside_model, outside_version
 from store.datasets.rows import FORMATS, rows_of
 from store.datasets.runs import Run
 from tests.kits.settings import with_values
+from tests.store.kit import compared, shadow, signal
 from tests.trainer.kit import MODEL, exchange
 from trainer.batches.examples import make_examples
 from trainer.batches.groups import AdmittedGroup, GroupWithHistory
@@ -79,7 +68,7 @@ class Log:
     """The events of some runs, and which version each numbered answer is by."""
 
     def __init__(self, told: Sequence[Told]) -> None:
-        self.events: list[Event] = []
+        self.events: list[events.Event] = []
         self.by: dict[int, str] = {}
         for number, run in enumerate(told):
             self._run(f"r{number}", run)
@@ -89,8 +78,8 @@ class Log:
         self.by[number] = version
         return number
 
-    def _put(self, event: Event) -> None:
-        self.events.append(decode(encode(event)))  # type: ignore[arg-type]
+    def _put(self, event: events.Event) -> None:
+        self.events.append(events.decode(events.encode(event)))  # type: ignore[arg-type]
 
     def _run(self, name: str, run: Told) -> None:
         messages: list[Any] = [{"role": "user", "content": "go"}]
@@ -100,42 +89,23 @@ class Log:
             reply = {"role": "assistant", "content": f"w{said}"}
             request, response = {"messages": list(messages)}, {"choices": [{"message": reply}]}
             # A faulty gateway records tokens of outside models, too.
-            self._put(
-                exchange(
-                    name,
-                    seq,
-                    prompt,
-                    [said],
-                    policy_version=version,
-                    request=msgspec.json.encode(request),
-                    response=msgspec.json.encode(response),
-                )
-            )
+            bodies = {"request": msgspec.json.encode(request), "response": msgspec.json.encode(response)}
+            self._put(exchange(name, seq, prompt, [said], policy_version=version, **bodies))
             prompt = [*prompt, said, 6]
             messages += [reply, {"role": "user", "content": "on"}]
-        names: dict[str, Any] = {**SHARED, "trajectory": name, "kind": "correction"}
+        corrected = partial(signal, name, model=MODEL, kind="correction", call=0)
         if run.corrected_by:
             text = f"w{self._say(run.corrected_by)}"
-            self._put(SignalGiven(**names, signal="c", call=0, text=text, by="op", source=run.corrected_by))
+            self._put(corrected(signal="c", text=text, source=run.corrected_by))
         if run.healed_by:
             text = f"w{self._say(run.healed_by)}"
-            self._put(SignalGiven(**names, signal="h", call=0, text=text, by=run.healed_by, source="healing"))
+            self._put(corrected(signal="h", text=text, by=run.healed_by, source="healing"))
         if run.shadowed:
             said = self._say("shadow")
-            about: dict[str, Any] = {"project": "p", "trajectory": name, "call": 0, "model": MODEL, "outside": "o"}
-            tokens = {"sampled_ids": pack_ids([said]), "logprobs": pack_logprobs([-1.0])}
             response = {"choices": [{"message": {"role": "assistant", "content": f"w{said}"}}]}
-            self._put(
-                ShadowAnswered(
-                    **about,
-                    policy_version=f"{MODEL}@1",
-                    step=1,
-                    response=msgspec.json.encode(response),
-                    same=False,
-                    **tokens,
-                )
-            )
-            self._put(AnswersCompared(**about, outside_score=0.0, apprentice_score=1.0))
+            tokens = {"sampled_ids": events.pack_ids([said]), "logprobs": events.pack_logprobs([-1.0])}
+            self._put(shadow(name, model=MODEL, response=msgspec.json.encode(response), **tokens))
+            self._put(compared(name, 0, 0.0, 1.0))
 
     async def read(self, event: type[Any], *, at_least: int = 0, **keys: Any) -> list[Any]:
         found = [e for e in self.events if isinstance(e, event)]
@@ -144,10 +114,10 @@ class Log:
     def of(self, event: type[Any], name: str) -> list[Any]:
         return [e for e in self.events if isinstance(e, event) and e.trajectory == name]  # type: ignore[attr-defined]
 
-    def scored(self, told: Sequence[Told]) -> GroupScored:
+    def scored(self, told: Sequence[Told]) -> events.GroupScored:
         """The group, with the hints that the judge makes of the signals."""
-        completed = [TrajectoryCompleted(**SHARED, trajectory=f"r{n}", exchanges=0) for n in range(len(told))]
-        signals = [e for e in self.events if isinstance(e, SignalGiven)]
+        completed = [events.TrajectoryCompleted(**SHARED, trajectory=f"r{n}", exchanges=0) for n in range(len(told))]
+        signals = [e for e in self.events if isinstance(e, events.SignalGiven)]
         given = [s for s in signals if s.source != "healing"]
         feedback = feedback_on(completed, given, JudgeConfig(), {})
         members = []
@@ -156,13 +126,13 @@ class Log:
             hints = feedback[name].hints if name in feedback else ()
             healed = tuple(hint_of(s) for s in signals if s.source == "healing" and s.trajectory == name)
             steps = {"first_step": 0, "last_step": 3, "exchanges": len(run.versions)}
-            members.append(Member(trajectory=name, reward=run.reward, hints=(*hints, *healed), **steps))
-        return GroupScored(**SHARED, judge="j", members=tuple(members))
+            members.append(events.Member(trajectory=name, reward=run.reward, hints=(*hints, *healed), **steps))
+        return events.GroupScored(**SHARED, judge="j", members=tuple(members))
 
     def to_export(self, told: Sequence[Told]) -> list[Run]:
         out = []
         for number, run in enumerate(told):
-            calls = self.of(ExchangeRecorded, name := f"r{number}")
+            calls = self.of(events.ExchangeRecorded, name := f"r{number}")
             by, conversations = tuple(sorted({e.policy_version for e in calls})), build_conversations(calls)[0]
             out.append(Run("p", name, "g", "t", MODEL, "train", "scored", run.reward, by, (b"",), conversations))
         return out
@@ -199,10 +169,10 @@ def test_a_step_and_a_data_set_have_only_what_may_train(prompts: HintedPrompts, 
     may = own | {number for number, version in log.by.items() if version == PERMITTED}
 
     trained = {int(token) for e in batch for token in e.sequence.ids[e.sequence.loss_mask]}
-    sampled = {n for e in log.events if isinstance(e, ExchangeRecorded) for n in numbers(e.response.decode())}
+    sampled = {n for e in log.events if isinstance(e, events.ExchangeRecorded) for n in numbers(e.response.decode())}
     assert trained == (own & sampled if batch else set()), "every token of the policy's calls, and no other"
 
-    asked = {(e.trajectory, e.seq): e.request.decode() for e in log.events if isinstance(e, ExchangeRecorded)}
+    asked = {(e.trajectory, e.seq): e.request.decode() for e in log.events if isinstance(e, events.ExchangeRecorded)}
     for run, of_call in read.history.teacher_prompts.items():
         for call, prompt in of_call.items():
             added = numbers(prompts._tokenizer.decode(prompt)) - numbers(asked[run, call])
@@ -211,7 +181,7 @@ def test_a_step_and_a_data_set_have_only_what_may_train(prompts: HintedPrompts, 
         for writer in filter(None, (run_told.corrected_by, run_told.healed_by)):
             prompt = read.history.teacher_prompts.get(f"r{number}", {}).get(0)
             text = "" if prompt is None else prompts._tokenizer.decode(prompt)
-            texts = [s.text for s in log.of(SignalGiven, f"r{number}") if s.version == writer]
+            texts = [s.text for s in log.of(events.SignalGiven, f"r{number}") if s.version == writer]
             assert all((text_of in text) is config.may_train(writer) for text_of in texts), "what is allowed is shown"
 
     for kind in FORMATS:
@@ -220,7 +190,7 @@ def test_a_step_and_a_data_set_have_only_what_may_train(prompts: HintedPrompts, 
         assert written <= (set() if kind == "prompts" else may)
         if kind == "sft":
             whole = [n for n, run in enumerate(told) if all(map(config.may_train, run.versions))]
-            calls = [call for n in whole for call in log.of(ExchangeRecorded, f"r{n}")]
+            calls = [call for n in whole for call in log.of(events.ExchangeRecorded, f"r{n}")]
             assert written == {number for call in calls for number in numbers(call.response.decode())}
 
 

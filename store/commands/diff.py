@@ -165,10 +165,6 @@ def compare(a: Rewards, b: Rewards) -> tuple[dict[str, Any], Rewards]:
     }, flipped
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("diff", "Compare two sets of verdicts over the same groups.")
     parser.add_argument("--a", required=True, help="such as branch=main")
@@ -201,7 +197,8 @@ def _run(args: argparse.Namespace) -> int:
         }
         sys.stdout.write(visible_json(msgspec.json.encode(result).decode()) + "\n")
     else:
-        sys.stdout.write("".join(f"{name:<24}{_figure(value)}\n" for name, value in result.items()))
+        for name, value in result.items():
+            sys.stdout.write(f"{name:<24}{'-' if value is None else f'{value:.6g}'}\n")
         for row in checkpoints:
             sys.stdout.write(
                 f"{row['project']}/{row['version']} was trained on {row['flipped']} of them, of {row['trajectories']} "

@@ -8,21 +8,19 @@ Each `--rubric` and each `--with` (settings in TOML: rewards, loss, teacher) is 
 them, and is the only one if there are no others. A variant is a branch of the log: the selected groups are replayed
 onto it, judged again if its settings are about judging, and trained, from a fresh adapter or from `--from`. Then the
 last version of each branch and one of `main` play the same held-out tasks, and the dashboard's page What if shows the
-differences with their intervals. The same question again goes on where it ended, and evaluates anew. A run that is
-stopped is started for as long as it takes, without its trainer and judge.
+differences with their intervals. The same question again goes on where it ended, and evaluates anew. The installation
+has to run; `journeywork up --services gateway,sampler,store` is enough.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,7 @@ from pipeline.events import CheckpointPublished, Variant, WhatIfAnswered
 from pipeline.log.broker import Broker
 from pipeline.names import branch_model, version_address, version_name
 from pipeline.running.gateway_api import KEY_VARIABLE, GatewayApi, GatewayError, connect
-from pipeline.running.installations import SETTINGS, find_installation, installation_settings, log_of
-from pipeline.running.state import read_state
+from pipeline.running.installations import find_installation, installation_settings, log_of
 from pipeline.terminal.parsers import add_overrides, command_parser
 from pipeline.terminal.printing import visible
 from store.commands.question import Plan, Question, as_flags, read_question
@@ -45,8 +42,6 @@ from store.commands.replay import StoredGroup, replay, select_groups
 from store.reading import sql
 from store.reading.options import run_command
 
-_SERVICES = "gateway,sampler,store"
-"""Beside the log and the inference server."""
 _KNOWN_WITHIN_S = 30.0
 """How long a gateway may take to read of a version."""
 _EVALUATION = ("rollout", "scenarios", "attempts", "limit", "concurrency")
@@ -66,41 +61,13 @@ def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
         groups = select_groups(connection, question.selection)
         if not groups:
             raise WhatIfError(f"no scored group of {run_dir} is selected by: {question.selection}")
-        with serving(config, run_dir, commands):
-            config = installation_settings(run_dir)
-            gateway = connect(argparse.Namespace(run_dir=str(config.run_dir), url=None, key=None))
-            # What the last step needs is checked before the first one.
-            commands.call("eval", question.model, "--dry-run", *_evaluation_flags(args), key=gateway.key)
-            anyio.run(_replay_groups, config, connection, groups, question)
-            for plan in question.plans:
-                _train(commands, question, plan)
-            return _compare(args, config, question, len(groups), commands, gateway)
-
-
-@contextlib.contextmanager
-def serving(config: Config, run_dir: Path, commands: Commands) -> Iterator[None]:
-    """Have the installation serve its versions: it runs already, or it is started, without trainer and judge, for as
-    long as the block takes. Raises `WhatIfError` if it does not come up."""
-    state = read_state(run_dir)
-    if state is not None and state.running:
-        yield
-        return
-    # The settings of the last start name the servers that it started for itself: they are to start again.
-    nats, vllm = config.nats, config.vllm
-    own = [
-        *(["nats.url="] if nats.url in ("", f"nats://127.0.0.1:{nats.port}") else []),
-        *(["vllm.urls=[]"] if vllm.urls == (f"http://127.0.0.1:{vllm.port}",) else []),
-    ]
-    up = commands.start("up", "--config", str(run_dir / SETTINGS), "--services", _SERVICES, *as_flags(own))
-    try:
-        while (state := read_state(run_dir)) is None or not (state.pid == up.pid and state.ready):
-            if up.poll() is not None:
-                raise commands.failure(f"{run_dir} could not be started")
-            time.sleep(0.2)
-        yield
-    finally:
-        up.send_signal(signal.SIGINT)
-        up.wait()
+        # What the last step needs is checked before the first one.
+        gateway = connect(argparse.Namespace(run_dir=str(run_dir), url=None, key=None))
+        commands.call("eval", question.model, "--dry-run", *_evaluation_flags(args), key=gateway.key)
+        anyio.run(_replay_groups, config, connection, groups, question)
+        for plan in question.plans:
+            _train(commands, question, plan)
+        return _compare(args, config, question, len(groups), commands, gateway)
 
 
 async def _replay_groups(
@@ -210,35 +177,27 @@ class Commands:
         self._run = ["--run-dir", str(run_dir)]
         self.log = run_dir / "logs" / "what-if.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._began = 0
-        """Bytes of the log before the last command."""
-
-    def start(self, name: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
-        """Start a command. A Ctrl-C on this one does not reach it, unless `options` (of `Popen`) say so."""
-        command = [sys.executable, "-m", "pipeline", name, *self._run, *flags]
-        with self.log.open("a") as log:
-            self._began = log.tell()
-            given: dict[str, Any] = {"stdout": log, "start_new_session": True, **options}
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, text=True, **given)
 
     def call(self, name: str, *flags: str, key: str = "") -> str:
-        """Run a command to its end, and return its output. Raises `WhatIfError` if it fails."""
+        """Run a command to its end, and return its output. Raises `WhatIfError`, with its last error, else its last
+        line, if it fails."""
+        command = [sys.executable, "-m", "pipeline", name, *self._run, *flags]
         env = {**os.environ, **({KEY_VARIABLE: key} if key else {})}
-        with self.start(name, *flags, stdout=subprocess.PIPE, start_new_session=False, env=env) as process:
-            printed = process.communicate()[0]
         with self.log.open("a") as log:
-            log.write(printed)
-        if process.returncode:
-            raise self.failure(f"`journeywork {name}` ended with status {process.returncode}")
-        return printed
-
-    def failure(self, what: str) -> WhatIfError:
-        """Return an error with the last error of the last command, else its last line."""
-        text = self.log.read_bytes()[self._began :].decode("utf-8", "replace")
-        lines = [line for line in text.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("journeywork")]
-        last = (errors or lines or ["it printed nothing"])[-1]
-        return WhatIfError(f"{what}: {last} ({self.log} has all that it printed)")
+            began = log.tell()
+            ended = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=env, check=False
+            )
+        with self.log.open("a") as log:
+            log.write(ended.stdout)
+        if ended.returncode:
+            text = self.log.read_bytes()[began:].decode("utf-8", "replace")
+            lines = [line for line in text.splitlines() if line.strip()]
+            errors = [line for line in lines if line.startswith("journeywork")]
+            last = (errors or lines or ["it printed nothing"])[-1]
+            what = f"`journeywork {name}` ended with status {ended.returncode}"
+            raise WhatIfError(f"{what}: {last} ({self.log} has all that it printed)")
+        return ended.stdout
 
 
 def _line(name: str, measure: Mapping[str, Any]) -> str:

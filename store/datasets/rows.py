@@ -62,21 +62,14 @@ def _sft(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
         replies = [*conversation.sampled]
         if replies:
             messages = _messages(conversation)[: replies[-1] + 1]
-            yield {
-                "messages": messages,
-                "replies": replies,
-                **_tools(conversation),
-                "run": run.trajectory,
-                "task": run.key,
-            }
+            yield {"messages": messages, "replies": replies, **_about(conversation, run)}
 
 
 def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     means = {name: fmean(r.reward or 0.0 for r in members) for name, members in _groups(runs).items()}
     runs = _with_reward(runs, left_out)
     differ = [run for run in runs if abs((run.reward or 0.0) - means[run.compared_in]) > REWARD_TOLERANCE]
-    if ties := len(runs) - len(differ):
-        left_out["a run whose reward is its group's mean"] += ties
+    left_out.update(["a run whose reward is its group's mean"] * (len(runs) - len(differ)))
     for run, conversation in _conversations(differ, left_out):
         messages = _messages(conversation)
         for place in filter(None, conversation.sampled):
@@ -84,9 +77,7 @@ def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
                 "prompt": messages[:place],
                 "completion": [messages[place]],
                 "label": (run.reward or 0.0) > means[run.compared_in],
-                **_tools(conversation),
-                "run": run.trajectory,
-                "task": run.key,
+                **_about(conversation, run),
             }
 
 
@@ -104,21 +95,14 @@ def _dpo(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
             "prompt": preferred[:same],
             "chosen": replies[0],
             "rejected": replies[1],
-            **_tools(better.conversations[0]),
-            "runs": [better.trajectory, worse.trajectory],
-            "task": better.key,
+            **_about(better.conversations[0], better, worse),
         }
 
 
 def _reward(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     for better, worse in _pairs(runs, left_out):
-        yield {
-            "chosen": _messages(better.conversations[0]),
-            "rejected": _messages(worse.conversations[0]),
-            **_tools(better.conversations[0]),
-            "runs": [better.trajectory, worse.trajectory],
-            "task": better.key,
-        }
+        chosen, rejected = (_messages(r.conversations[0]) for r in (better, worse))
+        yield {"chosen": chosen, "rejected": rejected, **_about(better.conversations[0], better, worse)}
 
 
 FORMATS: Mapping[str, Callable[[Sequence[Run], Counter[str]], Iterator[Row]]] = {
@@ -131,10 +115,8 @@ FORMATS: Mapping[str, Callable[[Sequence[Run], Counter[str]], Iterator[Row]]] = 
 
 def _with_reward(runs: Sequence[Run], left_out: Counter[str]) -> list[Run]:
     """The runs that have a reward; the others are counted in `left_out`."""
-    scored = [run for run in runs if run.reward is not None]
-    if lacking := len(runs) - len(scored):
-        left_out["a run without a reward"] += lacking
-    return scored
+    left_out.update("a run without a reward" for run in runs if run.reward is None)
+    return [run for run in runs if run.reward is not None]
 
 
 def _groups(runs: Sequence[Run]) -> dict[tuple[str, str, str], list[Run]]:
@@ -211,5 +193,8 @@ def _call(call: Any) -> dict[str, Any]:
     return {"type": "function", "id": str(call.get("id") or ""), "function": named}
 
 
-def _tools(conversation: Conversation) -> dict[str, str]:
-    return {"tools": msgspec.json.encode(conversation.tools).decode()} if conversation.tools else {}
+def _about(conversation: Conversation, *runs: Run) -> Row:
+    """The columns that every format has: tools, if the conversation has any, the run or runs, and the task."""
+    names = [run.trajectory for run in runs]
+    tools = {"tools": msgspec.json.encode(conversation.tools).decode()} if conversation.tools else {}
+    return {**tools, **({"runs": names} if names[1:] else {"run": names[0]}), "task": runs[0].key}

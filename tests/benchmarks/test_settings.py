@@ -31,10 +31,5 @@ def test_a_run_of_the_grid_is_a_row_and_a_dot(monkeypatch: pytest.MonkeyPatch) -
 def test_every_variant_is_a_setting(name: str) -> None:
     task = TASKS[name]
     for changes in task.variants:
-        config = configured(task, changes, 0, 1)
-        for changed, value in changes.items():
-            if changed == "group_size":
-                assert value in task.groups
-            else:
-                table, key = changed.split(".")
-                assert getattr(getattr(config, table), key) == value
+        configured(task, changes, 0, 1)  # raises for what is no setting
+    assert task.groups.keys() >= set(task.changes["group_size"])

@@ -31,7 +31,7 @@ def test_the_commands_exist() -> None:
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    fill(folder, run_of_one_step())
+    fill(folder, *run_of_one_step())
     return folder
 
 

@@ -61,7 +61,7 @@ def history() -> dict[str, Event]:
 
 def findings(folder: Path, events: dict[str, Event], part: str = "") -> dict[str, int]:
     """What the queries find whose name has this part, with its count."""
-    fill(folder, list(events.values()))
+    fill(folder, *events.values())
     asked = counting({name: query for name, query in NEVER.items() if part in name})
     with sql.connect(folder) as connection:
         return {name: count for name, count in connection.sql(asked).fetchall() if count}

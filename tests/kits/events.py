@@ -25,20 +25,10 @@ def exchange(
     trajectory: str = "t1", seq: int = 0, prompt: Sequence[int] = (1, 2), sampled: Sequence[int] = (3,), **more: Any
 ) -> ExchangeRecorded:
     """A call with these token ids. Each sampled token has the logprob -0.5."""
-    values: dict[str, Any] = {
-        "project": "p",
-        "trajectory": trajectory,
-        "seq": seq,
-        "model": "m",
-        "policy_version": "m@0",
-        "step": 0,
-        "request": b"{}",
-        "response": b"{}",
-        "prompt_ids": pack_ids(prompt),
-        "sampled_ids": pack_ids(sampled),
-        "logprobs": pack_logprobs([-0.5] * len(sampled)),
-    }
-    return ExchangeRecorded(**(values | more))
+    values: dict[str, Any] = {"project": "p", "trajectory": trajectory, "seq": seq, "request": b"{}", "response": b"{}"}
+    values |= {"model": "m", "policy_version": "m@0", "step": 0}
+    values |= {"prompt_ids": pack_ids(prompt), "sampled_ids": pack_ids(sampled)}
+    return ExchangeRecorded(**(values | {"logprobs": pack_logprobs([-0.5] * len(sampled))} | more))
 
 
 def completed(trajectory: str = "t1", **more: Any) -> TrajectoryCompleted:
@@ -46,19 +36,9 @@ def completed(trajectory: str = "t1", **more: Any) -> TrajectoryCompleted:
 
 
 def checkpoint(step: int = 1, model: str = "m", **more: Any) -> CheckpointPublished:
-    values: dict[str, Any] = {
-        "project": "p",
-        "model": model,
-        "step": step,
-        "version": f"{model}@{step}",
-        "parent": f"{model}@{step - 1}",
-        "batch_id": f"b{step}",
-        "groups": (),
-        "config_hash": "c",
-        "adapter": f"a{step}",
-        "adapter_sha256": f"{step}",
-        "adapter_bytes": 1,
-    }
+    values: dict[str, Any] = {"project": "p", "model": model, "step": step, "version": f"{model}@{step}"}
+    values |= {"parent": f"{model}@{step - 1}", "batch_id": f"b{step}", "groups": (), "config_hash": "c"}
+    values |= {"adapter": f"a{step}", "adapter_sha256": f"{step}", "adapter_bytes": 1}
     return CheckpointPublished(**(values | more))
 
 

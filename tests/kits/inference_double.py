@@ -102,13 +102,9 @@ class Double:
             messages = body["messages"]
             if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
                 raise RefusalError(400, "messages: a list with at least one message", param="messages")
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                [_with_parsed_arguments(m) for m in messages],
-                tools=body.get("tools"),
-                add_generation_prompt=body.get("add_generation_prompt", True),
-                tokenize=True,
-                return_dict=False,
-            )
+            said, begun = [_with_parsed_arguments(m) for m in messages], body.get("add_generation_prompt", True)
+            options = {"add_generation_prompt": begun, "tokenize": True, "return_dict": False}
+            ids: list[int] = self.tokenizer.apply_chat_template(said, tools=body.get("tools"), **options)
             return ids
         prompt = body.get("prompt")
         if isinstance(prompt, str):
@@ -186,6 +182,11 @@ class Double:
         tops = [entry(self.tokenizer.decode([i]), logprob) for i, logprob in ranked]
         return {**entry(token.text, token.logprob), "top_logprobs": tops}
 
+    def likeliest(self, token: Token, count: int) -> dict[str, float]:
+        """Return texts and logprobs of the likeliest other candidates."""
+        ranked = sorted(token.others.items(), key=lambda pair: -pair[1])[:count]
+        return {self.tokenizer.decode([i]): logprob for i, logprob in ranked}
+
 
 def _finish(tokens: list[Token], end: int) -> tuple[str, str]:
     """Return text and finish reason of a complete reply."""
@@ -212,7 +213,7 @@ def _message(text: str, tools: Any) -> dict[str, Any]:
 
 
 def build(double: Double) -> Starlette:
-    ids = (f"{secrets.token_hex(4)}{n}" for n in itertools.count())
+    names = (f"{secrets.token_hex(4)}{n}" for n in itertools.count())
     end = double.tokenizer.eos_token_id
 
     async def read(request: Request) -> dict[str, Any]:
@@ -227,7 +228,7 @@ def build(double: Double) -> Starlette:
     def head(body: dict[str, Any], kind: str) -> dict[str, Any]:
         prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
         return {
-            "id": prefix + (body.get("request_id") or next(ids)),
+            "id": prefix + (body.get("request_id") or next(names)),
             "object": kind,
             "created": int(time.time()),
             "model": body.get("model", double.name),
@@ -250,24 +251,19 @@ def build(double: Double) -> Starlette:
             sampled += len(tokens)
             text, reason = _finish(tokens, end)
             message = _message(text, body.get("tools"))
-            choices.append(
-                {
-                    "index": number,
-                    "message": message,
-                    "logprobs": {"content": [double.shown(t, top) for t in tokens]} if logprobs else None,
-                    "finish_reason": "tool_calls" if message["tool_calls"] and reason == "stop" else reason,
-                    "stop_reason": None,
-                    **({"token_ids": [t.id for t in tokens]} if ids_too else {}),
-                }
-            )
-        told = {"prompt_token_ids": prompt} if ids_too else {}
-        return JSONResponse(
-            {**head(body, "chat.completion"), "choices": choices, "usage": usage(prompt, sampled), **told}
-        )
+            if message["tool_calls"] and reason == "stop":
+                reason = "tool_calls"
+            shown = {"content": [double.shown(t, top) for t in tokens]} if logprobs else None
+            choice = {"index": number, "message": message, "logprobs": shown, "finish_reason": reason}
+            ids = {"token_ids": [t.id for t in tokens]} if ids_too else {}
+            choices.append({**choice, "stop_reason": None, **ids})
+        told = {"usage": usage(prompt, sampled), **({"prompt_token_ids": prompt} if ids_too else {})}
+        return JSONResponse({**head(body, "chat.completion"), "choices": choices, **told})
 
     async def stream_chat(body: dict[str, Any], prompt: list[int], room: int) -> AsyncIterator[str]:
         shared, ids_too = head(body, "chat.completion.chunk"), bool(body.get("return_token_ids"))
         options, sampled = body.get("stream_options") or {}, 0
+        top = int(body.get("top_logprobs") or 0)
 
         def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
             return f"data: {json.dumps({**shared, 'choices': choices, **more})}\n\n"
@@ -282,16 +278,10 @@ def build(double: Double) -> Starlette:
                 sampled += 1
                 ended = token.id == end
                 reason = "stop" if ended else "length" if count == room else None
-                entry = {
-                    "index": number,
-                    "delta": {"content": "" if ended else token.text},
-                    "logprobs": {"content": [double.shown(token, int(body.get("top_logprobs") or 0))]}
-                    if body.get("logprobs")
-                    else None,
-                    "finish_reason": reason,
-                    **({"token_ids": [token.id]} if ids_too else {}),
-                }
-                yield chunk([entry])
+                shown = {"content": [double.shown(token, top)]} if body.get("logprobs") else None
+                delta = {"content": "" if ended else token.text}
+                entry = {"index": number, "delta": delta, "logprobs": shown, "finish_reason": reason}
+                yield chunk([entry | ({"token_ids": [token.id]} if ids_too else {})])
         if options.get("include_usage"):
             yield chunk([], usage=usage(prompt, sampled))
         yield "data: [DONE]\n\n"
@@ -307,43 +297,25 @@ def build(double: Double) -> Starlette:
             tokens = list(double.sample(body, prompt, double.check(body, prompt), number))
             sampled += len(tokens)
             text, reason = _finish(tokens, end)
-            asked = body.get("logprobs")
             entry: dict[str, Any] = {"index": len(choices), "text": text, "finish_reason": reason, "stop_reason": None}
-            entry["logprobs"] = (
-                None
-                if asked is None
-                else {
+            entry["logprobs"] = None
+            if (asked := body.get("logprobs")) is not None:
+                top_logprobs = [double.likeliest(token, asked) | {token.text: token.logprob} for token in tokens]
+                entry["logprobs"] = {
                     "tokens": [t.text for t in tokens],
                     "token_logprobs": [t.logprob for t in tokens],
                     "text_offset": [],
-                    "top_logprobs": [
-                        {
-                            double.tokenizer.decode([i]): p
-                            for i, p in sorted(t.others.items(), key=lambda o: -o[1])[:asked]
-                        }
-                        | {t.text: t.logprob}
-                        for t in tokens
-                    ],
+                    "top_logprobs": top_logprobs,
                 }
-            )
             entry["prompt_logprobs"] = double.prompt_logprobs(body, prompt)
-            choices.append(
-                entry | ({"token_ids": [t.id for t in tokens], "prompt_token_ids": prompt} if ids_too else {})
-            )
-        return JSONResponse(
-            {
-                **head(body, "text_completion"),
-                "choices": choices,
-                "usage": usage([i for ids in prompts for i in ids], sampled),
-            }
-        )
+            told = {"token_ids": [t.id for t in tokens], "prompt_token_ids": prompt} if ids_too else {}
+            choices.append(entry | told)
+        used = usage([i for ids in prompts for i in ids], sampled)
+        return JSONResponse({**head(body, "text_completion"), "choices": choices, "usage": used})
 
     async def models(_: Request) -> Response:
-        cards = [{"id": double.name, "object": "model", "root": double.name, "parent": None}]
-        cards += [
-            {"id": name, "object": "model", "root": root, "parent": double.name}
-            for name, root in double.adapters.items()
-        ]
+        served = [(double.name, double.name, None), *((n, root, double.name) for n, root in double.adapters.items())]
+        cards = [{"id": name, "object": "model", "root": root, "parent": parent} for name, root, parent in served]
         return JSONResponse({"object": "list", "data": cards})
 
     async def load(request: Request) -> Response:
@@ -383,9 +355,6 @@ def build(double: Double) -> Starlette:
     async def metrics(_: Request) -> Response:
         return Response(f"process_start_time_seconds {started:.3f}\n")
 
-    async def version(_: Request) -> Response:
-        return JSONResponse({"version": "double"})
-
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, RefusalError)
         return JSONResponse(error.body, error.status)
@@ -394,7 +363,6 @@ def build(double: Double) -> Starlette:
         routes=[
             Route("/health", health),
             Route("/metrics", metrics),
-            Route("/version", version),
             Route("/v1/models", models),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),

@@ -24,6 +24,7 @@ from examples.common.history import rows
 from pipeline.log.broker import Broker
 from pipeline.running.installations import installation_settings, log_of
 from tests.conftest import InferenceDouble
+from tests.kits.services import serving
 
 ROOT = Path(__file__).parents[2]
 JOURNEYWORK = [sys.executable, "-m", "pipeline"]
@@ -133,13 +134,11 @@ def started(
 @contextmanager
 def up(folder: Path, run_dir: Path, *flags: str, settings: Sequence[str] = SMALL, cwd: Path = ROOT) -> Iterator[Up]:
     """As `started`, before a double of its own."""
-    double = InferenceDouble(folder)
-    double.start()
-    try:
-        with started(folder, run_dir, *flags, "--vllm-url", double.url, settings=settings, cwd=cwd) as running:
-            yield running
-    finally:
-        double.stop()
+    with (
+        serving(InferenceDouble(folder)) as double,
+        started(folder, run_dir, *flags, "--vllm-url", double.url, settings=settings, cwd=cwd) as running,
+    ):
+        yield running
 
 
 def run_groups(url: str, name: str, count: int, finished: list[str]) -> None:

@@ -72,24 +72,14 @@ class LangfuseReceiver:
 
     def take_spans(self, body: bytes) -> None:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            about = {a.key: _value(a.value) for a in resource.resource.attributes}
-            for scope in resource.scope_spans:
-                for s in scope.spans:
-                    span = Span(
-                        s.trace_id.hex(),
-                        s.span_id.hex(),
-                        s.parent_span_id.hex(),
-                        s.name,
-                        s.kind,
-                        s.start_time_unix_nano,
-                        s.end_time_unix_nano,
-                        s.status.message,
-                        {a.key: _value(a.value) for a in s.attributes},
-                        [(e.name, {a.key: _value(a.value) for a in e.attributes}) for e in s.events],
-                        [(k.trace_id.hex(), k.span_id.hex()) for k in s.links],
-                        about,
-                    )
-                    self.spans[span.trace, span.id] = span
+            about = _attributes(resource.resource)
+            for s in (span for scope in resource.scope_spans for span in scope.spans):
+                ids = s.trace_id.hex(), s.span_id.hex(), s.parent_span_id.hex()
+                times = s.start_time_unix_nano, s.end_time_unix_nano
+                events = [(event.name, _attributes(event)) for event in s.events]
+                to = [(link.trace_id.hex(), link.span_id.hex()) for link in s.links]
+                span = Span(*ids, s.name, s.kind, *times, s.status.message, _attributes(s), events, to, about)
+                self.spans[span.trace, span.id] = span
 
     def answer(self, target: str, body: bytes) -> tuple[int, Any]:
         """Status and body of a POST request of the API."""
@@ -112,11 +102,13 @@ class LangfuseReceiver:
         self.scores[body["id"]] = body
 
 
+def _attributes(holder: Any) -> dict[str, Any]:
+    return {attribute.key: _value(attribute.value) for attribute in holder.attributes}
+
+
 def _value(value: Any) -> Any:
     kind = value.WhichOneof("value")
-    if kind == "array_value":
-        return [_value(v) for v in value.array_value.values]
-    return getattr(value, kind)
+    return [_value(v) for v in value.array_value.values] if kind == "array_value" else getattr(value, kind)
 
 
 @contextmanager

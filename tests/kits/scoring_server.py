@@ -195,22 +195,12 @@ class ScoringServer:
             return text, _error(self.refusal)
         if isinstance(text, bytes):
             return 200, text
-        size = sum(len(str(m["content"])) for m in request["messages"])
-        usage = {
-            "prompt_tokens": size // 4,
-            "completion_tokens": len(text) // 4,
-            "total_tokens": (size + len(text)) // 4,
-        }
-        return 200, {
-            "id": f"chatcmpl-{self.calls}",
-            "object": "chat.completion",
-            "created": 0,
-            "model": request["model"],
-            "choices": [
-                {"index": 0, "finish_reason": self.finish_reason, "message": {"role": "assistant", "content": text}}
-            ],
-            "usage": usage,
-        }
+        prompt, reply = sum(len(str(m["content"])) for m in request["messages"]) // 4, len(text) // 4
+        usage = {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "finish_reason": self.finish_reason, "message": message}
+        head = {"id": f"chatcmpl-{self.calls}", "object": "chat.completion", "created": 0, "model": request["model"]}
+        return 200, {**head, "choices": [choice], "usage": usage}
 
 
 def _error(message: str) -> dict[str, Any]:

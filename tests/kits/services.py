@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import psutil
 
@@ -16,6 +17,24 @@ from pipeline.config import Config
 from pipeline.config import save as save_config
 
 ROOT = Path(__file__).parents[2]
+
+
+class Startable(Protocol):
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+S = TypeVar("S", bound=Startable)
+
+
+@contextlib.contextmanager
+def serving(server: S) -> Iterator[S]:
+    """Run a server within the block."""
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @contextlib.contextmanager

@@ -59,21 +59,9 @@ class Upstream(ScoringServer):
         sampled = [self._rng.randrange(2, self._vocabulary) for _ in range(3)]
         name = f"chatcmpl-{asked['request_id']}"
         self.said[name] = sampled
-        text = "".join(chr(60 + t - 2) for t in sampled)
-        return {
-            "id": name,
-            "object": "chat.completion",
-            "created": 0,
-            "model": asked["model"],
-            "prompt_token_ids": prompt,
-            "choices": [
-                {
-                    "index": 0,
-                    "finish_reason": "stop",
-                    "token_ids": sampled,
-                    "message": {"role": "assistant", "content": text},
-                    "logprobs": {"content": [{"token": "x", "logprob": -3.0, "top_logprobs": []} for _ in sampled]},
-                }
-            ],
-            "usage": {"prompt_tokens": len(prompt), "completion_tokens": 3, "total_tokens": len(prompt) + 3},
-        }
+        message = {"role": "assistant", "content": "".join(chr(60 + t - 2) for t in sampled)}
+        logprobs = {"content": [{"token": "x", "logprob": -3.0, "top_logprobs": []} for _ in sampled]}
+        choice = {"index": 0, "finish_reason": "stop", "token_ids": sampled, "message": message, "logprobs": logprobs}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": 3, "total_tokens": len(prompt) + 3}
+        head = {"id": name, "object": "chat.completion", "created": 0, "model": asked["model"]}
+        return {**head, "prompt_token_ids": prompt, "choices": [choice], "usage": usage}

@@ -27,24 +27,15 @@ _TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-_TEXT = {
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": VOCABULARY[END_OF_TURN],
-    "pad_token_id": 0,
-}
+_SIZES = {"hidden_size": 64, "intermediate_size": 128}
+_HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+_TOKENS = {"bos_token_id": None, "eos_token_id": VOCABULARY[END_OF_TURN], "pad_token_id": 0}
+_TEXT = _SIZES | _HEADS | _TOKENS | {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": len(VOCABULARY)}
+_TEXT |= {"max_position_embeddings": 2048, "tie_word_embeddings": True}
 _QWEN_TEXT = _TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10_000.0}}
-_VISION = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14}
+_VISION = _SIZES | {"patch_size": 14}
 _QWEN_VISION = _VISION | {"depth": 2, "num_heads": 2, "out_hidden_size": 64}
-_CLIP_VISION = _VISION | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
+_CLIP_VISION = _VISION | _HEADS | {"image_size": 56}
 _QWEN = {
     "image_token_id": VOCABULARY[IMAGE],
     "video_token_id": VOCABULARY[VIDEO],
@@ -73,17 +64,10 @@ _CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "vision_config": _CLIP_VISION | {"model_type": "clip_vision_model", "projection_dim": 64},
     },
 }
-_IMAGES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 56, "width": 56}}
-_QWEN_IMAGES = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "min_pixels": 3136,
-    "max_pixels": 12_544,
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-}
+_COLORS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_IMAGES = _COLORS | {"size": {"height": 56, "width": 56}}
+_QWEN_IMAGES = _COLORS | {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12_544}
+_QWEN_IMAGES |= {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma3": _IMAGES | {"image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 4},
     "llava": _IMAGES | {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 56, "width": 56}},

@@ -23,10 +23,10 @@ from pipeline.config import Config, FeedbackConfig, GatewayConfig, ModelConfig, 
 from pipeline.config import save as save_config
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer, free_port
-from tests.kits import shared_servers
 from tests.kits.clients import closed_after_test
 from tests.kits.events import checkpoint
 from tests.kits.sampler import SamplerThread
+from tests.kits.services import serving
 from tests.kits.settings import with_values
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.forks import ForkedGateway
@@ -180,14 +180,12 @@ def gateway(start_gateway: StartGateway) -> GatewayProcess:
 @contextmanager
 def shared(folder: Path, url: str, **settings: Any) -> Iterator[GatewayProcess]:
     """A gateway with a log of its own, at `config.nats`, before the inference server at `url`."""
-    nats = NatsServer(folder)
-    nats.start()
-    try:
-        models = (ModelConfig(name="tictactoe", base=str(VllmServer.base)),)
-        with gateways(folder, NatsConfig(url=nats.url), models, (url,), **settings) as start:
-            yield start()
-    finally:
-        nats.stop()
+    models = (ModelConfig(name="tictactoe", base=str(VllmServer.base)),)
+    with (
+        serving(NatsServer(folder)) as nats,
+        gateways(folder, NatsConfig(url=nats.url), models, (url,), **settings) as start,
+    ):
+        yield start()
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +208,8 @@ def long_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     # The model was made for 1,024 positions; beyond them its rotary embedding has to be computed first.
     long = ("--max-model-len", "32768", "--hf-overrides", '{"max_position_embeddings": 32768}')
     server = VllmServer(folder, int(given or 0), (*long, "--chat-template", str(folder / "template.jinja")))
-    yield from shared_servers.run(server, given)
+    with contextlib.nullcontext(server) if given else serving(server):
+        yield server
 
 
 LONG = pytest.mark.xdist_group("vllm with long prompts")

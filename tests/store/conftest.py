@@ -25,21 +25,13 @@ def running_store(nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.M
     async def run(
         alarms: AlarmsConfig | None = None, *, budget: BudgetConfig | None = None, **settings: Any
     ) -> AsyncIterator[Config]:
-        config = Config(
-            run_dir=str(tmp_path),
-            nats=nats_config,
-            store=StoreConfig(**({"flush_s": 0.2} | settings)),
-            alarms=alarms or AlarmsConfig(every_s=3600.0),
-            budget=budget or BudgetConfig(),
-        )
+        store = StoreConfig(**({"flush_s": 0.2} | settings))
+        checks: dict[str, Any] = {"alarms": alarms or AlarmsConfig(every_s=3600.0), "budget": budget or BudgetConfig()}
+        config = Config(run_dir=str(tmp_path), nats=nats_config, store=store, **checks)
         (tmp_path / "store").mkdir(exist_ok=True)
         ready = anyio.Event()
-
-        def on_ready(**_: str | int | float) -> None:
-            ready.set()
-
         async with anyio.create_task_group() as tg:
-            tg.start_soon(serve, config, on_ready)
+            tg.start_soon(serve, config, lambda **_: ready.set())
             await ready.wait()
             yield config
             tg.cancel_scope.cancel()
@@ -51,7 +43,7 @@ def running_store(nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.M
 def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with a history of one step. A test that changes it takes a copy."""
     folder = tmp_path_factory.mktemp("history")
-    fill(folder, run_of_one_step())
+    fill(folder, *run_of_one_step())
     return folder
 
 

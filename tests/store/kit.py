@@ -6,179 +6,143 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pyarrow as pa
+import pytest
 from pyarrow import fs
 
-from pipeline import streams
+from pipeline import events, streams
 from pipeline.config import Config
 from pipeline.errors import BrokerError
-from pipeline.events import (
-    AlarmChanged,
-    AnswersCompared,
-    Event,
-    ExchangeRecorded,
-    GroupDiscarded,
-    GroupScored,
-    JudgeMeasured,
-    Measure,
-    Member,
-    PolicyEvaluated,
-    PolicyPromoted,
-    Score,
-    ShadowAnswered,
-    SignalGiven,
-    TaskResult,
-    TeacherAnswered,
-    TrajectoryOpened,
-    Variant,
-    Verdict,
-    WhatIfAnswered,
-    pack_ids,
-    pack_logprobs,
-    pack_seqs,
-    schema,
-    wire_name,
-)
 from pipeline.log.broker import Broker
 from store.lake import columns
 from store.lake.commits import transaction_id
 from store.lake.lake import Lake, lake_in
-from tests.kits import events
 from tests.kits.events import checkpoint as checkpoint
-from tests.kits.events import completed, letter, loaded
+from tests.kits.events import completed as completed
+from tests.kits.events import exchange as exchange_of
+from tests.kits.events import letter, loaded
+from tests.kits.events import opened as opened
 
 StoreProcess = Callable[..., AbstractAsyncContextManager[Config]]
 ACK_WAIT_S = 0.3
 """Of the consumers of stores that die: they start at once, forked."""
 
 
-def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> ExchangeRecorded:
+def exchange(trajectory: str, seq: int = 0, step: int = 0, **more: Any) -> events.ExchangeRecorded:
     request = b'{"messages": [{"role": "system", "content": "play"}, {"role": "user", "content": "go %d"}]}' % seq
     response = b'{"choices": [{"message": {"role": "assistant", "content": "x"}}]}'
     values: dict[str, Any] = {"policy_version": f"m@{step}", "step": step, "group": "g0", "started_at": 1_000_000}
-    values |= {"request": request, "response": response, "logprobs": pack_logprobs([-0.5, -0.25])}
-    return events.exchange(trajectory, seq, [1, 2, seq], [3, 4], **(values | more))
+    values |= {"request": request, "response": response, "logprobs": events.pack_logprobs([-0.5, -0.25])}
+    return exchange_of(trajectory, seq, [1, 2, seq], [3, 4], **(values | more))
 
 
-def scored(group: str, rewards: Mapping[str, float], member: Mapping[str, Any] = {}, **more: Any) -> GroupScored:
+def scored(group: str, rewards: Mapping[str, float], member: Mapping[str, Any] = {}, **more: Any) -> events.GroupScored:
     """A scored group with these rewards by trajectory; `member`: fields of each member."""
-    members = tuple(Member(trajectory=name, reward=reward, **member) for name, reward in rewards.items())
-    return GroupScored(group=group, members=members, **{"project": "p", "model": "m", "judge": "j", **more})
+    members = tuple(events.Member(trajectory=name, reward=reward, **member) for name, reward in rewards.items())
+    return events.GroupScored(group=group, members=members, **{"project": "p", "model": "m", "judge": "j", **more})
 
 
-def discarded(group: str, reason: Any, *trajectories: str, by: Any = "trainer", **more: Any) -> GroupDiscarded:
-    return GroupDiscarded(project="p", group=group, model="m", trajectories=trajectories, reason=reason, by=by, **more)
+def verdict(scores: Mapping[str, float] = {}, explanations: Mapping[str, str] = {}, **more: Any) -> events.Verdict:
+    """What a judge said of these trajectories."""
+    said = tuple(events.Score(trajectory=t, score=s, explanation=explanations.get(t, "")) for t, s in scores.items())
+    values: dict[str, Any] = {"judge_model": "judge/1", "rubric": "general", "rubric_hash": "h"}
+    return events.Verdict(**(values | {"scores": said, "order": tuple(scores)} | more))
 
 
-def shadow(trajectory: str, call: int = 0, **more: Any) -> ShadowAnswered:
+def discarded(group: str, reason: Any, *trajectories: str, **more: Any) -> events.GroupDiscarded:
+    values: dict[str, Any] = {"project": "p", "group": group, "model": "m", "by": "trainer"}
+    return events.GroupDiscarded(**(values | {"trajectories": trajectories, "reason": reason} | more))
+
+
+def signal(trajectory: str, **more: Any) -> events.SignalGiven:
+    values = {"project": "p", "trajectory": trajectory, "model": "m", "group": "g", "signal": "s", "by": "me"}
+    return events.SignalGiven(**(values | more))
+
+
+def promoted(version: str = "m@1", **more: Any) -> events.PolicyPromoted:
+    return events.PolicyPromoted(**({"project": "p", "model": "m", "version": version, "request": "q"} | more))
+
+
+def evaluated(entrant: str, *measures: events.Measure, **more: Any) -> events.PolicyEvaluated:
+    values: dict[str, Any] = {"project": "p", "evaluation": "e", "entrant": entrant, "model": "m", "version": entrant}
+    return events.PolicyEvaluated(**(values | {"measures": measures} | more))
+
+
+def what_if_answered(*variants: events.Variant, **more: Any) -> events.WhatIfAnswered:
+    values: dict[str, Any] = {"project": "p", "model": "m", "question": "q", "baseline": "m@1", "evaluation": "e"}
+    return events.WhatIfAnswered(**(values | {"variants": variants, "groups": 1} | more))
+
+
+def shadow(trajectory: str, call: int = 0, **more: Any) -> events.ShadowAnswered:
     """An apprentice's answer that differs from that of `exchange`."""
-    values: dict[str, Any] = {
-        "project": "p",
-        "trajectory": trajectory,
-        "call": call,
-        "model": "m",
-        "policy_version": "m@1",
-        "step": 1,
-        "outside": "master",
-        "response": b'{"choices": [{"message": {"role": "assistant", "content": "y"}}]}',
-        "sampled_ids": pack_ids([3, 4]),
-        "logprobs": pack_logprobs([-0.5, -0.25]),
-        "same": False,
-        "started_at": 1_000_000,
-    }
-    return ShadowAnswered(**(values | more))
+    response = b'{"choices": [{"message": {"role": "assistant", "content": "y"}}]}'
+    values: dict[str, Any] = {"project": "p", "trajectory": trajectory, "call": call, "model": "m", "outside": "master"}
+    values |= {"policy_version": "m@1", "step": 1, "response": response, "same": False, "started_at": 1_000_000}
+    values |= {"sampled_ids": events.pack_ids([3, 4]), "logprobs": events.pack_logprobs([-0.5, -0.25])}
+    return events.ShadowAnswered(**(values | more))
 
 
-def compared(trajectory: str, call: int, outside: float, apprentice: float) -> AnswersCompared:
+def compared(trajectory: str, call: int, outside: float, apprentice: float) -> events.AnswersCompared:
     scores = {"outside_score": outside, "apprentice_score": apprentice}
-    return AnswersCompared(project="p", trajectory=trajectory, call=call, model="m", outside="master", **scores)
+    return events.AnswersCompared(project="p", trajectory=trajectory, call=call, model="m", outside="master", **scores)
 
 
-def run_of_one_step() -> list[Event]:
+def run_of_one_step() -> list[events.Event]:
     """Two trajectories of two calls, their group, its step, its load, and an event of every other kind."""
-    made: list[Event] = []
+    made: list[events.Event] = []
     for name in ("t0", "t1"):
-        made.append(TrajectoryOpened(project="p", trajectory=name, model="m", group="g0", task="win"))
+        ended: dict[str, Any] = {"reward": float(name == "t0"), "rewards": {"win": 1.0}, "metrics": {"turns": 2.0}}
+        made.append(opened(name, group="g0", task="win"))
         made += [exchange(name, seq) for seq in range(2)]
-        made.append(
-            completed(
-                name, group="g0", exchanges=2, reward=float(name == "t0"), rewards={"win": 1.0}, metrics={"turns": 2.0}
-            )
-        )
-    scores = (Score(trajectory="t0", score=0.9, explanation="wins"), Score(trajectory="t1", score=0.1))
-    verdict = Verdict(
-        judge_model="judge/1",
-        rubric="general",
-        rubric_hash="h",
-        order=("t1", "t0"),
-        cost_usd=0.25,
-        prompt_tokens=10,
-        completion_tokens=5,
-        scores=scores,
-    )
-    said_by: dict[str, Any] = {"project": "p", "model": "m", "group": "g0", "by": "me"}
+        made.append(completed(name, group="g0", exchanges=2, **ended))
+    cost: dict[str, Any] = {"order": ("t1", "t0"), "cost_usd": 0.25, "prompt_tokens": 10, "completion_tokens": 5}
+    said = verdict({"t0": 0.9, "t1": 0.1}, {"t0": "wins"}, **cost)
+    label = {"group": "g0", "signal": "me:2", "name": "label", "source": "dashboard"}
+    measure, task = events.Measure(name="reward", mean=0.5, count=1), events.TaskResult(task="t", reward=0.5)
+    likeliest: dict[str, Any] = {
+        "top_k": 2,
+        "top_ids": events.pack_ids([3, 4]),
+        "top_logprobs": events.pack_logprobs([-0.5, -1.5]),
+    }
     return [
         *made,
-        scored("g0", {"t0": 1.0, "t1": 0.0}, {"exchanges": 2}, task="win", verdicts=(verdict,)),
-        checkpoint(1, groups=("g0",), group_seqs=pack_seqs([1]), metrics={"loss": 0.5}),
+        scored("g0", {"t0": 1.0, "t1": 0.0}, {"exchanges": 2}, task="win", verdicts=(said,)),
+        checkpoint(1, groups=("g0",), group_seqs=events.pack_seqs([1]), metrics={"loss": 0.5}),
         loaded(),
-        PolicyPromoted(project="p", model="m", version="m@1", request="q"),
-        AlarmChanged(project="p", alarm="dead_letters", state="raised", since=1_000_000),
-        PolicyEvaluated(
-            project="p",
-            evaluation="e",
-            entrant="m@1",
-            model="m",
-            version="m@1",
-            runs=1,
-            measures=(Measure(name="reward", mean=0.5, count=1),),
-            tasks=(TaskResult(task="t", reward=0.5),),
-        ),
-        WhatIfAnswered(
-            project="p",
-            model="m",
-            question="q",
-            groups=1,
-            baseline="m@1",
-            evaluation="e",
-            variants=(Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "stricter"}', groups=1),),
+        promoted(),
+        events.AlarmChanged(project="p", alarm="dead_letters", state="raised", since=1_000_000),
+        evaluated("m@1", measure, runs=1, tasks=(task,)),
+        what_if_answered(
+            events.Variant(branch="b", version="m+b@1", settings='{"judge.rubric": "stricter"}', groups=1)
         ),
         discarded("g9", "stale", "t8", "t9", duration_s=4.0),
-        SignalGiven(trajectory="t0", signal="me:1", call=1, value=1.0, source="api", **said_by),
-        *(
-            SignalGiven(trajectory=t, signal="me:2", name="label", value=v, text=said, source="dashboard", **said_by)
-            for t, v, said in (("t0", 1.0, "wins"), ("t1", 0.0, ""))
-        ),
-        TeacherAnswered(
-            project="p",
-            trajectory="t0",
-            teacher="big",
-            logprobs=pack_logprobs([-0.5]),
-            top_k=2,
-            top_ids=pack_ids([3, 4]),
-            top_logprobs=pack_logprobs([-0.5, -1.5]),
-            requests=1,
-            tokens=9,
+        signal("t0", group="g0", signal="me:1", call=1, value=1.0, source="api"),
+        signal("t0", value=1.0, text="wins", **label),
+        signal("t1", value=0.0, **label),
+        events.TeacherAnswered(
+            project="p", trajectory="t0", teacher="big", logprobs=events.pack_logprobs([-0.5]), **likeliest
         ),
         shadow("t0"),
         compared("t0", 0, 1.0, 0.5),
-        JudgeMeasured(project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1),
+        events.JudgeMeasured(
+            project="p", kind="groups", judge="j", model="judge/1", ruler="default", position_bias=0.1
+        ),
         letter(7, project="p", payload=b"\xc1"),
     ]
 
 
-async def publish(broker: Broker, events: Iterable[Event]) -> None:
-    for event in events:
+async def publish(broker: Broker, new: Iterable[events.Event]) -> None:
+    for event in new:
         await broker.publish(event)
 
 
-def fill(where: Path | Lake, events: list[Event]) -> Lake:
-    """The store of a run directory, or the lake, to which `events` are added: one file a tag, sequences counted per
+def fill(where: Path | Lake, *new: events.Event) -> Lake:
+    """The store of a run directory, or the lake, to which events are added: one file a tag, sequences counted per
     stream."""
     lake = lake_in(where / "store") if isinstance(where, Path) else where
     counts: dict[str, int] = {}
@@ -186,9 +150,9 @@ def fill(where: Path | Lake, events: list[Event]) -> Lake:
         stream = streams.stream_of_subject(table.tag)
         last = delta.transaction_version(transaction_id(table.tag)) if (delta := table.snapshot()) else 0
         counts[stream] = max(counts.get(stream, 0), last or 0)
-    by_tag: dict[str, list[tuple[int, Event]]] = {}
-    for event in events:
-        tag = wire_name(event)
+    by_tag: dict[str, list[tuple[int, events.Event]]] = {}
+    for event in new:
+        tag = events.wire_name(event)
         stream = streams.stream_of_subject(tag)
         counts[stream] = counts.get(stream, 0) + 1
         by_tag.setdefault(tag, []).append((counts[stream], event))
@@ -200,13 +164,9 @@ def fill(where: Path | Lake, events: list[Event]) -> Lake:
     return lake
 
 
-def stored(folder: Path, tag: str) -> list[int]:
-    """Stream sequences of all rows, sorted."""
-    return sequences(lake_in(folder), tag)
-
-
-def sequences(lake: Lake, tag: str) -> list[int]:
-    """Stream sequences of all rows, sorted."""
+def stored(where: Path | Lake, tag: str) -> list[int]:
+    """Stream sequences of all rows in a lake, or in the folder of one, sorted."""
+    lake = where if isinstance(where, Lake) else lake_in(where)
     return sorted(s for t in tables(lake, tag) for s in t["log_seq"].to_pylist())
 
 
@@ -224,22 +184,26 @@ def files_there(lake: Lake, tag: str) -> set[str]:
 async def until_acked(broker: Broker, within_s: float = 60) -> None:
     """Waits until the store's consumers have nothing pending and nothing unacknowledged."""
     with anyio.fail_after(within_s):
-        for spec in [s for s in streams.CONSUMERS if s.name.startswith("store-")]:
-            while True:
-                try:
-                    info = await broker.consumer_info(spec)
-                except BrokerError:
-                    continue  # about to be made anew
-                if not info.num_pending and not info.num_ack_pending:
-                    break
-                await anyio.sleep(0.02)
+        while True:
+            with suppress(BrokerError):  # a consumer is about to be made anew
+                if not await broker.lag("store-"):
+                    return
+            await anyio.sleep(0.02)
+
+
+async def until_waiting(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+    """Wait until a store says that it can't write. Returns the fields of the log line."""
+    with anyio.fail_after(60):
+        while not (said := [r for r in caplog.records if r.getMessage() == "events not written; trying again"]):
+            await anyio.sleep(0.02)
+    return dict(said[0].fields)  # type: ignore[attr-defined]
 
 
 def stored_events(lake: Lake) -> Counter[tuple[str, int]]:
     """(stream, sequence) of every row of every file that readers see."""
     found: Counter[tuple[str, int]] = Counter()
-    for tag in schema.tables():
-        found.update((streams.stream_of_subject(tag), s) for s in sequences(lake, tag))
+    for tag in events.schema.tables():
+        found.update((streams.stream_of_subject(tag), s) for s in stored(lake, tag))
     return found
 
 

@@ -3,7 +3,6 @@ its cause."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,10 @@ from pipeline.log.messages import Place
 from store.lake.lake import lake_in
 from store.lake.storage import write_parquet
 from store.lake.writer import WriteBatch, Writer
-from tests.store.kit import StoreProcess, exchange, publish, stored, until_acked
+from tests.store.kit import StoreProcess, exchange, publish, stored, until_acked, until_waiting
 
 pytestmark = pytest.mark.anyio
 TAG = "rollout.exchange"
-
-
-def said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
-    """Fields of the log lines with this event."""
-    return [r.fields for r in caplog.records if r.getMessage() == event]  # type: ignore[attr-defined]
-
-
-async def until_said(caplog: pytest.LogCaptureFixture, event: str) -> dict[str, Any]:
-    with anyio.fail_after(60):
-        while not said(caplog, event):
-            await anyio.sleep(0.02)
-    return said(caplog, event)[0]
 
 
 async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
@@ -45,7 +32,6 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO)
     monkeypatch.setattr("store.lake.writer._RETRY_S", 0.05)
 
     def to_a_full_disk(_: str, tag: str, tables: Iterable[pa.Table]) -> None:
@@ -55,7 +41,7 @@ async def test_a_full_disk_is_said_and_what_waited_is_written_once_it_has_room(
     async with Broker.connect(nats_config) as broker:
         await publish(broker, [exchange("t", seq) for seq in range(20)])
         async with running_store(flush_rows=20, flush_s=60.0):  # all of them at once
-            fields = await until_said(caplog, "events not written; trying again")
+            fields = await until_waiting(caplog)
             assert str(tmp_path / "store") in fields["folder"]
             assert "20 events" in fields["detail"]
             assert await broker.lag("store-rollouts") == 20

@@ -14,7 +14,6 @@ from deltalake import DeltaTable, write_deltalake
 from deltalake.exceptions import CommitFailedError
 
 from pipeline.config import StoreConfig
-from pipeline.events import TrajectoryOpened
 from store.erasure.in_lake import Rewriter
 from store.erasure.plan import Plan
 from store.lake import columns
@@ -24,10 +23,10 @@ from store.lake.maintenance import Maintenance
 from store.lake.storage import LOG, DamagedFileError
 from store.lake.table import EventTable
 from store.reading import sql
-from tests.store.kit import exchange, files_there, sequences
+from tests.store.kit import exchange, files_there, opened, stored
 
 TAG = "rollout.exchange"
-QUICK = StoreConfig(compact_files=3, compact_grace_s=0.0)
+QUICK, PATIENT = (StoreConfig(compact_files=3, compact_grace_s=grace_s) for grace_s in (0.0, 60.0))
 
 
 def write_files(lake: Lake, files: int, rows: int = 5, start: int = 1, at: int = 1_000) -> None:
@@ -47,24 +46,20 @@ def seqs(run_dir: Path) -> list[int]:
         return [r[0] for r in connection.sql("SELECT stream_seq FROM exchanges ORDER BY 1").fetchall()]
 
 
-def on_disk(lake: Lake) -> set[str]:
-    return files_there(lake, TAG)
-
-
 def test_merged_files_stay_for_those_who_listed_them(lake: Lake, tmp_path: Path) -> None:
     write_files(lake, 4)
     before = sql.connect(tmp_path)
-    upkeep = Maintenance(lake, msgspec.structs.replace(QUICK, compact_grace_s=60.0))
+    upkeep = Maintenance(lake, PATIENT)
     upkeep.once()
-    assert (len(on_disk(lake)), len(lake.names(TAG))) == (5, 1)
+    assert (len(files_there(lake, TAG)), len(lake.names(TAG))) == (5, 1)
     assert before.sql("SELECT count(*) FROM exchanges").fetchall() == [(20,)]
     assert seqs(tmp_path) == list(range(1, 21))
     upkeep.once()
-    assert len(on_disk(lake)) == 5
+    assert len(files_there(lake, TAG)) == 5
     before.close()
     write_files(lake, 4, start=21)
     Maintenance(lake, QUICK).once()
-    assert on_disk(lake) == set(lake.names(TAG))
+    assert files_there(lake, TAG) == set(lake.names(TAG))
     assert seqs(tmp_path) == list(range(1, 41))
 
 
@@ -76,7 +71,7 @@ def test_a_file_that_no_commit_names_is_deleted_once_it_is_old(lake: Lake, tmp_p
     then = time.time() - 3 * 86_400
     os.utime(folder / "old.parquet", (then, then))
     Maintenance(lake, QUICK).once()
-    assert on_disk(lake) == {*lake.names(TAG), "young.parquet"}
+    assert files_there(lake, TAG) == {*lake.names(TAG), "young.parquet"}
 
 
 def test_a_reader_that_asks_all_the_time_never_sees_a_row_twice_or_not(lake: Lake, tmp_path: Path) -> None:
@@ -111,7 +106,7 @@ def test_what_is_too_old_is_let_go(lake: Lake, tmp_path: Path) -> None:
     write_files(lake, 2, start=11, at=now)
     Maintenance(lake, StoreConfig(keep_days=5.0, compact_grace_s=0.0)).once()
     assert seqs(tmp_path) == list(range(11, 21))
-    assert len(on_disk(lake)) == 2
+    assert len(files_there(lake, TAG)) == 2
 
 
 def test_a_checkpoint_shortens_the_journal_and_keeps_the_position(
@@ -125,10 +120,10 @@ def test_a_checkpoint_shortens_the_journal_and_keeps_the_position(
     assert len(list(Path(lake.storage.uri(TAG), LOG).glob("*.json"))) <= 2
     again = lake_in(tmp_path / "store")
     write_files(again, 9)  # the first eight come again
-    assert sequences(again, TAG) == list(range(1, 46))
+    assert stored(again, TAG) == list(range(1, 46))
     assert DeltaTable(lake.storage.uri(TAG)).transaction_version("store-rollouts/0") == 45
     write_files(lake, 9)  # the journal that this one knew is gone
-    assert sequences(lake, TAG) == list(range(1, 46))
+    assert stored(lake, TAG) == list(range(1, 46))
 
 
 def test_a_table_of_a_newer_version_is_not_merged(lake: Lake) -> None:
@@ -138,14 +133,14 @@ def test_a_table_of_a_newer_version_is_not_merged(lake: Lake) -> None:
     Maintenance(lake, QUICK).once()
     assert len(lake.names(TAG)) == 4
     write_files(lake, 1, start=21)
-    assert sequences(lake, TAG) == list(range(1, 26))
+    assert stored(lake, TAG) == list(range(1, 26))
 
 
 def test_an_erasure_during_which_another_process_merges_erases_all_and_doubles_nothing(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(lake, 4)
-    merger = Maintenance(lake, msgspec.structs.replace(QUICK, compact_grace_s=60.0))
+    merger = Maintenance(lake, PATIENT)
 
     def merge(point: str) -> None:
         # After the commit of the first replaced file, before the erasure reads the newest version.
@@ -168,8 +163,7 @@ def test_a_table_with_a_damaged_file_is_not_merged_and_the_others_are(lake: Lake
     path.write_bytes(content[:4] + b"\0" * (len(content) // 2) + content[4 + len(content) // 2 :])
     other = "rollout.opened"
     for seq in range(1, 5):
-        opened = TrajectoryOpened(project="p", trajectory=f"t{seq}", model="m", group="")
-        lake.append(other, columns.table(other, [opened], [seq], [seq], [""]))
+        lake.append(other, columns.table(other, [opened(f"t{seq}")], [seq], [seq], [""]))
     maintenance = Maintenance(lake, QUICK)
     maintenance.once()
     assert maintenance.damaged == {TAG: str(path)}
@@ -195,7 +189,7 @@ def test_of_two_merges_of_the_same_files_one_is_refused(
     lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(lake, 4)
-    first, second, late = (EventTable(lake.storage, TAG), EventTable(lake.storage, TAG), Maintenance(lake, QUICK))
+    first, second, late = EventTable(lake.storage, TAG), EventTable(lake.storage, TAG), Maintenance(lake, QUICK)
     due = late._files_to_merge(second, 1 << 20)
     write_files(lake, 1, start=21)  # new rows refuse no merge
     assert Maintenance(lake, QUICK)._merge(first)

@@ -13,13 +13,12 @@ from examples.tictactoe.agent import play as play_game
 from journeywork import AsyncJourneywork, Trajectory
 from pipeline.config import Config, ConfigError, DistillConfig, ModelConfig, TeacherConfig, TrainerConfig, load, save
 from pipeline.running.installations import SETTINGS
-from pipeline.running.state import read_state
 from store.commands.question import Question, read_question
 from store.commands.what_if import _parser
 from store.showing.pages.history import History
 from store.showing.pages.what_if import what_if
 from tests.conftest import VllmServer
-from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, Up, program, started
+from tests.kits.installation import JOURNEYWORK, ROOT, SMALL, program, started
 from tests.kits.settings import with_values
 
 GAMES = ["--rollout", "examples.tictactoe.held_out:play", "--scenarios", "examples.tictactoe.held_out:batches"]
@@ -119,13 +118,9 @@ async def play(url: str) -> None:
         assert not [error for group in groups for error in group.exceptions]
 
 
-def until_scored(running: Up) -> None:
-    running.until(lambda: running.query("SELECT count(*) AS n FROM groups")[0]["n"] >= 12)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_one_command_from_a_run_that_has_ended_to_the_page(tmp_path: Path, inference_double: VllmServer) -> None:
+def test_one_command_from_a_run_to_the_page(tmp_path: Path, inference_double: VllmServer) -> None:
     run_dir = tmp_path / "run"
     settings = [*SMALL, "judge.group_size=4", "trainer.max_steps=1", "store.flush_s=0.2"]
     config = str(ROOT / "examples" / "tictactoe" / "journeywork.toml")
@@ -139,16 +134,17 @@ def test_one_command_from_a_run_that_has_ended_to_the_page(tmp_path: Path, infer
     flags = ["--config", config, "--run-dir", str(run_dir), "--vllm-url", inference_double.url]
     with started(tmp_path, run_dir, *flags, settings=settings) as running:
         anyio.run(play, running.url)
-        until_scored(running)
+        running.until(lambda: running.query("SELECT count(*) AS n FROM groups")[0]["n"] >= 12)
         running.until_step(1)
         with pytest.raises(AssertionError, match="held_out' has no 'none'") as refused:
             program([*ask, "--scenarios", "examples.tictactoe.held_out:none"], ROOT)
         assert "replayed" not in str(refused.value)  # before anything is trained
 
-    said = program(ask, ROOT)  # starts the run, which is stopped, and stops it again
+    with pytest.raises(AssertionError, match="is stopped"):
+        program(ask, ROOT)
+    with started(tmp_path, run_dir, *flags, "--services", "gateway,sampler,store", settings=settings):
+        said = program(ask, ROOT)
     assert "difference" in said
-    state = read_state(run_dir)
-    assert state is None or not state.running
     with contextlib.closing(History(Config(run_dir=str(run_dir)))) as history:
         (row,) = what_if(history, {})["rows"]
         assert history.rows("SELECT * FROM dead") == []

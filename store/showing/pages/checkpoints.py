@@ -54,7 +54,7 @@ _VERSIONS = """
 
 def checkpoints(history: History, query: Query) -> dict[str, Any]:
     """Checkpoints, by model and branch."""
-    return list_page(history, query, _CHECKPOINTS, _COLUMNS, model="model = $model", branch="branch = $branch")
+    return list_page(history, query, _CHECKPOINTS, _COLUMNS, equal=("model", "branch"))
 
 
 def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def decisions(history: History, query: Query) -> dict[str, Any]:
     source = "(SELECT *, log_seq AS stream_seq FROM policy_promoted)"
     columns = {"when": '"at"', "model": "model", "decision": "action", "version": "version", "by": '"by"'}
     return {
-        **list_page(history, query, source, columns, model="model = $model"),
+        **list_page(history, query, source, columns),
         "models": models(history),
         "versions": history.rows(_VERSIONS),
     }

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, get_args, get_type_hints
 
 from pipeline.events import GroupDiscarded
-from store.showing.pages import chat
+from store.showing.pages import chat, lists
 from store.showing.pages.errors import PageError
 from store.showing.pages.history import History, Row
-from store.showing.pages.lists import TASK_OR_GROUP, Query, branch_of, is_one_of, list_page, numbered_parameters
 from store.showing.pages.overview import branches
 from store.showing.pages.trajectories import add_decisions
 
@@ -33,23 +32,19 @@ _OF = "project = $project AND model = $model AND group_id = $group AND branch = 
 _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE last_step = $step)"
 
 
-def groups(history: History, query: Query) -> dict[str, Any]:
+def groups(history: History, query: lists.Query) -> dict[str, Any]:
     """Groups, those of training first. `query` may filter them by model, branch, split, status, reason, task, policy
     step, and whether their rewards differ."""
-    rows = list_page(
+    rows = lists.list_page(
         history,
         query,
         "groups",
         _COLUMNS,
         first="split = 'train'",
         choices=_CHOICES,
-        model="model = $model",
-        branch="branch = $branch",
-        split="split = $split",
-        status="status = $status",
-        reason="reason = $reason",
+        equal=("model", "branch", "split", "status", "reason"),
         signal="has_signal = ($signal = 'yes')",
-        task=TASK_OR_GROUP,
+        task=lists.TASK_OR_GROUP,
         step=_AT_STEP,
     )
     add_tasks(history, rows["rows"])
@@ -65,19 +60,19 @@ def add_tasks(history: History, rows: list[Row]) -> None:
         WHERE seq = 0 AND """
     calls = history.rows(
         f"""SELECT group_id, arg_min(request, trajectory) AS request FROM (
-              {first} {is_one_of('"group"', without)} UNION ALL {first} {is_one_of("trajectory", without)}
+              {first} {lists.is_one_of('"group"', without)} UNION ALL {first} {lists.is_one_of("trajectory", without)}
             ) GROUP BY 1""",  # noqa: S608
-        numbered_parameters(without),
+        lists.numbered_parameters(without),
     )
     tasks = {row["group_id"]: chat.task_text(row["request"]) for row in calls}
     for row in rows:
         row["task"] = row["task"] or tasks.get(row["group_id"], "")
 
 
-def group(history: History, name: str, query: Query) -> dict[str, Any]:
+def group(history: History, name: str, query: lists.Query) -> dict[str, Any]:
     """The members of a group: reward, components, the judge's words, the last reply, signals. If several models have a
     group of this name, `query` may name the model and its project; `others` are those that are not shown."""
-    named = {"group": name, "branch": branch_of(query)}
+    named = {"group": name, "branch": lists.branch_of(query)}
     scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", named)
     played = history.rows(
         """SELECT * FROM trajectories WHERE group_id = $group OR (group_id = '' AND trajectory = $group)
@@ -111,11 +106,7 @@ def group(history: History, name: str, query: Query) -> dict[str, Any]:
         "waits_until": max((run["waits_until"] for run in waiting if run["waits_until"]), default=None),
         "members": members,
         **_conversations(calls, best, worst),
-        "trained_in": history.rows(
-            """SELECT version, step, branch FROM checkpoints
-               WHERE project = $project AND model = $model AND list_contains(groups, $group) ORDER BY step""",
-            selection,
-        ),
+        "trained_in": history.rows(lists.TRAINED_IN, selection),
     }
 
 
@@ -151,8 +142,8 @@ def _calls(history: History, members: list[str]) -> dict[str, Row]:
     rows = history.rows(
         f"""SELECT trajectory, arg_min(request, (seq, choice)) AS first, arg_max(request, (seq, -choice)) AS last,
               arg_max(response, (seq, -choice)) AS response
-            FROM exchanges WHERE {is_one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
-        numbered_parameters(members),
+            FROM exchanges WHERE {lists.is_one_of("trajectory", members)} GROUP BY 1""",  # noqa: S608
+        lists.numbered_parameters(members),
     )
     return {row["trajectory"]: row for row in rows}
 

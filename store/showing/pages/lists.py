@@ -18,6 +18,9 @@ PAGE = 50
 """Rows of one page of a list."""
 TASK_OR_GROUP = "(contains(lower(task), lower($task)) OR contains(lower(group_id), lower($task)))"
 """A condition for `list_page`: the text `task` is in the task or in the group's id."""
+TRAINED_IN = """SELECT version, step, branch FROM checkpoints
+    WHERE project = $project AND model = $model AND list_contains(groups, $group) ORDER BY step"""
+"""The checkpoints that were trained on a group."""
 _LAST_PAGE = 199
 """A list goes so far: the database keeps all rows up to those that are shown."""
 
@@ -30,6 +33,7 @@ def list_page(
     key: str = "",
     first: str = "true",
     choices: Mapping[str, Collection[str]] | None = None,
+    equal: Iterable[str] = ("model",),
     **conditions: str,
 ) -> Row:
     """Rows of `source`, SQL text of this program that can follow FROM.
@@ -38,12 +42,13 @@ def list_page(
     names none; there, rows for which `first` holds come before others. `key`: a column that tells rows apart; then only
     it is sorted, and the rest read afterwards. `choices`: the values that a filter can have, for filters that have few.
     `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
-    `stream_seq` makes the order definite. `conditions`: filters by parameter, SQL with `$<parameter>`.
-    Raises `PageError` for a parameter with another value."""
+    `stream_seq` makes the order definite. `equal`: columns that a parameter of their name must equal; `conditions`:
+    other filters by parameter, SQL with `$<parameter>`. Raises `PageError` for a parameter with another value."""
     sort = query.get("sort") or "-" + next(iter(columns))
     column, down = sort.removeprefix("-"), sort.startswith("-")
     if column not in columns:
         raise PageError(400, f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{column[:40]} and so on.")
+    conditions |= {name: f"{name} = ${name}" for name in equal}
     used = _filters(query, conditions, choices or {})
     where = " AND ".join(conditions[name] for name in used) or "true"
     page = _page(query)

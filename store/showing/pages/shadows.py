@@ -24,9 +24,7 @@ _COLUMNS = {"when": "answered_at", "task": "task", "logprob": "mean_logprob"}
 
 def shadows(history: History, query: Query) -> dict[str, Any]:
     """Agreement by task and version, with intervals over runs, and the calls where the apprentice was worse."""
-    worse = list_page(
-        history, query, "(FROM shadows WHERE NOT as_good)", _COLUMNS, model="model = $model", task="task = $task"
-    )
+    worse = list_page(history, query, "(FROM shadows WHERE NOT as_good)", _COLUMNS, equal=("model", "task"))
     for row in worse["rows"]:
         row["task"] = row["task"] or chat.task_text(row["request"])
         row["answers"] = [chat.shown_reply(row[name], 0) for name in ("outside_response", "response")]

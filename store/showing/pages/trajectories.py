@@ -13,10 +13,9 @@ import numpy as np
 
 from pipeline.chat.sampling import NO_DEFAULTS, Defaults, Untrained, loss_mask, sampling_of, untrained_reason
 from pipeline.config import Config, ConfigError, TrainerConfig
-from store.showing.pages import chat
+from store.showing.pages import chat, lists
 from store.showing.pages.errors import PageError
 from store.showing.pages.history import History, Row
-from store.showing.pages.lists import TASK_OR_GROUP, Query, as_step, is_one_of, list_page, numbered_parameters
 
 _COLUMNS = {
     "began": "opened_at",
@@ -45,36 +44,28 @@ _SAYS = f"""(contains(lower(trajectory || ' ' || coalesce(task, '')), lower($tex
     WHERE contains(lower(request), {_TEXT}) OR contains(lower(response), {_TEXT})))
 """  # noqa: S608
 """The text is in the run's id or task, or in the JSON of one of its calls."""
-_SIBLINGS = """
-    SELECT trajectory FROM (
-      SELECT project, model, "group", trajectory, attempt FROM rollout_opened
-      UNION ALL SELECT project, model, "group", trajectory, attempt FROM rollout_completed
-    ) WHERE project = $project AND model = $model AND "group" = $group
-    GROUP BY trajectory ORDER BY min(attempt), trajectory
-"""
 CALLS = 20
 """Calls of a trajectory that one page shows."""
 
 Decode = Callable[[int], str]
 
 
-def trajectories(history: History, query: Query) -> dict[str, Any]:
+def trajectories(history: History, query: lists.Query) -> dict[str, Any]:
     """Trajectories by task or group, outcome, split, policy step, text, reward, day of opening (UTC) and the person
     whom their metadata names. `waits_until`: the time (UTC) until which the group of a run with the outcome `waits`
     waits for feedback; `None` where no such time is known."""
     by_reward = (query.get("sort") or "").endswith("reward") or query.get("least") or query.get("most")
     outcomes = {"waits": _UNDECIDED, "scored": f"outcome = 'scored' AND NOT ({_UNDECIDED})"}
-    page = list_page(
+    page = lists.list_page(
         history,
         query,
         _REWARDED if by_reward else "trajectories",
         _COLUMNS,
         key="trajectory",
         choices=_CHOICES,
-        model="model = $model",
-        split="split = $split",
+        equal=("model", "split"),
         group="group_id = $group",
-        task=TASK_OR_GROUP,
+        task=lists.TASK_OR_GROUP,
         outcome=outcomes.get(query.get("outcome", ""), "outcome = $outcome"),
         step="last_step = try_cast($step AS BIGINT)",
         text=_SAYS,
@@ -95,11 +86,11 @@ def add_decisions(history: History, runs: list[Row]) -> None:
     rows = (
         history.rows(
             f"""SELECT project, model, group_id, trajectory, reward FROM rewards
-            WHERE branch = 'main' AND {is_one_of("group_id", groups)}
+            WHERE branch = 'main' AND {lists.is_one_of("group_id", groups)}
             UNION ALL
             SELECT project, model, "group", '', NULL FROM group_discarded
-            WHERE branch = 'main' AND {is_one_of('"group"', groups)}""",  # noqa: S608
-            numbered_parameters(groups),
+            WHERE branch = 'main' AND {lists.is_one_of('"group"', groups)}""",  # noqa: S608
+            lists.numbered_parameters(groups),
         )
         if groups
         else []
@@ -118,9 +109,9 @@ def add_decisions(history: History, runs: list[Row]) -> None:
             run["waits_until"] = until if (until := run["completed_at"] + wait) > now else None
 
 
-def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
+def trajectory(history: History, name: str, query: lists.Query) -> dict[str, Any]:
     """One trajectory: its messages, and for every call the sampled tokens with logprob, loss mask and version."""
-    first = as_step(query.get("from") or "0")
+    first = lists.as_step(query.get("from") or "0")
     if first is None:
         raise PageError(400, f"from={query['from'][:40]!r}: write the number of a call.")
     selection = {"trajectory": name, "first": first, "after": first + CALLS}
@@ -140,14 +131,10 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
     )
     # A run without a group is one of its own.
     selection |= {"project": run["project"], "model": run["model"], "group": run["group_id"] or name}
-    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, selection)]
-    place = siblings.index(name) if name in siblings else 0
     return {
         "trajectory": name,
         "run": run,
         "metadata": chat.parse_json(run["metadata"]),
-        "previous": siblings[place - 1] if place else None,
-        "next": siblings[place + 1] if place + 1 < len(siblings) else None,
         "calls": calls,
         "from": first,
         **counted,
@@ -161,11 +148,7 @@ def trajectory(history: History, name: str, query: Query) -> dict[str, Any]:
         "rewards": history.rows(
             "SELECT * FROM rewards WHERE group_id = $group AND trajectory = $trajectory ORDER BY scored_at", selection
         ),
-        "trained_in": history.rows(
-            """SELECT version, branch FROM checkpoints
-               WHERE project = $project AND model = $model AND list_contains(groups, $group) ORDER BY step""",
-            selection,
-        ),
+        "trained_in": history.rows(lists.TRAINED_IN, selection),
         "decoded": decode is not str,
     }
 

@@ -50,7 +50,7 @@ async def test_entrants_play_the_same_tasks_and_are_recorded(gateway: GatewayPro
     assert len(runs) == 12
     assert {r.split for r in runs} == {"val"}
     assert {t for e in events for task in e.tasks for t in task.trajectories} == {r.trajectory for r in runs}
-    fill(tmp_path, [*runs, *events])
+    fill(tmp_path, *runs, *events)
     with sql.connect(tmp_path) as connection:
         rows = connection.sql(
             "SELECT entrant, measure, mean, pairs FROM evaluations ORDER BY position, measure"

@@ -8,21 +8,8 @@ from collections import Counter
 import anyio
 import pytest
 
-from pipeline import streams
+from pipeline import events, streams
 from pipeline.config import Config
-from pipeline.events import (
-    CheckpointPublished,
-    DeadLettered,
-    ExchangeRecorded,
-    FeedbackTimedOut,
-    GroupDiscarded,
-    GroupScored,
-    PolicyLoaded,
-    SignalGiven,
-    TrajectoryCompleted,
-    decode,
-    unpack_ids,
-)
 from pipeline.log.broker import Broker
 from pipeline.security import signing
 from store.lake.lake import lake_in
@@ -40,20 +27,20 @@ async def settled(broker: Broker) -> None:
     """Until every event is acknowledged, but for groups that are too few for a step, and the newest version is
     served."""
     while True:
-        loaded = {r.event.step for r in await broker.read(PolicyLoaded)}
+        loaded = {r.event.step for r in await broker.read(events.PolicyLoaded)}
         groups = await read_stream(broker, "GROUPS")
-        done = {r.event.group for r in groups if isinstance(r.event, GroupDiscarded)}
+        done = {r.event.group for r in groups if isinstance(r.event, events.GroupDiscarded)}
         steps = await checkpoints(broker)
         done |= {g for c in steps for g in c.groups}
-        scored = {r.event.group for r in groups if isinstance(r.event, GroupScored)}
+        scored = {r.event.group for r in groups if isinstance(r.event, events.GroupScored)}
         waiting = await broker.lag("store-") + await broker.lag("judge")
         if not waiting and len(scored - done) < 2 and {c.step for c in steps[-1:]} <= loaded:
             return
         await anyio.sleep(0.2)
 
 
-async def checkpoints(broker: Broker) -> list[CheckpointPublished]:
-    history = await broker.read(CheckpointPublished)
+async def checkpoints(broker: Broker) -> list[events.CheckpointPublished]:
+    history = await broker.read(events.CheckpointPublished)
     return [r.event for r in history]
 
 
@@ -64,7 +51,7 @@ async def in_log(broker: Broker) -> dict[tuple[str, int], bytes]:
         info = await broker.stream_info(spec.name)
         async for message in broker.messages(spec.name, 1, info.state.last_seq):
             if message.payload != GARBAGE:
-                decode(message.payload)
+                events.decode(message.payload)
                 found[spec.name, message.seq] = message.payload
     return found
 
@@ -76,49 +63,49 @@ async def check(broker: Broker, config: Config, agents: Agents, upstream: Upstre
     assert {k: n for k, n in found.items() if n != 1} == {}
     ends = {spec.name: (await broker.stream_info(spec.name)).state.last_seq for spec in streams.STREAMS}
     assert set(found) == set(log), f"the log's streams end at {ends}"
-    events = [await broker.decode(payload) for payload in log.values()]
+    history = [await broker.decode(payload) for payload in log.values()]
 
     # What agents were answered is on the log, once, with the tokens that were sampled.
-    exchanges = [e for e in events if isinstance(e, ExchangeRecorded)]
+    exchanges = [e for e in history if isinstance(e, events.ExchangeRecorded)]
     assert Counter((e.trajectory, e.seq) for e in exchanges) == Counter(agents.replies.keys())
     for e in exchanges:
         reply = agents.replies[e.trajectory, e.seq]
         assert json.loads(e.response)["id"] == reply
-        assert unpack_ids(e.sampled_ids).tolist() == upstream.said[reply]
-    completed = Counter(e.trajectory for e in events if isinstance(e, TrajectoryCompleted))
+        assert events.unpack_ids(e.sampled_ids).tolist() == upstream.said[reply]
+    completed = Counter(e.trajectory for e in history if isinstance(e, events.TrajectoryCompleted))
     assert completed == Counter(agents.finished.keys())
     assert len(agents.finished) > least[0]
 
     # Each signal is on the log once, and has its effect on a run that did not stop waiting for it.
-    signals = [e for e in events if isinstance(e, SignalGiven)]
+    signals = [e for e in history if isinstance(e, events.SignalGiven)]
     assert Counter((e.trajectory, e.call, e.value) for e in signals) == Counter(
         (run, call, value) for (run, call), value in agents.signals.items()
     )
-    overdue = {e.group for e in events if isinstance(e, FeedbackTimedOut)}
-    for e in (e for e in events if isinstance(e, GroupScored) and e.group not in overdue):
+    overdue = {e.group for e in history if isinstance(e, events.FeedbackTimedOut)}
+    for e in (e for e in history if isinstance(e, events.GroupScored) and e.group not in overdue):
         for m in e.members:
             assert m.reward == pytest.approx((agents.finished[m.trajectory] + agents.signals[m.trajectory, -1]) / 2)
 
     # Each group is scored once with all its members; it is trained once, discarded once, or waits for another.
-    scored = [e for e in events if isinstance(e, GroupScored)]
+    scored = [e for e in history if isinstance(e, events.GroupScored)]
     assert Counter(m.trajectory for e in scored for m in e.members) == completed
     assert Counter(e.group for e in scored) == Counter({t.rpartition("-")[0] for t in agents.finished})
-    steps = sorted((e for e in events if isinstance(e, CheckpointPublished)), key=lambda e: e.step)
+    steps = sorted((e for e in history if isinstance(e, events.CheckpointPublished)), key=lambda e: e.step)
     assert [e.step for e in steps] == list(range(1, len(steps) + 1)), "a step is missing or doubled"
     assert [e.parent for e in steps] == [f"tiny@{i}" for i in range(len(steps))]
     ends = Counter(g for e in steps for g in e.groups)
-    ends.update(e.group for e in events if isinstance(e, GroupDiscarded))
+    ends.update(e.group for e in history if isinstance(e, events.GroupDiscarded))
     assert set(ends.values()) == {1}, "a group trained twice, or trained and discarded"
     assert len({e.group for e in scored} - set(ends)) < 2
     assert len(steps) > least[1]
     trust = signing.Trust(config.signing)
     assert trust.checks
     assert [objection for e in steps if (objection := trust.objection(e))] == []
-    assert {e.reason for e in events if isinstance(e, DeadLettered)} <= {"undecodable"}
+    assert {e.reason for e in history if isinstance(e, events.DeadLettered)} <= {"undecodable"}
 
     # The newest version is served, and its delivery is on the log.
     assert f"tiny@{len(steps)}" in upstream.adapters
-    assert any(isinstance(e, PolicyLoaded) and e.step == len(steps) for e in events)
+    assert any(isinstance(e, events.PolicyLoaded) and e.step == len(steps) for e in history)
 
     # SQL says the same.
     with sql.connect(config) as connection:

@@ -23,23 +23,7 @@ import msgspec
 from anyio.abc import TaskStatus
 
 from pipeline import config as configuration
-from pipeline.config import (
-    Config,
-    FeedbackConfig,
-    GatewayConfig,
-    JudgeConfig,
-    LoraConfig,
-    MemoryConfig,
-    ModelConfig,
-    NatsConfig,
-    OptimizerConfig,
-    ReplicasConfig,
-    RewardConfig,
-    SigningConfig,
-    StoreConfig,
-    TrainerConfig,
-    VllmConfig,
-)
+from pipeline.config import Config, JudgeConfig, ModelConfig, NatsConfig, RewardConfig, SigningConfig, VllmConfig
 from pipeline.log.broker import Broker
 from pipeline.security import signing, users
 from tests.conftest import free_port
@@ -47,7 +31,8 @@ from tests.kits.crash.agents import GROUP, SEED, working
 from tests.kits.crash.checks import GARBAGE, check, settled
 from tests.kits.crash.fork_server import SERVICES
 from tests.kits.crash.points import POINTS
-from tests.kits.crash.processes import ForkServer, ServiceProcess
+from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
+from tests.kits.settings import with_values
 from tests.kits.upstream import Upstream
 from tests.trainer import kit
 
@@ -199,27 +184,20 @@ def settings(nats: NatsConfig, base: str, folder: Path) -> Config:
     `server_users`."""
     keys = folder / "keys"
     nats = msgspec.structs.replace(nats, users=str(keys), provision=False)
-    return Config(
+    config = Config(
         project="p",
         run_dir=str(folder),
         nats=nats,
         models=(ModelConfig(name="tiny", base=base),),
         signing=signing.trusting_own_key(SigningConfig(seed=str(keys / "checkpoints.nk"))),
-        vllm=VllmConfig(max_loras=10),
-        gateway=GatewayConfig(port=free_port(), max_groups_ahead=16, replicas=ReplicasConfig(health_interval_s=0.5)),
         judge=JudgeConfig(group_size=GROUP, rewards=REWARDS),
-        feedback=FeedbackConfig(wait_s=30.0),
-        trainer=TrainerConfig(
-            groups_per_step=2,
-            max_staleness=8,
-            check_share=0.0,
-            logprob_bound=1e9,
-            lora=LoraConfig(rank=4),
-            optimizer=OptimizerConfig(learning_rate=1e-3),
-            memory=MemoryConfig(tokens_per_batch=1024),
-        ),
-        store=StoreConfig(flush_rows=40, flush_s=0.05, compact_s=0.1, compact_files=3, compact_grace_s=0.0),
     )
+    gateway = {"gateway.port": free_port(), "gateway.max_groups_ahead": 16, "gateway.replicas.health_interval_s": 0.5}
+    steps = {"trainer.groups_per_step": 2, "trainer.max_staleness": 8, "trainer.check_share": 0.0}
+    tiny = {"trainer.logprob_bound": 1e9, "trainer.lora.rank": 4, "trainer.optimizer.learning_rate": 1e-3}
+    store = {"flush_rows": 40, "flush_s": 0.05, "compact_s": 0.1, "compact_files": 3, "compact_grace_s": 0.0}
+    others = {"feedback.wait_s": 30.0, "trainer.memory.tokens_per_batch": 1024, "vllm.max_loras": 10}
+    return with_values(config, {**gateway, **steps, **tiny, **{f"store.{n}": v for n, v in store.items()}, **others})
 
 
 async def run_matrix(
@@ -239,27 +217,19 @@ async def run_matrix(
         vllm = VllmConfig(urls=(upstream.url.removesuffix("/v1"),), max_loras=10)
         config = msgspec.structs.replace(config, vllm=vllm)
         configuration.save(config, folder / "config.toml")
-        fork_server = ForkServer(folder / "config.toml")
-        try:
-            async with anyio.create_task_group() as listening:
-                listening.start_soon(fork_server.listen)
-                await fork_server.imported()
-                matrix = Matrix(fork_server, upstream, deaths, may_give_up)
-                async with anyio.create_task_group() as services:
-                    scheduled = [await services.start(matrix.service, name) for name in SERVICES]
-                    async with anyio.create_task_group() as noise:
-                        noise.start_soon(throw_garbage, broker)
-                        async with working(config) as agents:
-                            matrix.endings.at["nats", "anywhere"] += await kill_servers()
-                            for event in scheduled:
-                                await event.wait()
-                        noise.cancel_scope.cancel()
-                    with anyio.fail_after(400):  # beside other tests, the last deliveries take a while
-                        await settled(broker)
-                    await matrix.stop()
-                listening.cancel_scope.cancel()
-        finally:
-            fork_server.close()
+        async with fork_server(folder / "config.toml") as forks, anyio.create_task_group() as services:
+            matrix = Matrix(forks, upstream, deaths, may_give_up)
+            scheduled = [await services.start(matrix.service, name) for name in SERVICES]
+            async with anyio.create_task_group() as noise:
+                noise.start_soon(throw_garbage, broker)
+                async with working(config) as agents:
+                    matrix.endings.at["nats", "anywhere"] += await kill_servers()
+                    for event in scheduled:
+                        await event.wait()
+                noise.cancel_scope.cancel()
+            with anyio.fail_after(400):  # beside other tests, the last deliveries take a while
+                await settled(broker)
+            await matrix.stop()
         assert agents.repeated > deaths["gateway"]
         await check(broker, config, agents, upstream, least)
     return matrix

@@ -52,20 +52,15 @@ def test_best_run_of_each_task_comes_first(tmp_path: Path) -> None:
     thumb = {"project": "p", "model": "master", "kind": "number"}
     fill(
         tmp_path,
-        [
-            *run("a1", "a", 0.9),
-            *run("a2", "a", 1.0),
-            *run("b1", "b", 1.0),
-            scored("g-b1", {"b1": 0.6}),
-            *run("c1", "c", None),
-            *(
-                SignalGiven(signal=s, trajectory="c1", group="g-c1", value=v, **thumb)
-                for s, v in (("x", 1.0), ("y", 0.4))
-            ),
-            *run("bad", "d", 0.2),
-            *run("unknown", "e", None),
-            *run("own", "f", 1.0, "m@1"),
-        ],
+        *run("a1", "a", 0.9),
+        *run("a2", "a", 1.0),
+        *run("b1", "b", 1.0),
+        scored("g-b1", {"b1": 0.6}),
+        *run("c1", "c", None),
+        *(SignalGiven(signal=s, trajectory="c1", group="g-c1", value=v, **thumb) for s, v in (("x", 1.0), ("y", 0.4))),
+        *run("bad", "d", 0.2),
+        *run("unknown", "e", None),
+        *run("own", "f", 1.0, "m@1"),
     )
     query = apprentice.best_runs(config(tmp_path, NatsConfig(), True), None, 10, 0.5)
     assert taken(tmp_path, query) == ["a2", "c1", "b1", "a1"]
@@ -98,13 +93,11 @@ async def test_from_the_masters_runs_to_a_version(
     picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     fill(
         tmp_path,
-        [
-            *run("good", "a1=x", 1.0),
-            *run("thought", "b1=x", 1.0, reasoning_content="hm", tool_calls=[CALL]),
-            *run("broken", "c1=x", 1.0, tool_calls=[broken]),
-            *run("long", "a1=x b1=x " * 40, 1.0),
-            *run("picture", "a2=x", 1.0, content=picture),
-        ],
+        *run("good", "a1=x", 1.0),
+        *run("thought", "b1=x", 1.0, reasoning_content="hm", tool_calls=[CALL]),
+        *run("broken", "c1=x", 1.0, tool_calls=[broken]),
+        *run("long", "a1=x b1=x " * 40, 1.0),
+        *run("picture", "a2=x", 1.0, content=picture),
     )
     save(config(tmp_path, nats_config, True), tmp_path / "config.toml")
     apprentice.main(["--run-dir", str(tmp_path), "--test-share", "0", "--", "--epochs", "1"])

@@ -234,7 +234,7 @@ def test_status_of_a_stopped_run_says_how_to_go_on_and_what_its_history_tells(
     call = exchange("r", policy_version="m@1", step=1, started_at=20_000_000, at=50_000_000)
     steps = [checkpoint(step, started_at=step * 20_000_000, at=step * 20_000_000 + 10_000_000) for step in (1, 2, 3)]
     default = [msgspec.structs.replace(event, project="default") for event in (call, *steps)]
-    fill(tmp_path, [opening, *default])
+    fill(tmp_path, opening, *default)
     with pytest.raises(SystemExit) as caught:
         main(["status", "--run-dir", str(tmp_path)])
     assert caught.value.code == 1

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import anyio
 
-from pipeline.events import AlarmChanged, Event, JudgeMeasured, Score, TrajectoryCompleted, Verdict, now_us
+from pipeline.config import Config
+from pipeline.events import AlarmChanged, Event, JudgeMeasured, now_us
 from pipeline.log.broker import Broker
+from store.alarms.checker import create_measured_tables, evaluate
 from store.alarms.table import ALARMS
+from store.reading import sql
 from tests.kits.events import letter, loaded
 from tests.store import kit
 from tests.store.kit import checkpoint
@@ -39,11 +43,14 @@ def discarded(reason: Literal["stale", "no_variance"], count: int) -> list[Event
     return [kit.discarded(f"g{i}", reason, f"g{i}-0", f"g{i}-1") for i in range(count)]
 
 
+def measured(kind: str, **values: Any) -> list[Event]:
+    """A measurement of the judge."""
+    return [JudgeMeasured(**({"project": "p", "kind": kind, "judge": "j", "model": "x", "ruler": "default"} | values))]
+
+
 def anchors(tau: float | None, alarm: bool = False) -> list[Event]:
     """A measurement against the anchors."""
-    return [
-        JudgeMeasured(project="p", kind="anchors", judge="j", model="x", ruler="default", kendall_tau=tau, alarm=alarm)
-    ]
+    return measured("anchors", kendall_tau=tau, alarm=alarm)
 
 
 def letters(count: int, reason: str = "undecodable", consumer: str = "judge", ago_us: int = 0) -> list[Event]:
@@ -59,19 +66,8 @@ def loads(*held: int, replica: str = REPLICA, server_start: str = "", ago_us: in
 
 def passes(failed: int, made: int, ago_us: int = 0) -> list[Event]:
     """What a judge says of its last passes."""
-    return [
-        JudgeMeasured(
-            project="p",
-            kind="groups",
-            judge="j",
-            model="x",
-            ruler="default",
-            recent_passes=made,
-            recent_failed=failed,
-            failure="the reply could not be read 4 times" if failed else "",
-            at=now_us() - ago_us,
-        )
-    ]
+    failure = "the reply could not be read 4 times" if failed else ""
+    return measured("groups", recent_passes=made, recent_failed=failed, failure=failure, at=now_us() - ago_us)
 
 
 def unrewarded(count: int) -> list[Event]:
@@ -82,13 +78,9 @@ def unrewarded(count: int) -> list[Event]:
 
 def costs(usd: float, step_s: float, sampled: int) -> list[Event]:
     """A verdict, a step, and a run."""
-    scores = (Score(trajectory="a", score=1.0),)
-    verdict = Verdict(judge_model="x", scores=scores, cost_usd=usd / 2)
-    return [
-        kit.scored("g", {}, verdicts=(verdict, verdict)),
-        checkpoint(1, metrics={"step_s": step_s}),
-        TrajectoryCompleted(project="p", trajectory="t", model="m", group="g", sampled_tokens=sampled),
-    ]
+    said = kit.verdict({"a": 1.0}, cost_usd=usd / 2)
+    steps = checkpoint(1, metrics={"step_s": step_s})
+    return [kit.scored("g", {}, verdicts=(said, said)), steps, kit.completed("t", sampled_tokens=sampled)]
 
 
 LEVEL = [1.0] * 2 * STEPS
@@ -114,9 +106,22 @@ def cases() -> Mapping[str, tuple[list[Event], list[Event]]]:
     }
 
 
-async def changes(broker: Broker, count: int) -> list[AlarmChanged]:
+async def changes(broker: Broker, count: int = 0) -> list[AlarmChanged]:
     """Every change on the log, once there are `count`."""
     with anyio.fail_after(60):
         while len(found := [r.event for r in await broker.read(AlarmChanged)]) < count:
             await anyio.sleep(0.02)
     return found
+
+
+def conditions(
+    config: Config, name: str, events: list[Event], measured: tuple[Sequence[Any], ...] = ((),)
+) -> list[AlarmChanged]:
+    """The conditions of an alarm that hold in a run, to whose history these events are added. `measured`: what
+    `create_measured_tables` takes."""
+    folder = Path(config.run_dir)
+    kit.fill(folder, *events)
+    (folder / "store").mkdir(parents=True, exist_ok=True)
+    with sql.connect(config) as connection:
+        create_measured_tables(connection, config, *measured)
+        return evaluate(connection, config, BY_NAME[name])

@@ -7,12 +7,12 @@ import pytest
 
 from pipeline.commands.status import read_log
 from pipeline.config import AlarmsConfig, BudgetConfig, JudgeConfig, NatsConfig, SigningConfig
-from pipeline.events import GroupDiscarded, GroupScored, Verdict
+from pipeline.events import GroupDiscarded, GroupScored
 from pipeline.log.broker import Broker
 from pipeline.security.signing import Trust
 from tests.judge.kit import completed, groups, judging
 from tests.store.alarms.kit import changes
-from tests.store.kit import StoreProcess, publish, scored
+from tests.store.kit import StoreProcess, publish, scored, verdict
 
 pytestmark = pytest.mark.anyio
 
@@ -21,8 +21,7 @@ FIVE, TEN = BudgetConfig(judge_usd=5.0), BudgetConfig(judge_usd=10.0)
 
 
 def dear(name: str, usd: float) -> GroupScored:
-    verdict = Verdict(judge_model="x", scores=(), cost_usd=usd)
-    return scored(name, {}, verdicts=(verdict,))
+    return scored(name, {}, verdicts=(verdict(cost_usd=usd),))
 
 
 async def test_what_was_spent_survives_restarts_and_counts_once(

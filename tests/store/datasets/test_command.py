@@ -11,15 +11,17 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import Event
 from store.datasets import command, folder
-from tests.store.kit import checkpoint, exchange, fill, scored
+from tests.store.kit import checkpoint, completed, exchange, fill, opened, scored
 
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "examples" / "tictactoe" / "model"
 ALL = "SELECT trajectory FROM trajectories"
+SHARE = ("--test-share", "0.3")
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 CALLED = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "b2"}'}}]
+FREE = {"role": "tool", "tool_call_id": "c1", "content": "free"}
 
 Said = list[dict[str, Any]]
 
@@ -34,33 +36,20 @@ def reply(text: str, **more: Any) -> dict[str, Any]:
 
 def run(name: str, group: str, messages: Said, reward: float, tools: Any = None, examples: int = 0) -> list[Event]:
     """A run whose calls are the replies of a conversation, but for the messages of its beginning that are examples."""
-    events: list[Event] = [TrajectoryOpened(project="p", trajectory=name, model="m", group=group, task=group)]
+    events: list[Event] = [opened(name, group=group, task=group)]
     places = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= examples]
     for seq, place in enumerate(places):
         request = {"messages": messages[:place], **({"tools": tools} if tools else {})}
-        response = {"choices": [{"message": messages[place]}]}
-        encoded = (msgspec.json.encode(body) for body in (request, response))
-        events.append(exchange(name, seq, group=group, **dict(zip(("request", "response"), encoded, strict=True))))
-    done = TrajectoryCompleted(
-        project="p", trajectory=name, model="m", group=group, exchanges=len(places), reward=reward
-    )
-    return [*events, done]
+        bodies = {"request": request, "response": {"choices": [{"message": messages[place]}]}}
+        events.append(exchange(name, seq, group=group, **{k: msgspec.json.encode(v) for k, v in bodies.items()}))
+    return [*events, completed(name, group=group, exchanges=len(places), reward=reward)]
 
 
 GAMES = {
     "a1": ("one", [user("go"), reply("a1"), user("more"), reply("b1")], 1.0),
     "a2": ("one", [user("go"), reply("a1"), user("more"), reply("c1")], 0.0),
     "a3": ("one", [user("go"), reply("x9")], 0.5),
-    "b1": (
-        "two",
-        [
-            user([{"type": "text", "text": "look"}]),
-            reply("", tool_calls=CALLED),
-            {"role": "tool", "tool_call_id": "c1", "content": "free"},
-            reply("b2"),
-        ],
-        1.0,
-    ),
+    "b1": ("two", [user([{"type": "text", "text": "look"}]), reply("", tool_calls=CALLED), FREE, reply("b2")], 1.0),
     "b2": ("two", [user("look"), reply("b3")], 0.0),
     "c1": ("three", [user([{"type": "image_url", "image_url": {"url": "data:,"}}]), reply("a dog")], 1.0),
 }
@@ -78,63 +67,64 @@ def history() -> list[Event]:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    fill(folder, history())
+    fill(folder, *history())
     return folder
 
 
-def dataset(run_dir: Path, out: Path | str, *arguments: str, query: str = ALL) -> list[dict[str, Any]]:
-    assert command.main([query, "--out", str(out), "--run-dir", str(run_dir), *arguments]) == 0
-    lines = [line for file in sorted(Path(out).glob("*.jsonl")) for line in file.read_text().splitlines()]
+def dataset(run_dir: Path, out: Path, kind: str, *arguments: str, query: str = ALL) -> list[dict[str, Any]]:
+    """The rows of a data set."""
+    assert command.main([query, "--as", kind, "--out", str(out), "--run-dir", str(run_dir), *arguments]) == 0
+    lines = [line for file in sorted(out.glob("*.jsonl")) for line in file.read_text().splitlines()]
     return [json.loads(line) for line in lines]
 
 
 def test_sft_has_each_conversation_and_its_tools(run_dir: Path, tmp_path: Path) -> None:
-    rows = {row["run"]: row for row in dataset(run_dir, tmp_path / "out", "--as", "sft")}
+    rows = {row["run"]: row for row in dataset(run_dir, tmp_path / "out", "sft")}
     assert sorted(rows) == ["a1", "a2", "a3", "b1", "b2"]
     assert rows["a1"]["messages"] == GAMES["a1"][1]
     assert (rows["a1"]["tools"], json.loads(rows["b1"]["tools"])) == ("[]", TOOLS)
-    answer = {"role": "tool", "tool_call_id": "c1", "content": "free"}
-    assert rows["b1"]["messages"] == [user("look"), reply("", tool_calls=CALLED), answer, reply("b2")]
+    assert rows["b1"]["messages"] == [user("look"), reply("", tool_calls=CALLED), FREE, reply("b2")]
     assert "- 1 × a conversation with images, audio or files" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_dpo_has_the_first_reply_in_which_runs_of_a_group_part(run_dir: Path, tmp_path: Path) -> None:
-    rows = dataset(run_dir, tmp_path / "out", "--as", "dpo")
+def test_pairs_have_the_first_reply_in_which_runs_of_a_group_part_or_the_whole(run_dir: Path, tmp_path: Path) -> None:
+    rows = dataset(run_dir, tmp_path / "out", "dpo")
     assert [(r["prompt"], r["chosen"], r["rejected"]) for r in rows] == [
         ([user("go"), reply("a1"), user("more")], [reply("b1")], [reply("c1")]),
         ([user("look")], [reply("", tool_calls=CALLED)], [reply("b3")]),
     ]
     assert [r["runs"] for r in rows] == [["a1", "a2"], ["b1", "b2"]]
+    ends = [(r["chosen"][-1], r["rejected"][-1]) for r in dataset(run_dir, tmp_path / "reward", "reward")]
+    assert ends == [(reply("b1"), reply("c1")), (reply("b2"), reply("b3"))]
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("sft", 2), ("dpo", 1), ("reward", 1), ("kto", 2)])
+@pytest.mark.parametrize(("kind", "rows"), [("sft", 3), ("dpo", 1), ("reward", 1), ("kto", 2)])
 def test_runs_that_must_not_train_or_have_no_reward_are_counted(kind: str, rows: int, tmp_path: Path) -> None:
     events = [e for i in range(5) for e in run(f"r{i}", "g", [user("go"), reply(f"a{i}")], i / 4)]
     for i, name in ((1, "no_result"), (2, "masked")):
         events[3 * i + 2] = msgspec.structs.replace(events[3 * i + 2], outcome=name)
     events[3 * 3 + 2] = msgspec.structs.replace(events[3 * 3 + 2], reward=None)
-    fill(tmp_path / "run", events)
-    made = dataset(tmp_path / "run", tmp_path / "out", "--as", kind)
+    fill(tmp_path / "run", *events)
+    made = dataset(tmp_path / "run", tmp_path / "out", kind)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "- 1 × a run with outcome no_result" in card
     assert "- 1 × a run with outcome masked" in card
     assert ("- 1 × a run without a reward" in card) == (kind != "sft")
-    assert len(made) == rows + (kind == "sft")
+    assert len(made) == rows
 
 
 def test_kto_labels_each_reply_by_its_runs_reward_in_its_group(run_dir: Path, tmp_path: Path) -> None:
-    rows = dataset(run_dir, tmp_path / "out", "--as", "kto")
-    said = [(r["run"], r["completion"][0]["content"], r["label"]) for r in rows]
-    assert said == [
-        ("a1", "a1", True),
-        ("a1", "b1", True),
-        ("a2", "a1", False),
-        ("a2", "c1", False),
-        ("a3", "x9", True),
-        ("b1", "", True),
-        ("b1", "b2", True),
-        ("b2", "b3", False),
-    ]
+    """a3 has 0.5 by its agent and 0.75 by its verdict, which counts; the reward of a query counts before both. The mean
+    of its group is 0.5833, of the query's rewards 2."""
+    rows = dataset(run_dir, tmp_path / "out", "kto")
+    replies = {name: [r["completion"][0]["content"] for r in rows if r["run"] == name] for name in GAMES}
+    assert replies == {"a1": ["a1", "b1"], "a2": ["a1", "c1"], "a3": ["x9"], "b1": ["", "b2"], "b2": ["b3"], "c1": []}
+    assert {r["run"] for r in rows if r["label"]} == {"a1", "a3", "b1"}
+    assert {r["run"] for r in rows if not r["label"]} == {"a2", "b2"}
+    by_query = """SELECT trajectory, CASE trajectory WHEN 'a3' THEN 6 ELSE 0 END AS reward
+                  FROM trajectories WHERE task = 'one'"""
+    rows = dataset(run_dir, tmp_path / "query", "kto", query=by_query)
+    assert {(r["run"], r["label"]) for r in rows} == {("a1", False), ("a2", False), ("a3", True)}
 
 
 def test_only_replies_that_the_model_sampled_are_rows_or_train(tmp_path: Path) -> None:
@@ -143,8 +133,8 @@ def test_only_replies_that_the_model_sampled_are_rows_or_train(tmp_path: Path) -
         *run("r0", "g", [*few_shot, reply("6")], 1.0, examples=3),
         *run("r1", "g", [*few_shot, reply("7"), user("?")], 0.0, examples=3),
     ]
-    fill(tmp_path / "run", events)
-    made = {kind: dataset(tmp_path / "run", tmp_path / kind, "--as", kind) for kind in ("kto", "sft")}
+    fill(tmp_path / "run", *events)
+    made = {kind: dataset(tmp_path / "run", tmp_path / kind, kind) for kind in ("kto", "sft")}
     assert [(r["prompt"], r["completion"], r["label"]) for r in made["kto"]] == [
         (few_shot, [reply("6")], True),
         (few_shot, [reply("7")], False),
@@ -157,46 +147,25 @@ def test_only_replies_that_the_model_sampled_are_rows_or_train(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
 def test_runs_of_two_models_are_not_compared(kind: str, tmp_path: Path) -> None:
-    runs = [run(f"r{i}", "g", [user("go"), reply(f"a{i}")], float(i < 2)) for i in range(4)]
-    of_models: list[Any] = [(event, f"m{i // 2}") for i, of_run in enumerate(runs) for event in of_run]
-    fill(tmp_path / "run", [msgspec.structs.replace(event, model=model) for event, model in of_models])
-    out, run_dir = str(tmp_path / "out"), str(tmp_path / "run")
-    assert command.main([ALL, "--as", kind, "--out", out, "--run-dir", run_dir]) == 1
+    runs: list[Any] = [run(f"r{i}", "g", [user("go"), reply(f"a{i}")], float(i < 2)) for i in range(4)]
+    fill(tmp_path, *(msgspec.structs.replace(event, model=f"m{i // 2}") for i in range(4) for event in runs[i]))
+    assert command.main([ALL, "--as", kind, "--out", str(tmp_path / "out"), "--run-dir", str(tmp_path)]) == 1
 
 
 def test_held_out_runs_are_left_out(tmp_path: Path) -> None:
-    events = [event for name in ("a1", "a2") for event in run(name, *GAMES[name])]
-    for i, event in enumerate(events):
-        if isinstance(event, TrajectoryOpened | TrajectoryCompleted) and event.trajectory == "a2":
-            events[i] = msgspec.structs.replace(event, split="val")
-    fill(tmp_path / "run", events)
-    out = tmp_path / "out"
-    assert [row["run"] for row in dataset(tmp_path / "run", out, "--as", "sft")] == ["a1"]
-    assert "1 × a held-out run (split val)" in (out / "README.md").read_text()
-
-
-def test_a_verdict_counts_before_the_agents_reward_and_the_query_before_both(run_dir: Path, tmp_path: Path) -> None:
-    """a3 has 0.5 by its agent and 0.75 by its verdict. The mean of its group is 0.5833, of the query's rewards 2."""
-    by_query = """SELECT trajectory, CASE trajectory WHEN 'a3' THEN 6 ELSE 0 END AS reward
-                  FROM trajectories WHERE task = 'one'"""
-    rows = dataset(run_dir, tmp_path / "out", "--as", "kto", query=by_query)
-    assert {(r["run"], r["label"]) for r in rows} == {("a1", False), ("a2", False), ("a3", True)}
-
-
-def test_reward_has_whole_conversations(run_dir: Path, tmp_path: Path) -> None:
-    pairs = dataset(run_dir, tmp_path / "reward", "--as", "reward")
-    assert [(r["chosen"][-1], r["rejected"][-1]) for r in pairs] == [
-        (reply("b1"), reply("c1")),
-        (reply("b2"), reply("b3")),
-    ]
+    first, *calls, last = run("a2", *GAMES["a2"])
+    held_out: list[Any] = [msgspec.structs.replace(event, split="val") for event in (first, last)]  # type: ignore[call-arg]
+    fill(tmp_path / "run", *run("a1", *GAMES["a1"]), *calls, *held_out)
+    assert [row["run"] for row in dataset(tmp_path / "run", tmp_path / "out", "sft")] == ["a1"]
+    assert "1 × a held-out run (split val)" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_same_query_writes_the_same_bytes_however_the_store_is_laid_out(run_dir: Path, tmp_path: Path) -> None:
-    dataset(run_dir, tmp_path / "one", "--as", "sft", "--test-share", "0.3")
+    dataset(run_dir, tmp_path / "one", "sft", *SHARE)
     for event in history():
-        fill(tmp_path / "other", [event])  # a file an event
+        fill(tmp_path / "other", event)  # a file an event
     backwards = ALL + " ORDER BY trajectory DESC"
-    dataset(tmp_path / "other", tmp_path / "two", "--as", "sft", "--test-share", "0.3", query=backwards)
+    dataset(tmp_path / "other", tmp_path / "two", "sft", *SHARE, query=backwards)
     one, two = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("one", "two"))
     assert one.keys() == two.keys() == {"train.jsonl", "train.parquet", "test.jsonl", "test.parquet", "README.md"}
     assert {n for n in one if one[n] != two[n]} == {"README.md"}
@@ -207,19 +176,16 @@ def test_the_same_query_writes_the_same_bytes_however_the_store_is_laid_out(run_
 
 
 def test_a_task_stays_in_its_split(run_dir: Path, tmp_path: Path) -> None:
-    of_all = {
-        r["task"]: split(tmp_path / "all", r)
-        for r in dataset(run_dir, tmp_path / "all", "--as", "sft", "--test-share", "0.3")
-    }
-    one = dataset(run_dir, tmp_path / "few", "--as", "sft", "--test-share", "0.3", query=ALL + " WHERE task = 'two'")
+    def splits(out: Path) -> dict[str, str]:
+        files = [(split, out / f"{split}.jsonl") for split in folder.SPLITS]
+        lines = [(split, line) for split, file in files if file.exists() for line in file.read_text().splitlines()]
+        return {json.loads(line)["task"]: split for split, line in lines}
+
+    dataset(run_dir, tmp_path / "all", "sft", *SHARE)
+    dataset(run_dir, tmp_path / "few", "sft", *SHARE, query=ALL + " WHERE task = 'two'")
+    of_all = splits(tmp_path / "all")
     assert len(set(of_all.values())) == 2
-    assert {split(tmp_path / "few", r) for r in one} == {of_all["two"]}
-
-
-def split(out: Path, row: dict[str, Any]) -> str:
-    return next(
-        s for s in folder.SPLITS if (out / f"{s}.jsonl").exists() and row["run"] in (out / f"{s}.jsonl").read_text()
-    )
+    assert splits(tmp_path / "few") == {"two": of_all["two"]}
 
 
 @pytest.mark.parametrize("place", ["one", "two"])
@@ -227,11 +193,9 @@ def test_the_splits_have_one_schema_also_if_a_field_occurs_in_one_of_them_only(p
     """`datasets` does not load files whose columns differ."""
     assert len({folder.split_of(task, 0.3) for task in ("one", "two")}) == 2
     called = [user("go"), reply("", tool_calls=CALLED)]
-    fill(
-        tmp_path / "run",
-        [e for t in ("one", "two") for e in run(t, t, called if t == place else [user("go"), reply("a")], 1.0)],
-    )
-    dataset(tmp_path / "run", tmp_path / "out", "--as", "sft", "--test-share", "0.3")
+    said = {task: called if task == place else [user("go"), reply("a")] for task in ("one", "two")}
+    fill(tmp_path / "run", *(event for task in said for event in run(task, task, said[task], 1.0)))
+    dataset(tmp_path / "run", tmp_path / "out", "sft", *SHARE)
     schemas = [pq.read_schema(tmp_path / "out" / f"{split}.parquet") for split in folder.SPLITS]
     assert schemas[0] == schemas[1]
     assert "tool_calls" in str(schemas[0])
@@ -255,12 +219,7 @@ def test_files_of_an_earlier_data_set_go_once_the_new_ones_are_written(tmp_path:
     [
         ("SELECT 1 AS x", "sft", 2, "no column `trajectory`"),
         ("SELECT nothing FROM trajectories", "sft", 2, "nothing"),
-        (
-            "SELECT trajectory FROM trajectories WHERE false",
-            "sft",
-            1,
-            "no row of format sft: the query selects no complete run",
-        ),
+        (ALL + " WHERE false", "sft", 1, "no row of format sft: the query selects no complete run"),
         ("SELECT 'a1' AS trajectory, unnest([1, 2]) AS reward", "kto", 2, "two rewards for run a1"),
         ("SELECT 'c1' AS trajectory", "sft", 1, "1 × a conversation with images, audio or files"),
     ],
@@ -289,15 +248,11 @@ def test_trls_trainer_takes_a_step(kind: str, tmp_path: Path) -> None:
         n: (g, [user(f"a1=. b1=x {n[0]}"), reply(n[1])], float(n[1] == "1"))
         for n, g in ((f"{g}{i}", g) for g in "abcd" for i in "12")
     }
-    fill(tmp_path / "run", [e for n, (g, said, reward) in texts.items() for e in run(n, g, said, reward)])
-    dataset(tmp_path / "run", tmp_path / "out", "--as", kind)
+    fill(tmp_path / "run", *(e for n, (g, said, reward) in texts.items() for e in run(n, g, said, reward)))
+    dataset(tmp_path / "run", tmp_path / "out", kind)
     data = load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
-    config_of, trainer_of = {
-        "sft": (trl.SFTConfig, trl.SFTTrainer),
-        "dpo": (trl.DPOConfig, trl.DPOTrainer),
-        "kto": (trl.KTOConfig, trl.KTOTrainer),
-        "reward": (trl.RewardConfig, trl.RewardTrainer),
-    }[kind]
+    name = "Reward" if kind == "reward" else kind.upper()
+    config_of, trainer_of = getattr(trl, f"{name}Config"), getattr(trl, f"{name}Trainer")
     kinds = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     options = {"num_labels": 1} if kind == "reward" else {}
     model, tokenizer = kinds.from_pretrained(BASE, **options), AutoTokenizer.from_pretrained(BASE)
@@ -321,8 +276,8 @@ def test_the_pages_lines_train_with_trl(tmp_path: Path, monkeypatch: pytest.Monk
     """The fault that was: the page did not say what this test wrapped around the trainer, which fails without."""
     page = (ROOT / "docs" / "store.md").read_text("utf-8").partition("## With TRL's own trainers\n")[2]
     lines = page.partition("```python\n")[2].partition("```")[0]
-    fill(tmp_path / "run", run("a1", "a", [user("a1=. b1=x"), reply("1")], 1.0))
-    dataset(tmp_path / "run", tmp_path / "data" / "good", "--as", "sft")
+    fill(tmp_path / "run", *run("a1", "a", [user("a1=. b1=x"), reply("1")], 1.0))
+    dataset(tmp_path / "run", tmp_path / "data" / "good", "sft")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     exec(lines.replace("BASE", str(BASE)), {})

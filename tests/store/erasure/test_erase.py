@@ -20,20 +20,7 @@ import pytest
 
 from pipeline.config import Config, NatsConfig, save
 from pipeline.crash import VARIABLE
-from pipeline.events import (
-    DataErased,
-    Event,
-    GroupDiscarded,
-    GroupScored,
-    Hint,
-    Score,
-    SignalGiven,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-    Verdict,
-    encode,
-    pack_seqs,
-)
+from pipeline.events import DataErased, Event, GroupDiscarded, GroupScored, Hint, encode, pack_seqs
 from pipeline.log.broker import Broker
 from pipeline.running.installations import SETTINGS
 from store.datasets import command as dataset
@@ -48,7 +35,6 @@ from tests.conftest import NatsServer
 from tests.kits.crash.points import POINTS
 from tests.kits.events import letter
 from tests.store import kit
-from tests.store.kit import StoreProcess, checkpoint, exchange, publish, tables, until_acked
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -66,24 +52,22 @@ FIGURES = (
 
 def run(name: str, group: str, *, secret: str = "", size: int = 0, **fields: Any) -> list[Event]:
     """A run of one call. `size`: bytes of its request."""
-    text = f"{secret} {secrets.token_hex(size // 2)}"
+    text, task = f"{secret} {secrets.token_hex(size // 2)}", f"win {secret}"
     body = {"messages": [{"role": "user", "content": f"go {text}"}]} | fields.pop("body", {})
-    shared: dict[str, Any] = {"project": "p", "trajectory": name, "model": "m", "group": group}
     answer = {"choices": [{"message": {"role": "assistant", "content": f"ok {secret}"}}]}
     return [
-        TrajectoryOpened(**shared, task=f"win {secret}", metadata=fields.get("metadata", b"{}")),
-        exchange(name, group=group, request=msgspec.json.encode(body), response=msgspec.json.encode(answer)),
-        SignalGiven(**shared, signal=f"s-{name}", kind="text", text=f"bad {secret}", by="me"),
-        TrajectoryCompleted(**shared, exchanges=1, reward=1.0, task=f"win {secret}", **fields),
+        kit.opened(name, group=group, task=task, metadata=fields.get("metadata", b"{}")),
+        kit.exchange(name, group=group, request=msgspec.json.encode(body), response=msgspec.json.encode(answer)),
+        kit.signal(name, group=group, signal=f"s-{name}", kind="text", text=f"bad {secret}"),
+        kit.completed(name, group=group, exchanges=1, reward=1.0, task=task, **fields),
     ]
 
 
 def scored(group: str, secret: str, *names: str) -> GroupScored:
-    hints = (Hint(call=0, text=f"so {secret}"),) if secret else ()
-    scores = tuple(Score(trajectory=t, score=0.5, explanation=f"as {secret}") for t in names)
-    rewards, verdict = {t: float(i) for i, t in enumerate(names)}, Verdict(judge_model="x", scores=scores)
-    member = {"exchanges": 1, "hints": hints}
-    return kit.scored(group, rewards, member, task=f"win {secret}", verdicts=(verdict,))
+    rewards = {name: float(i) for i, name in enumerate(names)}
+    said = kit.verdict(rewards, dict.fromkeys(names, f"as {secret}"))
+    member = {"exchanges": 1, "hints": (Hint(call=0, text=f"so {secret}"),) if secret else ()}
+    return kit.scored(group, rewards, member, task=f"win {secret}", verdicts=(said,))
 
 
 HISTORY: list[Event] = [
@@ -96,33 +80,28 @@ HISTORY: list[Event] = [
     *run("b3", "g3"),
     *run("b4", "g3"),
     # Made of a call of Alice's run, without her name.
-    TrajectoryOpened(project="p", trajectory="c0", model="m", group="g4"),
-    exchange("c0", group="g4", copied_from="a0/0", response=msgspec.json.encode({"choices": [{"text": SECRET}]})),
-    TrajectoryCompleted(project="p", trajectory="c0", model="m", group="g4", exchanges=1, outcome="masked"),
+    kit.opened("c0", group="g4"),
+    kit.exchange("c0", group="g4", copied_from="a0/0", response=msgspec.json.encode({"choices": [{"text": SECRET}]})),
+    kit.completed("c0", group="g4", exchanges=1, outcome="masked"),
+    scored("g1", "", "b0", "b1"),
+    scored("g0", SECRET, "a0", "a1"),
+    scored("g2", "", "a2", "b2"),
+    scored("g3", "", "b3", "b4"),
     *(
-        scored(*names)
-        for names in (
-            ("g1", "", "b0", "b1"),
-            ("g0", SECRET, "a0", "a1"),
-            ("g2", "", "a2", "b2"),
-            ("g3", "", "b3", "b4"),
-        )
-    ),
-    *(
-        checkpoint(step, groups=(group,), group_seqs=pack_seqs([step]), metrics={"loss": 0.5})
+        kit.checkpoint(step, groups=(group,), group_seqs=pack_seqs([step]), metrics={"loss": 0.5})
         for step, group in enumerate(("g1", "g0", "g2", "g3"), 1)
     ),
 ]
 
 
 @pytest.fixture
-async def config(running_store: StoreProcess, nats_config: NatsConfig, tmp_path: Path) -> AsyncIterator[Config]:
+async def config(running_store: kit.StoreProcess, nats_config: NatsConfig, tmp_path: Path) -> AsyncIterator[Config]:
     """A run with Alice's and Bob's history, whose store runs."""
     async with running_store() as config, Broker.connect(nats_config) as broker:
-        await publish(broker, HISTORY)
+        await kit.publish(broker, HISTORY)
         of_run = {"original_subject": HISTORY[0].subject(), "payload": encode(HISTORY[0])}
         await broker.publish(letter(reason="unstorable", **of_run))
-        await until_acked(broker)
+        await kit.until_acked(broker)
         config = msgspec.structs.replace(config, project="p")
         save(config, tmp_path / SETTINGS)
         out = str(tmp_path / "exports" / "alice")
@@ -134,17 +113,16 @@ async def config(running_store: StoreProcess, nats_config: NatsConfig, tmp_path:
         yield config
 
 
+def holds(file: Path, text: str) -> bool:
+    """Whether a text is in a file's bytes, or in the values of a Parquet file."""
+    return text.encode() in file.read_bytes() or (
+        file.suffix == ".parquet" and text in str(pq.ParquetFile(file).read().to_pylist())
+    )
+
+
 def found_in(folder: Path, text: str) -> list[str]:
-    """The files below a folder that hold a text: in their bytes, and in the values of Parquet files."""
-    found = []
-    for file in folder.rglob("*"):
-        if not file.is_file():
-            continue
-        if text.encode() in file.read_bytes() or (
-            file.suffix == ".parquet" and text in str(pq.ParquetFile(file).read().to_pylist())
-        ):
-            found.append(str(file.relative_to(folder)))
-    return found
+    """The files below a folder that hold a text."""
+    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file() and holds(file, text)]
 
 
 async def erase(config: Config, *args: str, subject: str = ALICE) -> tuple[int, str, str]:
@@ -154,6 +132,13 @@ async def erase(config: Config, *args: str, subject: str = ALICE) -> tuple[int, 
         line = ["--subject", subject, "--run-dir", config.run_dir, *args]
         status = await anyio.to_thread.run_sync(command.main, line)
     return status, said.getvalue(), errors.getvalue()
+
+
+async def erase_all(config: Config, *args: str) -> str:
+    """Run the command with `--yes`, which must succeed. Returns its output."""
+    status, said, errors = await erase(config, "--yes", *args)
+    assert (status, errors) == (0, "")
+    return said
 
 
 async def erase_and_die(config: Config, point: str) -> None:
@@ -173,17 +158,11 @@ def figures(config: Config) -> list[Any]:
 async def test_nothing_of_a_person_is_left_and_all_else_is_as_before(
     config: Config, nats_server: NatsServer, broker: Broker, tmp_path: Path
 ) -> None:
-    log = nats_server.folder
+    log, rows = nats_server.folder, dict.fromkeys(("rollout.opened", "rollout.exchange", "rollout.completed"), 4)
+    rows |= {"rollout.signal": 3, "group.scored": 2, "dead.letter": 1}
     before, ends = (figures(config), [(await broker.stream_info(s)).state.last_seq for s in ("ROLLOUTS", "GROUPS")])
     planted = found_in(tmp_path / "store", SECRET)
-    assert {Path(file).parts[0] for file in planted} == {
-        "rollout.opened",
-        "rollout.exchange",
-        "rollout.completed",
-        "rollout.signal",
-        "group.scored",
-        "dead.letter",
-    }
+    assert {Path(file).parts[0] for file in planted} == rows.keys()
     assert found_in(tmp_path / "exports", SECRET)
     assert found_in(log, SECRET)
 
@@ -192,31 +171,22 @@ async def test_nothing_of_a_person_is_left_and_all_else_is_as_before(
     assert found_in(tmp_path / "store", SECRET) == planted
     assert (await erase(config, "--check"))[0] == 1
 
-    status, _, errors = await erase(config, "--yes", "--by", "the data officer")
-    assert status == 0, errors
+    await erase_all(config, "--by", "the data officer")
     for text in (SECRET, ALICE):
-        assert found_in(tmp_path, text) == []
-        assert found_in(log, text) == []
+        assert found_in(tmp_path, text) == found_in(log, text) == []
     assert figures(config) == before
     assert [(await broker.stream_info(s)).state.last_seq for s in ("ROLLOUTS", "GROUPS")] == ends
     (receipt,) = (r.event for r in await broker.read(DataErased))
     assert (receipt.runs, receipt.objects, receipt.folders, receipt.by) == (4, 1, 1, "the data officer")
     assert receipt.messages == {"ROLLOUTS": 15, "GROUPS": 2, "DEAD": 1}
-    assert receipt.rows == {
-        "rollout.opened": 4,
-        "rollout.exchange": 4,
-        "rollout.completed": 4,
-        "rollout.signal": 3,
-        "group.scored": 2,
-        "dead.letter": 1,
-    }
+    assert receipt.rows == rows
     assert receipt.learned == ("m@2", "m@3", "m@4")
     assert receipt.clean == {"m": "m@1"}
     status, said, _ = await erase(config, "--check")
     assert (status, receipt.erasure in said) == (0, True)
 
-    await publish(broker, run("b9", "g1"))  # the store goes on
-    await until_acked(broker)
+    await kit.publish(broker, run("b9", "g1"))  # the store goes on
+    await kit.until_acked(broker)
     with sql.connect(config) as connection:
         assert connection.execute("SELECT count(*) FROM trajectories WHERE trajectory = 'b9'").fetchall() == [(1,)]
 
@@ -247,11 +217,9 @@ async def test_the_same_command_completes_what_kills_interrupted(
     for point in kills:
         await erase_and_die(config, point)
     monkeypatch.setattr(in_lake, "_COMMITTED_S", 1)
-    status, _, errors = await erase(config, "--yes")
-    assert status == 0, errors
-    for folder in (tmp_path, nats_server.folder):
-        assert found_in(folder, SECRET) == []
-        assert found_in(folder, ALICE) == []
+    await erase_all(config)
+    for text in (SECRET, ALICE):
+        assert found_in(tmp_path, text) == found_in(nats_server.folder, text) == []
     assert figures(config) == before
     (receipt,) = (r.event for r in await broker.read(DataErased))
     assert (receipt.runs, sum(receipt.messages.values())) == (4, 18)
@@ -262,13 +230,13 @@ async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
     config: Config, broker: Broker, tmp_path: Path
 ) -> None:
     """The plan is listed nevertheless, and `--check` names what is in the way instead of `--yes` alone."""
-    opened = run("a3", "g5", secret=SECRET, body={"user": ALICE})
+    begun = run("a3", "g5", secret=SECRET, body={"user": ALICE})
     for events, why in (
-        (opened[:3], "runs that are open (1: a3)"),
-        (opened[3:], "runs that wait for a judge (1: a3)"),
+        (begun[:3], "runs that are open (1: a3)"),
+        (begun[3:], "runs that wait for a judge (1: a3)"),
         ([scored("g5", "", "a3", "b0")], "groups that wait for the trainer (1: g5)"),
     ):
-        await publish(broker, events)
+        await kit.publish(broker, events)
         status, _, errors = await erase(config, "--yes")
         assert (status, why in errors) == (2, True), errors
         assert found_in(tmp_path / "store", SECRET)
@@ -281,8 +249,7 @@ async def test_what_is_open_or_waits_is_named_and_nothing_is_deleted(
             assert "--yes" not in said
     status, said, errors = await erase(config, "--untrained")
     assert (status, "run the command with --yes" in said) == (0, True), errors
-    status, _, errors = await erase(config, "--yes", "--untrained")
-    assert status == 0, errors
+    await erase_all(config, "--untrained")
     (discarded,) = (r.event for r in await broker.read(GroupDiscarded))
     assert (discarded.group, discarded.reason) == ("g5", "history_gone")
     assert found_in(tmp_path, SECRET) == []
@@ -292,14 +259,13 @@ async def test_runs_that_are_not_finished_do_not_hold_up_those_that_are(
     config: Config, broker: Broker, nats_server: NatsServer, tmp_path: Path
 ) -> None:
     """Whoever keeps opening runs in a person's name holds up the erasure of these alone."""
-    opened = run("z1", "g8", secret="ONGOING", body={"user": ALICE})
-    await publish(broker, opened[:3])
+    begun = run("z1", "g8", secret="ONGOING", body={"user": ALICE})
+    await kit.publish(broker, begun[:3])
     source = run("z/3", "g6", secret="SOURCE", body={"user": ALICE})
     copy = run("z2", "g7", secret="ONGOING")
     copy[1] = msgspec.structs.replace(copy[1], copied_from="z/3/0")
-    await publish(broker, [*source, scored("g6", "", "z/3", "b0"), *copy])
-    status, said, errors = await erase(config, "--yes", "--finished", "--untrained")
-    assert (status, errors) == (0, "")
+    await kit.publish(broker, [*source, scored("g6", "", "z/3", "b0"), *copy])
+    said = await erase_all(config, "--finished", "--untrained")
     assert "left out, as they are open or wait: 3 runs (z/3, z1, z2)" in said
     for folder in (nats_server.folder, tmp_path / "store"):
         assert found_in(folder, SECRET) == []
@@ -308,9 +274,8 @@ async def test_runs_that_are_not_finished_do_not_hold_up_those_that_are(
     assert status == 1
     assert "(3 left out)" in said
     assert said.splitlines()[-1].startswith("something is left: run the command again when")
-    await publish(broker, [*opened[3:], scored("g8", "", "z1"), scored("g7", "", "z2")])
-    status, said, errors = await erase(config, "--yes", "--finished", "--untrained")
-    assert (status, errors) == (0, "")
+    await kit.publish(broker, [*begun[3:], scored("g8", "", "z1"), scored("g7", "", "z2")])
+    await erase_all(config, "--finished", "--untrained")
     for secret in ("ONGOING", "SOURCE"):
         assert found_in(nats_server.folder, secret) == found_in(tmp_path / "store", secret) == []
 
@@ -323,8 +288,7 @@ async def test_what_can_not_be_deleted_leaves_no_receipt(config: Config, broker:
     assert (status, "train.jsonl" in errors) == (1, True)
     assert await broker.read(DataErased) == []
     kept.rmdir()
-    status, _, errors = await erase(config, "--yes")
-    assert status == 0, errors
+    await erase_all(config)
     assert len(await broker.read(DataErased)) == 1
     assert found_in(tmp_path, SECRET) == []
 
@@ -334,7 +298,7 @@ async def test_a_file_that_the_store_commits_meanwhile_stays_part_of_its_table(c
     lake = open_lake(config)
     rewriter = Rewriter(lake, "p", Plan(erasure="e", digest="d", runs=["b0"]))
     table = lake.table("rollout.opened")
-    rows = pa.concat_tables(tables(lake, table.tag))
+    rows = pa.concat_tables(kit.tables(lake, table.tag))
     added = write_rows(table.storage, table.tag, rows)
     table.storage.write(table.tag, "lost.parquet", [rows])
     lost = Path(table.storage.uri(table.tag)) / "lost.parquet"

@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.commands import dead_letters
 from pipeline.config import Config, JudgeConfig, NatsConfig, RewardConfig, save
-from pipeline.events import DeadLettered, Event, GroupDiscarded, GroupScored, TrajectoryCompleted, encode
+from pipeline.events import DeadLettered, Event, GroupDiscarded, GroupScored, encode
 from pipeline.log.broker import Broker
 from pipeline.running.installations import SETTINGS
 from tests.conftest import NatsServer
@@ -26,7 +26,7 @@ from tests.kits.events import letter
 from tests.kits.scoring_server import Answer, Scorer, ScoringServer
 from tests.kits.services import running
 from tests.kits.settings import with_values
-from tests.store.erasure.test_erase import ALICE, erase, found_in, run
+from tests.store.erasure.test_erase import ALICE, erase, erase_all, found_in, run
 from tests.store.kit import StoreProcess, publish, until_acked
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300), IMPORTS_LITELLM]
@@ -58,16 +58,11 @@ def answer(request: dict[str, Any]) -> Answer | bytes:
 
 def judged(way: str) -> list[Event]:
     """Two runs of a group, whose judge answers in this way."""
-    metadata = msgspec.json.encode({"subject": ALICE})
-    events = [
-        event
-        for name in (f"{way}-0", f"{way}-1")
-        for event in run(name, way, secret=f"{SECRET} way={way}", metadata=metadata)
-    ]
-    return [
-        msgspec.structs.replace(event, reward=None) if isinstance(event, TrajectoryCompleted) else event
-        for event in events
-    ]
+    metadata, events = msgspec.json.encode({"subject": ALICE}), list[Event]()
+    for name in (f"{way}-0", f"{way}-1"):
+        *begun, ended = run(name, way, secret=f"{SECRET} way={way}", metadata=metadata)
+        events += [*begun, msgspec.structs.replace(ended, reward=None)]  # type: ignore[call-arg]
+    return events
 
 
 def judge_settings(url: str) -> JudgeConfig:
@@ -97,8 +92,7 @@ async def test_no_text_of_a_run_outlives_its_erasure(
         await _judge_all(config, broker, tmp_path)
         await until_acked(broker)
         assert found_in(nats_server.folder, SECRET)
-        status, _, errors = await erase(config, "--yes", "--untrained")
-        assert status == 0, errors
+        await erase_all(config, "--untrained")
         assert (await erase(config, "--check"))[0] == 0
         assert found_in(tmp_path, SECRET) == []
         assert found_in(nats_server.folder, SECRET) == []
@@ -129,7 +123,7 @@ async def _judge_all(config: Config, broker: Broker, folder: Path) -> None:
         assert ended["scored"] == "scored"
         assert "it has an id that is not an attempt's" in ended["foreign"]
         assert "its message repeats the text that it was sent" in ended["refused"]
-        completed = next(e for e in judged("scored") if isinstance(e, TrajectoryCompleted))
+        completed = judged("scored")[-1]
         of_run = {"original_subject": completed.subject(), "payload": encode(completed)}
         await broker.publish(letter(reason="ended_service", **of_run))
         (dead,) = await broker.read(DeadLettered)

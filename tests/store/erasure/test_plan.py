@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import Config, ConfigError, ModelConfig
-from pipeline.events import Event, SignalGiven, TrajectoryOpened
+from pipeline.events import Event
 from store.erasure.command import _summary
 from store.erasure.plan import Plan, _version_in_own_lake, digest_of, journal_of, make_plan
 from store.reading import sql
-from tests.store.kit import checkpoint, exchange, fill, scored
+from tests.store.kit import checkpoint, exchange, fill, opened, scored, signal
 
 
 def plan_of(tmp_path: Path, versions: list[Event], *, finished: bool = False) -> Plan:
     """The plan for Alice, whose only run is in the scored group g."""
     request = msgspec.json.encode({"messages": [], "user": "alice"})
     config = Config(project="p", run_dir=str(tmp_path), models=(ModelConfig(name="m", base="tiny"),))
-    fill(tmp_path, [exchange("a", group="g", request=request), scored("g", {"a": 1.0, "b": 0.0}), *versions])
+    fill(tmp_path, exchange("a", group="g", request=request), scored("g", {"a": 1.0, "b": 0.0}), *versions)
     with sql.connect(config) as connection:
         return make_plan(connection, config, "alice", untrained=True, finished=finished)
 
@@ -32,9 +33,12 @@ def trained(step: int, group: str = "g", **more: Any) -> Event:
     return checkpoint(step, groups=(group,), **more)
 
 
+corrected = partial(signal, group="g2", kind="correction")
+
+
 def test_a_damaged_journal_of_an_erasure_is_named(tmp_path: Path) -> None:
     config = Config(project="p", run_dir=str(tmp_path))
-    fill(tmp_path, [exchange("a", group="g")])
+    fill(tmp_path, exchange("a", group="g"))
     journal = journal_of(config, digest_of(config, "alice"))
     journal.parent.mkdir(parents=True, exist_ok=True)
     journal.write_bytes(b"")
@@ -107,11 +111,7 @@ def test_a_damaged_data_set_may_hold_the_person_s_runs_and_is_named(content: byt
 
 def test_a_run_that_a_person_s_run_corrected_is_hers_too(tmp_path: Path) -> None:
     """Its signal, and the hint of its group, hold the answer that she got."""
-    named: Any = {"project": "p", "model": "m", "group": "g2", "kind": "correction", "by": "op"}
-    signals: list[Event] = [
-        SignalGiven(**named, trajectory="c", signal="s", text="Dear Alice", copied_from="a"),
-        SignalGiven(**named, trajectory="d", signal="s", text="Dear Bob", copied_from="b"),
-    ]
+    signals = [corrected("c", text="Dear Alice", copied_from="a"), corrected("d", text="Dear Bob", copied_from="b")]
     plan = plan_of(tmp_path, [*signals, scored("g2", {"d": 1.0}), trained(1, "g3")])
     assert plan.runs == ["a", "c"]
     assert plan.held_up == []
@@ -120,7 +120,5 @@ def test_a_run_that_a_person_s_run_corrected_is_hers_too(tmp_path: Path) -> None
 @pytest.mark.parametrize("run", ["c", "a"])
 def test_a_run_that_corrected_one_that_is_not_finished_is_left_with_it(run: str, tmp_path: Path) -> None:
     """It tells that the other one is the person's."""
-    named: Any = {"project": "p", "trajectory": "c", "model": "m", "group": "g2"}
-    signal = SignalGiven(**named, signal="s", kind="correction", text="Dear Alice", copied_from="a")
-    fill(tmp_path, [TrajectoryOpened(**named), signal])
+    fill(tmp_path, opened("c", group="g2"), corrected("c", text="Dear Alice", copied_from="a"))
     assert run in plan_of(tmp_path, [], finished=True).left

@@ -149,20 +149,11 @@ def test_a_watch_asks_again_while_the_gateway_is_away(capsys: pytest.CaptureFixt
             decide._until_answered(away(error), once, every=0.0)
 
 
-@pytest.mark.parametrize(
-    "guard",
-    [
-        "x:0:inf:higher:1",
-        "x:-inf:0:higher:1",
-        "x:nan:0:higher:1",
-        "x:0:1:higher:inf",
-        "x:0:1:lower:nan",
-        " :0:1:higher:1",
-    ],
-)
-def test_a_guard_that_nothing_can_break_is_refused(guard: str) -> None:
-    with pytest.raises(ConfigError, match="is not SQL:LOW:HIGH"):
-        decide._parse_guard(guard)
+def test_a_guard_that_nothing_can_break_is_refused() -> None:
+    endless = "x:0:inf:higher:1", "x:-inf:0:higher:1", "x:nan:0:higher:1", "x:0:1:higher:inf", "x:0:1:lower:nan"
+    for guard in (*endless, " :0:1:higher:1"):
+        with pytest.raises(ConfigError, match="is not SQL:LOW:HIGH"):
+            decide._parse_guard(guard)
 
 
 def test_the_sql_of_a_guard_may_hold_colons() -> None:

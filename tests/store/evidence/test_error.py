@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import duckdb
 import pytest
 
 from pipeline.names import split_point
 from store.evidence.comparison import Evidence, Guard, Metric, Plan, Share, read_evidence
-from tests.store.evidence.kit import insert
+from tests.store.evidence.kit import Run, micros, record
 
 COMPARISONS, RUNS = 100, 240
-_BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 _DEADLINE_S = 1200.0
-_END = int((_BEGAN + timedelta(days=2)).timestamp() * 1e6)
+_END = micros(2 * 86_400)
 
 Draw = Callable[[random.Random, bool, float], tuple[float, float, str]]
 """From a generator of numbers, whether it is the candidate's run, and its result: its seconds (infinite: it does not
@@ -70,46 +69,22 @@ def _play(
     connection: duckdb.DuckDBPyConnection, draw: Draw, percent: float, wins: tuple[float, float], count: int
 ) -> None:
     """Record `count` comparisons, a project each, with 40 runs a minute. `wins`: shares of the candidate's and of the
-    control's runs that win. What is known at once is the run's reward, else it is feedback."""
+    control's runs that win."""
+
+    def of_version(run: Run) -> dict[str, Any]:
+        step = None if run.ended == math.inf else 2 if run.own else 1
+        return {"model": "m", "first_step": step, "last_step": step, "exchanges": step and 1}
+
     rng = random.Random(f"{draw.__name__}/{percent}/{wins}")
-    runs, said = [], []
     for project in range(count):
-        opened = _BEGAN
+        runs, opened = [], 0.0
         for number in range(RUNS):
-            opened += timedelta(seconds=rng.expovariate(40 / 60))
-            trajectory = f"{project}-{number}"
-            candidate = split_point(trajectory) < percent
+            opened += rng.expovariate(40 / 60)
+            candidate = split_point(f"{project}-{number}") < percent
             won = float(rng.random() < wins[not candidate])
             seconds, known, outcome = draw(rng, candidate, won)
-            ended = opened + timedelta(seconds=seconds) if seconds < math.inf else None
-            step = None if ended is None else 2 if candidate else 1
-            runs.append(
-                {
-                    "project": str(project),
-                    "model": "m",
-                    "trajectory": trajectory,
-                    "outcome": outcome if ended else "open",
-                    "opened_at": opened,
-                    "completed_at": ended,
-                    "first_step": step,
-                    "last_step": step,
-                    "reward": won if known == seconds < math.inf else None,
-                    "exchanges": 1 if ended else None,
-                }
-            )
-            if seconds < known < math.inf:
-                said.append(
-                    {
-                        "project": str(project),
-                        "trajectory": trajectory,
-                        "kind": "number",
-                        "call": -1,
-                        "name": "solved",
-                        "value": won,
-                        "given_at": opened + timedelta(seconds=known),
-                    }
-                )
-    insert(connection, trajectories=runs, signals=said)
+            runs.append(Run(f"{project}-{number}", candidate, opened, opened + seconds, opened + known, outcome, won))
+        record(connection, runs, of_version, str(project))
 
 
 def _begun(percent: float) -> Evidence:
@@ -118,12 +93,12 @@ def _begun(percent: float) -> Evidence:
     return Evidence(plan=plan, candidate="m@2", control="m@1", shares=(Share(percent=percent),))
 
 
-_SIDES = [loops, late_feedback, silent_if_it_failed, silent_control, crashes]
+SIDES = [loops, late_feedback, silent_if_it_failed, silent_control, crashes]
 
 
 @pytest.mark.parametrize(
     ("draw", "percent"),
-    [(equal, 50), *((draw, 50) for draw in _SIDES), (loops, 20), (silent_control, 80)],
+    [(equal, 50), *((draw, 50) for draw in SIDES), (loops, 20), (silent_control, 80)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_equal_versions_are_seldom_told_apart(

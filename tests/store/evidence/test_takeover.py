@@ -11,9 +11,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import duckdb
 import msgspec
@@ -36,22 +33,12 @@ from store.evidence.comparison import (
     read_evidence,
     verdict,
 )
-from tests.store.evidence.kit import insert
-from tests.store.evidence.test_error import (
-    Draw,
-    crashes,
-    equal,
-    late_feedback,
-    loops,
-    silent_control,
-    silent_if_it_failed,
-)
+from tests.store.evidence.kit import BEGAN, Run, insert, micros, record
+from tests.store.evidence.test_error import SIDES, Draw, crashes, equal, late_feedback
 
 MARGIN, ALPHA, RUNS = 0.1, 0.05, 6000
 _HALVINGS = 10
-_BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 _LOOK_S, _A_MINUTE, _DEADLINE_S = 600.0, 40, 1200.0
-_SIDES: list[Draw] = [equal, loops, late_feedback, silent_if_it_failed, silent_control, crashes]
 APPRENTICE, MASTER = "m@2", "outside:master"
 PLAN = Plan(
     metric=Metric(sql="coalesce(reward, feedback['solved'])"),
@@ -64,22 +51,6 @@ PLAN = Plan(
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """Seconds are those since the first look of all began."""
-
-    name: str
-    own: bool
-    opened: float
-    ended: float
-    known: float
-    """When its result is known; infinite: never."""
-    outcome: str
-    won: float
-    cost: float
-    calls_s: float
-
-
 class Store:
     """Reads the evidence as `journeywork decide` does, of runs that were put into its tables."""
 
@@ -89,30 +60,13 @@ class Store:
             connection.execute(f"DELETE FROM {table}")
 
     def add(self, runs: list[Run]) -> None:
-        of_runs, said, opened = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
-        for run in runs:
-            named = {"project": "p", "trajectory": run.name}
-            opened.append({**named, "pinned": APPRENTICE if run.own else "", "asked": "master"})
-            ends, at_once = run.ended < math.inf, run.known == run.ended < math.inf
-            of_runs.append(
-                {
-                    **named,
-                    "model": "m" if run.own else "master",
-                    "outcome": run.outcome if ends else "open",
-                    "opened_at": _time(run.opened),
-                    "completed_at": _time(run.ended) if ends else None,
-                    "reward": run.won if at_once else None,
-                    "cost_usd": run.cost,
-                    "calls_s": run.calls_s,
-                }
-            )
-            if not at_once and run.known < math.inf:
-                more = {"kind": "number", "call": -1, "name": "solved", "value": run.won}
-                said.append({**named, **more, "given_at": _time(run.known)})
-        insert(self.connection, trajectories=of_runs, rollout_opened=opened, signals=said)
+        record(self.connection, runs, lambda run: {"model": "m" if run.own else "master"})
+        asked = {"project": "p", "asked": "master"}
+        pinned = [{**asked, "trajectory": run.name, "pinned": APPRENTICE if run.own else ""} for run in runs]
+        insert(self.connection, rollout_opened=pinned)
 
     def read(self, evidence: Evidence, now: float) -> Evidence:
-        return read_evidence(self.connection, "p", evidence, _micros(now))
+        return read_evidence(self.connection, "p", evidence, micros(now))
 
 
 class Plain:
@@ -125,18 +79,18 @@ class Plain:
         self.runs += runs
 
     def read(self, evidence: Evidence, now: float) -> Evidence:
-        begins = [share.since / 1e6 - _BEGAN.timestamp() for share in evidence.shares]
+        begins = [share.since / 1e6 - BEGAN.timestamp() for share in evidence.shares]
         findings = []
         for number, metric in enumerate((PLAN.metric, *PLAN.guards)):
             sides: list[list[list[tuple[bool, float | None]]]] = [[[], []] for _ in begins]
             for run in self.runs:
                 late = run.opened + _DEADLINE_S
-                value, known = ((run.won, run.known), (run.cost, run.ended), (run.calls_s, run.ended))[number]
+                value, known = ((run.won, run.known), (run.cost_usd, run.ended), (run.calls_s, run.ended))[number]
                 at = sum(run.opened > begin for begin in begins) - 1
                 sides[at][not run.own].append((late <= now, value if known <= min(late, now) else None))
             parts = [Part(share.percent, *of_share) for share, of_share in zip(evidence.shares, sides, strict=True)]
             findings.append(_compared(metric, parts, PLAN.alpha))
-        found = msgspec.structs.replace(evidence, until=_micros(now), findings=tuple(findings))
+        found = msgspec.structs.replace(evidence, until=micros(now), findings=tuple(findings))
         return msgspec.structs.replace(found, verdict=verdict(found))
 
 
@@ -144,7 +98,7 @@ def take_over(store: Store | Plain, rng: random.Random, draw: Draw, wins: tuple[
     """Play one comparison as `journeywork decide watch` decides it. `wins`: shares of the apprentice's and of the
     master's runs that win. Return the last evidence, and how many runs were opened by then."""
     now, number, opened = 0.0, 0, rng.expovariate(_A_MINUTE / 60)
-    evidence = Evidence(plan=PLAN, candidate=APPRENTICE, control=MASTER, shares=(Share(percent=5, since=_micros(0)),))
+    evidence = Evidence(plan=PLAN, candidate=APPRENTICE, control=MASTER, shares=(Share(percent=5, since=micros(0)),))
     while True:
         runs = []
         now += _LOOK_S
@@ -161,16 +115,8 @@ def take_over(store: Store | Plain, rng: random.Random, draw: Draw, wins: tuple[
         if found.verdict in ("promote", "rollback") or (number == RUNS and now > opened + _DEADLINE_S):
             return found, number
         if found.verdict == "raise":
-            share = Share(percent=found.next_percent(), since=_micros(now))
+            share = Share(percent=found.next_percent(), since=micros(now))
             evidence = msgspec.structs.replace(evidence, shares=(*evidence.shares, share))
-
-
-def _time(seconds: float) -> datetime:
-    return _BEGAN + timedelta(seconds=seconds)
-
-
-def _micros(seconds: float) -> int:
-    return int((_BEGAN.timestamp() + seconds) * 1e6)
 
 
 def _verdicts(draw: Draw, wins: tuple[float, float], count: int) -> tuple[Counter[str], list[int]]:
@@ -218,17 +164,8 @@ def test_a_share_is_raised_by_what_it_may_cost() -> None:
     """A quarter of the runs may be worse by four times the margin of all; each guard likewise."""
 
     def finding(low: float, high: float) -> Finding:
-        return Finding(
-            sql="",
-            candidate_runs=9,
-            control_runs=9,
-            candidate_mean=0,
-            control_mean=0,
-            pairs=9,
-            difference=0,
-            low=low,
-            high=high,
-        )
+        means = {"candidate_mean": 0.0, "control_mean": 0.0, "difference": 0.0}
+        return Finding(sql="", candidate_runs=9, control_runs=9, pairs=9, low=low, high=high, **means)
 
     def of(metric: tuple[float, float], cost: tuple[float, float], percent: float) -> str:
         found = (finding(*metric), finding(*cost), finding(-60, 4))
@@ -343,7 +280,7 @@ def main(count: int) -> None:
     verdicts, runs = _verdicts(equal, (0.8, 0.8), count)
     half = f"half decided within {runs[count // 2]:,} runs"
     sys.stdout.write(f"equal: {verdicts['promote']} of {count} promoted; {half}\n")
-    for draw in _SIDES:
+    for draw in (equal, *SIDES):
         verdicts, _ = _verdicts(draw, (0.7, 0.8), count)
         sys.stdout.write(f"worse by the margin, {draw.__name__}: {verdicts['promote']} of {count} promoted\n")
 

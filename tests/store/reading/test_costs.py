@@ -9,57 +9,50 @@ from typing import Any
 import msgspec
 
 from pipeline.config import Config, StoreConfig
-from pipeline.events import Event, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events import Event, ExchangeRecorded
 from store.reading import sql
 from store.showing.pages.history import History
 from store.showing.pages.takeover import takeover_texts
-from tests.store.kit import exchange, fill, scored, shadow
+from tests.store.kit import completed, exchange, fill, opened, scored, shadow
 from tests.store.reading.test_sql import rows
 
 DAY = 86_400_000_000
-OUTSIDE: dict[str, Any] = {
-    "policy_version": "outside:master",
-    "prompt_ids": b"",
-    "sampled_ids": b"",
-    "logprobs": b"",
-    "replica": "http://x",
-    "input_tokens": 100,
-    "cached_tokens": 40,
-    "output_tokens": 20,
-    "cost_usd": 0.25,
-}
+OUTSIDE: dict[str, Any] = {"policy_version": "outside:master", "replica": "http://x", "cost_usd": 0.25}
+OUTSIDE |= dict.fromkeys(("prompt_ids", "sampled_ids", "logprobs"), b"")
+OUTSIDE |= {"input_tokens": 100, "cached_tokens": 40, "output_tokens": 20}
 
 
 def run(name: str, model: str, task: str, day: int, outcome: Any, reward: float | None = None) -> list[Event]:
-    opened = TrajectoryOpened(project="p", trajectory=name, model=model, group="g", task=task, at=day * DAY)
-    end: dict[str, Any] = {"outcome": outcome, "reward": reward, "at": day * DAY + 1}
-    return [opened, TrajectoryCompleted(project="p", trajectory=name, model=model, group="g", task=task, **end)]
+    of: dict[str, Any] = {"model": model, "task": task}
+    end = completed(name, outcome=outcome, reward=reward, at=day * DAY + 1, **of)
+    return [opened(name, at=day * DAY, **of), end]
+
+
+def answered(name: str, seq: int, **more: Any) -> ExchangeRecorded:
+    """A call that the master answered."""
+    return exchange(name, seq, -1, **{**OUTSIDE, "model": "master", **more})
 
 
 def test_money_and_tokens_per_solved_run_whoever_answered(tmp_path: Path) -> None:
-    def answered(name: str, seq: int, **more: Any) -> Event:
-        return exchange(name, seq, -1, **{**OUTSIDE, "model": "master", **more})
-
+    unpriced = {"input_tokens": 0, "cached_tokens": 0, "output_tokens": 0, "cost_usd": None}
     fill(
         tmp_path,
-        [
-            *run("a", "master", "one", 1, "scored", 1.0),
-            answered("a", 0),
-            answered("a", 1, choice=0),
-            answered("a", 1, choice=1, input_tokens=0, cached_tokens=0, output_tokens=0, cost_usd=None),
-            *run("b", "master", "one", 1, "scored"),
-            answered("b", 0),
-            answered("b", 1, status="failed", input_tokens=0, cached_tokens=0, output_tokens=0, cost_usd=None),
-            *run("c", "master", "one", 1, "no_result"),
-            answered("c", 0),
-            *run("d", "m", "one", 2, "scored", 1.0),
-            exchange("d", 0, 3, model="m"),
-            answered("d", 1, model="m"),
-            *run("e", "m", "two", 2, "scored", 0.0),
-            exchange("e", 0, 3),
-            exchange("e", 0, 3, copied_from="x/0", choice=1),
-            scored("g", {"b": 0.0}),
-        ],
+        *run("a", "master", "one", 1, "scored", 1.0),
+        answered("a", 0),
+        answered("a", 1, choice=0),
+        answered("a", 1, choice=1, **unpriced),
+        *run("b", "master", "one", 1, "scored"),
+        answered("b", 0),
+        answered("b", 1, status="failed", **unpriced),
+        *run("c", "master", "one", 1, "no_result"),
+        answered("c", 0),
+        *run("d", "m", "one", 2, "scored", 1.0),
+        exchange("d", 0, 3),
+        answered("d", 1, model="m"),
+        *run("e", "m", "two", 2, "scored", 0.0),
+        exchange("e", 0, 3),
+        exchange("e", 0, 3, copied_from="x/0", choice=1),
+        scored("g", {"b": 0.0}),
     )
     found = rows(
         tmp_path,
@@ -79,29 +72,25 @@ def test_money_and_tokens_per_solved_run_whoever_answered(tmp_path: Path) -> Non
 def test_what_an_apprentice_is_worth(tmp_path: Path) -> None:
     """The newest day is that of the newest run, whenever the page is read."""
 
-    def opened(name: str, minutes: int, asked: str = "master", **more: Any) -> list[Event]:
-        first, last = run(name, more.pop("model", "master"), "one", 3, "scored", more.pop("reward"))
-        at = 3 * DAY + minutes * 60_000_000
-        fields = {"at": at, "asked": asked, "group": "", **more}
-        return [msgspec.structs.replace(first, **fields), msgspec.structs.replace(last, group="", opened_at=at)]
+    def played(name: str, minutes: int, reward: float, asked: str = "master", **more: Any) -> list[Event]:
+        at, of = 3 * DAY + minutes * 60_000_000, {"model": more.pop("model", "master"), "task": "one", "group": ""}
+        return [opened(name, at=at, asked=asked, **of, **more), completed(name, opened_at=at, reward=reward, **of)]
 
     taken: dict[str, Any] = {"model": "m", "pinned": "m@3"}
     fill(
         tmp_path,
-        [
-            *opened("before", -2000, asked="", reward=1.0),
-            exchange("before", 0, -1, **{**OUTSIDE, "model": "master"}),
-            *opened("masters", 0, reward=0.5),
-            exchange("masters", 0, -1, **{**OUTSIDE, "model": "master", "cost_usd": 0.75}),
-            *opened("sure", 1, reward=1.0, **taken),
-            exchange("sure", 0, 3, model="m"),
-            exchange("sure", 1, 3, model="m"),
-            *opened("unsure", 2, reward=0.0, **taken),
-            exchange("unsure", 0, 3, model="m", status="unsure"),
-            exchange("unsure", 1, -1, **{**OUTSIDE, "model": "m"}),
-            *opened("policys own", 3, asked="", reward=0.0, model="m"),
-            exchange("policys own", 0, 3, model="m"),
-        ],
+        *played("before", -2000, 1.0, asked=""),
+        answered("before", 0),
+        *played("masters", 0, 0.5),
+        answered("masters", 0, cost_usd=0.75),
+        *played("sure", 1, 1.0, **taken),
+        exchange("sure", 0, 3),
+        exchange("sure", 1, 3),
+        *played("unsure", 2, 0.0, **taken),
+        exchange("unsure", 0, 3, status="unsure"),
+        answered("unsure", 1, model="m"),
+        *played("policys own", 3, 0.0, asked="", model="m"),
+        exchange("policys own", 0, 3),
     )
     found = rows(
         tmp_path,
@@ -133,16 +122,14 @@ def test_own_compute_has_a_price_and_shadow_calls_take_time(tmp_path: Path) -> N
     first, last = run("a", "m", "one", 3, "scored", 1.0)
     fill(
         tmp_path,
-        [
-            msgspec.structs.replace(first, asked="master", pinned="m@3"),
-            exchange("a", 0, 3, **at(0, 10)),
-            exchange("a", 1, -1, **{**OUTSIDE, "model": "m", **at(20, 30)}),
-            last,
-            *run("b", "m", "two", 3, "scored", 0.0),
-            exchange("b", 0, 3, **at(5, 20)),
-            exchange("b", 0, 3, choice=1, **at(5, 20)),
-            shadow("c", policy_version="m@3", **at(18, 24)),
-        ],
+        msgspec.structs.replace(first, asked="master", pinned="m@3"),
+        exchange("a", 0, 3, **at(0, 10)),
+        answered("a", 1, **{"model": "m", **at(20, 30)}),
+        last,
+        *run("b", "m", "two", 3, "scored", 0.0),
+        exchange("b", 0, 3, **at(5, 20)),
+        exchange("b", 0, 3, choice=1, **at(5, 20)),
+        shadow("c", policy_version="m@3", **at(18, 24)),
     )
     for price, of_a, of_b in ((0.0, 0.25, 0.0), (3600.0, 10.25, 10.0)):
         config = Config(run_dir=str(tmp_path), store=StoreConfig(gpu_usd_h=price))

@@ -6,17 +6,17 @@ from contextlib import closing
 from pathlib import Path
 
 from pipeline.config import Config, ModelConfig
-from pipeline.events import Event, TrajectoryOpened
+from pipeline.events import Event
 from store.showing.pages.history import History
 from store.showing.pages.shadows import shadows
-from tests.store.kit import compared, exchange, fill, shadow
+from tests.store.kit import compared, exchange, fill, opened, shadow
 from tests.store.reading.test_sql import rows
 
 
 def history() -> list[Event]:
     outside = {"policy_version": "outside:master", "cost_usd": 0.5, "at": 4_000_000}
     return [
-        TrajectoryOpened(project="p", trajectory="r", model="master", group="g", task="win"),
+        opened("r", model="master", task="win"),
         *(exchange("r", seq, -1, **outside) for seq in range(4)),
         shadow("r", 0, same=True, at=2_000_000),
         *(shadow("r", call) for call in (1, 2, 3)),
@@ -26,7 +26,7 @@ def history() -> list[Event]:
 
 
 def test_shadow_calls_stand_beside_the_calls_that_they_shadow(tmp_path: Path) -> None:
-    fill(tmp_path, history())
+    fill(tmp_path, *history())
     found = rows(tmp_path, "SELECT seq, task, same, apprentice_score, as_good FROM shadows ORDER BY seq")
     assert found == [
         (0, "win", True, None, True),
@@ -44,9 +44,9 @@ def test_shadow_calls_stand_beside_the_calls_that_they_shadow(tmp_path: Path) ->
 
 
 def test_page_has_agreement_by_task_and_where_the_apprentice_was_worse(tmp_path: Path) -> None:
-    fill(tmp_path, history())
-    with closing(History(Config(run_dir=str(tmp_path), project="p", models=(ModelConfig(name="m"),)))) as opened:
-        page = shadows(opened, {})
+    fill(tmp_path, *history())
+    with closing(History(Config(run_dir=str(tmp_path), project="p", models=(ModelConfig(name="m"),)))) as shown:
+        page = shadows(shown, {})
     (row,) = page["agreement"]
     assert (row["task"], row["policy_version"], row["calls"], row["same"], row["mean"]) == ("win", "m@1", 4, 0.25, 0.5)
     assert {worse["seq"] for worse in page["rows"]} == {2, 3}

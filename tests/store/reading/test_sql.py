@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
 
-from pipeline.events import (
-    CheckpointPublished,
-    Event,
-    GroupScored,
-    Member,
-    TrajectoryCompleted,
-    TrajectoryOpened,
-    Verdict,
-    pack_seqs,
-    schema,
-    wire_name,
-)
+from pipeline.events import CheckpointPublished, Event, GroupScored, pack_seqs, schema
 from store.reading import sql
 from store.reading.views import VIEWS
-from tests.store.kit import checkpoint, discarded, exchange, fill, run_of_one_step, scored
+from tests.store.kit import checkpoint, completed, discarded, exchange, fill, opened, run_of_one_step, scored, verdict
 
 
 def rows(run_dir: Path, query: str) -> list[Any]:
@@ -34,8 +23,7 @@ def test_each_view_has_its_documented_columns_of_the_same_types_in_an_empty_stor
     tmp_path: Path,
 ) -> None:
     history = tmp_path / "full"
-    taken_over = TrajectoryOpened(project="p", trajectory="t9", model="m", group="g9", asked="master")
-    fill(history, [*run_of_one_step(), taken_over])
+    fill(history, *run_of_one_step(), opened("t9", group="g9", asked="master"))
     (tmp_path / "store").mkdir()
     with sql.connect(history) as full, sql.connect(tmp_path) as empty:
         for view in VIEWS:
@@ -63,44 +51,33 @@ def test_lineage_goes_from_checkpoint_to_tokens_and_verdicts(history: Path) -> N
 
 def test_lineage_names_the_data_set_that_a_checkpoint_was_trained_on(tmp_path: Path) -> None:
     """Such a checkpoint has no groups, and had no row."""
-    fill(tmp_path, [*run_of_one_step(), checkpoint(2, source="sft:sha256:ab")])
-    assert rows(tmp_path, "SELECT version, parent, source, count(seq) FROM lineage GROUP BY ALL ORDER BY 1") == [
-        ("m@1", "m@0", None, 4),
-        ("m@2", "m@1", "sft:sha256:ab", 0),
-    ]
+    fill(tmp_path, *run_of_one_step(), checkpoint(2, source="sft:sha256:ab"))
+    got = rows(tmp_path, "SELECT version, parent, source, count(seq) FROM lineage GROUP BY ALL ORDER BY 1")
+    assert got == [("m@1", "m@0", None, 4), ("m@2", "m@1", "sft:sha256:ab", 0)]
 
 
 def test_an_open_trajectory_and_one_known_only_by_its_end_are_both_there(tmp_path: Path) -> None:
-    events = run_of_one_step()
-    fill(tmp_path, [e for e in events[:5] if not isinstance(e, type(events[3]))] + [events[7]])
-    assert rows(tmp_path, "SELECT trajectory, outcome FROM trajectories ORDER BY 1") == [
-        ("t0", "open"),
-        ("t1", "scored"),
-    ]
+    fill(tmp_path, opened("t0"), completed("t1"))
+    got = rows(tmp_path, "SELECT trajectory, outcome FROM trajectories ORDER BY 1")
+    assert got == [("t0", "open"), ("t1", "scored")]
 
 
 def test_a_member_without_a_score_has_no_reward(tmp_path: Path) -> None:
-    members = tuple(
-        Member(trajectory=name, reward=reward, exchanges=1, outcome=outcome)
-        for name, reward, outcome in (("a", 1.0, "scored"), ("b", 0.0, "no_result"), ("c", 0.0, "scored"))
-    )
-    fill(tmp_path, [GroupScored(project="p", group="g", model="m", judge="j", members=members)])
-    assert rows(tmp_path, "SELECT trajectory, reward, centered FROM rewards ORDER BY ALL") == [
-        ("a", 1.0, 0.5),
-        ("b", None, None),
-        ("c", 0.0, -0.5),
-    ]
-
-
-def test_messages_hold_what_was_sent_and_the_reply(history: Path) -> None:
-    got = rows(
-        history, "SELECT role, content, is_reply FROM messages WHERE trajectory = 't0' AND seq = 1 ORDER BY position"
-    )
-    assert got == [("system", "play", False), ("user", "go 1", False), ("assistant", "x", True)]
+    group = scored("g", {"a": 1.0, "b": 0.0, "c": 0.0})
+    first, second, third = group.members
+    lost = msgspec.structs.replace(second, outcome="no_result")
+    fill(tmp_path, msgspec.structs.replace(group, members=(first, lost, third)))
+    got = rows(tmp_path, "SELECT trajectory, reward, centered FROM rewards ORDER BY ALL")
+    assert got == [("a", 1.0, 0.5), ("b", None, None), ("c", 0.0, -0.5)]
 
 
 def test_views_say_what_happened(history: Path) -> None:
     expected: dict[str, list[Any]] = {
+        "role, content, is_reply FROM messages WHERE trajectory = 't0' AND seq = 1 ORDER BY position": [
+            ("system", "play", False),
+            ("user", "go 1", False),
+            ("assistant", "x", True),
+        ],
         "reason, duration_s, duration FROM starvation": [("stale", 4.0, "<10s")] * 2,
         "judge_model, cost_usd, verdicts FROM judge_cost": [("judge/1", 0.25, 1)],
         "version, replica, delay_s < 5 FROM adapters": [("m@1", "r0", True)],
@@ -117,7 +94,7 @@ def test_views_say_what_happened(history: Path) -> None:
 def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path: Path) -> None:
     """Groups are scored at 1 s, 2 s, …; those of the second and fourth train."""
 
-    def judged(at: int, rewards: tuple[float, ...], split: Literal["train", "val"] = "train") -> GroupScored:
+    def judged(at: int, rewards: tuple[float, ...], split: str = "train") -> GroupScored:
         runs = {f"{split}{at}-{i}": reward for i, reward in enumerate(rewards)}
         return scored(f"g{at}", runs, {"split": split}, split=split, at=at * 1_000_000)
 
@@ -126,7 +103,7 @@ def test_a_step_s_mean_over_all_groups_counts_those_that_taught_nothing(tmp_path
 
     rewards = ((1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.5, 1.0), (0.0, 0.0))
     groups = [judged(at, pair) for at, pair in enumerate(rewards, 1)]
-    fill(tmp_path, [*groups, judged(3, (0.0,), "val"), step(1, 2), step(2, 4), step(3, 9)])
+    fill(tmp_path, *groups, judged(3, (0.0,), "val"), step(1, 2), step(2, 4), step(3, 9))
     asked = "SELECT step, reward_mean, reward_mean_all FROM steps ORDER BY step"
     assert rows(tmp_path, asked) == [(1, 0.5, 0.75), (2, 0.75, 0.875), (3, None, None)]
     asked = "SELECT split, count(*), avg((NOT has_signal)::INT) FROM groups GROUP BY 1 ORDER BY 1"
@@ -137,15 +114,13 @@ def test_a_group_is_one_row_also_if_it_was_discarded_after_its_scoring(tmp_path:
     rewards = {"a": 1.0, "b": 0.0, "c": 0.0}
     fill(
         tmp_path,
-        [
-            scored("trained", rewards),
-            scored("old", rewards),
-            discarded("trained", "late", "d"),
-            discarded("old", "stale", "a", "b", "c"),
-            discarded("old", "late", "d"),
-            discarded("alone", "too_small", "e"),
-            discarded("alone", "late", "f"),
-        ],
+        scored("trained", rewards),
+        scored("old", rewards),
+        discarded("trained", "late", "d"),
+        discarded("old", "stale", "a", "b", "c"),
+        discarded("old", "late", "d"),
+        discarded("alone", "too_small", "e"),
+        discarded("alone", "late", "f"),
     )
     asked = "SELECT group_id, status, size, discarded, reason, reward_max FROM groups ORDER BY 1"
     assert rows(tmp_path, asked) == [
@@ -164,29 +139,28 @@ def test_lineage_of_a_run_that_was_played_again_after_the_log_lost_its_tail(tmp_
         events.append(scored(f"g{step}", {"t": 1.0}, steps))
         seq = 1 if step == 1 else 2
         events.append(checkpoint(step, groups=(f"g{step}",), group_seqs=pack_seqs([seq])))
-    fill(tmp_path, events)
+    fill(tmp_path, *events)
     asked = "SELECT step, policy_version, count(*) FROM lineage GROUP BY ALL ORDER BY 1"
     assert rows(tmp_path, asked) == [(1, "m@0", 2), (4, "m@3", 3)]
 
 
 def test_group_sequences_tell_a_group_that_was_scored_twice_apart(tmp_path: Path) -> None:
-    events = run_of_one_step()
-    scored = next(e for e in events if wire_name(e) == "group.scored")
-    again = msgspec.structs.replace(scored, judge="other")  # type: ignore[call-arg]
-    events.insert(events.index(scored) + 1, again)
-    fill(tmp_path, events)
+    fill(tmp_path, *run_of_one_step(), scored("g0", {"t0": 1.0}, judge="other"))
     assert rows(tmp_path, "SELECT DISTINCT judge FROM lineage") == [("j",)]
 
 
 def test_the_command_answers_and_says_what_is_wrong(history: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert sql.main(["--run-dir", str(history), "--format", "json", "SELECT count(*) AS n FROM groups"]) == 0
     assert capfd.readouterr().out == '[{"n":2}]\n'
-    assert sql.main(["--run-dir", str(history), "FROM nowhere"]) == 2
-    told = capfd.readouterr().err
-    assert "nowhere" in told
-    assert "SHOW TABLES" in told
-    assert sql.main(["--run-dir", str(history / "none"), "SELECT 1"]) == 2
-    assert "is no installation" in capfd.readouterr().err
+    for folder, query, why in (
+        (history, "FROM nowhere", "nowhere"),
+        (history, "FROM nowhere", "SHOW TABLES"),
+        (history / "none", "SELECT 1", "is no installation"),
+        (history, "", "the query is empty"),
+        (history, "-- nothing", "the query is empty"),
+    ):
+        assert sql.main(["--run-dir", str(folder), query]) == 2
+        assert why in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
@@ -200,7 +174,7 @@ def test_agents_text_acts_on_no_terminal(form: str, history: Path, capfd: pytest
 
 def test_a_file_that_is_damaged_before_its_footer_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """DuckDB says "Out of buffer", or something like it."""
-    lake = fill(tmp_path, [exchange(f"t{n}") for n in range(200)])
+    lake = fill(tmp_path, *(exchange(f"t{n}") for n in range(200)))
     (name,) = lake.names("rollout.exchange")
     path = Path(lake.storage.key("rollout.exchange", name))
     content = path.read_bytes()
@@ -219,15 +193,9 @@ def test_a_query_finds_the_rows_of_all_that_it_names(history: Path) -> None:
                 assert connection.sql(query).fetchall() == whole.sql(query).fetchall(), query
 
 
-@pytest.mark.parametrize("query", ["", "  ", "-- nothing"])
-def test_an_empty_query_is_refused(query: str, history: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sql.main([query, "--run-dir", str(history)]) == 2
-    assert "the query is empty" in capsys.readouterr().err
-
-
 def test_each_step_has_what_was_spent_since_the_one_before_and_its_gain(tmp_path: Path) -> None:
     def judged(group: str, at: int, usd: float) -> GroupScored:
-        return scored(group, {}, verdicts=(Verdict(judge_model="x", scores=(), cost_usd=usd),), at=at)
+        return scored(group, {}, verdicts=(verdict(cost_usd=usd),), at=at)
 
     def held(step: int, reward: float) -> GroupScored:
         member = {"split": "val", "first_step": step, "last_step": step}
@@ -247,14 +215,12 @@ def test_each_step_has_what_was_spent_since_the_one_before_and_its_gain(tmp_path
     ]
     fill(
         tmp_path,
-        [
-            *calls,
-            *(judged(f"g{i}", at * 1_000_000, usd) for i, (at, usd) in enumerate(((5, 1.0), (9, 0.5), (20, 2.0)))),
-            *(held(step, reward) for step, reward in ((0, 0.25), (1, 0.5), (2, 1.0))),
-            checkpoint(1, metrics={"step_s": 4.0, "gpu_s": 8.0}, at=10_000_000),
-            checkpoint(2, metrics={"step_s": 3.0}, at=30_000_000),
-            TrajectoryCompleted(project="p", trajectory="t", model="m", group="g", sampled_tokens=7, at=9_000_000),
-        ],
+        *calls,
+        *(judged(f"g{i}", at * 1_000_000, usd) for i, (at, usd) in enumerate(((5, 1.0), (9, 0.5), (20, 2.0)))),
+        *(held(step, reward) for step, reward in ((0, 0.25), (1, 0.5), (2, 1.0))),
+        checkpoint(1, metrics={"step_s": 4.0, "gpu_s": 8.0}, at=10_000_000),
+        checkpoint(2, metrics={"step_s": 3.0}, at=30_000_000),
+        completed("t", sampled_tokens=7, at=9_000_000),
     )
     found = rows(
         tmp_path,

@@ -12,41 +12,28 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config, FeedbackConfig
-from pipeline.events import (
-    AlarmChanged,
-    Event,
-    GroupScored,
-    Measure,
-    PolicyEvaluated,
-    PolicyLoaded,
-    PolicyPromoted,
-    TrajectoryCompleted,
-)
+from pipeline.events import AlarmChanged, Event, GroupScored, Measure
 from pipeline.running.state import STATE, process_start
 from store.showing.pages.history import History
 from store.showing.pages.summary import summary
-from tests.store.kit import checkpoint, discarded, fill, run_of_one_step, scored
+from tests.kits.events import loaded
+from tests.store.kit import checkpoint, completed, discarded, evaluated, fill, promoted, run_of_one_step, scored
 
 CHOSEN = {"model": "m", "branch": "main"}
 
 
 def told(run_dir: Path, events: list[Event]) -> dict[str, Any]:
-    fill(run_dir, events)
+    fill(run_dir, *events)
     with contextlib.closing(History(Config(run_dir=str(run_dir)))) as history:
         return summary(history, CHOSEN, datetime(2026, 1, 1))
 
 
-def evaluated(low: float, high: float) -> list[Event]:
+def compared(low: float, high: float) -> list[Event]:
     """An evaluation of two versions whose difference has these bounds."""
     mean = (low + high) / 2
-    measures = Measure(
-        name="reward", mean=mean, count=9, difference=mean, difference_low=low, difference_high=high, pairs=9
-    )
-    of = {"project": "p", "evaluation": "e9", "model": "m", "runs": 9}
-    return [
-        PolicyEvaluated(**of, position=0, entrant="m@0", version="m@0", measures=(Measure(name="reward", mean=0.0),)),
-        PolicyEvaluated(**of, position=1, entrant="m@1", version="m@1", measures=(measures,)),
-    ]
+    measure = Measure(name="reward", mean=mean, difference=mean, difference_low=low, difference_high=high, pairs=9)
+    of: dict[str, Any] = {"evaluation": "e9", "runs": 9}
+    return [evaluated("m@0", Measure(name="reward", mean=0.0), **of), evaluated("m@1", measure, position=1, **of)]
 
 
 @pytest.mark.parametrize(
@@ -59,24 +46,23 @@ def evaluated(low: float, high: float) -> list[Event]:
 )
 def test_the_gain_is_that_of_the_evaluation(tmp_path: Path, low: float, high: float, verdict: str, todo: str) -> None:
     steps = [event for event in run_of_one_step() if not isinstance(event, AlarmChanged)]
-    page = told(tmp_path, [*steps, *evaluated(low, high)])
+    page = told(tmp_path, [*steps, *compared(low, high)])
     assert page["sentences"][2].startswith("m@1 scores ")
     assert "against m@0 on 9 held-out tasks (95 % interval " in page["sentences"][2]
     assert page["sentences"][2].endswith(f": {verdict}).")
     assert todo in page["todo"]
 
 
+def sampled(step: int, group: int, rewards: list[float], split: str = "train") -> Event:
+    """A group whose runs a version sampled."""
+    runs = {f"{split}{step}-{group}-{i}": reward for i, reward in enumerate(rewards)}
+    member = {"split": split, "first_step": step, "last_step": step}
+    return scored(f"{split}{step}-{group}", runs, member, split=split)
+
+
 def test_without_an_evaluation_the_held_out_runs_say_it(tmp_path: Path) -> None:
-    held: list[Event] = [
-        scored(
-            f"v{step}-{group}",
-            {f"v{step}-{group}-{i}": step + group + i / 10 for i in range(3)},
-            {"split": "val", "first_step": step, "last_step": step},
-            split="val",
-        )
-        for step in (0, 4)
-        for group in range(3)
-    ]
+    groups = [(step, group) for step in (0, 4) for group in range(3)]
+    held = [sampled(step, group, [step + group + i / 10 for i in range(3)], "val") for step, group in groups]
     page = told(tmp_path, held)
     assert page["sentences"][2].startswith("m@4 scores +4.000 against m@0 on 3 held-out tasks")
     assert page["gain"]["low"] < 4 < page["gain"]["high"]
@@ -105,11 +91,7 @@ def rising(steps: int, *, size: int = 1) -> list[Event]:
     """16 runs of each version, alone in their groups or `size` together; the share that succeeds rises by 0.02 a
     step."""
     return [
-        scored(
-            f"{step}-{group}",
-            {f"{step}-{group}-{i}": float((i * 16 // size + group) / 16 < 0.4 + 0.02 * step) for i in range(size)},
-            {"first_step": step, "last_step": step},
-        )
+        sampled(step, group, [float((i * 16 // size + group) / 16 < 0.4 + 0.02 * step) for i in range(size)])
         for step in range(steps + 1)
         for group in range(16 // size)
     ]
@@ -131,11 +113,8 @@ def test_the_first_sentence_says_whether_the_training_reward_moved(tmp_path: Pat
 def test_runs_that_wait_for_feedback_are_said_to_wait(tmp_path: Path) -> None:
     """The fault that was: "Send it work" while runs waited for their results."""
     at = int(datetime(2026, 1, 1, tzinfo=UTC).timestamp() * 1e6)
-    ended: list[Event] = [
-        TrajectoryCompleted(project="p", trajectory=f"w{i}", model="m", group="", exchanges=1, at=at + i * 1_000_000)
-        for i in range(3)
-    ]
-    fill(tmp_path, [*ended, scored("w0", {"w0": 1.0}), discarded("w1", "validation", "w1")])
+    ended = [completed(f"w{i}", group="", at=at + i * 1_000_000) for i in range(3)]
+    fill(tmp_path, *ended, scored("w0", {"w0": 1.0}), discarded("w1", "validation", "w1"))
     config = Config(run_dir=str(tmp_path), feedback=FeedbackConfig(wait_s=600))
     with contextlib.closing(History(config)) as history:
         page = summary(history, CHOSEN, datetime(2026, 1, 1))
@@ -149,16 +128,16 @@ def test_runs_that_wait_for_feedback_are_said_to_wait(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "todo"),
     [
-        ([PolicyPromoted(project="p", model="m", version="m@1", request="a", at=9)], "`journeywork eval m@1 m@2`"),
-        ([PolicyPromoted(project="p", model="m", version="m@2", request="a", at=9)], "Nothing needs to be done."),
+        ([promoted("m@1")], "`journeywork eval m@1 m@2`"),
+        ([promoted("m@2")], "Nothing needs to be done."),
         ([], "no inference server has loaded it"),
-        ([PolicyLoaded(project="p", model="m", step=2, version="m@2", replica="r0")], "Nothing needs to be done."),
-        ([scored("v", {"v": 1.0}, {"split": "val", "first_step": 2, "last_step": 2}, split="val")], "Nothing needs"),
+        ([loaded(2)], "Nothing needs to be done."),
+        ([sampled(2, 0, [1.0], "val")], "Nothing needs to be done."),
     ],
 )
 def test_a_newest_version_that_is_neither_served_nor_measured_is_named(
     tmp_path: Path, more: list[Event], todo: str
 ) -> None:
     """The fault that was: "Nothing needs to be done"."""
-    begun = [checkpoint(1, at=1), checkpoint(2, at=2), *evaluated(0.1, 0.3)]
+    begun = [checkpoint(1, at=1), checkpoint(2, at=2), *compared(0.1, 0.3)]
     assert todo in told(tmp_path, [*begun, *more])["todo"]

@@ -22,15 +22,13 @@ def test_who_waited_for_whom_between_two_steps(tmp_path: Path) -> None:
 
     fill(
         tmp_path,
-        [
-            checkpoint(1, started_at=5 * SECOND, at=10 * SECOND),
-            call("a", 11, 15),
-            call("b", 12, 20),  # the union of both is 9 s
-            checkpoint(2, started_at=15 * SECOND, at=20 * SECOND),
-            checkpoint(3, started_at=19 * SECOND, at=24 * SECOND),  # it begins before the step before is published
-            call("c", 24, 25),
-            checkpoint(4, started_at=26 * SECOND, at=34 * SECOND),
-        ],
+        checkpoint(1, started_at=5 * SECOND, at=10 * SECOND),
+        call("a", 11, 15),
+        call("b", 12, 20),  # the union of both is 9 s
+        checkpoint(2, started_at=15 * SECOND, at=20 * SECOND),
+        checkpoint(3, started_at=19 * SECOND, at=24 * SECOND),  # it begins before the step before is published
+        call("c", 24, 25),
+        checkpoint(4, started_at=26 * SECOND, at=34 * SECOND),
     )
     found = rows(tmp_path, "SELECT step, seconds, training, sampling, bound_by FROM utilization ORDER BY step")
     assert found == [(2, 10.0, 0.5, 0.9, "sampling"), (3, 4.0, 1.0, 0.0, "training"), (4, 10.0, 0.8, 0.1, "agents")]

@@ -14,13 +14,13 @@ import anyio
 import httpx
 
 from pipeline.config import Config, GatewayConfig, ModelConfig, NatsConfig, StoreConfig, UiConfig, VllmConfig
-from pipeline.events import GroupScored, Measure, PolicyEvaluated, Score, TaskResult, Variant, Verdict, WhatIfAnswered
+from pipeline.events import GroupScored, Measure, TaskResult, Variant
 from pipeline.log.broker import Broker
 from tests.conftest import InferenceDouble, NatsServer, free_port
 from tests.kits.sampler import SamplerThread
-from tests.kits.services import service
+from tests.kits.services import service, serving
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, publish_adapter
-from tests.store.kit import scored
+from tests.store.kit import evaluated, publish, scored, verdict, what_if_answered
 
 MODEL = "tictactoe"
 GROUPS = ("board/1", "board 2")
@@ -51,10 +51,8 @@ class Living:
 def living(folder: Path) -> Iterator[Living]:
     """An installation with its files in `folder`."""
     with contextlib.ExitStack() as stack:
-        nats, double = NatsServer(folder), InferenceDouble(folder)
-        for server in (nats, double):
-            server.start()
-            stack.callback(server.stop)
+        nats = stack.enter_context(serving(NatsServer(folder)))
+        double = stack.enter_context(serving(InferenceDouble(folder)))
         ports = free_port(), free_port()
         config = Config(
             project=PROJECT,
@@ -66,10 +64,8 @@ def living(folder: Path) -> Iterator[Living]:
             store=StoreConfig(flush_s=0.2),
             ui=UiConfig(port=ports[1], gateway_url=f"http://127.0.0.1:{ports[0]}"),
         )
-        gateway, sampler = GatewayProcess(config), SamplerThread(config)
-        for process in (gateway, sampler):
-            process.start()
-            stack.callback(process.stop)
+        gateway = stack.enter_context(serving(GatewayProcess(config)))
+        stack.enter_context(serving(SamplerThread(config)))
         for module in ("store", "store.showing.dashboard"):
             stack.enter_context(service(module, config))
         found = Living(f"http://127.0.0.1:{ports[1]}", gateway)
@@ -83,54 +79,22 @@ def living(folder: Path) -> Iterator[Living]:
 
 async def _play(gateway: GatewayProcess, nats: NatsConfig) -> None:
     """Play, judge and train two groups, one a step, and evaluate the last version."""
+    branch, of = f"{MODEL}+stricter", {"project": PROJECT, "runs": 2}
+    newest = Measure(name="reward", mean=0.75, low=0.5, high=1.0, count=2)
+    changed = Measure(name="reward", mean=0.5, pairs=2, difference=-0.25, difference_low=-0.5, difference_high=0.0)
+    tasks = TaskResult(task="corner", reward=0.5), TaskResult(task="middle", reward=1.0)
+    variant = Variant(branch="stricter", version=f"{branch}@1", settings='{"judge.rubric":"stricter.md"}', groups=2)
+    measured = [
+        evaluated("newest", newest, model=MODEL, version=f"{MODEL}@2", tasks=tasks, **of),
+        evaluated(f"{branch}@1", changed, evaluation="e2", position=1, model=branch, **of),
+        what_if_answered(variant, project=PROJECT, model=MODEL, groups=2, baseline=f"{MODEL}@2", evaluation="e2"),
+    ]
     async with Broker.connect(nats) as broker:
         for step, group in enumerate(GROUPS, 1):
             members = [await anyio.to_thread.run_sync(_trajectory, gateway, group, i) for i in range(MEMBERS)]
             await broker.publish(_scored(group, members))
             await publish_adapter(broker, step, groups=(group,))
-        await broker.publish(
-            PolicyEvaluated(
-                project=PROJECT,
-                evaluation="e1",
-                entrant="newest",
-                model=MODEL,
-                version=f"{MODEL}@2",
-                runs=2,
-                measures=(Measure(name="reward", mean=0.75, low=0.5, high=1.0, count=2),),
-                tasks=(TaskResult(task="corner", reward=0.5), TaskResult(task="middle", reward=1.0)),
-            )
-        )
-        branch = f"{MODEL}+stricter"
-        changed = Measure(
-            name="reward", mean=0.5, count=2, difference=-0.25, difference_low=-0.5, difference_high=0.0, pairs=2
-        )
-        await broker.publish(
-            PolicyEvaluated(
-                project=PROJECT,
-                evaluation="e2",
-                entrant=f"{branch}@1",
-                position=1,
-                model=branch,
-                version=f"{branch}@1",
-                measures=(changed,),
-                runs=2,
-            )
-        )
-        await broker.publish(
-            WhatIfAnswered(
-                project=PROJECT,
-                model=MODEL,
-                question="q",
-                groups=2,
-                baseline=f"{MODEL}@2",
-                evaluation="e2",
-                variants=(
-                    Variant(
-                        branch="stricter", version=f"{branch}@1", settings='{"judge.rubric":"stricter.md"}', groups=2
-                    ),
-                ),
-            )
-        )
+        await publish(broker, measured)
 
 
 def _trajectory(gateway: GatewayProcess, group: str, number: int) -> str:
@@ -154,11 +118,5 @@ def _trajectory(gateway: GatewayProcess, group: str, number: int) -> str:
 
 def _scored(group: str, members: list[str]) -> GroupScored:
     rewards = {name: i / (len(members) - 1) for i, name in enumerate(members)}
-    scores = tuple(
-        Score(trajectory=name, score=reward, explanation=f"It {'wins' if reward > 0.5 else 'loses'}.")
-        for name, reward in rewards.items()
-    )
-    verdict = Verdict(
-        judge_model="judge/1", rubric="general", rubric_hash="h", order=tuple(members), scores=scores, cost_usd=0.01
-    )
-    return scored(group, rewards, {"exchanges": 2}, project=PROJECT, model=MODEL, task="win", verdicts=(verdict,))
+    said = verdict(rewards, {name: "It wins." for name, reward in rewards.items() if reward > 0.5})
+    return scored(group, rewards, {"exchanges": 2}, project=PROJECT, model=MODEL, task="win", verdicts=(said,))

@@ -11,10 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from pipeline.config import Config, FeedbackConfig, save
-from pipeline.events import TrajectoryCompleted, TrajectoryOpened, now_us
 from pipeline.running.installations import SETTINGS
 from store.showing.pages import chat
-from tests.store.kit import discarded, exchange, fill, scored
+from tests.store.kit import completed, discarded, exchange, fill, opened, scored
 from tests.store.showing.dashboard.conftest import Open, client_of
 
 DAY_US = 86_400 * 10**6
@@ -22,12 +21,10 @@ DAY_US = 86_400 * 10**6
 
 def run_of(name: str, reply: str = "x", **more: Any) -> list[Any]:
     """A run of a group of its own, with one call."""
-    of: dict[str, Any] = {"project": "p", "trajectory": name, "model": "m", "group": f"g-{name}"}
-    day = more.pop("day", 20_000)
-    opening = TrajectoryOpened(**of, at=day * DAY_US, metadata=msgspec.json.encode({"subject": f"user-{name}"}))
+    group, at = f"g-{name}", more.pop("day", 20_000) * DAY_US
+    opening = opened(name, group=group, at=at, metadata=msgspec.json.encode({"subject": f"user-{name}"}))
     response = msgspec.json.encode({"choices": [{"message": {"role": "assistant", "content": reply}}]})
-    call = exchange(name, group=of["group"], response=response)
-    return [opening, call, TrajectoryCompleted(**of, exchanges=1, **({"at": now_us()} | more))]
+    return [opening, exchange(name, group=group, response=response), completed(name, group=group, **more)]
 
 
 @pytest.fixture
@@ -36,16 +33,14 @@ def filtered(tmp_path: Path) -> Any:
     folder.mkdir(parents=True)
     fill(
         folder,
-        [
-            *run_of("low", 'He said "Grüße"', reward=0.25, day=20_001),
-            *run_of("high", reward=0.75),
-            *run_of("judged"),
-            scored("g-judged", {"judged": 0.5}),
-            *run_of("dropped"),
-            discarded("g-dropped", "unscored", "dropped"),
-            *run_of("fresh"),
-            *run_of("old", at=1_000_000),
-        ],
+        *run_of("low", 'He said "Grüße"', reward=0.25, day=20_001),
+        *run_of("high", reward=0.75),
+        *run_of("judged"),
+        scored("g-judged", {"judged": 0.5}),
+        *run_of("dropped"),
+        discarded("g-dropped", "unscored", "dropped"),
+        *run_of("fresh"),
+        *run_of("old", at=1_000_000),
     )
     save(Config(project="p", run_dir=str(folder), feedback=FeedbackConfig(wait_s=3600)), folder / SETTINGS)
     with client_of(folder) as client:
@@ -78,21 +73,10 @@ def test_runs_are_found_by_text_reward_day_user_and_state(
     assert filtered.get("/trajectories", params=query).status_code == 200
 
 
-@pytest.mark.parametrize("query", ["least=nan", "most=x", "since=yesterday", "until=2024-13-01"])
-def test_a_filter_without_its_form_is_refused(filtered: TestClient, query: str) -> None:
-    assert filtered.get(f"/trajectories.json?{query}").status_code == 400
-
-
 def test_a_run_waits_until_its_group_is_decided(filtered: TestClient) -> None:
     rows = {row["trajectory"]: row for row in filtered.get("/trajectories.json?sort=-reward").json()["rows"]}
-    assert {name: row["outcome"] for name, row in rows.items()} == {
-        "low": "scored",
-        "high": "scored",
-        "judged": "scored",
-        "dropped": "scored",
-        "fresh": "waits",
-        "old": "waits",
-    }
+    assert {name for name, row in rows.items() if row["outcome"] == "waits"} == {"fresh", "old"}
+    assert {name for name, row in rows.items() if row["outcome"] == "scored"} == {"low", "high", "judged", "dropped"}
     assert rows["judged"]["reward"] == 0.5  # the reward for training
     until = datetime.fromisoformat(rows["fresh"]["waits_until"]).replace(tzinfo=UTC)
     assert 0 < (until - datetime.now(UTC)).total_seconds() <= 3600
@@ -104,7 +88,7 @@ def test_a_run_waits_until_its_group_is_decided(filtered: TestClient) -> None:
 
 def test_a_group_is_called_by_its_task_else_by_its_first_message(open_dashboard: Open, run_dir: Path) -> None:
     told = scored("g-told", {"told": 0.5}, task="Move it.")
-    fill(run_dir, [*run_of("bare"), scored("g-bare", {"bare": 0.5}), *run_of("told", task="Move it."), told])
+    fill(run_dir, *run_of("bare"), scored("g-bare", {"bare": 0.5}), *run_of("told", task="Move it."), told)
     client = open_dashboard()
     tasks = {row["group_id"]: row["task"] for row in client.get("/groups.json").json()["rows"]}
     assert tasks == {"g0": "win", "g9": "", "g-bare": "go 0", "g-told": "Move it."}
@@ -119,8 +103,8 @@ def test_reasoning_and_refusals_are_shown_as_text(open_dashboard: Open, run_dir:
     said = {"role": "assistant", "content": None, "reasoning_content": "<i>think</i>", "refusal": "<b>no</b>"}
     request = msgspec.json.encode({"messages": [{"role": "user", "content": "go"}, said]})
     response = msgspec.json.encode({"choices": [{"message": {**said, "reasoning": "again"}}]})
-    (opened, _, done) = run_of("thinks")
-    fill(run_dir, [opened, exchange("thinks", group="g-thinks", request=request, response=response), done])
+    (begun, _, done) = run_of("thinks")
+    fill(run_dir, begun, exchange("thinks", group="g-thinks", request=request, response=response), done)
     client = open_dashboard()
     for page in ("trajectory/thinks", "group/g-thinks"):
         text = client.get(f"/{page}").text

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import structs
 from starlette.testclient import TestClient
 
 from pipeline.config import Config, ModelConfig
-from pipeline.events import Event, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened, pack_mask, pack_seqs
+from pipeline.events import pack_mask, pack_seqs
 from store.showing.dashboard.gateway import Gateway
 from store.showing.dashboard.server import _SINGLE
 from store.showing.pages import groups as reading_groups
 from store.showing.pages import trajectories as reading
 from store.showing.pages.history import History
-from tests.store.kit import checkpoint, exchange, fill, run_of_one_step, scored
+from tests.store.kit import checkpoint, completed, exchange, fill, opened, promoted, run_of_one_step, scored
 from tests.store.showing.dashboard.conftest import LISTS, URL, Open
 
 PAGES = (*LISTS, "group/g0", "group/g9", "trajectory/t0", "checkpoint/m@1", "sign-in")
@@ -50,12 +49,8 @@ def test_the_overview_counts_and_draws(client: TestClient) -> None:
     assert "What it cost, and what it gained" in text
     assert "`" not in text
     page = client.get("/overview.json").json()
-    assert (page["model"], page["counts"]["opened"], page["counts"]["completed"], page["counts"]["calls"]) == (
-        "m",
-        2,
-        2,
-        4,
-    )
+    assert page["model"] == "m"
+    assert page["counts"].items() >= {"opened": 2, "completed": 2, "calls": 4}.items()
     # Two runs of one group share their task: they are one value, which has no interval.
     assert [(row["step"], row["trajectories"], row["mean"], row["low"]) for row in page["curve"]] == [(0, 2, 0.5, None)]
     assert page["steps"][0]["metrics"] == {"loss": 0.5}
@@ -70,9 +65,8 @@ def test_the_overview_counts_and_draws(client: TestClient) -> None:
     assert page["policies"] is None
     assert client.get("/numbers.json").json()["counts"] == page["counts"]
     assert page["run_metrics"] == ["turns"]
-    assert [(row["name"], row["step"], row["split"], row["mean"]) for row in page["metrics"]] == [
-        ("turns", 0, "train", 2.0)
-    ]
+    (metric,) = page["metrics"]
+    assert (metric["name"], metric["step"], metric["split"], metric["mean"]) == ("turns", 0, "train", 2.0)
 
 
 def test_a_group_shows_members_side_by_side_with_the_judges_words(client: TestClient) -> None:
@@ -82,25 +76,20 @@ def test_a_group_shows_members_side_by_side_with_the_judges_words(client: TestCl
     assert [(s["name"], s["text"]) for s in page["members"][0]["signals"]] == [("feedback", ""), ("label", "wins")]
     assert page["members"][0]["reply"]["content"] == "x"
     assert [m["content"] for m in page["prompt"]] == ["play", "go 0"]
-    assert [(end["trajectory"], end["messages"][-1]["content"]) for end in (page["best"], page["worst"])] == [
-        ("t0", "x"),
-        ("t1", "x"),
-    ]
+    ends = [(end["trajectory"], end["messages"][-1]["content"]) for end in (page["best"], page["worst"])]
+    assert ends == [("t0", "x"), ("t1", "x")]
     assert page["members"][0]["run"]["metrics"] == {"turns": 2.0}
     assert page["trained_in"] == [{"version": "m@1", "step": 1, "branch": "main"}]
 
 
 def test_a_trajectory_shows_each_token_with_its_logprob_and_mask(client: TestClient) -> None:
     page = client.get("/trajectory/t0.json").json()
-    assert [(t["id"], t["logprob"], t["trained"]) for t in page["calls"][0]["tokens"]] == [
-        (3, -0.5, True),
-        (4, -0.25, True),
-    ]
+    tokens = [(t["id"], t["logprob"], t["trained"]) for t in page["calls"][0]["tokens"]]
+    assert tokens == [(3, -0.5, True), (4, -0.25, True)]
     assert [[m["role"] for m in call["messages"]] for call in page["calls"]] == [["system", "user"], ["user"]]
     assert [call["reply"]["content"] for call in page["calls"]] == ["x", "x"]
-    assert (page["previous"], page["next"], page["run"]["metrics"]) == (None, "t1", {"turns": 2.0})
-    assert client.get("/trajectory/t1.json").json()["previous"] == "t0"
-    assert page["trained_in"] == [{"version": "m@1", "branch": "main"}]
+    assert page["run"]["metrics"] == {"turns": 2.0}
+    assert page["trained_in"] == [{"version": "m@1", "step": 1, "branch": "main"}]
 
 
 def test_a_checkpoint_shows_both_ways_of_its_lineage(client: TestClient) -> None:
@@ -119,8 +108,8 @@ def test_the_judges_page_compares_it_with_people(client: TestClient) -> None:
 
 
 def test_two_runs_are_compared(open_dashboard: Open, run_dir: Path) -> None:
-    fill(run_dir.parent / "other", run_of_one_step()[:2])
-    fill(run_dir, [checkpoint(1, branch="stricter")])
+    fill(run_dir.parent / "other", *run_of_one_step()[:2])
+    fill(run_dir, checkpoint(1, branch="stricter"))
     client = open_dashboard()
     chosen = "side=here/main&side=other/main&side=here/stricter"
     page = client.get(f"/compare.json?{chosen}&side=here").json()
@@ -131,32 +120,22 @@ def test_two_runs_are_compared(open_dashboard: Open, run_dir: Path) -> None:
     assert "Choose one more" in client.get("/compare").text
 
 
+_SEVEN_SIDES = "&".join(f"side=here/{i}" for i in range(7))
+
+
 @pytest.mark.parametrize(
-    ("path", "status"),
+    ("status", "paths"),
     [
-        ("group/none", 404),
-        ("trajectory/none", 404),
-        ("checkpoint/m@7", 404),
-        ("checkpoint/none", 404),
-        ("none", 404),
-        ("groups?sort=none", 400),
-        ("groups?page=²", 400),
-        ("groups?page=200", 400),
-        ("groups?step=x", 400),
-        ("trajectory/t0?from=x", 400),
-        ("overview?model=nope", 404),
-        ("overview.json?branch=nope", 404),
-        ("compare?side=here/nope", 404),
-        ("trajectories?outcome=lost", 400),
-        ("groups?reason=boring", 400),
-        ("groups?reason=no_variance", 200),
-        ("compare?side=../here", 404),
-        ("static/../server.py", 404),
-        ("compare?" + "&".join(f"side=here/{i}" for i in range(7)), 400),
+        (404, ("none", "group/none", "trajectory/none", "checkpoint/none", "checkpoint/m@7", "static/../server.py")),
+        (404, ("overview?model=nope", "overview.json?branch=nope", "compare?side=here/nope", "compare?side=../here")),
+        (400, ("groups?sort=none", "groups?page=²", "groups?page=200", "groups?step=x", "trajectory/t0?from=x")),
+        (400, ("trajectories?outcome=lost", "groups?reason=boring", f"compare?{_SEVEN_SIDES}")),
+        (400, tuple(f"trajectories?{form}" for form in ("least=nan", "most=x", "since=yesterday", "until=2024-13-01"))),
+        (200, ("groups?reason=no_variance",)),
     ],
 )
-def test_what_is_not_there_is_said(client: TestClient, path: str, status: int) -> None:
-    assert client.get(f"/{path}").status_code == status
+def test_what_is_not_there_is_said(client: TestClient, status: int, paths: tuple[str, ...]) -> None:
+    assert {path: client.get(f"/{path}").status_code for path in paths} == dict.fromkeys(paths, status)
 
 
 def test_filters_and_texts_are_data(client: TestClient) -> None:
@@ -187,14 +166,8 @@ def test_lists_are_ordered_by_a_column_and_filtered_by_step(client: TestClient, 
 
 
 def test_a_run_shows_the_metadata_of_its_opening_and_of_its_end(open_dashboard: Open, run_dir: Path) -> None:
-    named: dict[str, Any] = {"project": "p", "trajectory": "both", "model": "m", "group": "g"}
-    fill(
-        run_dir,
-        [
-            TrajectoryOpened(**named, metadata=b'{"subject": "user-17", "try": 1}'),
-            TrajectoryCompleted(**named, metadata=b'{"try": 2, "won": true}'),
-        ],
-    )
+    begun = opened("both", metadata=b'{"subject": "user-17", "try": 1}')
+    fill(run_dir, begun, completed("both", metadata=b'{"try": 2, "won": true}'))
     client = open_dashboard()
     assert client.get("/trajectory/both.json").json()["metadata"] == {"subject": "user-17", "try": 2, "won": True}
     assert "user-17" in client.get("/trajectory/both").text
@@ -213,8 +186,7 @@ def test_a_run_shows_the_metadata_of_its_opening_and_of_its_end(open_dashboard: 
 def test_a_token_is_trained_by_the_trainer_s_rule(
     open_dashboard: Open, run_dir: Path, more: dict[str, Any], trained: list[bool]
 ) -> None:
-    (opened, *_) = run_of_one_step()
-    fill(run_dir, [structs.replace(opened, trajectory="one"), exchange("one", **more)])  # type: ignore[type-var]
+    fill(run_dir, opened("one"), exchange("one", **more))
     call = open_dashboard().get("/trajectory/one.json").json()["calls"][0]
     assert [token["trained"] for token in call["tokens"]] == trained
     assert bool(call["untrained"]) == (trained == [False, False])
@@ -229,24 +201,15 @@ def test_the_trainers_settings_are_those_of_the_runs_model() -> None:
 
 
 def test_groups_of_several_models_with_one_name_have_a_page_each(open_dashboard: Open, run_dir: Path) -> None:
-    of_models: list[Event] = []
-    for project, model, reward in (("p", "m", 1.0), ("p", "n", 0.5), ("q", "m", 0.25)):
+    groups = {"model=m&project=p": ("p", "m", 1.0), "model=n": ("p", "n", 0.5), "project=q": ("q", "m", 0.25)}
+    for project, model, reward in groups.values():
         of: dict[str, Any] = {"project": project, "model": model}
         run = f"{project}-{model}"
-        of_models += [
-            TrajectoryCompleted(**of, trajectory=run, group="shared", exchanges=1, reward=reward),
-            scored("shared", {run: reward}, **of),
-            checkpoint(7, **of, groups=("shared",)),
-        ]
-    fill(run_dir, of_models)
+        ended = completed(run, group="shared", reward=reward, **of)
+        fill(run_dir, ended, scored("shared", {run: reward}, **of), checkpoint(7, **of, groups=("shared",)))
     client = open_dashboard()
-    pages = {
-        address: client.get(f"/group/shared.json?{address}").json()
-        for address in ("model=n", "project=q", "model=m&project=p")
-    }
-    for page, (project, model, reward) in zip(
-        pages.values(), (("p", "n", 0.5), ("q", "m", 0.25), ("p", "m", 1.0)), strict=True
-    ):
+    for address, (project, model, reward) in groups.items():
+        page = client.get(f"/group/shared.json?{address}").json()
         assert [(m["trajectory"], m["reward"]) for m in page["members"]] == [(f"{project}-{model}", reward)]
         assert [row["reward_mean"] for row in page["scored"]] == [reward]
         assert [row["version"] for row in page["trained_in"]] == [f"{model}@7"]
@@ -261,18 +224,9 @@ def test_groups_of_several_models_with_one_name_have_a_page_each(open_dashboard:
 
 def test_a_run_without_a_group_has_its_reward_and_its_checkpoints(tmp_path: Path) -> None:
     """Other events name the run's id where it has no group. A run that waits is a group that is not scored."""
-    done = TrajectoryCompleted(project="p", trajectory="solo", model="m", group="", exchanges=1)
-    waits = structs.replace(done, trajectory="waits")
-    fill(
-        tmp_path,
-        [
-            exchange("solo", group=""),
-            done,
-            waits,
-            scored("solo", {"solo": 0.5}),
-            checkpoint(2, groups=("solo",), group_seqs=pack_seqs([1])),
-        ],
-    )
+    runs = [exchange("solo", group=""), completed("solo", group=""), completed("waits", group="")]
+    step = checkpoint(2, groups=("solo",), group_seqs=pack_seqs([1]))
+    fill(tmp_path, *runs, scored("solo", {"solo": 0.5}), step)
     history = History(Config(run_dir=str(tmp_path)))
     run = reading.trajectory(history, "solo", {})
     assert [row["reward"] for row in run["rewards"]] == [0.5]
@@ -308,19 +262,13 @@ def test_a_call_is_corrected_by_a_person(client: TestClient, monkeypatch: pytest
 
 def test_a_correction_stays_with_its_run_whatever_its_name_is(open_dashboard: Open, run_dir: Path) -> None:
     """A browser would take `/correct/../label/g0` for `/label/g0`."""
-    fill(
-        run_dir,
-        [TrajectoryOpened(project="p", trajectory="../label/g0", model="m", group="g"), exchange("../label/g0")],
-    )
+    fill(run_dir, opened("../label/g0"), exchange("../label/g0"))
     shown = open_dashboard().get("/trajectory/..%2Flabel%2Fg0").text
     assert re.findall(r'action="(/correct[^"?]*)', shown) == ["/correct/..%2Flabel%2Fg0"]
 
 
 def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> None:
-    promoted = PolicyPromoted(
-        project="p", model="m", version="m@1", request="r", prompt="Play <well>.", replaces="Play."
-    )
-    fill(run_dir, [promoted])
+    fill(run_dir, promoted(request="r", prompt="Play <well>.", replaces="Play."))
     client = open_dashboard()
     for page in ("decisions", "overview", "checkpoint/m@1"):
         assert client.get(f"/{page}").text.count("<pre>Play &lt;well&gt;.</pre>") == 1

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -24,18 +21,6 @@ from pipeline.running.supervisor import STOP_ORDER, Supervisor
 from tests.conftest import free_port
 from tests.kits.services import service
 from tests.kits.settings import with_values
-
-
-@contextmanager
-def started(*args: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of this Python, with its output; it is stopped as the supervisor does, and must end in order."""
-    with subprocess.Popen([sys.executable, "-m", *args], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
 
 
 def test_the_service_shows_an_empty_run_until_the_first_event(run_dir: Path) -> None:
@@ -54,10 +39,17 @@ def test_the_service_shows_an_empty_run_until_the_first_event(run_dir: Path) -> 
 
 
 def test_the_command_prints_where_it_is(run_dir: Path) -> None:
-    with started("store.showing.dashboard.command", "--run-dir", str(run_dir), "--port", "0") as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().rpartition(" ")[2].strip()
-        assert httpx.get(f"{url}/overview", timeout=60).status_code == 200
+    """It is stopped as the supervisor does, and ends in order."""
+    command = [sys.executable, "-m", "store.showing.dashboard.command", "--run-dir", str(run_dir), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().rpartition(" ")[2].strip()
+            assert httpx.get(f"{url}/overview", timeout=60).status_code == 200
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_its_port_is_the_same_at_each_start_unless_another_has_it(
