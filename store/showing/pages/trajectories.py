@@ -44,6 +44,13 @@ _SAYS = f"""(contains(lower(trajectory || ' ' || coalesce(task, '')), lower($tex
     WHERE contains(lower(request), {_TEXT}) OR contains(lower(response), {_TEXT})))
 """  # noqa: S608
 """The text is in the run's id or task, or in the JSON of one of its calls."""
+_SIBLINGS = """
+    SELECT trajectory FROM (
+      SELECT project, model, "group", trajectory, attempt FROM rollout_opened
+      UNION ALL SELECT project, model, "group", trajectory, attempt FROM rollout_completed
+    ) WHERE project = $project AND model = $model AND "group" = $group
+    GROUP BY trajectory ORDER BY min(attempt), trajectory
+"""
 CALLS = 20
 """Calls of a trajectory that one page shows."""
 
@@ -131,10 +138,14 @@ def trajectory(history: History, name: str, query: lists.Query) -> dict[str, Any
     )
     # A run without a group is one of its own.
     selection |= {"project": run["project"], "model": run["model"], "group": run["group_id"] or name}
+    siblings = [row["trajectory"] for row in history.rows(_SIBLINGS, selection)]
+    place = siblings.index(name) if name in siblings else 0
     return {
         "trajectory": name,
         "run": run,
         "metadata": chat.parse_json(run["metadata"]),
+        "previous": siblings[place - 1] if place else None,
+        "next": siblings[place + 1] if place + 1 < len(siblings) else None,
         "calls": calls,
         "from": first,
         **counted,

@@ -88,7 +88,8 @@ def test_a_trajectory_shows_each_token_with_its_logprob_and_mask(client: TestCli
     assert tokens == [(3, -0.5, True), (4, -0.25, True)]
     assert [[m["role"] for m in call["messages"]] for call in page["calls"]] == [["system", "user"], ["user"]]
     assert [call["reply"]["content"] for call in page["calls"]] == ["x", "x"]
-    assert page["run"]["metrics"] == {"turns": 2.0}
+    assert (page["previous"], page["next"], page["run"]["metrics"]) == (None, "t1", {"turns": 2.0})
+    assert client.get("/trajectory/t1.json").json()["previous"] == "t0"
     assert page["trained_in"] == [{"version": "m@1", "step": 1, "branch": "main"}]
 
 
