@@ -100,7 +100,7 @@ class Teacher:
         self._checking = anyio.Lock()
         self._vocabulary: dict[str, int] = {}
         """Number of tokens of each base model whose tokenizer was compared with the teacher's."""
-        self._compared: dict[str, int] = {}
+        self._compared_up_to: dict[str, int] = {}
         """How many tokens of a base model were compared so far. A check that was cancelled (`teacher.wait_s`) goes on
         there; if each group began anew, a slow server would never be done."""
 
@@ -114,15 +114,15 @@ class Teacher:
 
     async def _check_tokenizer(self, base: str) -> int:
         """Compare the teacher's tokenizer with that of a base model, over the whole vocabulary, once. Returns its
-        size. Raises as `check`."""
+        size. Raises `ConfigError` where they differ, and `TeacherError` if the server does not answer."""
         async with self._checking:
             if base not in self._vocabulary:
                 own = _tokenizer(base)
-                size, at_once = own.get_vocab_size(), await self._checked_at_once()
-                for first in range(self._compared.get(base, 0), size, at_once):
+                size, at_once = own.get_vocab_size(), await self._ask_tokens_per_check()
+                for first in range(self._compared_up_to.get(base, 0), size, at_once):
                     end = min(first + at_once, size)
                     await self._compare(own, range(first, end), base)
-                    self._compared[base] = end
+                    self._compared_up_to[base] = end
                 self._vocabulary[base] = size
         return self._vocabulary[base]
 
@@ -141,7 +141,7 @@ class Teacher:
             ours, theirs = (said[at : at + 1] or "nothing" for said in (ids_here, ids_there))
             raise self._other_tokenizer(base, f"behind {before!r} a text has token {ours} here and {theirs} there")
 
-    async def _checked_at_once(self) -> int:
+    async def _ask_tokens_per_check(self) -> int:
         """The number of tokens whose text the server takes, by the context that it says its model has."""
         try:
             listed = (await self._client.get(self.config.url.rstrip("/") + "/models")).json()["data"]

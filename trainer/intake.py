@@ -50,7 +50,7 @@ class Intake:
         self.consumed = Consumed()
         self.newest = Place(0, 0)
         """The newest group that was delivered, or was read at the start."""
-        self._validated_to = 0
+        self._validation_counted_to = 0
         """The validation groups up to this sequence were counted at the start."""
         self._redeliveries = 0
         """How many messages that a trainer before this one held the server still has to deliver again."""
@@ -65,8 +65,8 @@ class Intake:
             scored = await self._broker.read(
                 GroupScored, project=self._config.project, model=name, branch=self._config.trainer.branch, split="val"
             )
-            await self._record_validation(queue, [r.event for r in scored if r.seq <= last_seq])
-        self._validated_to = last_seq
+            await self._count_validation(queue, [r.event for r in scored if r.seq <= last_seq])
+        self._validation_counted_to = last_seq
         self._redeliveries, groups = await unacknowledged(self._broker, self.consumer, self.consumed)
         for recorded in groups:
             await self._admit(recorded.event, recorded.place, None)
@@ -130,7 +130,7 @@ class Intake:
             )
         elif (waiting := queue.find(event)) is not None:
             waiting.place, waiting.delivery = place, delivery
-            waiting.earlier = await self._earlier_runs(queue, waiting.event, place.seq)
+            waiting.earlier = await self._remember_and_compare(queue, waiting.event, place.seq)
         else:
             await self._queue_or_discard(queue, group)
 
@@ -143,11 +143,11 @@ class Intake:
     async def _queue_or_discard(self, queue: ModelQueue, group: AdmittedGroup) -> None:
         """Queue a group that is new here, unless its event alone shows that it can't be trained."""
         event, seq = group.event, group.place.seq
-        group.earlier = await self._earlier_runs(queue, event, seq)
+        group.earlier = await self._remember_and_compare(queue, event, seq)
         refusal = await self.consumed.refuse_repeated(event, self._broker)
         if refusal is None:
-            if seq > self._validated_to:
-                await self._record_validation(queue, [event])
+            if seq > self._validation_counted_to:  # those up to there were counted at the start
+                await self._count_validation(queue, [event])
             refusal = group.refusal(queue.step, queue.settings_of(event.batch))
         if refusal is not None:
             await self.discard(queue, group, refusal)
@@ -157,11 +157,11 @@ class Intake:
             queue.add(group)
             self.changed.set()
 
-    async def _earlier_runs(self, queue: ModelQueue, event: GroupScored, seq: int) -> EarlierReturns:
-        """Return the earlier runs of the group's task, if its step compares runs with them.
+    async def _remember_and_compare(self, queue: ModelQueue, event: GroupScored, seq: int) -> EarlierReturns:
+        """Add the group to the queue's earlier runs, because later groups may be compared with it; one that is
+        delivered again changes nothing. Return the earlier runs of its task, if its step compares runs with them.
 
-        The queue's earlier runs are read from the log when the first group asks for those of its discount. Every group
-        is added to them, because later ones may be compared with it; one that is delivered again changes nothing."""
+        The queue's earlier runs are read from the log when the first group asks for those of its discount."""
         by_discount = queue.earlier_runs
         loss = queue.settings_of(event.batch).loss
         compared, discount = loss.baseline == "task", loss.turn_discount
@@ -188,7 +188,7 @@ class Intake:
         info = await self._broker.consumer_info(self.consumer)
         return int(info.ack_floor.stream_seq) if info.ack_floor else 0
 
-    async def _record_validation(self, queue: ModelQueue, groups: Sequence[GroupScored]) -> None:
+    async def _count_validation(self, queue: ModelQueue, groups: Sequence[GroupScored]) -> None:
         """Count the rewards of the groups' validation runs. Stores which step is the best one if that changed."""
         validation = queue.learner.validation
         if validation.record(groups) and validation.best is not None:

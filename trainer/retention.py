@@ -219,14 +219,15 @@ class Retention:
         logger.info("version retired", version=version.version, withdrawn=withdrawn)
 
     def _grace_over(self, version: Version) -> bool:
-        """Whether a version was retired for `retention.grace_s`."""
+        """Whether a version was retired, and `retention.grace_s` or more ago."""
         return version.retired_at is not None and version.retired_at / 1e6 + self._settings.grace_s <= time.time()
 
     async def _remove(self, history: ModelHistory, version: Version) -> None:
         """Remove a version's objects. Branches that trained an equal adapter share one object: the last of them to
         retire it removes it."""
-        others = (v for v in history.versions.values() if v.branch != version.branch and not self._grace_over(v))
-        if all(v.adapter != version.adapter for v in others):
+        others = (v for v in history.versions.values() if v.branch != version.branch)
+        in_use = any(other.adapter == version.adapter and not self._grace_over(other) for other in others)
+        if not in_use:
             await objects.remove(self._broker, streams.ADAPTERS_BUCKET, version.adapter)
             logger.info("adapter removed", version=version.version, adapter=version.adapter)
             if version.state:

@@ -19,7 +19,7 @@ import anyio
 
 from journeywork import command_line
 from journeywork.evaluation.entrants import Entrant, parse_entrant
-from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
+from journeywork.evaluation.loading import add_task_options, load_rollout, load_scenarios
 from journeywork.evaluation.playing import play, versions_of
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EvaluationReport
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_line.command_parser("eval", __doc__)
     add = parser.add_argument
     add("entrants", nargs="+", metavar="ENTRANT", help="who plays; the first is the baseline")
-    add_tasks(parser, "a list, a function that returns one, or JSONL")
+    add_task_options(parser, "a list, a function that returns one, or JSONL")
     add("--attempts", type=command_line.at_least_one, default=1, help="runs of each task (default: 1)")
     add("--limit", type=command_line.at_least_one, metavar="N", help="only the first N tasks; default: all")
     add("--dry-run", action="store_true", help="play nothing; print the tasks' number and entrants' versions, as JSON")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 
-def add_tasks(parser: argparse.ArgumentParser, scenarios: str) -> None:
+def add_task_options(parser: argparse.ArgumentParser, scenarios_help: str) -> None:
     """Add `--rollout` and `--scenarios`, for `load_rollout` and `load_scenarios`. `scenarios`: help of the latter."""
     parser.add_argument(
         "--rollout",
@@ -24,7 +24,7 @@ def add_tasks(parser: argparse.ArgumentParser, scenarios: str) -> None:
         help="plays one task: rollout(run, task). The module is imported: its top level runs, so what starts a "
         'training belongs under `if __name__ == "__main__"`',
     )
-    parser.add_argument("--scenarios", required=True, metavar="MODULE:NAME|FILE", help=scenarios)
+    parser.add_argument("--scenarios", required=True, metavar="MODULE:NAME|FILE", help=scenarios_help)
 
 
 def load_object(text: str) -> Any:

@@ -36,7 +36,7 @@ import httpx
 from journeywork import command_line
 from journeywork.client import AsyncJourneywork
 from journeywork.evaluation.entrants import Entrant, parse_entrant
-from journeywork.evaluation.loading import add_tasks, load_rollout, load_scenarios
+from journeywork.evaluation.loading import add_task_options, load_rollout, load_scenarios
 from journeywork.evaluation.playing import play
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import REWARD, EvaluationReport, TaskResult
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("entrant", metavar="ENTRANT", help="the model that plays")
     add("--prompt", required=True, metavar="FILE", help="the system prompt to begin with")
-    add_tasks(parser, "the tasks to improve it on: a list, a function that returns one, or JSONL")
+    add_task_options(parser, "the tasks to improve it on: a list, a function that returns one, or JSONL")
     add("--held-out", required=True, metavar="MODULE:NAME|FILE", help="other tasks, for the comparison at the end")
     add("--by", required=True, metavar="URL#MODEL", help="the model that writes prompts, such as the gateway's #master")
     add("--key-env", default="", metavar="NAME", help="variable with the key of --by")

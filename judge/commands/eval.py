@@ -57,7 +57,7 @@ async def evaluate(
         "judge": config.model,
         "rubric": ruler.rubric.name,
         "rubric_hash": ruler.rubric.hash,
-        **ruler.statistics.as_dict(),
+        **ruler.statistics.measured_fields(),
         "failed_judgings": ruler.statistics.failed_judgings,  # passes; `failed` counts groups
         **asdict(measure_agreement(pairs)),
         "failed": len(failures),

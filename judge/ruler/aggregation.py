@@ -86,7 +86,7 @@ class PositionBias:
         shrunk = raw * np.maximum(0.0, 1.0 - error / np.maximum(raw**2, 1e-12))
         return np.asarray(shrunk - shrunk.mean())
 
-    def first_position(self) -> float | None:
+    def first_position_effect(self) -> float | None:
         """Return how much the first position adds compared with the others, weighted over the lengths of lists; `None`
         if no group of two or more with two passes was added yet."""
         effects = {n: self.effects(n) for n in self._sums if n > 1}

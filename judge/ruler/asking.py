@@ -82,7 +82,7 @@ class JudgeStatistics:
     agreement_sum: float = 0.0
     """Over the groups with two passes, the shares of pairs of trajectories that both order equally; over the runs with
     two votes, the shares of calls that both score equally."""
-    agreement_groups: int = 0
+    agreement_count: int = 0
     """Groups or runs in `agreement_sum`."""
     bias: PositionBias = field(default_factory=PositionBias)
 
@@ -94,24 +94,25 @@ class JudgeStatistics:
             return
         if (agreement := pairwise_agreement(passes[0].scores, passes[1].scores)) is not None:
             self.agreement_sum += agreement
-            self.agreement_groups += 1
+            self.agreement_count += 1
 
     def add_votes(self, votes: Sequence[Sequence[float]]) -> None:
         """Add a run, with the votes on each of its calls."""
         self.groups += 1
         if equal := [said[0] == said[1] for said in votes if len(said) > 1]:
             self.agreement_sum += sum(equal) / len(equal)
-            self.agreement_groups += 1
+            self.agreement_count += 1
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields of `JudgeMeasured` that are about all groups so far; `None` where nothing was measured."""
+    def measured_fields(self) -> dict[str, Any]:
+        """Return the fields of `JudgeMeasured` that are about all groups so far (of a judge of calls, all runs); `None`
+        where nothing was measured."""
         return {
             "groups": self.groups,
             **asdict(self.usage),
             "failed": self.failed_judgings,
             "asked_again": self.asked_again,
-            "self_agreement": self.agreement_sum / self.agreement_groups if self.agreement_groups else None,
-            "position_bias": self.bias.first_position(),
+            "self_agreement": self.agreement_sum / self.agreement_count if self.agreement_count else None,
+            "position_bias": self.bias.first_position_effect(),
         }
 
 

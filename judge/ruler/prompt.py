@@ -214,7 +214,7 @@ def allocate(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def _draw_nonce(rng: random.Random, texts: Sequence[str]) -> str:
-    """Return 16 hexadecimal digits that occur in none of the texts."""
+    """Return 16 hexadecimal digits that occur in none of the texts, in small or capital letters."""
     while True:
         nonce = f"{rng.getrandbits(64):016x}"
         if not any(nonce in text.lower() for text in texts):

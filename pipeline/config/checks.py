@@ -191,7 +191,7 @@ def check(config: Config, *, whole: bool = True) -> None:
         raise ConfigError(
             f"{name}: a secret does not belong in the settings; set the variable where `journeywork up` is started"
         )
-    for name in plain_secrets(config.judge.request.params, "judge.request.params"):
+    if name := next(plain_secrets(config.judge.request.params, "judge.request.params"), ""):
         raise ConfigError(f'{name}: a secret does not belong in the settings; name its variable instead: "${{NAME}}"')
     _check_judge(config)
     for model in config.models:

@@ -85,6 +85,7 @@ def decode(payload: bytes) -> AnyEvent | ClaimCheck | Continuation:
     exchange = event.exchange if isinstance(event, Continuation) else event
     if isinstance(exchange, rollout.ExchangeRecorded):
         # Logprobs and masks may differ in length from the tokens. The trainer then ignores them.
+        # One test for the usual case, in which all are fine; `_check_packed` names the wrong one.
         if (len(exchange.prompt_ids) | len(exchange.sampled_ids) | len(exchange.logprobs)) % 4:
             _check_packed(exchange, ("prompt_ids", "sampled_ids", "logprobs"), 4)
     elif isinstance(event, policy.CheckpointPublished):

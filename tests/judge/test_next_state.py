@@ -69,7 +69,7 @@ async def test_each_call_gets_the_score_and_the_hint_of_what_followed_it() -> No
             0.001,
             (),
         )
-    assert judging.statistics.as_dict()["self_agreement"] == 1.0
+    assert judging.statistics.measured_fields()["self_agreement"] == 1.0
     assert (judging.statistics.groups, judging.statistics.passes) == (1, 3)
 
 

@@ -267,8 +267,8 @@ class MicroBatch:
 
     indices: tuple[int, ...]
     layout: Layout
-    counts: bool = True
-    """Whether its results count. Not those of a pass that a process makes only because others make one more."""
+    is_filler: bool = False
+    """Whether a process makes the pass only because others make one more. Its results do not count."""
 
 
 Packing = Literal["prefix", "padded"]

@@ -33,11 +33,13 @@ class HintUnusableError(ValueError):
 
 
 @contextlib.contextmanager
-def _refusing_unreadable() -> Iterator[None]:
+def _malformed_as_unusable() -> Iterator[None]:
     """Raise `HintUnusableError` in place of the errors that a malformed request causes: agents write requests, and none
     may end the trainer."""
     try:
         yield
+    except HintUnusableError:  # a `ValueError` that says why already
+        raise
     except (
         ArithmeticError,
         AttributeError,
@@ -47,8 +49,6 @@ def _refusing_unreadable() -> Iterator[None]:
         ValueError,
         msgspec.MsgspecError,
     ) as error:
-        if isinstance(error, HintUnusableError):
-            raise
         raise HintUnusableError(f"the call's messages are not those of a chat: {type(error).__name__}") from error
 
 
@@ -64,7 +64,7 @@ def is_better(run: Member, other: Member) -> bool:
     return run.reward > other.reward + REWARD_TOLERANCE
 
 
-@_refusing_unreadable()
+@_malformed_as_unusable()
 def transcript(exchanges: Sequence[ExchangeRecorded]) -> str:
     """A run as text: its reply if it made one call, else what followed the messages of its first call, each message
     under its role. Where a later call does not go on from the first, only the last reply is known to belong to it.
@@ -93,7 +93,7 @@ class HintedPrompts:
         templates = {"text": self.config.hint_template, "correction": self.config.correction_template}
         return "".join(templates[hint.kind].replace("{hint}", hint.text) for hint in hints)
 
-    @_refusing_unreadable()
+    @_malformed_as_unusable()
     def render(self, exchange: ExchangeRecorded, text: str) -> npt.NDArray[np.int32]:
         """The token ids of the call's prompt with `text` at the end of its last user message.
 

@@ -276,7 +276,7 @@ class Engine:
         Raises `SamplerMismatchError` where the sampler's logprobs are not the trainer's."""
         passes = self.passes
         metrics = passes.summary(updates.results, updates.examples, state.step, len(updates.norms))
-        self._require_sampler_logprobs(metrics, state.step)
+        self._check_sampler_agrees(metrics, state.step)
         step = checks.Step(
             state,
             updates.examples,
@@ -291,7 +291,7 @@ class Engine:
             result = check_within_memory(passes.budget, passes.free, partial(check, passes, step, share))
             result["tokens_checked"] = metrics["tokens_checked"] + result.get("tokens_checked", 0.0)
             metrics |= result
-        self._require_sampler_logprobs(metrics, state.step)
+        self._check_sampler_agrees(metrics, state.step)
         return metrics | {
             "grad_norm": float(np.mean(updates.norms)),
             "updates": float(len(updates.norms)),
@@ -312,15 +312,17 @@ class Engine:
             found["mfu"] = found["tflop_per_s"] / (peak * self.passes.processes)
         return found
 
-    def _require_sampler_logprobs(self, metrics: Mapping[str, float], step: int) -> None:
-        """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains."""
+    def _check_sampler_agrees(self, metrics: Mapping[str, float], step: int) -> None:
+        """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains, as
+        far as `metrics` says by now: those of tokens of earlier versions come first, those of this one after the pass.
+        """
         bound = logprob_bound_for(self.config, self.model.dtype)
         for name, what in (
-            ("sampler_logprob_diff", "at the earlier versions that sampled"),
+            ("sampler_logprob_diff", "of tokens of earlier versions, recomputed with those"),
             ("on_policy_logprob_diff", "of tokens sampled by this version"),
         ):
             difference = metrics.get(name, 0.0)
-            if not difference <= bound:
+            if not difference <= bound:  # NaN is refused too
                 raise SamplerMismatchError(
                     f"step {step + 1} is not taken: the sampler's logprobs and the trainer's differ by "
                     f"{difference:.3g} nats on average {what}, and trainer.logprob_bound is {bound:g}. Check that the "

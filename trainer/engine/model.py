@@ -277,7 +277,7 @@ class PolicyModel:
             shape = shape_of([sequences[i] for i in batch.indices])
             with torch.no_grad(), detect_out_of_memory(batch), self.forward.one_pass():
                 computed = [part.cpu().numpy() for part in compute(batch.layout, shape)]
-            for row, i in enumerate(batch.indices if batch.counts else ()):
+            for row, i in enumerate(() if batch.is_filler else batch.indices):
                 yield i, [part[row, : sequences[i].trained_tokens] for part in computed]
 
 

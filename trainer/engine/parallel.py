@@ -152,7 +152,7 @@ class ProcessGroup:
             parts[rank].append(batch)
         mine = parts[self.rank]
         if even:
-            filler = replace(min(batches, key=_size), counts=False)
+            filler = replace(min(batches, key=_size), is_filler=True)
             mine += [filler] * (max(map(len, parts)) - len(mine))
         return mine
 

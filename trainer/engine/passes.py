@@ -214,12 +214,12 @@ class Passes:
                 top_k = distill.top_k if distill.divergence == "reverse_kl" else 0
                 return self.model.teacher_logprobs_of(batches, sequences, top_k)
             scores = self.model.logprobs_of(batches, sequences)
-        return scores, sum(b.layout.tokens for b in batches if b.counts)
+        return scores, sum(b.layout.tokens for b in batches if not b.is_filler)
 
     def own_gradients(self, batches: Sequence[MicroBatch], examples: Sequence[Example]) -> PassResult:
         """This process's forward and backward passes."""
         tokens = sum(e.sequence.trained_tokens for e in examples)
-        counted = [b for b in batches if b.counts]
+        counted = [b for b in batches if not b.is_filler]
         result = PassResult(sum(b.layout.tokens for b in counted), len(counted))
         for batch in batches:
             with detect_out_of_memory(batch), self.model.forward.one_pass():
@@ -228,9 +228,9 @@ class Passes:
 
     def _backward(self, batch: MicroBatch, examples: Sequence[Example], tokens: int, result: PassResult) -> None:
         """One pass; `tokens` are the trained tokens of the update that it is a part of. Adds to `result`."""
-        inside = [examples[i] for i in batch.indices]
-        shape = shape_of([e.sequence for e in inside])
-        teacher_logprobs = [e.teacher for e in inside]
+        own = [examples[i] for i in batch.indices]
+        shape = shape_of([e.sequence for e in own])
+        teacher_logprobs = [e.teacher for e in own]
         logprobs_SK, entropies_SK, divergences_SK = self.model.scores(
             batch.layout, shape, teacher_logprobs=teacher_logprobs
         )
@@ -238,21 +238,22 @@ class Passes:
         if self.config.loss.beta != 0.0 and self.config.loss.type != "sft":
             with torch.no_grad(), self.model.peft.disable_adapter():
                 reference_SK, _ = self.model.logprobs(batch.layout, shape, entropy=False)
-        if not batch.counts:
+        if batch.is_filler:
             # This process has fewer passes than others. With a divided model all take part in each pass, backward too:
             # it makes one whose gradient is 0.
             (0.0 * logprobs_SK.nan_to_num()).sum().backward()
             return
-        given = inputs_of(
-            inside, logprobs_SK, config=self.config, sequences=len(examples), tokens=tokens, reference_SK=reference_SK
+        loss_inputs = inputs_of(
+            own, logprobs_SK, config=self.config, sequences=len(examples), tokens=tokens, reference_SK=reference_SK
         )
         if self.config.loss.type == "sft":
-            loss = supervised_loss(given, logprobs_SK)
+            loss = supervised_loss(loss_inputs, logprobs_SK)
         else:
-            loss, sums = policy_loss(self.config.loss, given, logprobs_SK, entropies_SK)
+            loss, sums = policy_loss(self.config.loss, loss_inputs, logprobs_SK, entropies_SK)
             result.sums.append(sums)
-            if self.config.distill.divergence == "reverse_kl" and any(teacher_logprobs):
-                loss = loss + distillation_loss(inside, divergences_SK, given, self.config)
+            taught = any(logprobs is not None for logprobs in teacher_logprobs)
+            if taught and self.config.distill.divergence == "reverse_kl":
+                loss = loss + distillation_loss(own, divergences_SK, loss_inputs, self.config)
         loss.backward()
         result.loss += float(loss.detach())
         computed = logprobs_SK.detach().cpu().numpy()

@@ -53,9 +53,9 @@ class Difference:
     largest: float
 
     def within_bound(self, config: TrainerConfig, dtype: torch.dtype) -> bool:
-        """Whether the largest difference, or in 16-bit types the mean, is within `trainer.logprob_bound`.
+        """Whether the difference is within `trainer.logprob_bound`: the largest one; in 16-bit types the mean.
 
-        In bfloat16, rounding can route a token to another expert, and its logprob then differs by whole nats."""
+        There, rounding can route a token to another expert, and its logprob then differs by whole nats."""
         exact = dtype in (torch.float32, torch.float64)
         return (self.largest if exact else self.mean) <= logprob_bound_for(config, dtype)
 

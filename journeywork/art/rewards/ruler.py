@@ -18,7 +18,7 @@ from typing import Any
 import pydantic
 from openai.types.chat import ChatCompletionMessageParam
 
-from journeywork.art.rewards.judge_process import JudgeDiedError, judge_answer
+from journeywork.art.rewards.judge_process import JudgeDiedError, ask_judge
 from journeywork.art.trajectories import TrajectoryGroup
 from journeywork.art.types import Tools
 
@@ -138,7 +138,7 @@ async def _judge(group: dict[str, Any], model: str, params: dict[str, Any], rubr
             settings["request.params"] = json.dumps(params)
         request = {"group": group, "settings": [f"judge.{name}={value}" for name, value in settings.items()]}
         try:
-            answer = await judge_answer(request, environment)
+            answer = await ask_judge(request, environment)
         except JudgeDiedError as died:
             if "No module named" in str(died):
                 why = f"RULER needs the judge: install journeywork[judge] ({str(died).splitlines()[-1]})"

@@ -28,7 +28,7 @@ async def test_an_answer_that_never_comes_ends_the_wait(monkeypatch: pytest.Monk
     monkeypatch.setattr(judge_process, "_process", started(monkeypatch, _NEVER_ANSWERS))
     try:
         with pytest.raises(ValueError, match="did not answer within"):
-            await judge_process.judge_answer({}, {})
+            await judge_process.ask_judge({}, {})
     finally:
         assert judge_process._process is not None
         judge_process._process.close()

@@ -37,12 +37,12 @@ def merged_bias(first: float, noise: float, groups: int = 60, k: int = 2) -> tup
 def test_the_position_bias_is_estimated_despite_noise() -> None:
     gain, bias = merged_bias(0.3, 0.1)
     assert abs(gain) < 0.05
-    assert bias.first_position() == pytest.approx(0.3, abs=0.06)
+    assert bias.first_position_effect() == pytest.approx(0.3, abs=0.06)
 
 
 def test_without_position_bias_scores_are_hardly_corrected() -> None:
     _, bias = merged_bias(0.0, 0.05)
-    assert bias.first_position() == pytest.approx(0.0, abs=0.02)
+    assert bias.first_position_effect() == pytest.approx(0.0, abs=0.02)
     assert all(abs(e) < 0.03 for e in bias.effects(8))
 
 

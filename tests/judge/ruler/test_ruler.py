@@ -65,7 +65,7 @@ async def test_judging_the_same_history_again_uses_the_same_orders_and_new_ids()
 async def test_a_single_trajectory_can_be_judged_too() -> None:
     judge = ruler(Model(Scorer()))
     assert (await judge.judge(TRANSCRIPTS[:1]))[0] == pytest.approx({"t0": 0.1})
-    found = judge.statistics.as_dict()
+    found = judge.statistics.measured_fields()
     assert (found["self_agreement"], found["position_bias"]) == (None, None)  # there was nothing to compare
 
 

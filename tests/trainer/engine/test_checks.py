@@ -218,7 +218,7 @@ def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
     assert np.isnan(metrics["sampler_logprob_diff"])
     assert np.isnan(metrics["sampler_logprob_diff_max"])
     with pytest.raises(SamplerMismatchError, match="differ by nan nats"):
-        engine._require_sampler_logprobs(metrics, 0)
+        engine._check_sampler_agrees(metrics, 0)
 
 
 def test_one_token_does_not_make_the_divergence() -> None:
