@@ -7,13 +7,11 @@ A call whose last message is the user's must call a tool; one that ends with a t
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.rollout_gateway.tap import tapped
 
 _SAID: Any = {"name": "said", "strict": True, "schema": {"type": "string", "enum": ["a1 is mine", "b2 is mine"]}}
 """What it may say: a model of 1,024 positions hardly finds an end after thousands."""
@@ -54,44 +52,5 @@ def _name(tools: list[dict[str, Any]], end: str) -> str:
 def forcing(url: str, tool: str, bias: dict[str, int]) -> Iterator[str]:
     """The URL to give to the agent in place of `url`."""
     there = urlsplit(url)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            sent = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            data = json.dumps(forced(self.path, sent, tool, bias)).encode()
-            headers = {k: v for k, v in self.headers.items() if k.lower() not in ("content-length", "host")}
-            self._pass("POST", data, headers)
-
-        def do_GET(self) -> None:
-            self._pass("GET", b"", {})
-
-        def _pass(self, method: str, data: bytes, headers: dict[str, str]) -> None:
-            connection = http.client.HTTPConnection(there.hostname or "", there.port, timeout=120)
-            try:
-                connection.request(method, self.path, data, headers)
-                reply = connection.getresponse()
-                self.send_response(reply.status)
-                self.send_header("content-type", reply.headers.get("content-type", ""))
-                self.send_header("connection", "close")
-                self.end_headers()
-                while piece := reply.read1(65536):
-                    self.wfile.write(piece)
-                    self.wfile.flush()
-            finally:
-                connection.close()
-                self.close_connection = True
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    serving = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    serving.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}{there.path}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        serving.join(60)
+    with tapped(f"{there.scheme}://{there.netloc}", lambda path, body: forced(path, body, tool, bias)) as tap:
+        yield tap.url + there.path

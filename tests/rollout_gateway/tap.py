@@ -1,10 +1,11 @@
-"""A proxy between gateway and vLLM that keeps vLLM's replies for comparison."""
+"""A proxy that keeps the calls and replies which pass it, and may change the calls: between gateway and vLLM, whose
+replies are compared with the record, or between an agent and the gateway (`forcing`)."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
 _CALLS = ("/v1/chat/completions", "/v1/completions")
+
+Body = dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -61,8 +64,9 @@ class Call:
 class Tap:
     """Listens on `url` and passes requests on to `upstream`. Use as `with tapped(url) as tap`."""
 
-    def __init__(self, upstream: str) -> None:
-        self._upstream, self.url = upstream, ""
+    def __init__(self, upstream: str, change: Callable[[str, Body], Body] | None = None) -> None:
+        """`change`: returns the body that is sent in place of a posted one. It gets the path, too."""
+        self._upstream, self._change, self.url = upstream, change, ""
         self.calls: list[Call] = []
         """Model calls, in the order in which they were sent."""
 
@@ -83,6 +87,8 @@ class Tap:
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         sent = await request.read()
+        if self._change is not None and sent:
+            sent = json.dumps(self._change(request.path, json.loads(sent))).encode()
         call = Call(request.path, json.loads(sent) if request.path in _CALLS else {})
         if request.path in _CALLS:
             self.calls.append(call)
@@ -102,8 +108,8 @@ class Tap:
 
 
 @contextlib.contextmanager
-def tapped(upstream: str) -> Iterator[Tap]:
-    tap = Tap(upstream)
+def tapped(upstream: str, change: Callable[[str, Body], Body] | None = None) -> Iterator[Tap]:
+    tap = Tap(upstream, change)
     with start_blocking_portal() as portal:
         portal.call(tap.start)
         try:
