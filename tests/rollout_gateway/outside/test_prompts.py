@@ -79,11 +79,9 @@ async def test_a_prompt_tells_nothing_of_another_keys_run(shop: Shop) -> None:
     await shop.decide("tictactoe", "promote", version=BASE, prompt=NEW, replaces=OLD)
     await shop.post("v1/trajectories", 201, key="op", model="tictactoe", id="pinned", pinned=BASE)
     asked: Any = {"model": "tictactoe", "instructions": OLD, "input": "go"}
-    said = [
-        (await shop.post("v1/responses", **asked, metadata={"journeywork_trajectory": name}))["instructions"]
-        for name in ("pinned", "no-such-run")
-    ]
-    assert said == [OLD, OLD]  # an answer shows what its caller sent
+    assert (await shop.post("v1/responses", **asked))["instructions"] == OLD  # an answer shows what its caller sent
+    refused = [await shop.post(f"t/{name}/v1/responses", 404, **asked) for name in ("pinned", "no-such-run")]
+    assert refused[0]["error"]["message"].replace("pinned", "no-such-run") == refused[1]["error"]["message"]
 
 
 async def test_a_prompt_is_promoted_seen_recorded_and_rolled_back(shop: Shop, broker: Broker) -> None:
