@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import openai
 import pytest
 
 from tests.conftest import DOUBLE, VllmServer
-from tests.rollout_gateway.conftest import make_adapter
+from tests.kits.adapters import write_adapter
 
 ASK: Any = {"model": "tictactoe@0", "messages": [{"role": "user", "content": "a1=x b2=o"}], "max_tokens": 6}
 real = pytest.param("vllm_server", id="vllm", marks=pytest.mark.vllm)
@@ -165,8 +163,7 @@ def test_what_can_t_be_answered_is_an_openai_error(server: VllmServer, more: dic
 
 def test_adapters_are_loaded_served_and_unloaded(server: VllmServer, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    with tarfile.open(fileobj=io.BytesIO(make_adapter(1))) as archive:
-        archive.extractall(folder, filter="data")
+    write_adapter(tmp_path, seed=1)
 
     def load() -> httpx.Response:
         return post(server, "/v1/load_lora_adapter", lora_name="contract@1", lora_path=folder)
