@@ -1,5 +1,5 @@
 """A proxy that keeps the calls and replies which pass it, and may change the calls: between gateway and vLLM, whose
-replies are compared with the record, or between an agent and the gateway (`forcing`)."""
+replies are compared with the record, or between an agent and the gateway."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Call:
 class Tap:
     """Listens on `url` and passes requests on to `upstream`. Use as `with tapped(url) as tap`."""
 
-    def __init__(self, upstream: str, change: Callable[[str, Body], Body] | None = None) -> None:
-        """`change`: returns the body that is sent in place of a posted one. It gets the path, too."""
+    def __init__(self, upstream: str, change: Callable[[Body], Body] | None = None) -> None:
+        """`change`: returns the body that is sent in place of a posted one."""
         self._upstream, self._change, self.url = upstream, change, ""
         self.calls: list[Call] = []
         """Model calls, in the order in which they were sent."""
@@ -88,7 +88,7 @@ class Tap:
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         sent = await request.read()
         if self._change is not None and sent:
-            sent = json.dumps(self._change(request.path, json.loads(sent))).encode()
+            sent = json.dumps(self._change(json.loads(sent))).encode()
         call = Call(request.path, json.loads(sent) if request.path in _CALLS else {})
         if request.path in _CALLS:
             self.calls.append(call)
@@ -108,7 +108,7 @@ class Tap:
 
 
 @contextlib.contextmanager
-def tapped(upstream: str, change: Callable[[str, Body], Body] | None = None) -> Iterator[Tap]:
+def tapped(upstream: str, change: Callable[[Body], Body] | None = None) -> Iterator[Tap]:
     tap = Tap(upstream, change)
     with start_blocking_portal() as portal:
         portal.call(tap.start)
