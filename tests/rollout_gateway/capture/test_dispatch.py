@@ -84,7 +84,9 @@ async def test_a_malformed_call_is_the_callers_fault(
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked)
         assert answer.status_code == 400, body
         assert field in answer.text
-        assert of_servers(httpx.get(f"{gateway.url}/metrics").text, "ready") == [1]
+        metrics = httpx.get(f"{gateway.url}/metrics").text
+        assert of_servers(metrics, "ready") == [1]
+    assert 'journeywork_calls_total{endpoint="/v1/chat/completions",status="400"} 6' in metrics
 
 
 class Deadly(FakeVllm):
