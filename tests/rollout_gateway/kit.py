@@ -7,7 +7,6 @@ import re
 import sys
 from typing import Any
 
-import anyio
 import httpx
 
 from pipeline.config import KeyConfig
@@ -16,6 +15,7 @@ from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Registry
 from tests.conftest import VllmServer
+from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 
 ASK: Any = {
@@ -41,13 +41,13 @@ async def exchanges(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
 
 async def serves(gateway: GatewayProcess, version: str) -> None:
     """Until `tictactoe` stands for `version`."""
-    async with httpx.AsyncClient() as client:
-        with anyio.fail_after(60):
-            while True:
-                (policy,) = (await client.get(f"{gateway.url}/v1/policies", timeout=60)).json()["data"]
-                if policy["version"] == version:
-                    return
-                await anyio.sleep(0.02)  # there is no event for "routed", which is what is asked here
+    async with httpx.AsyncClient(timeout=60) as client:
+
+        async def does() -> bool:  # there is no event for "routed", which is what is asked here
+            (policy,) = (await client.get(f"{gateway.url}/v1/policies")).json()["data"]
+            return bool(policy["version"] == version)
+
+        await until(does)
 
 
 Calls = list[tuple[float, float, int]]
@@ -98,6 +98,8 @@ def of_servers(metrics: str, what: str) -> list[float]:
 async def in_flight(gateway: GatewayProcess, least: int, most: int = sys.maxsize) -> None:
     """Wait until the gateway has so many calls at its inference servers."""
     async with httpx.AsyncClient(base_url=gateway.url) as client:
-        with anyio.fail_after(60):
-            while not least <= sum(of_servers((await client.get("/metrics")).text, "calls")) <= most:
-                await anyio.sleep(0.02)  # until the servers have them, or the gateway has noticed that they ended
+
+        async def has() -> bool:
+            return least <= sum(of_servers((await client.get("/metrics")).text, "calls")) <= most
+
+        await until(has)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Literal
 
 import anyio
@@ -18,6 +19,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
+from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 
@@ -132,10 +134,12 @@ async def completed(gateway: GatewayProcess) -> list[TrajectoryCompleted]:
     Return the completions, the longest run first."""
     await anyio.to_thread.run_sync(lambda: gateway.restart(**{"detection.idle_s": NO_TIME_S}))
     async with Broker.connect(gateway.config.nats) as broker:
-        with anyio.fail_after(60):
-            while len(done := await broker.read(TrajectoryCompleted)) < len(await broker.read(TrajectoryOpened)):
-                await anyio.sleep(0.02)  # their time of silence passes
-        runs = sorted((r.event for r in done), key=lambda e: -e.exchanges)
+
+        async def all_completed() -> list[Any]:
+            done = await broker.read(TrajectoryCompleted)
+            return done if len(done) == len(await broker.read(TrajectoryOpened)) else []
+
+        runs = sorted((r.event for r in await until(all_completed)), key=lambda e: -e.exchanges)
         assert sum(e.exchanges for e in runs) == len(await broker.read(ExchangeRecorded))
         return runs
 
@@ -351,9 +355,7 @@ async def test_a_run_is_not_completed_while_an_agent_that_it_started_has_a_call(
         async with anyio.create_task_group() as tg:
             prompt = msgspec.json.decode(task["function"]["arguments"])["prompt"]
             tg.start_soon(agent.chat, "You are an agent.", [user(prompt)], SUB)
-            with anyio.fail_after(60):
-                while not (done := await broker.read(TrajectoryCompleted)):
-                    await anyio.sleep(0.1)  # the time of silence of both runs passes
+            done = await until(partial(broker.read, TrajectoryCompleted))
             model.held.set()
         said.append({"role": "tool", "tool_call_id": task["id"], "content": "It is found."})
         await agent.chat("Answer.", said, MAIN)

@@ -24,8 +24,26 @@ from tests.rollout_gateway.dialects.shapes import CLAUDE_CODE, CODEX, HELLO, SYS
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of vLLM's imports."""
 
-TEMPLATES = """qwen2_5 qwen3 qwen3_instruct_2507 qwen3_6 qwen3_8 qwen3_5_think gemma gemma3 gemma4_v5 llama3_1 cohere
-cohere2 glm4moe deepseekv3 phi3_5 gptoss nemotron_3_nano lfm2_v2""".split()
+TEMPLATES = [
+    "qwen2_5",
+    "qwen3",
+    "qwen3_instruct_2507",
+    "qwen3_6",
+    "qwen3_8",
+    "qwen3_5_think",
+    "gemma",
+    "gemma3",
+    "gemma4_v5",
+    "llama3_1",
+    "cohere",
+    "cohere2",
+    "glm4moe",
+    "deepseekv3",
+    "phi3_5",
+    "gptoss",
+    "nemotron_3_nano",
+    "lfm2_v2",
+]
 """System first or an error, no system, roles that alternate or an error, a developer of its own, none of these."""
 
 

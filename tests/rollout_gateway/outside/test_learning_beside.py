@@ -13,6 +13,7 @@ from pipeline.config import Config, HealingConfig, JudgeConfig, ModelConfig, Nat
 from pipeline.events import AnswersCompared, GroupScored, Hint, SignalGiven
 from pipeline.log.broker import Broker
 from tests.kits.scoring_server import ScoringServer
+from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK
@@ -39,14 +40,16 @@ async def test_a_shadow_is_compared_and_a_low_run_is_healed_by_the_master(
         assert (await ask(of_master)).status_code == 200
         assert (await ask(of_policy, **ASK)).status_code == 200
         await anyio.to_thread.run_sync(partial(gateway.complete, of_policy["id"], reward=0.0))
-        with anyio.fail_after(120):
-            while not (scored := await broker.read(GroupScored)) or len(await broker.read(AnswersCompared)) < 2:
-                await anyio.sleep(0.05)  # two services publish them
+        (scored,) = await until(partial(broker.read, GroupScored))
+
+        async def both_compared() -> dict[str, AnswersCompared]:
+            found = {r.event.trajectory: r.event for r in await broker.read(AnswersCompared)}
+            return found if set(found) == {of_master["id"], of_policy["id"]} else {}
+
+        compared = await until(both_compared)
         tasks.cancel_scope.cancel()
-    compared = {r.event.trajectory: r.event for r in await broker.read(AnswersCompared)}
-    assert set(compared) == {of_master["id"], of_policy["id"]}
     assert all(event.outside_score > event.apprentice_score for event in compared.values())
-    (member,) = scored[0].event.members
+    (member,) = scored.event.members
     by = "outside:master"
     assert member.hints == (Hint(call=0, text="quality=1.0", kind="correction", by=by, version=by),)
     (signal,) = await broker.read(SignalGiven)
