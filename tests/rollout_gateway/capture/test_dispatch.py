@@ -102,6 +102,7 @@ class Deadly(FakeVllm):
 
     async def _restart(self) -> None:
         await self.stop()
+        await asyncio.sleep(0.5)  # as long as a process takes to start, and nobody listens
         await self.start()
 
 
