@@ -11,7 +11,8 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from anyio.from_thread import start_blocking_portal
+
+from tests.rollout_gateway.thread_server import served
 
 _CALLS = ("/v1/chat/completions", "/v1/completions")
 
@@ -70,22 +71,7 @@ class Tap:
         self.calls: list[Call] = []
         """Model calls, in the order in which they were sent."""
 
-    async def start(self) -> None:
-        self._client = aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(600))
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_route("*", "/{path:.*}", self._pass_on)
-        # A client that leaves has left vLLM too.
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def stop(self) -> None:
-        await self._runner.cleanup()
-        await self._client.close()
-
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
         sent = await request.read()
         if self._change is not None and sent:
             sent = json.dumps(self._change(json.loads(sent))).encode()
@@ -94,7 +80,10 @@ class Tap:
             self.calls.append(call)
         headers = {k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length")}
         url = f"{self._upstream}{request.path_qs}"
-        async with self._client.request(request.method, url, data=sent or None, headers=headers) as there:
+        async with (
+            aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(600)) as client,
+            client.request(request.method, url, data=sent or None, headers=headers) as there,
+        ):
             call.status = there.status
             reply = web.StreamResponse(status=there.status, headers={"content-type": there.content_type})
             await reply.prepare(request)
@@ -110,9 +99,5 @@ class Tap:
 @contextlib.contextmanager
 def tapped(upstream: str, change: Callable[[Body], Body] | None = None) -> Iterator[Tap]:
     tap = Tap(upstream, change)
-    with start_blocking_portal() as portal:
-        portal.call(tap.start)
-        try:
-            yield tap
-        finally:
-            portal.call(tap.stop)
+    with served(tap.pass_on) as tap.url:
+        yield tap

@@ -17,7 +17,7 @@ from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import exchanges
-from tests.rollout_gateway.outside.provider import Provider, completion, whole
+from tests.rollout_gateway.outside.provider import Provider, completion, providing, whole
 
 KEY = "sk-provider-0123456789abcdef"
 PRICES: dict[str, Any] = {"input_usd": 2.5, "cached_input_usd": 1.25, "cache_write_usd": 3.75, "output_usd": 10.0}
@@ -29,13 +29,13 @@ StartOutside = Callable[..., GatewayProcess]
 def provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[Provider]:
     """A provider whose key the gateways find in their environment (`table`)."""
     monkeypatch.setenv("TEST_PROVIDER_KEY", KEY)
-    with Provider() as made:
+    with providing() as made:
         yield made
 
 
 @pytest.fixture
 def second_provider() -> Iterator[Provider]:
-    with Provider() as made:
+    with providing() as made:
         yield made
 
 
