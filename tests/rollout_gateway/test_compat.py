@@ -81,7 +81,6 @@ PROGRAMS = {
     "LangGraph": theirs("langgraph_agent.py"),
     "OpenAI Agents SDK": theirs("agents_sdk_agent.py")._replace(endpoint="/v1/responses"),
     "OpenAI Agents SDK, chat completions": theirs("agents_sdk_agent.py", "chat_completions"),
-    "pydantic-ai": theirs("pydantic_ai_agent.py"),
     "Codex CLI": Program(lambda: cli("codex", "@openai/codex/bin/codex.js"), "/v1/responses", forced=True),
 }
 NAMELESS = "AI SDK"
