@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from tests.rollout_gateway.thread_server import served
+from tests.rollout_gateway.http_server import served
 
 _CALLS = ("/v1/chat/completions", "/v1/completions")
 

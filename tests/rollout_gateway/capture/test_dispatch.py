@@ -94,7 +94,7 @@ class Deadly(FakeVllm):
 
     deaths = 0
 
-    async def before(self, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+    async def before(self, path: str, body: Any) -> None:
         if "die" in str(body.get("messages")):
             self.deaths += 1
             self.restarting = asyncio.ensure_future(self._restart())

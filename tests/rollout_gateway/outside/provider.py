@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.rollout_gateway.thread_server import served
+from tests.rollout_gateway.http_server import served
 
 Script = list[bytes | float | None]
 """What a body is made of: bytes, pauses in seconds; `None`: the connection breaks there."""

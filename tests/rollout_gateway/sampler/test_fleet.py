@@ -42,7 +42,7 @@ class UnloadsNoted(FakeVllm):
         self.gateways: list[GatewayParts] = []
         self.unloaded_while_served: list[str] = []
 
-    async def before(self, path: str, body: Any, writer: Any) -> None:
+    async def before(self, path: str, body: Any) -> None:
         if path == "/v1/unload_lora_adapter":
             version, served = body["lora_name"], {g.router.current("tictactoe") for g in self.gateways}
             self.unloaded_while_served += served & {version}

@@ -1,4 +1,4 @@
-"""An HTTP server in a thread of its own, for one handler of all requests."""
+"""An HTTP server with one handler of all requests: in the test's event loop, or in a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def _serving(handler: Handler) -> AsyncIterator[str]:
+async def serving(handler: Handler, port: int = 0) -> AsyncIterator[int]:
+    """Serve while the block runs. Yields the port. At the end all requests under way are cancelled."""
     app = web.Application(client_max_size=64 << 20)
     app.router.add_route("*", "/{path:.*}", handler)
     # The handler of a client that leaves is cancelled.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
 
 
 @contextmanager
 def served(handler: Handler) -> Iterator[str]:
-    """Serve while the block runs. Yields the URL."""
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_serving(handler)) as url:
-        yield url
+    """Serve in a thread while the block runs. Yields the URL."""
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving(handler)) as port:
+        yield f"http://127.0.0.1:{port}"
