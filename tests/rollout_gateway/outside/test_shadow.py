@@ -16,9 +16,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import Config, ConfigError, ModelConfig, OutsideConfig
+from judge import service
+from pipeline.config import Config, ConfigError, HealingConfig, JudgeConfig, ModelConfig, NatsConfig, OutsideConfig
 from pipeline.config.checks import check
-from pipeline.events import EVENTS, AnswersCompared, ShadowAnswered, TrajectoryCompleted, unpack_ids, unpack_logprobs
+from pipeline.events import (
+    EVENTS,
+    AnswersCompared,
+    GroupScored,
+    Hint,
+    ShadowAnswered,
+    SignalGiven,
+    TrajectoryCompleted,
+    unpack_ids,
+    unpack_logprobs,
+)
 from pipeline.log.broker import Broker
 from pipeline.log.subjects import subject_filter
 from pipeline.names import is_name, split_point
@@ -33,6 +44,7 @@ from rollout_gateway.outside.requests import read_call
 from rollout_gateway.outside.shadow import Shadows, apprentice_call, said
 from rollout_gateway.serving.replicas import Fleet
 from tests.conftest import free_port
+from tests.kits.scoring_server import ScoringServer
 from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
@@ -220,6 +232,39 @@ async def test_call_of_no_run_has_no_shadow(gateway: GatewayProcess, fake_vllm: 
         reply = await client.post(f"{gateway.url}/v1/chat/completions", json={"model": "master", "messages": []})
     assert reply.status_code == 200
     assert fake_vllm.calls == []
+
+
+async def test_a_shadow_is_compared_and_a_low_run_is_healed_by_the_master(
+    start_gateway_alone: StartGateway, fake_vllm: FakeVllm, provider: Provider, broker: Broker, nats_config: NatsConfig
+) -> None:
+    """Gateway, judge and log together. Each part alone has tests of its own."""
+    provider.says(whole(completion("quality=1.0")))
+    outside = (table(provider, may_train=True, **SHADOWED),)
+    gateway = await anyio.to_thread.run_sync(partial(start_gateway_alone, urls=(fake_vllm.url,), outside=outside))
+    async with ScoringServer().run() as scorer, anyio.create_task_group() as tasks:
+        healing = HealingConfig(outside="master", url=gateway.url)
+        judge = JudgeConfig(model="openai/scorer", api_base=scorer.url, healing=healing, group_size=1, min_size=1)
+        models = (ModelConfig(name="tictactoe"),)
+        config = Config(project=PROJECT, nats=nats_config, models=models, outside=outside, judge=judge)
+        tasks.start_soon(service.serve, config, lambda **_: None)
+        of_master, of_policy = await opened(gateway), await opened(gateway, model="tictactoe")
+        assert (await ask(of_master)).status_code == 200
+        assert (await ask(of_policy, **ASK)).status_code == 200
+        await anyio.to_thread.run_sync(partial(gateway.complete, of_policy["id"], reward=0.0))
+        (scored,) = await until(partial(broker.read, GroupScored))
+
+        async def both_compared() -> dict[str, AnswersCompared]:
+            found = {r.event.trajectory: r.event for r in await broker.read(AnswersCompared)}
+            return found if set(found) == {of_master["id"], of_policy["id"]} else {}
+
+        compared = await until(both_compared)
+        tasks.cancel_scope.cancel()
+    assert all(event.outside_score > event.apprentice_score for event in compared.values())
+    (member,) = scored.event.members
+    by = "outside:master"
+    assert member.hints == (Hint(call=0, text="quality=1.0", kind="correction", by=by, version=by),)
+    (signal,) = await broker.read(SignalGiven)
+    assert (signal.event.trajectory, signal.event.kind) == (of_policy["id"], "correction")
 
 
 def made(percent: float, fleet: Any = None) -> Shadows:
