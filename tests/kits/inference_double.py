@@ -383,9 +383,6 @@ def build(double: Double) -> Starlette:
     async def metrics(_: Request) -> Response:
         return Response(f"process_start_time_seconds {started:.3f}\n")
 
-    async def version(_: Request) -> Response:
-        return JSONResponse({"version": "double"})
-
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, RefusalError)
         return JSONResponse(error.body, error.status)
@@ -394,7 +391,6 @@ def build(double: Double) -> Starlette:
         routes=[
             Route("/health", health),
             Route("/metrics", metrics),
-            Route("/version", version),
             Route("/v1/models", models),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),

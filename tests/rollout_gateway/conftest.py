@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from tests.kits.clients import closed_after_test
 from tests.kits.events import checkpoint
 from tests.kits.sampler import SamplerThread
 from tests.kits.settings import with_values
+from tests.rollout_gateway import forks
 from tests.rollout_gateway.fake_vllm import FakeVllm
-from tests.rollout_gateway.forks import ForkedGateway
 from trainer.checkpoints.checkpoint import adapter_archive
 
 PROJECT = "test"
@@ -35,9 +36,10 @@ PROJECT = "test"
 class GatewayProcess:
     """A gateway on a fixed port; `kill` and `start` again keep port and folder."""
 
+    process: BaseProcess
+
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.process: ForkedGateway | None = None
         self.folder = config.path()
         save_config(config, self.folder / "config.toml")
 
@@ -51,18 +53,25 @@ class GatewayProcess:
 
     def start(self, crash_at: str = "") -> None:
         """`crash_at`: where the process dies, as `pipeline.crash.arm` takes it."""
-        log = self.folder / "gateway.log"
-        self.process = ForkedGateway(self.folder / "config.toml", log, crash_at)
-        line = self.process.first_line
+        self.process, line = forks.start(self.folder / "config.toml", self.folder / "gateway.log", crash_at)
         if not line:
             raise RuntimeError(self.log)
         assert json.loads(line).get("url", self.url) == self.url
 
     def kill(self) -> None:
         """As `kill -9`."""
-        assert self.process is not None
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> int | None:
+        """Wait until it ends. Returns its exit status; `None` if it goes on for more than a minute."""
+        self.process.join(60)
+        return self.process.exitcode
 
     def restart(self, **settings: Any) -> None:
         """Kill it, and start it again with these settings of `gateway`."""
@@ -72,9 +81,9 @@ class GatewayProcess:
         self.start()
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.process.exitcode is None:
             self.process.terminate()
-            assert self.process.wait(60) == 0, self.log
+            assert self.wait() == 0, self.log
 
     def client(self, **options: Any) -> openai.OpenAI:
         """A client that is closed when the test ends."""

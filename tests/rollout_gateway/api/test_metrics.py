@@ -11,10 +11,9 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.api.metrics import Metrics
-from rollout_gateway.capture.registry import Registry
 from rollout_gateway.serving.replicas import Fleet
+from tests.rollout_gateway.kit import registry_of
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +23,7 @@ DEPLOY = Path(__file__).parents[3] / "deploy"
 async def test_the_dashboard_asks_for_metrics_that_exist_and_for_all_of_them() -> None:
     fleet = Fleet()
     fleet.add("http://127.0.0.1:1")
-    metrics = Metrics(fleet, Registry(cast(Any, None), "p", TrajectoryTokens(b"s" * 32, "p")), Counter())
+    metrics = Metrics(fleet, registry_of(cast(Any, None)), Counter())
     metrics.count_call("/v1/chat/completions", 200, 0.1)
     series = {line.split("{")[0].split(" ")[0] for line in metrics.text().decode().splitlines()}
     # A histogram's sum and count, and when a counter was made, are in no panel.

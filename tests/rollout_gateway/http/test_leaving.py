@@ -58,7 +58,6 @@ async def test_stopping_cuts_calls_with_an_error(
 ) -> None:
     gateway = await started(start_gateway_alone, fake_vllm, drain_s=1.0)
     gateway.open(id="cut")
-    assert gateway.process is not None
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
         cut: list[httpx.Response] = []
 
@@ -69,11 +68,10 @@ async def test_stopping_cuts_calls_with_an_error(
             for path in ("/t/cut/v1/chat/completions", "/v1/chat/completions", "/t/cut/v1/messages"):
                 tg.start_soon(held, path)
             await fake_vllm.called(3)
-            gateway.process.send_signal(signal.SIGINT)
+            gateway.send(signal.SIGINT)
     assert sorted(r.status_code for r in cut) == [503] * 3
     assert {r.json()["error"].get("code", "theirs") for r in cut} == {"stopping", "theirs"}
-    with anyio.fail_after(60):
-        assert await anyio.to_thread.run_sync(gateway.process.wait) == 0
+    assert await anyio.to_thread.run_sync(gateway.wait) == 0
     events = await exchanges(broker, "cut")
     assert [(e.seq, e.status, e.policy_version) for e in events] == [(seq, "failed", "tictactoe@0") for seq in (0, 1)]
 
@@ -82,7 +80,6 @@ async def test_stopping_cuts_calls_with_an_error(
 async def test_a_stream_that_is_cut_ends_with_an_error_event(start_gateway: StartGateway, broker: Broker) -> None:
     gateway = start_gateway(drain_s=0.0)
     gateway.open(id="cut")
-    assert gateway.process is not None
     body: Any = {**ASK, "max_tokens": 240, "n": 128, "stream": True, "ignore_eos": True}
     events: list[Any] = []
     async with (
@@ -93,9 +90,9 @@ async def test_a_stream_that_is_cut_ends_with_an_error_event(start_gateway: Star
             if line.startswith("data: {"):
                 events.append(json.loads(line[6:]))
                 if len(events) == 1:  # once: a second SIGINT ends the process at once
-                    gateway.process.send_signal(signal.SIGINT)
+                    gateway.send(signal.SIGINT)
     assert events[-1]["error"]["code"] == "stopping"
-    assert await anyio.to_thread.run_sync(gateway.process.wait) == 0
+    assert await anyio.to_thread.run_sync(gateway.wait) == 0
     recorded = await exchanges(broker, "cut")
     assert {(e.seq, e.status) for e in recorded} == {(0, "failed")}
 
@@ -104,12 +101,11 @@ async def test_a_gateway_that_stops_refuses_new_calls_and_answers_those_that_end
     start_gateway_alone: StartGateway, fake_vllm: FakeVllm
 ) -> None:
     gateway = await started(start_gateway_alone, fake_vllm, drain_s=300.0)
-    assert gateway.process is not None
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
         call = asyncio.ensure_future(client.post("/v1/chat/completions", json=ASK))
         await fake_vllm.called(1)
         held, fake_vllm.held = fake_vllm.held, None
-        gateway.process.send_signal(signal.SIGTERM)
+        gateway.send(signal.SIGTERM)
         while (refused := await client.post("/v1/chat/completions", json=ASK)).status_code == 200:
             pass  # the signal is on its way
         assert (error(refused), refused.headers["retry-after"]) == ((503, "stopping"), "1")
@@ -122,5 +118,4 @@ async def test_a_gateway_that_stops_refuses_new_calls_and_answers_those_that_end
         answer = await call
     # A client that did not know that the connection ends would send its next request into a closed one.
     assert (answer.status_code, answer.headers["connection"]) == (200, "close")
-    with anyio.fail_after(60):
-        assert await anyio.to_thread.run_sync(gateway.process.wait) == 0
+    assert await anyio.to_thread.run_sync(gateway.wait) == 0

@@ -217,7 +217,7 @@ async def test_killed_gateway_sends_nothing_twice_and_loses_nothing_that_was_ans
     key = {"authorization": f"Bearer {run['api_key']}"}
     assert ask(run["base_url"], True, **key)[1].endswith(b"data: [DONE]\n\n")
     assert ask(run["base_url"], True, **key)[1].endswith(b"!"), "killed behind the record"
-    gateway.process.wait(30)  # type: ignore[union-attr]
+    gateway.wait()
     assert len(provider.got) == len(await exchanges(broker, run["id"])) == 2
     gateway.start()
     retried = ask(run["base_url"], True, **key, **{"x-stainless-retry-count": "1"})

@@ -209,7 +209,7 @@ async def test_a_killed_gateway_asks_the_provider_once(open_shop: OpenShop) -> N
     await shop.call("r")
     with pytest.raises(httpx.HTTPError):
         await shop.call("r", temperature=0.5)
-    shop.gateway.process.wait()  # type: ignore[union-attr]
+    shop.gateway.wait()
     await anyio.to_thread.run_sync(shop.gateway.start)
     answer = await shop.call("r", retry=True, temperature=0.5)
     assert answer.json() == completion()
