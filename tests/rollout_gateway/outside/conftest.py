@@ -116,9 +116,16 @@ async def open_shop(start_gateway_alone: StartGateway, broker: Broker, provider:
     shops: list[Shop] = []
 
     async def start(
-        *, promote: bool = True, crash_at: str = "", table_of: Any = None, key: str = "", **settings: Any
+        *,
+        promote: bool = True,
+        publish: bool = True,
+        crash_at: str = "",
+        table_of: Any = None,
+        key: str = "",
+        **settings: Any,
     ) -> Shop:
-        """`key`: of the client's requests. `promote`: whether the apprentice answers for the master."""
+        """`key`: of the client's requests. `promote`: whether the apprentice answers for the master. `publish`: whether
+        it has a version beside its base."""
         server = Apprentice()
         await server.start()
         of_master = table(provider, **{"apprentice": "tictactoe", **(table_of or {})})
@@ -130,7 +137,8 @@ async def open_shop(start_gateway_alone: StartGateway, broker: Broker, provider:
         shop = Shop(gateway, server, provider, broker)
         shop.client.headers["authorization"] = f"Bearer {key or 'none'}"
         shops.append(shop)
-        await publish_adapter(broker, 1)
+        if publish:
+            await publish_adapter(broker, 1)
 
         async def is_known() -> bool:
             return APPRENTICE in (await shop.client.get("/v1/models")).text
