@@ -80,9 +80,6 @@ LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --onl
 
 LOCKED := $(foreach name,cpu gpu compat,requirements/$(name).txt)
 
-# What the agents' programs name and the tests never import: 300 MB of data frames.
-COMPAT_UNUSED := datasets dill hf-xet multiprocess pandas pyarrow
-
 # uv keeps the hashes that it finds in its output, also when they are those of one platform only: it gets the versions alone.
 # xformers is left out of the GPU lock: its newest build is for torch 2.10 and CUDA 12.8, and can't be loaded. Unsloth does without it.
 lock:
@@ -91,7 +88,7 @@ lock:
 	$(LOCK) pyproject.toml --extra cpu --extra dev --override requirements/overrides-cpu.txt --no-emit-package torch \
 	  -o requirements/cpu.txt
 	$(LOCK) pyproject.toml --extra gpu --extra proof --no-emit-package xformers -o requirements/gpu.txt
-	$(LOCK) requirements/compat.in $(foreach package,$(COMPAT_UNUSED),--no-emit-package $(package)) -o requirements/compat.txt
+	$(LOCK) requirements/compat.in -o requirements/compat.txt
 	sed -i -e "s/ ; python_full_version < '3.14' and .* and sys_platform == 'linux'//" $(LOCKED)
 
 clean:

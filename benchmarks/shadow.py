@@ -42,7 +42,7 @@ ARMS = ("plain", "shadowed")
 class SlowVllm(FakeVllm):
     """An inference server that takes its time for chat completions."""
 
-    async def before(self, path: str, body: Any, writer: Any) -> None:
+    async def before(self, path: str, body: Any) -> None:
         if path.startswith("/v1/chat"):
             await anyio.sleep(DELAY_S)
 

@@ -7,7 +7,6 @@ outside model whose run was given to a policy, its apprentice, is that policy's 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +31,7 @@ from rollout_gateway.dialects.prompts import Sent, read_sent, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation, unknown_reference
 from rollout_gateway.dialects.translate import TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError
-from rollout_gateway.http.request import HeaderList, Headers, Request
+from rollout_gateway.http.request import Headers, Request
 from rollout_gateway.outside.relay import NotAnsweredError
 from rollout_gateway.outside.requests import OutsideCall
 
@@ -50,9 +49,6 @@ PATHS = _READERS.keys() | _TRANSLATIONS.keys()
 _Read = TypeVar("_Read")
 _LARGE_BODY = 256 * 1024
 """Bytes. Smaller bodies are decoded within a few milliseconds."""
-LEFT_OUT_HEADER = b"x-journeywork-left-out"
-"""Types of tools that a call named and the model was not shown."""
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 _NOT_FOR_MASTER = ("not_recorded", "stopping", "trajectory_completed", "trajectory_expired")
 """Errors of an apprentice's call for which its master is not asked: its answer could not be recorded either."""
 SIDE_CALL_HEADER = b"x-journeywork-side-call"
@@ -130,8 +126,7 @@ class ModelCalls:
             return
         request, access = asked.request, asked.access
         sent = await self._read_large_in_thread(asked, partial(read_sent, request.body))
-        metadata = None if asked.path in _TRANSLATIONS else sent.metadata  # its `metadata` names no run
-        run = access.trajectory or named_run(asked.trajectory, request.headers, metadata).trajectory
+        run = access.trajectory or named_run(asked.trajectory, request.headers)
         opening = await self._gateway.registry.opening(run) if run else None
         if opening is not None and not (access.trajectory or access.owns(opening.owner)):
             return  # the call is refused, as for a run that does not exist
@@ -193,8 +188,10 @@ class ModelCalls:
         else:
             caller = known or await self._caller(call, asked)
         translation.stored = caller.trajectory is not None
-        headers = _left_out_header(translation)
-        sink = TranslatedSink(request, translation, headers) if call.stream else None
+        if translation.left_out:
+            types = ", ".join(translation.left_out)[:500]
+            log.warning("tools that only OpenAI can run were left out", types=types)
+        sink = TranslatedSink(request, translation) if call.stream else None
         status, answer = await self._calls.answer(call, caller, sink)
         if status == 400 and translation.merge_system():
             merged = translation.call()
@@ -203,7 +200,7 @@ class ModelCalls:
             status, answer = await self._calls.answer(call, caller, sink)
         _check_apprentice_answered(caller, status)
         if status == 200 and not call.stream:
-            await request.answer(200, msgspec.json.encode(translation.answer(msgspec.json.decode(answer))), headers)
+            await request.answer(200, msgspec.json.encode(translation.answer(msgspec.json.decode(answer))))
         if not request.started:
             await request.answer(status, error_body(asked.path, answer, status))
         return status
@@ -213,7 +210,7 @@ class ModelCalls:
     ) -> Caller:
         """Put the recorded answers that a call refers to into it, from the log. Return its caller: `known`, or the one
         found by what the call names, or else by its messages once they are complete."""
-        # The trajectory that URL, headers, metadata or token name is found first: a call that is refused for it reads
+        # The trajectory that URL, header or token name is found first: a call that is refused for it reads
         # no recorded answer.
         caller = known or await self._caller(call, asked, detect=False)
         async with self._gateway.api_keys.reading(asked.request.owner) as read:
@@ -242,13 +239,3 @@ def _role(headers: Headers) -> str:
     """Return the agent that calls, escaped as in URLs; empty where none is named. Raises `InvalidNameError`."""
     name = name_in(headers, ROLE_HEADER)
     return check_name(name) if name else ""
-
-
-def _left_out_header(translation: Translation) -> HeaderList:
-    """The header that names the tools which the model was not shown, if there are any. The names are a client's: only
-    the first are shown, cut, and without what a header can't hold."""
-    left_out = [_NOT_IN_NAMES.sub("?", name[:64]) for name in translation.left_out[:16]]
-    if not left_out:
-        return ()
-    log.warning("tools that only OpenAI can run were left out", types=left_out)
-    return ((LEFT_OUT_HEADER, ", ".join(left_out).encode()),)

@@ -46,7 +46,7 @@ from tests.kits.crash.matrix import server_users, settings, violations
 from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.kits.upstream import Upstream
-from tests.rollout_gateway.outside.provider import Provider, completion, whole
+from tests.rollout_gateway.outside.provider import Provider, completion, providing, whole
 from tests.store.kit import stored_events
 from tests.trainer import kit
 from tests.trainer.conftest import tiny_base as tiny_base
@@ -194,7 +194,7 @@ async def test_a_takeover_survives_the_death_of_each_service(
     server = start_nats(max_payload=32_768, extra=server_users(tmp_path))
     nats = NatsConfig(url=server.url, connect_timeout_s=60, publish_deadline_s=60, ack_timeout_s=2.0)
     rng = random.Random(SEED)
-    with Provider() as provider:
+    with providing() as provider:
         provider.says(whole(completion()))
         async with (
             installed(settings(nats, tiny_base, tmp_path), server, provider) as here,

@@ -18,7 +18,7 @@ import msgspec
 from pipeline.events import ExchangeRecorded
 from rollout_gateway.dialects.calls import Call, Raw, RequestParams, is_null, read_fields
 from rollout_gateway.dialects.permitted import FURTHER_SAMPLING, SENT, not_permitted
-from rollout_gateway.http.request import SSE_HEADERS, HeaderList, Request
+from rollout_gateway.http.request import Request
 
 _NAMED_ALIKE = ("temperature", "top_p", "seed", "parallel_tool_calls")
 
@@ -256,16 +256,15 @@ def joined(parts: list[dict[str, Any]], between: str = "\n") -> str | list[dict[
 
 
 class TranslatedSink:
-    """Writes the stream of a chat completion as the stream of another API, in place of the `Request` itself. The
-    client gets further `headers` with it."""
+    """Writes the stream of a chat completion as the stream of another API, in place of the `Request` itself."""
 
-    def __init__(self, request: Request, translation: Translation, headers: HeaderList = ()) -> None:
-        self._request, self._translation, self._headers = request, translation, headers
+    def __init__(self, request: Request, translation: Translation) -> None:
+        self._request, self._translation = request, translation
         self._failed = False
 
     async def start(self) -> None:
         """Begin the answer."""
-        await self._request.start((*SSE_HEADERS, *self._headers))
+        await self._request.start()
 
     def translated(self, data: bytes) -> bytes:
         """Translate whole events of the chat completion's stream, each of one line of data, as `StreamCapture` and

@@ -51,7 +51,6 @@ class _UsedFields(_Named):
 
     stream: Any = None
     n: Any = None
-    metadata: Any = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -106,8 +105,7 @@ def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) ->
         message = f"The outside model {head.model!r} does not speak {path}. Post the call to {there}."
         raise ApiError(400, "wrong_dialect", message, param="model")
     place = _find_model(body, decode_object(body))
-    metadata = head.metadata if isinstance(head.metadata, dict) else None
-    params = RequestParams(head.model, head.stream is True, metadata=metadata)
+    params = RequestParams(head.model, head.stream is True)
     choices = head.n if isinstance(head.n, int) and 0 < head.n <= 128 else 1
     recorded = _as_chat(speaking[0].dialect, body)
     fields = decode_object(recorded)

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 BASE = Path(__file__).parent.parent.parent / "examples" / "tictactoe" / "model"
 RANK = 8
 
 
-def write_adapter(folder: Path, seed: int, scale: float = 0.05) -> None:
-    """Write an adapter of rank `RANK` in PEFT's format. `scale`: the standard deviation of matrix B."""
+def adapter_files(seed: int, scale: float = 0.05) -> dict[str, bytes]:
+    """The files of an adapter of rank `RANK` in PEFT's format, by name. `scale`: the standard deviation of matrix B."""
     model = json.loads((BASE / "config.json").read_text())
     hidden, inner, head = model["hidden_size"], model["intermediate_size"], model["head_dim"]
     queries, keys = model["num_attention_heads"] * head, model["num_key_value_heads"] * head
@@ -34,8 +34,6 @@ def write_adapter(folder: Path, seed: int, scale: float = 0.05) -> None:
             a, b = random.normal(size=(RANK, inputs)), random.normal(size=(outputs, RANK))
             tensors[f"{prefix}.lora_A.weight"] = (a / inputs**0.5).astype(np.float32)
             tensors[f"{prefix}.lora_B.weight"] = (scale * b).astype(np.float32)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
     settings = {
         "peft_type": "LORA",
         "r": RANK,
@@ -45,4 +43,11 @@ def write_adapter(folder: Path, seed: int, scale: float = 0.05) -> None:
         "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
         "base_model_name_or_path": str(BASE),
     }
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return {"adapter_config.json": json.dumps(settings).encode(), "adapter_model.safetensors": save(tensors)}
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """Write the files of an adapter into a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in adapter_files(seed).items():
+        (folder / name).write_bytes(content)

@@ -16,3 +16,12 @@ async def until(probe: Callable[[], Awaitable[Found]], seconds: float = 100) -> 
         while not (found := await probe()):
             await anyio.sleep(0.02)  # a server or a process can only be asked
     return found
+
+
+async def until_true(condition: Callable[[], object], seconds: float = 100) -> None:
+    """As `until`, for what can be asked at once."""
+
+    async def probe() -> object:
+        return condition()
+
+    await until(probe, seconds)

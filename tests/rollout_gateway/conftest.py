@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
-import tarfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
-from safetensors.numpy import save
 
 from pipeline.config import Config, FeedbackConfig, GatewayConfig, ModelConfig, NatsConfig, OutsideConfig, VllmConfig
 from pipeline.config import save as save_config
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer, VllmServer, free_port
+from tests.kits.adapters import adapter_files
 from tests.kits.clients import closed_after_test
 from tests.kits.events import checkpoint
 from tests.kits.sampler import SamplerThread
 from tests.kits.services import serving
 from tests.kits.settings import with_values
+from tests.rollout_gateway import forks
 from tests.rollout_gateway.fake_vllm import FakeVllm
-from tests.rollout_gateway.forks import ForkedGateway
+from trainer.checkpoints.checkpoint import adapter_archive
 
 PROJECT = "test"
 
@@ -37,9 +36,10 @@ PROJECT = "test"
 class GatewayProcess:
     """A gateway on a fixed port; `kill` and `start` again keep port and folder."""
 
+    process: BaseProcess
+
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.process: ForkedGateway | None = None
         self.folder = config.path()
         save_config(config, self.folder / "config.toml")
 
@@ -53,18 +53,25 @@ class GatewayProcess:
 
     def start(self, crash_at: str = "") -> None:
         """`crash_at`: where the process dies, as `pipeline.crash.arm` takes it."""
-        log = self.folder / "gateway.log"
-        self.process = ForkedGateway(self.folder / "config.toml", log, crash_at)
-        line = self.process.first_line
+        self.process, line = forks.start(self.folder / "config.toml", self.folder / "gateway.log", crash_at)
         if not line:
             raise RuntimeError(self.log)
         assert json.loads(line).get("url", self.url) == self.url
 
     def kill(self) -> None:
         """As `kill -9`."""
-        assert self.process is not None
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> int | None:
+        """Wait until it ends. Returns its exit status; `None` if it goes on for more than a minute."""
+        self.process.join(60)
+        return self.process.exitcode
 
     def restart(self, **settings: Any) -> None:
         """Kill it, and start it again with these settings of `gateway`."""
@@ -74,9 +81,9 @@ class GatewayProcess:
         self.start()
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.process.exitcode is None:
             self.process.terminate()
-            assert self.process.wait(60) == 0, self.log
+            assert self.wait() == 0, self.log
 
     def client(self, **options: Any) -> openai.OpenAI:
         """A client that is closed when the test ends."""
@@ -223,63 +230,24 @@ def unload_all(server: VllmServer) -> None:
             httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": card["id"]}, timeout=60)
 
 
-def adapter_tensors(seed: int) -> bytes:
-    """The weights of `make_adapter`, as safetensors."""
-    model = json.loads((VllmServer.base / "config.json").read_text())
-    hidden = model["hidden_size"]
-    heads = {"q_proj": model["num_attention_heads"], "v_proj": model["num_key_value_heads"]}
-    random = np.random.default_rng(seed)
-    tensors = {}
-    for layer in range(model["num_hidden_layers"]):
-        for name, count in heads.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = random.normal(size=(8, hidden)).astype(np.float32)
-            weights = 0.1 * random.normal(size=(count * model["head_dim"], 8))
-            tensors[f"{prefix}.lora_B.weight"] = weights.astype(np.float32)
-    return save(tensors)
-
-
-def make_adapter(seed: int) -> bytes:
-    """A LoRA adapter of rank 8 with random weights, as the tar that trainers publish."""
-    settings = {
-        "peft_type": "LORA",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj", "v_proj"],
-        "bias": "none",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(VllmServer.base),
-    }
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for file, data in (
-            ("adapter_config.json", json.dumps(settings).encode()),
-            ("adapter_model.safetensors", adapter_tensors(seed)),
-        ):
-            member = tarfile.TarInfo(file)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return out.getvalue()
+def published_files(seed: int) -> dict[str, bytes]:
+    """The adapter that `publish_adapter` publishes, whose weights change what is sampled."""
+    return adapter_files(seed, scale=0.5)
 
 
 async def publish_adapter(
     broker: Broker, step: int, *, seed: int | None = None, groups: tuple[str, ...] = (), branch: str = "main"
 ) -> str:
     """Put a checkpoint on the log as a trainer does; its version."""
-    data = make_adapter(step if seed is None else seed)
+    files = published_files(step if seed is None else seed)
+    data = adapter_archive(files)
     digest = hashlib.sha256(data).hexdigest()
     version = f"tictactoe@{step}"
     name = f"{PROJECT}/{version}/{digest[:16]}"
     await broker.put_object("ADAPTERS", name, data)
     adapter = {"adapter": name, "adapter_sha256": digest, "adapter_bytes": len(data)}
-    more = {"groups": groups, "branch": branch, "files": _digests(data), **adapter}
+    # Without digests, a sampler agent takes a folder that another server loads from for one that was changed.
+    digests = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
+    more = {"groups": groups, "branch": branch, "files": digests, **adapter}
     await broker.publish(checkpoint(step, "tictactoe", project=PROJECT, **more))
     return version
-
-
-def _digests(data: bytes) -> dict[str, str]:
-    """SHA-256 of each file of an adapter: without them, a sampler agent takes a folder that another server loads from
-    for one that was changed, and replaces it."""
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        unpacked = {member.name: archive.extractfile(member) for member in archive.getmembers()}
-        return {name: hashlib.sha256(file.read()).hexdigest() for name, file in unpacked.items() if file}

@@ -1,4 +1,4 @@
-"""A scriptable inference server. It imports little, so that a process of its own starts at once."""
+"""A scriptable inference server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class FakeVllm:
                 _, path, _ = head.split(b" ", 2)
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
                 body = msgspec.json.decode(await reader.readexactly(length) if length else b"{}")
-                await self.before(path.decode(), body, writer)
+                await self.before(path.decode(), body)
                 if self.drop_next and path.startswith(b"/v1/chat"):
                     self.drop_next = False
                     return
@@ -87,7 +87,7 @@ class FakeVllm:
             finally:
                 del self._connections[writer]  # `stop` ends what is closing too
 
-    async def before(self, path: str, body: Any, writer: asyncio.StreamWriter) -> None:
+    async def before(self, path: str, body: Any) -> None:
         """Called with each request before it is answered."""
 
     async def _answer(self, path: str, body: Any) -> tuple[int, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from pipeline import crash
@@ -32,44 +30,12 @@ def _run(settings: Path, log: Path, ready: Connection, environment: dict[str, st
     main("rollout_gateway", serve, check)
 
 
-class ForkedGateway:
-    """A gateway's process, with those methods of `subprocess.Popen` that tests call."""
-
-    def __init__(self, settings: Path, log: Path, crash_at: str) -> None:
-        """Start it. `crash_at`: as `crash.arm` takes it. `first_line` is what it said when it was ready, or nothing if
-        it ended before."""
-        reading, writing = _FORKS.Pipe(duplex=False)
-        arguments = (settings, log, writing, dict(os.environ), crash_at)
-        self._process = _FORKS.Process(target=_run, args=arguments, daemon=True)
-        self._process.start()
-        writing.close()
-        with os.fdopen(os.dup(reading.fileno()), "rb") as pipe:
-            self.first_line = pipe.readline()
-        reading.close()
-
-    @property
-    def pid(self) -> int:
-        pid = self._process.pid
-        assert pid is not None
-        return pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired("gateway", timeout or 0)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, which is not told yet
-                os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+def start(settings: Path, log: Path, crash_at: str) -> tuple[BaseProcess, bytes]:
+    """Start a gateway. `crash_at`: as `crash.arm` takes it. Returns its process, and the line that it said when it was
+    ready; none if it ended before."""
+    reading, writing = _FORKS.Pipe(duplex=False)
+    process = _FORKS.Process(target=_run, args=(settings, log, writing, dict(os.environ), crash_at), daemon=True)
+    process.start()
+    writing.close()
+    with reading, os.fdopen(os.dup(reading.fileno()), "rb") as pipe:
+        return process, pipe.readline()

@@ -29,7 +29,7 @@ def node() -> Path:
     lock = _NODE / "package-lock.json"
     home.mkdir(exist_ok=True)
     options = ("--silent", "--no-audit", "--no-fund", "--ignore-scripts")
-    copy = ["cp", "-r", str(_NODE / "nothing"), str(_NODE / "package.json"), str(lock), str(home)]
+    copy = ["cp", str(_NODE / "package.json"), str(lock), str(home)]
     npm = [str(bin_folder / "npm"), "ci", *options, "--prefix", str(home)]
     make_once(home / "node_modules", lock, [copy, npm])
     link = _NODE / "node_modules"
@@ -52,16 +52,20 @@ def cli(kind: str, program: str, *turns: str) -> list[str]:
     return [sys.executable, script, kind, str(node()), str(package(program)), python, *turns]
 
 
+BIAS = {**dict.fromkeys(("197", "198", "201", "220"), -100), "257": 3}
+"""Forbids the white space with which a model that knows no JSON fills it for ever, and makes an end likely to texts
+that it would ramble on with."""
+
+
 def client_environment(opened: dict[str, Any]) -> dict[str, str]:
-    """A URL and a key; and the white space forbidden with which a model that knows no JSON fills it for ever, and an
-    end made likely to texts that it would ramble on with."""
+    """A URL and a key, and `BIAS`."""
     return {
         **os.environ,
         "OPENAI_BASE_URL": opened["base_url"],
         "OPENAI_API_KEY": opened["api_key"],
         "ANTHROPIC_BASE_URL": opened["base_url"].removesuffix("/v1"),  # its clients add that themselves
         "ANTHROPIC_API_KEY": opened["api_key"],
-        "AGENT_LOGIT_BIAS": json.dumps({**dict.fromkeys(("197", "198", "201", "220"), -100), "257": 3}),
+        "AGENT_LOGIT_BIAS": json.dumps(BIAS),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LANGSMITH_TRACING": "false",
     }

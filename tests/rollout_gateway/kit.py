@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
 import sys
-import threading
 from typing import Any
 
-import anyio
 import httpx
 
 from pipeline.config import KeyConfig
@@ -17,7 +14,8 @@ from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Registry
-from tests.conftest import VllmServer, free_port
+from tests.conftest import VllmServer
+from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 
 ASK: Any = {
@@ -43,13 +41,13 @@ async def exchanges(broker: Broker, trajectory: str) -> list[ExchangeRecorded]:
 
 async def serves(gateway: GatewayProcess, version: str) -> None:
     """Until `tictactoe` stands for `version`."""
-    async with httpx.AsyncClient() as client:
-        with anyio.fail_after(60):
-            while True:
-                (policy,) = (await client.get(f"{gateway.url}/v1/policies", timeout=60)).json()["data"]
-                if policy["version"] == version:
-                    return
-                await anyio.sleep(0.02)  # there is no event for "routed", which is what is asked here
+    async with httpx.AsyncClient(timeout=60) as client:
+
+        async def does() -> bool:  # there is no event for "routed", which is what is asked here
+            (policy,) = (await client.get(f"{gateway.url}/v1/policies")).json()["data"]
+            return bool(policy["version"] == version)
+
+        await until(does)
 
 
 Calls = list[tuple[float, float, int]]
@@ -79,48 +77,6 @@ def key_config(key: str, **options: Any) -> KeyConfig:
     return KeyConfig(sha256=hashlib.sha256(key.encode()).hexdigest(), **{"name": key, **options})
 
 
-class Mortal:
-    """A `deadly_server` that is started again whenever it ends."""
-
-    def __init__(self) -> None:
-        self.port, self.deaths, self._stopping = free_port(), 0, False
-        self._counted = threading.Condition()
-        self._thread = threading.Thread(target=self._keep, daemon=True)
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def _keep(self) -> None:
-        command = [sys.executable, "-m", "tests.rollout_gateway.deadly_server", str(self.port)]
-        while not self._stopping:
-            self._process = subprocess.Popen(command)
-            if self._stopping:
-                self._process.kill()
-            self._process.wait()
-            with self._counted:
-                self.deaths += not self._stopping
-                self._counted.notify_all()
-
-    def died(self, deaths: int) -> bool:
-        """Wait until it died so many times: the gateway can tell of a death before it is counted here. Return whether
-        it died that often and not more often."""
-        with self._counted:
-            self._counted.wait_for(lambda: self.deaths >= deaths, 60)
-            return self.deaths == deaths
-
-    def __enter__(self) -> Mortal:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping = True
-        if self._process is not None:
-            self._process.kill()
-        self._thread.join(60)
-
-
 def error(reply: httpx.Response) -> tuple[int, str]:
     """The status of a reply, and the code of its error."""
     return reply.status_code, reply.json()["error"]["code"] if reply.status_code >= 400 else ""
@@ -134,10 +90,6 @@ def direct(server: VllmServer, **body: Any) -> dict[str, Any]:
     return dict(reply.json())
 
 
-def asking(text: str, **more: Any) -> Any:
-    return {"model": "tictactoe", "messages": [{"role": "user", "content": text}], **more}
-
-
 def of_servers(metrics: str, what: str) -> list[float]:
     """What a gateway's metrics say of each inference server."""
     return [float(n) for n in re.findall(rf"^journeywork_replica_{what}{{[^}}]*}} (\S+)$", metrics, re.MULTILINE)]
@@ -146,6 +98,8 @@ def of_servers(metrics: str, what: str) -> list[float]:
 async def in_flight(gateway: GatewayProcess, least: int, most: int = sys.maxsize) -> None:
     """Wait until the gateway has so many calls at its inference servers."""
     async with httpx.AsyncClient(base_url=gateway.url) as client:
-        with anyio.fail_after(60):
-            while not least <= sum(of_servers((await client.get("/metrics")).text, "calls")) <= most:
-                await anyio.sleep(0.02)  # until the servers have them, or the gateway has noticed that they ended
+
+        async def has() -> bool:
+            return least <= sum(of_servers((await client.get("/metrics")).text, "calls")) <= most
+
+        await until(has)

@@ -1,18 +1,22 @@
-"""A proxy between gateway and vLLM that keeps vLLM's replies for comparison."""
+"""A proxy that keeps the calls and replies which pass it, and may change the calls: between gateway and vLLM, whose
+replies are compared with the record, or between an agent and the gateway."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from aiohttp import web
-from anyio.from_thread import start_blocking_portal
+
+from tests.rollout_gateway.http_server import served
 
 _CALLS = ("/v1/chat/completions", "/v1/completions")
+
+Body = dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -61,34 +65,25 @@ class Call:
 class Tap:
     """Listens on `url` and passes requests on to `upstream`. Use as `with tapped(url) as tap`."""
 
-    def __init__(self, upstream: str) -> None:
-        self._upstream, self.url = upstream, ""
+    def __init__(self, upstream: str, change: Callable[[Body], Body] | None = None) -> None:
+        """`change`: returns the body that is sent in place of a posted one."""
+        self._upstream, self._change, self.url = upstream, change, ""
         self.calls: list[Call] = []
         """Model calls, in the order in which they were sent."""
 
-    async def start(self) -> None:
-        self._client = aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(600))
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_route("*", "/{path:.*}", self._pass_on)
-        # A client that leaves has left vLLM too.
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def stop(self) -> None:
-        await self._runner.cleanup()
-        await self._client.close()
-
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
         sent = await request.read()
+        if self._change is not None and sent:
+            sent = json.dumps(self._change(json.loads(sent))).encode()
         call = Call(request.path, json.loads(sent) if request.path in _CALLS else {})
         if request.path in _CALLS:
             self.calls.append(call)
         headers = {k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length")}
         url = f"{self._upstream}{request.path_qs}"
-        async with self._client.request(request.method, url, data=sent or None, headers=headers) as there:
+        async with (
+            aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(600)) as client,
+            client.request(request.method, url, data=sent or None, headers=headers) as there,
+        ):
             call.status = there.status
             reply = web.StreamResponse(status=there.status, headers={"content-type": there.content_type})
             await reply.prepare(request)
@@ -102,11 +97,7 @@ class Tap:
 
 
 @contextlib.contextmanager
-def tapped(upstream: str) -> Iterator[Tap]:
-    tap = Tap(upstream)
-    with start_blocking_portal() as portal:
-        portal.call(tap.start)
-        try:
-            yield tap
-        finally:
-            portal.call(tap.stop)
+def tapped(upstream: str, change: Callable[[Body], Body] | None = None) -> Iterator[Tap]:
+    tap = Tap(upstream, change)
+    with served(tap.pass_on) as tap.url:
+        yield tap

@@ -123,8 +123,8 @@ _process: JudgeProcess | None = None
 
 async def ask_judge(request: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the answer of the program's judge to `request`, a request of `judge.commands.serve` that has no `id` yet.
-    The first request starts the process. One that died is started again, `_ATTEMPTS` times in all. Raises `JudgeDiedError`, and `ValueError` if
-    there is no answer within `_ANSWER_S` seconds."""
+    The first request starts the process. One that died is started again, `_ATTEMPTS` times in all. Raises
+    `JudgeDiedError`, and `ValueError` if there is no answer within `_ANSWER_S` seconds."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             async with asyncio.timeout(_ANSWER_S):

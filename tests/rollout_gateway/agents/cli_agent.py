@@ -1,7 +1,7 @@
-"""Claude Code, Codex CLI and qwen-code as programs: two turns of one conversation, each of tool calls and a text,
+"""Claude Code and Codex CLI as programs: two turns of one conversation, each of tool calls and a text,
 streamed.
 
-    cli_agent.py claude|codex|qwen NODE PROGRAM PYTHON [TURN...]
+    cli_agent.py claude|codex NODE PROGRAM PYTHON [TURN...]
 
 Both get their one tool from `game_server.py`, and a home of their own with nothing in it but these settings."""
 
@@ -12,20 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-QWEN_TOOLS = [
-    "agent",
-    "enter_worktree",
-    "exit_worktree",
-    "get_goal",
-    "list_agents",
-    "record_artifact",
-    "report_findings",
-    "send_message",
-    "skill",
-    "task_stop",
-    "update_goal",
-]
-"""Tools of qwen-code's own that `tools.core` does not leave out."""
 kind, node, program, python, *turns = sys.argv[1:]
 turns = turns or ["a1=x", "b2=o"]
 home = Path(tempfile.mkdtemp(dir=os.environ["AGENT_FOLDER"]))
@@ -62,13 +48,6 @@ def codex(*arguments: str) -> str:
     return text
 
 
-def qwen(*arguments: str) -> str:
-    events = json.loads(run(*arguments, "--output-format", "json"))
-    (result,) = [event for event in events if event["type"] == "result"]
-    assert not result["is_error"], result
-    return str(result["result"])
-
-
 def claude(*arguments: str) -> str:
     allowed = ("--allowedTools", "mcp__games__move,Bash(echo:*)", "--mcp-config", f"{home}/mcp.json")
     result = json.loads(run(*arguments, "-p", "--output-format", "json", *allowed))
@@ -87,7 +66,7 @@ if kind == "claude":
     games = {"command": python, "args": [server], "env": {"GAME_LOG": str(log)}}
     (home / "mcp.json").write_text(json.dumps({"mcpServers": {"games": games}}))
     text = "".join(claude(turn, *(["--continue"] if number else [])) for number, turn in enumerate(turns))
-elif kind == "codex":
+else:
     folder = home / ".codex"
     folder.mkdir()
     environment["CODEX_HOME"] = str(folder)
@@ -119,26 +98,4 @@ plugins = false
     flags = ("--json", "--skip-git-repo-check")
     text = codex(*flags, "-s", "read-only", "a1=x")
     text += codex("resume", "--last", *flags, "b2=o")
-else:
-    folder = home / ".qwen"
-    folder.mkdir()
-    environment["OPENAI_MODEL"] = "tictactoe"
-    (folder / "system.md").write_text("Play.")
-    environment["QWEN_SYSTEM_MD"] = str(folder / "system.md")
-    settings = {
-        "security": {"auth": {"selectedType": "openai"}},
-        "mcpServers": {"games": {"command": python, "args": [server], "env": {"GAME_LOG": str(log)}, "trust": True}},
-        # Its own tools and its memory would make prompts of 76,000 characters, which vLLM reads for a minute on a CPU.
-        "tools": {"core": ["read_file"], "toolSearch": {"enabled": False}},
-        "permissions": {"deny": QWEN_TOOLS},
-        "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
-        "privacy": {"usageStatisticsEnabled": False},
-        "telemetry": {"enabled": False},
-        "general": {"disableAutoUpdate": True, "disableUpdateNag": True, "enableAutoUpdate": False},
-    }
-    (folder / "settings.json").write_text(json.dumps(settings))
-    text = qwen("-p", "a1=x", "--yolo")
-    text += qwen("--continue", "-p", "b2=o", "--yolo")
-said = {"cells": log.read_text().split()}
-# qwen-code goes on with a text that its limit cut, and shows the end of it.
-print(json.dumps({**said, "text": text} if kind != "qwen" else said))
+print(json.dumps({"cells": log.read_text().split(), "text": text}))

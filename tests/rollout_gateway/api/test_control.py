@@ -1,4 +1,4 @@
-"""The control API: decisions about versions, watching them, groups, metrics."""
+"""Decisions about versions over HTTP, at several gateways."""
 
 from __future__ import annotations
 
@@ -46,26 +46,3 @@ async def test_an_idempotency_id_stands_for_one_decision_which_holds_at_every_ga
     await decide(other, "follow")
     for following in (other, gateway):
         await serves(following, "tictactoe@2")
-
-
-async def test_groups_and_metrics(gateway: GatewayProcess) -> None:
-    for number in range(3):
-        gateway.open(id=f"m{number}", group="g1" if number else "g2")
-    gateway.agent(gateway.open(id="m3", group="g1")).chat.completions.create(**ASK)
-    get = httpx.Client(base_url=gateway.url)
-    with get:
-        results = [{"id": f"m{n}", "reward": n / 4} for n in (1, 2, 3)]
-        done = get.post("/v1/groups/g1/complete", json={"trajectories": results})
-        assert [t["reward"] for t in done.json()["data"]] == [0.25, 0.5, 0.75]
-        assert get.post("/v1/groups/g1/complete", json={"trajectories": results}).json() == done.json()
-        wrong = get.post("/v1/groups/g1/complete", json={"trajectories": [{"id": "m0"}]})
-        assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "wrong_group")
-        twice = get.post("/v1/groups/g2/complete", json={"trajectories": [{"id": "m0"}, {"id": "m0"}]})
-        assert (twice.status_code, twice.json()["error"]["code"]) == (400, "invalid_body")
-        assert get.get("/v1/trajectories/m0").json()["status"] == "open"
-        text = get.get("/metrics").text
-        assert 'journeywork_calls_total{endpoint="/v1/chat/completions",status="200"} 1' in text
-        assert "journeywork_replica_ready" in text
-        assert get.get("/v1/models/tictactoe@0").json()["id"] == "tictactoe@0"
-        assert get.get("/v1/models/nope").status_code == 404
-        assert get.put("/v1/trajectories").headers["allow"] == "POST"

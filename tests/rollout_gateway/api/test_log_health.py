@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.models import get_health
 from rollout_gateway.serving.replicas import Fleet
 from tests.conftest import NatsServer
+from tests.kits.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -31,22 +33,17 @@ async def test_a_log_that_takes_no_writes_is_told(nats_server: NatsServer, monke
         fleet.add("http://127.0.0.1:1")
         gateway = cast(Any, SimpleNamespace(fleet=fleet, log_health=health))
 
-        async def told() -> dict[str, Any]:
-            return await get_health(ControlRequest(gateway, cast(Any, None), Access(), []))
+        async def told(serving: bool) -> dict[str, Any]:
+            now = await get_health(ControlRequest(gateway, cast(Any, None), Access(), []))
+            return now if now["serving"] is serving else {}
 
         fleet.replicas[0].ready = True
         tg.start_soon(health.run, broker)
-        assert (await told())["serving"] is True
+        assert await told(serving=True)
         nats_server.process.send_signal(signal.SIGSTOP)
         try:
-            with anyio.fail_after(60):
-                while (now := await told())["serving"]:
-                    await anyio.sleep(0.05)
-            assert "ROLLOUTS did not take a write" in now["log"]
+            assert "ROLLOUTS did not take a write" in (await until(partial(told, serving=False)))["log"]
         finally:
             nats_server.process.send_signal(signal.SIGCONT)
-        with anyio.fail_after(60):
-            while not (now := await told())["serving"]:
-                await anyio.sleep(0.05)
-        assert now["log"] == "ok"
+        assert (await until(partial(told, serving=True)))["log"] == "ok"
         tg.cancel_scope.cancel()

@@ -18,10 +18,13 @@ def test_a_base_url_without_v1_is_told_what_is_missing(path: str) -> None:
     assert (refused.value.status, refused.value.code) == (404, "unknown_url")
 
 
-def test_another_unknown_path_is_not() -> None:
+def test_another_unknown_path_is_not_and_a_wrong_method_is_told_the_right_one() -> None:
     with pytest.raises(ApiError) as refused:
         find_route("GET", "/v1/nothing")
     assert "base URL" not in str(refused.value)
+    with pytest.raises(ApiError) as refused:
+        find_route("PUT", "/v1/trajectories")
+    assert (refused.value.status, refused.value.headers) == (405, ((b"allow", b"POST"),))
 
 
 def test_a_wrong_key_is_told_where_keys_come_from() -> None:

@@ -130,6 +130,8 @@ async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> No
     own = gateway.open(id="own", group="g", key_completes=True)
     gateway.agent(own).chat.completions.create(**ASK)
     assert refused({"id": "own", "exchanges": [good]}) == (409, "calls_of_its_own")
+    elsewhere = complete_group(gateway, "another", {"id": "own", "reward": 1.0})
+    assert (elsewhere.status_code, elsewhere.json()["error"]["code"]) == (400, "wrong_group")
     completing = "POST", "/v1/trajectories/own/complete", {"reward": 1.0, "batch": BATCH}
     with_token = Caller(gateway, own["api_key"]).ask(*completing)
     assert (with_token.status_code, with_token.json()["error"]["code"]) == (403, "wrong_role")

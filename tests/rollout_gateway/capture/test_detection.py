@@ -22,6 +22,7 @@ from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.dialects.calls import Answer, SampledChoice
 from rollout_gateway.dialects.endpoints import read_chat
 from tests.kits.events import exchange
+from tests.kits.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -130,9 +131,7 @@ async def test_a_call_that_fails_leaves_its_run_to_the_repeated_call(nats_config
         run, history = await a.ask([user("task")], "one")
         more = _call([*history, user("more")])
         assert (await a.detector.find(more, "m", "alice")).id == run.id  # and is not answered
-        with anyio.fail_after(60):
-            while await b.detector._waiting.next(0) is None:
-                await asyncio.sleep(0.05)  # until the run waits again
+        await until(lambda: b.detector._waiting.next(0))
         assert (await b.detector.find(more, "m", "alice")).id == run.id
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -21,7 +22,7 @@ from tests.conftest import InferenceDouble
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import parts
-from tests.rollout_gateway.kit import Mortal, asking, exchanges, of_servers
+from tests.rollout_gateway.kit import ASK, exchanges, of_servers
 
 pytestmark = pytest.mark.anyio
 
@@ -83,24 +84,44 @@ async def test_a_malformed_call_is_the_callers_fault(
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked)
         assert answer.status_code == 400, body
         assert field in answer.text
-        assert of_servers(httpx.get(f"{gateway.url}/metrics").text, "ready") == [1]
+        metrics = httpx.get(f"{gateway.url}/metrics").text
+        assert of_servers(metrics, "ready") == [1]
+    assert 'journeywork_calls_total{endpoint="/v1/chat/completions",status="400"} 6' in metrics
+
+
+class Deadly(FakeVllm):
+    """Ends at once, with all connections, where a message says `die`, and is started again."""
+
+    deaths = 0
+
+    async def before(self, path: str, body: Any) -> None:
+        if "die" in str(body.get("messages")):
+            self.deaths += 1
+            self.restarting = asyncio.ensure_future(self._restart())
+            await asyncio.Event().wait()  # until `stop` cancels it
+
+    async def _restart(self) -> None:
+        await self.stop()
+        await asyncio.sleep(0.5)  # as long as a process takes to start, and nobody listens
+        await self.start()
 
 
 @pytest.mark.slow
 async def test_a_call_that_ends_its_servers_is_sent_to_two_and_recorded(
-    start_gateway_alone: StartGateway, nats_config: NatsConfig
+    start_gateway_alone: StartGateway, broker: Broker
 ) -> None:
-    """The server is a process, started again whenever it ends. OpenAI's client does not repeat the call."""
-    with Mortal() as server:
-        gateway = start_gateway_alone(urls=(server.url,))
-        agent = gateway.agent(gateway.open(id="t"))
+    """OpenAI's client does not repeat the call."""
+    server = Deadly()
+    await server.start()
+    gateway = await anyio.to_thread.run_sync(lambda: start_gateway_alone(urls=(server.url,)))
+    opened = gateway.open(id="t")
+    async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"], max_retries=8) as agent:
         with pytest.raises(openai.APIStatusError, match="each failed before it had answered") as failed:
-            agent.chat.completions.create(**asking("die"))
-        assert (failed.value.status_code, failed.value.code) == (502, "servers_failed")
-        assert server.died(2)
-        assert agent.chat.completions.create(**asking("hello")).choices
-        async with Broker.connect(nats_config) as broker:
-            recorded = await exchanges(broker, "t")
-        assert [(e.status, e.sampled_ids) for e in recorded[:1]] == [("failed", b"")]
-        assert [e.status for e in recorded[1:]] == ["complete"]
-        gateway.stop()
+            await agent.chat.completions.create(**{**ASK, "messages": [{"role": "user", "content": "die"}]})
+        assert (failed.value.status_code, failed.value.code, server.deaths) == (502, "servers_failed", 2)
+        assert (await agent.chat.completions.create(**ASK)).choices
+    recorded = await exchanges(broker, "t")
+    assert [(e.status, e.sampled_ids) for e in recorded[:1]] == [("failed", b"")]
+    assert [e.status for e in recorded[1:]] == ["complete"]
+    await anyio.to_thread.run_sync(gateway.stop)
+    await server.stop()

@@ -19,20 +19,8 @@ from tests.rollout_gateway.kit import ASK, direct, exchanges
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
 NAMED: Any = {"tools": [MOVE], "tool_choice": {"type": "function", "function": {"name": "move"}}}
-FORMAT: Any = {
-    "response_format": {
-        "type": "json_schema",
-        "json_schema": {
-            "name": "cell",
-            "schema": {
-                "type": "object",
-                "properties": {"cell": {"enum": ["a1", "b2"]}},
-                "required": ["cell"],
-                "additionalProperties": False,
-            },
-        },
-    }
-}
+SCHEMA = MOVE["function"]["parameters"]
+FORMAT: Any = {"response_format": {"type": "json_schema", "json_schema": {"name": "cell", "schema": SCHEMA}}}
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

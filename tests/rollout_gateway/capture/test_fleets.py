@@ -7,6 +7,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Literal
 
 import anyio
@@ -18,6 +19,7 @@ import pytest
 from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded, TrajectoryCompleted, TrajectoryOpened
 from pipeline.log.broker import Broker
+from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 
@@ -132,10 +134,12 @@ async def completed(gateway: GatewayProcess) -> list[TrajectoryCompleted]:
     Return the completions, the longest run first."""
     await anyio.to_thread.run_sync(lambda: gateway.restart(**{"detection.idle_s": NO_TIME_S}))
     async with Broker.connect(gateway.config.nats) as broker:
-        with anyio.fail_after(60):
-            while len(done := await broker.read(TrajectoryCompleted)) < len(await broker.read(TrajectoryOpened)):
-                await anyio.sleep(0.02)  # their time of silence passes
-        runs = sorted((r.event for r in done), key=lambda e: -e.exchanges)
+
+        async def all_completed() -> list[Any]:
+            done = await broker.read(TrajectoryCompleted)
+            return done if len(done) == len(await broker.read(TrajectoryOpened)) else []
+
+        runs = sorted((r.event for r in await until(all_completed)), key=lambda e: -e.exchanges)
         assert sum(e.exchanges for e in runs) == len(await broker.read(ExchangeRecorded))
         return runs
 
@@ -184,62 +188,58 @@ async def claude_code(agent: Agent, compacts: Literal["", "all", "but the end"])
     await agent.claude(system, messages, MAIN)
 
 
-async def test_claude_codes_agents_and_compactions_are_one_run(start_gateway_alone: StartGateway) -> None:
+async def codex(agent: Agent) -> None:
+    """After a compaction come the earlier messages of the user and the summary, as one more of them."""
+    asked = [user("<environment_context>/repo</environment_context>"), user("Please read the parser.")]
+    items = list(asked)
+    await agent.respond(items)
+    items.append({"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "def f(): ..."})
+    await agent.respond(items)
+    items.append(user(SUMMARY))
+    await agent.respond(items)
+    summary = items[-1]["content"][0]["text"]
+    items = [*asked, user(f"Another model began to solve this problem. Its summary:\n{summary}")]
+    await agent.respond(items)
+
+
+async def trims(agent: Agent) -> None:
+    """LangGraph's `trim_messages` keeps the system prompt and the end."""
+    said = [user("What came of it?")]
+    for turn in range(4):
+        await agent.chat("Answer.", said)
+        said = [*said, user(f"And of number {turn}?")][-3:]
+
+
+async def hands_over(agent: Agent) -> None:
+    """The Agents SDK hands the whole history to an agent with another prompt and other tools."""
+    said = [user("Please read the bill.")]
+    (call,) = (await agent.chat("You sort requests.", said, ("to_billing",)))["tool_calls"]
+    said.append({"role": "tool", "tool_call_id": call["id"], "content": '{"assistant": "billing"}'})
+    await agent.chat("You know about bills.", said, ("refund",))
+
+
+CLAUDE_CODES = [partial(claude_code, compacts=compacts) for compacts in ("", "all", "but the end")]
+
+
+@pytest.mark.parametrize(
+    ("agents", "calls", "tasks"),
+    [
+        (CLAUDE_CODES * 2, [9, 9, 9, 9, 7, 7], 1),
+        ([codex] * 3, [4, 4, 4], 1),
+        ([trims, hands_over] * 3, [4, 4, 4, 2, 2, 2], 2),
+    ],
+    ids=["Claude Code", "Codex", "LangGraph and the Agents SDK"],
+)
+async def test_agents_that_change_their_histories_go_on_in_the_same_run(
+    start_gateway_alone: StartGateway, agents: list[Any], calls: list[int], tasks: int
+) -> None:
     async with front(start_gateway_alone, Model()) as gateway, anyio.create_task_group() as tg:
-        for compacts in ("", "all", "but the end") * 2:
-            tg.start_soon(claude_code, Agent(gateway.url), compacts)
+        for agent in agents:
+            tg.start_soon(agent, Agent(gateway.url))
     runs = await completed(gateway)
-    assert [run.exchanges for run in runs] == [9, 9, 9, 9, 7, 7]
-    assert len(wholes(runs)) == 1
+    assert [run.exchanges for run in runs] == calls
+    assert len(wholes(runs)) == tasks
     assert {run.outcome for run in runs} == {"scored"}
-
-
-async def test_codex_compaction_goes_on_in_the_same_run(start_gateway_alone: StartGateway) -> None:
-    """After it come the earlier messages of the user and the summary, as one more of them."""
-
-    async def codex(agent: Agent) -> None:
-        asked = [user("<environment_context>/repo</environment_context>"), user("Please read the parser.")]
-        items = list(asked)
-        await agent.respond(items)
-        items.append({"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "def f(): ..."})
-        await agent.respond(items)
-        items.append(user(SUMMARY))
-        await agent.respond(items)
-        summary = items[-1]["content"][0]["text"]
-        items = [*asked, user(f"Another model began to solve this problem. Its summary:\n{summary}")]
-        await agent.respond(items)
-
-    async with front(start_gateway_alone, Model()) as gateway, anyio.create_task_group() as tg:
-        for _ in range(3):
-            tg.start_soon(codex, Agent(gateway.url))
-    runs = await completed(gateway)
-    assert [run.exchanges for run in runs] == [4, 4, 4]
-    assert len(wholes(runs)) == 1
-
-
-async def test_a_trimmed_history_and_a_handoff_go_on_in_the_same_run(start_gateway_alone: StartGateway) -> None:
-    """LangGraph's `trim_messages` keeps the system prompt and the end. The Agents SDK hands the whole history to an
-    agent with another prompt and other tools."""
-
-    async def trims(agent: Agent) -> None:
-        said = [user("What came of it?")]
-        for turn in range(4):
-            await agent.chat("Answer.", said)
-            said = [*said, user(f"And of number {turn}?")][-3:]
-
-    async def hands_over(agent: Agent) -> None:
-        said = [user("Please read the bill.")]
-        (call,) = (await agent.chat("You sort requests.", said, ("to_billing",)))["tool_calls"]
-        said.append({"role": "tool", "tool_call_id": call["id"], "content": '{"assistant": "billing"}'})
-        await agent.chat("You know about bills.", said, ("refund",))
-
-    async with front(start_gateway_alone, Model()) as gateway, anyio.create_task_group() as tg:
-        for agent in (trims, hands_over):
-            for _ in range(3):
-                tg.start_soon(agent, Agent(gateway.url))
-    runs = await completed(gateway)
-    assert [run.exchanges for run in runs] == [4, 4, 4, 2, 2, 2]
-    assert len(wholes(runs)) == 2
 
 
 async def test_what_may_belong_to_several_runs_is_a_part_and_so_are_they(start_gateway_alone: StartGateway) -> None:
@@ -351,9 +351,7 @@ async def test_a_run_is_not_completed_while_an_agent_that_it_started_has_a_call(
         async with anyio.create_task_group() as tg:
             prompt = msgspec.json.decode(task["function"]["arguments"])["prompt"]
             tg.start_soon(agent.chat, "You are an agent.", [user(prompt)], SUB)
-            with anyio.fail_after(60):
-                while not (done := await broker.read(TrajectoryCompleted)):
-                    await anyio.sleep(0.1)  # the time of silence of both runs passes
+            done = await until(partial(broker.read, TrajectoryCompleted))
             model.held.set()
         said.append({"role": "tool", "tool_call_id": task["id"], "content": "It is found."})
         await agent.chat("Answer.", said, MAIN)

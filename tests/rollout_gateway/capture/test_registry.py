@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import anyio
 import pytest
@@ -15,14 +14,10 @@ from rollout_gateway.capture.copies import Reference
 from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
 from tests.kits.events import exchange, opened
+from tests.kits.waiting import until_true
 from tests.rollout_gateway.kit import registry_of
 
 pytestmark = pytest.mark.anyio
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
 
 
 async def test_a_call_that_begins_as_a_completion_wakes_is_in_the_run(broker: Broker) -> None:
@@ -30,7 +25,7 @@ async def test_a_call_that_begins_as_a_completion_wakes_is_in_the_run(broker: Br
     found = await registry.open(opened("t"), "")
     found.begin()
     completing = asyncio.ensure_future(registry.complete("t", Completion(reward=1.0)))
-    await until(lambda: bool(found.idle._waiters))  # type: ignore[attr-defined]
+    await until_true(lambda: bool(found.idle._waiters))  # type: ignore[attr-defined]
     found.end()
     found.begin()  # before the completion had its turn
     for _ in range(3):
@@ -49,7 +44,7 @@ async def test_a_completion_that_fails_lets_no_call_into_another_one(
     found = await registry.open(opened("t"), "")
     async with found.lock:  # the first completion waits to read what other replicas recorded
         first = asyncio.ensure_future(registry.complete("t", Completion(reward=1.0)))
-        await until(lambda: found.completing)
+        await until_true(lambda: found.completing)
         wrong = Completion(exchanges=(Reference(trajectory="unknown", reply="r"),))
         with pytest.raises(ApiError, match="is unknown"):
             await registry.complete("t", wrong)
@@ -74,9 +69,7 @@ async def test_a_completion_elsewhere_is_heeded_though_it_came_while_this_replic
         assert here.get("t") is found, "nothing was followed yet"
         async with anyio.create_task_group() as tg:
             tg.start_soon(here.follow_completions)
-            with anyio.fail_after(60):
-                while here.get("t") is not None:
-                    await anyio.sleep(0.01)
+            await until_true(lambda: here.get("t") is None)
             tg.cancel_scope.cancel()
         assert found.completing
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import anyio
 import msgspec
 import pytest
 
@@ -12,6 +11,7 @@ from pipeline.names import new_dated_id
 from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
 from tests.kits.events import exchange, opened
+from tests.kits.waiting import until
 from tests.rollout_gateway.kit import registry_of
 
 pytestmark = pytest.mark.anyio
@@ -30,9 +30,11 @@ async def test_an_expired_trajectory_is_refused_by_every_gateway(nats_config: Na
         found[0].begin()
         found[0].end()
         assert await there.open(opened("mine"), "") is not found[0]  # a retry at another gateway
-        with anyio.fail_after(60):
-            while (await broker.stream_info("ROLLOUTS")).state.messages:
-                await anyio.sleep(0.05)
+
+        async def is_empty() -> bool:
+            return not (await broker.stream_info("ROLLOUTS")).state.messages
+
+        await until(is_empty)
         for name, trajectory in zip(names, found, strict=True):
             with pytest.raises(ApiError) as refused:
                 trajectory.begin()

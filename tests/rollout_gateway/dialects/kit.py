@@ -11,14 +11,10 @@ from msgspec import Raw
 from pipeline.events import ExchangeRecorded
 from tests.kits.clients import closed_after_test
 from tests.kits.events import exchange
+from tests.rollout_gateway.agents.move_tool import MOVE
 from tests.rollout_gateway.conftest import GatewayProcess
 
-SCHEMA: Any = {
-    "type": "object",
-    "properties": {"cell": {"type": "string", "enum": ["a1", "b2"]}},
-    "required": ["cell"],
-    "additionalProperties": False,
-}
+SCHEMA: Any = MOVE["function"]["parameters"]
 RESPONSE_TOOL: Any = {"type": "function", "name": "move", "parameters": SCHEMA, "strict": True}
 
 

@@ -27,6 +27,7 @@ from rollout_gateway.dialects.streaming import DONE, StreamCapture
 from rollout_gateway.dialects.translate import TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError
 from tests.rollout_gateway.dialects.kit import recorded
+from tests.rollout_gateway.dialects.shapes import CLAUDE_CODE, CODEX
 
 NUMBERS = ("1e400", "1" + "0" * 30, "5", "-1", "0.5")
 TEXTS = ('"\\ud83d"', '"x"', '""', '"{\\"a\\": 1e400}"')
@@ -70,72 +71,24 @@ STREAM = [
     {"error": {"message": "x", "code": 500}},
 ]
 
-TOOL = {"name": "exec", "description": "Runs.", "input_schema": {"type": "object"}}
 HISTORY = [
     {"role": "system", "content": "Be safe."},
     {"role": "user", "content": [{"type": "text", "text": "go"}]},
     {"role": "assistant", "content": None, "reasoning": "b", "tool_calls": [CALLED]},
     {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
 ]
-BLOCKS = [
-    {"role": "user", "content": "go"},
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "thinking", "thinking": "b"},
-            {"type": "tool_use", "id": "u", "name": "exec", "input": {"a": 1}},
-        ],
-    },
-    {
-        "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": "u", "content": [{"type": "text", "text": "ok"}]}],
-    },
-    {"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL}}]},
-]
-ITEMS = [
-    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be safe."}]},
-    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "b"}]},
-    {"type": "function_call", "call_id": "c", "name": "exec", "arguments": "{}"},
-    {"type": "function_call_output", "call_id": "c", "output": "ok"},
-]
-BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat": (
-        read_chat,
-        {
-            "model": "m",
-            "messages": HISTORY,
-            "tools": [{"type": "function", "function": {"name": "exec"}}],
-            "tool_choice": "auto",
-            "n": 1,
-            "metadata": {"a": 1},
-            "response_format": {"type": "text"},
-        },
-    ),
-    "completions": (read_completion, {"model": "m", "prompt": ["a"], "n": 1}),
-    "messages": (
-        MessagesTranslation,
-        {
-            "model": "m",
-            "max_tokens": 5,
-            "system": [{"type": "text", "text": "s"}],
-            "messages": BLOCKS,
-            "tools": [TOOL],
-            "tool_choice": {"type": "auto"},
-            "output_config": {"format": {"type": "json_schema", "schema": {}}},
-        },
-    ),
-    "responses": (
-        ResponsesTranslation,
-        {
-            "model": "m",
-            "input": ITEMS,
-            "instructions": "s",
-            "metadata": {"a": 1},
-            "tools": [{"type": "function", "name": "exec", "parameters": {}}],
-            "tool_choice": {"type": "function", "name": "exec"},
-            "text": {"format": {"type": "text"}},
-        },
-    ),
+CHAT_FIELDS = {
+    "tools": [{"type": "function", "function": {"name": "exec"}}],
+    "tool_choice": "auto",
+    "n": 1,
+    "metadata": {"a": 1},
+    "response_format": {"type": "text"},
+}
+BODIES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+    "chat": (read_chat, [{"messages": HISTORY, **CHAT_FIELDS}]),
+    "completions": (read_completion, [{"prompt": ["a"], "n": 1}]),
+    "messages": (MessagesTranslation, [{"max_tokens": 5, **shape} for shape in CLAUDE_CODE.values()]),
+    "responses": (ResponsesTranslation, list(CODEX.values())),
 }
 KINDS: tuple[type[Translation], ...] = (MessagesTranslation, ResponsesTranslation)
 
@@ -230,8 +183,8 @@ def test_any_stream_is_an_answer_or_malformed(events: list[bytes], logprobs: boo
 @many
 @given(data=st.data())
 def test_any_body_is_a_call_or_a_400(endpoint: str, data: st.DataObject) -> None:
-    read, usual = BODIES[endpoint]
-    body = data.draw(odd(usual))
+    read, shapes = BODIES[endpoint]
+    body = data.draw(st.sampled_from([{"model": "m", **shape} for shape in shapes]).flatmap(odd))
     read_sent(body)
     for path in (CHAT, *(kind.path for kind in KINDS)):
         changed = with_prompt(path, body, "s", "t")

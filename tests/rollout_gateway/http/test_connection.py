@@ -72,21 +72,6 @@ async def test_a_refused_request_gets_a_code_and_a_sentence(head: bytes, status:
     assert (answer[:3], error["code"], error["message"][-1]) == (status, code, ".")
 
 
-async def test_trailers_are_dropped() -> None:
-    seen: list[dict[bytes, bytes]] = []
-
-    async def look(request: Request) -> None:
-        seen.append(request.headers)
-        await request.read()
-        await request.answer(200, request.body)
-
-    head = CHUNKED.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer agent\r\nConnection: close\r\n\r\n")
-    async with serve(look) as port:
-        said = await spoken(port, head + b"2\r\nok\r\n0\r\nAuthorization: Bearer boss\r\nX-Api-Key: boss\r\n\r\n")
-    assert answers(said) == [b"200 ok"]
-    assert (seen[0][b"authorization"], b"x-api-key" in seen[0]) == (b"Bearer agent", False)
-
-
 @pytest.mark.parametrize(
     "endless",
     [b"0\r\nA: " + b"y" * 100_000, b"0\r\n" + b"a: b\r\n" * 20_000, b"1;" + b"e" * 100_000],
@@ -121,13 +106,20 @@ async def test_absolute_target_is_split_at_its_path_or_query() -> None:
             assert answers(said) == [b"200 GET " + path + b" "]
 
 
-async def test_repeated_headers_are_joined() -> None:
-    async def look(request: Request) -> None:
-        await request.answer(200, request.headers[b"anthropic-beta"])
+async def test_repeated_headers_are_joined_and_trailers_are_dropped() -> None:
+    seen: list[dict[bytes, bytes]] = []
 
-    head = b"GET / HTTP/1.1\r\nHost: x\r\nAnthropic-Beta: a\r\nConnection: close\r\nAnthropic-Beta: b \r\n\r\n"
+    async def look(request: Request) -> None:
+        seen.append(request.headers)
+        await echo(request)
+
+    more = b"\r\nAuthorization: Bearer agent\r\nAnthropic-Beta: a\r\nConnection: close\r\nAnthropic-Beta: b \r\n\r\n"
+    trailers = b"2\r\nok\r\n0\r\nAuthorization: Bearer boss\r\nX-Api-Key: boss\r\n\r\n"
     async with serve(look) as port:
-        assert answers(await spoken(port, head)) == [b"200 a, b"]
+        assert answers(await spoken(port, CHUNKED.replace(b"\r\n\r\n", more) + trailers)) == [b"200 POST /a ok"]
+    (headers,) = seen
+    assert (headers[b"authorization"], b"x-api-key" in headers) == (b"Bearer agent", False)
+    assert headers[b"anthropic-beta"] == b"a, b"
 
 
 async def test_a_header_that_says_whose_a_request_is_comes_once() -> None:

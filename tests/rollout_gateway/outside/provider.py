@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
+from aiohttp import web
+
+from tests.rollout_gateway.http_server import served
 
 Script = list[bytes | float | None]
 """What a body is made of: bytes, pauses in seconds; `None`: the connection breaks there."""
@@ -34,84 +37,51 @@ class Got:
         return json.loads(self.body)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, which at a forced exit leaves the connections open whose answers are under way: their sockets would be
-    closed by the garbage collector, with a warning in another test."""
-
-    async def shutdown(self, sockets: Any = None) -> None:
-        await super().shutdown(sockets)
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
-        while self.server_state.connections:
-            await asyncio.sleep(0)
-
-
 class Provider:
-    """Use it as a context manager."""
+    """Use it by `providing`."""
 
     def __init__(self) -> None:
+        self.url = ""
         self.replies: list[Reply] = []
         """The next replies; the last one stays."""
         self.got: list[Got] = []
         self.broke: list[int] = []
         """Numbers of the requests whose client left."""
-        self._server = _Server(
-            uvicorn.Config(
-                self._app, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none", interface="asgi3"
-            )
-        )
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/v1"
-
-    def __enter__(self) -> Provider:
-        self._thread.start()
-        while not self._server.started:
-            self._thread.join(0.01)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(30)
 
     def says(self, *replies: Reply) -> None:
         self.replies = list(replies)
 
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        query = b"?" + scope["query_string"] if scope["query_string"] else b""
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        number = len(self.got)
-        self.got.append(Got((scope["raw_path"] + query).decode(), headers, body))
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        number, body = len(self.got), await request.read()
+        self.got.append(Got(request.path_qs, {n.lower(): value for n, value in request.headers.items()}, body))
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-        more_headers = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
+        told = web.StreamResponse(status=reply.status, headers={"content-type": reply.kind, **reply.headers})
         if reply.kind != "text/event-stream" and None not in reply.body:
-            length = sum(len(part) for part in reply.body if isinstance(part, bytes))
-            more_headers.append((b"content-length", b"%d" % length))
-        leaving = asyncio.ensure_future(receive())
-        leaving.add_done_callback(lambda _: self.broke.append(number))
-        if reply.body and isinstance(reply.body[0], float):
-            await asyncio.sleep(reply.body[0])
-        await send(
-            {
-                "type": "http.response.start",
-                "status": reply.status,
-                "headers": [(b"content-type", reply.kind.encode()), *more_headers],
-            }
-        )
-        for part in reply.body:
-            if part is None:
-                return
-            if isinstance(part, float):
-                await asyncio.sleep(part)
-            else:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            told.content_length = sum(len(part) for part in reply.body if isinstance(part, bytes))
+        try:
+            for part in reply.body:
+                if isinstance(part, float):
+                    await asyncio.sleep(part)
+                    continue
+                await told.prepare(request)
+                if part is None:
+                    assert request.transport is not None
+                    request.transport.abort()
+                    break
+                await told.write(part)
+        except asyncio.CancelledError:
+            self.broke.append(number)
+            raise
+        return told
+
+
+@contextmanager
+def providing() -> Iterator[Provider]:
+    """A provider that answers while the block runs."""
+    made = Provider()
+    with served(made.answer) as url:
+        made.url = f"{url}/v1"
+        yield made
 
 
 def whole(value: Any, **more: Any) -> Reply:

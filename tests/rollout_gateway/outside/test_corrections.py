@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from pipeline.events import SignalGiven
 from pipeline.log.broker import Broker
+from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
-from tests.rollout_gateway.kit import key_config
+from tests.rollout_gateway.kit import error, key_config
 from tests.rollout_gateway.outside.conftest import StartOutside, table
 from tests.rollout_gateway.outside.provider import Provider, completion, whole
 from tests.rollout_gateway.outside.test_failures import ask
@@ -20,8 +20,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments":
 
 
 def give(gateway: GatewayProcess, run: str, **body: Any) -> tuple[int, str]:
-    reply = httpx.post(f"{gateway.url}/v1/trajectories/{run}/feedback", json={"key": "k", **body}, timeout=60)
-    return reply.status_code, reply.json().get("error", {}).get("code", "")
+    return error(Caller(gateway, "").ask("POST", f"/v1/trajectories/{run}/feedback", {"key": "k", **body}))
 
 
 def asked(gateway: GatewayProcess) -> str:
@@ -72,14 +71,8 @@ async def test_another_keys_run_corrects_nothing_unless_an_operator_says_so(
     provider.says(whole(completion("b2")))
     keys = (key_config("a"), key_config("b"), key_config("desk", role="feedback"), key_config("op", role="operator"))
     gateway = start_outside(table(provider, may_train=True), keys=keys)
-
-    def post(path: str, key: str, **body: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(f"{gateway.url}/v1/{path}", json=body, headers=headers, timeout=60)
-
-    run = post("trajectories", "a", model="tictactoe").json()["id"]
-    theirs = post("trajectories", "b", model="master").json()
+    run, theirs = (Caller(gateway, key).open(model=model) for key, model in (("a", "tictactoe"), ("b", "master")))
     assert ask(theirs["base_url"], False, authorization=f"Bearer {theirs['api_key']}")[0] == 200
-    for key, status in (("a", 404), ("b", 404), ("desk", 404), ("op", 201)):
-        assert post(f"trajectories/{run}/feedback", key, corrected_by=theirs["id"]).status_code == status
-    assert [(s.by, s.text) for s in await signals(broker, run)] == [("op", "b2")]
+    path, body = f"/v1/trajectories/{run['id']}/feedback", {"corrected_by": theirs["id"]}
+    assert [Caller(gateway, key).status("POST", path, body) for key in ("a", "b", "desk", "op")] == [404, 404, 404, 201]
+    assert [(s.by, s.text) for s in await signals(broker, run["id"])] == [("op", "b2")]

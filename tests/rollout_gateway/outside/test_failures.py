@@ -21,7 +21,7 @@ from pipeline.config import OutsideConfig
 from pipeline.log.broker import Broker
 from rollout_gateway.outside import providers
 from tests.conftest import free_port
-from tests.kits.waiting import until
+from tests.kits.waiting import until, until_true
 from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.outside.conftest import KEY, StartOutside, table
 from tests.rollout_gateway.outside.provider import Provider, Reply, chunks, completion, stream, whole
@@ -197,9 +197,7 @@ async def test_agent_that_leaves_is_recorded_and_ends_the_providers_stream(
     events = await until(partial(exchanges, broker, run["id"]))
     assert (events[0].status, events[0].error) == ("cancelled", "the agent left before the end")
     assert b"the" in events[0].response
-    with anyio.fail_after(30):
-        while not provider.broke:
-            await anyio.sleep(0.05)
+    await until_true(lambda: provider.broke)
 
 
 def message_and_pause() -> list[Any]:
@@ -219,7 +217,7 @@ async def test_killed_gateway_sends_nothing_twice_and_loses_nothing_that_was_ans
     key = {"authorization": f"Bearer {run['api_key']}"}
     assert ask(run["base_url"], True, **key)[1].endswith(b"data: [DONE]\n\n")
     assert ask(run["base_url"], True, **key)[1].endswith(b"!"), "killed behind the record"
-    gateway.process.wait(30)  # type: ignore[union-attr]
+    gateway.wait()
     assert len(provider.got) == len(await exchanges(broker, run["id"])) == 2
     gateway.start()
     retried = ask(run["base_url"], True, **key, **{"x-stainless-retry-count": "1"})

@@ -14,7 +14,8 @@ import pytest
 from journeywork import AsyncJourneywork, JourneyworkError, Trajectory
 from pipeline.log.broker import Broker
 from tests.kits.clients import closed_after_test
-from tests.rollout_gateway.kit import exchanges, key_config
+from tests.rollout_gateway.access.test_access import Caller
+from tests.rollout_gateway.kit import error, exchanges, key_config
 from tests.rollout_gateway.outside.conftest import KEY, StartOutside, table
 from tests.rollout_gateway.outside.provider import (
     MESSAGE,
@@ -242,32 +243,19 @@ def test_keys_and_runs_limit_who_may_spend(start_outside: StartOutside, provider
     provider.says(whole(completion()))
     keys = (key_config("all"), key_config("cheap", models=("tictactoe",)))
     gateway = start_outside(table(provider, max_calls=1), keys=keys)
-    url, hi = f"{gateway.url}/v1", {"model": "master", "messages": []}
-
-    def ask(key: str, **body: Any) -> int:
-        return post(
-            url, "/chat/completions", {**hi, **body}, False, authorization=f"Bearer {key}", **{"x-api-key": ""}
-        )[0]
-
-    assert ask("all") == 200
-    assert ask("cheap") == 403
-    assert ask("none") == 401
-    opened = httpx.post(
-        f"{url}/trajectories", json={"model": "tictactoe"}, headers={"authorization": "Bearer all"}
-    ).json()
-    assert ask(opened["api_key"]) == 400, "the key of a run of another model"
+    chat, hi = "/v1/chat/completions", {"model": "master", "messages": []}
+    asked = {key: Caller(gateway, key).status("POST", chat, hi) for key in ("all", "cheap", "none")}
+    assert asked == {"all": 200, "cheap": 403, "none": 401}
+    caller = Caller(gateway, "all")
+    opened = caller.open()
+    assert Caller(gateway, opened["api_key"]).status("POST", chat, hi) == 400, "the key of a run of another model"
     assert len(provider.got) == 1
-    mixed = {"x-journeywork-trajectory": opened["id"], "authorization": "Bearer all", "x-api-key": ""}
-    assert post(url, "/chat/completions", hi, False, **mixed)[0] == 200
-    refused = post(
-        url, "/messages", {**MESSAGES, "model": "master"}, False, authorization="Bearer all", **{"x-api-key": ""}
-    )
-    assert refused[0] == 400
-    assert json.loads(refused[2])["error"]["message"].endswith("Post the call to /v1/chat/completions.")
-    counted = httpx.post(f"{gateway.url}/tokenize", json=hi, headers={"authorization": "Bearer all"})
-    assert (counted.status_code, counted.json()["error"]["code"]) == (400, "outside_model")
-    status = httpx.get(f"{url}/groups/g?model=master", headers={"authorization": "Bearer all"})
-    assert status.status_code == 404
+    assert caller.status("POST", chat, hi, **{"x-journeywork-trajectory": opened["id"]}) == 200
+    refused = caller.ask("POST", "/v1/messages", MESSAGES)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].endswith("Post the call to /v1/chat/completions.")
+    assert error(caller.ask("POST", "/tokenize", hi)) == (400, "outside_model")
+    assert caller.status("GET", "/v1/groups/g?model=master") == 404
 
 
 @pytest.mark.parametrize("missing", ["", "with\nbreak"])

@@ -16,9 +16,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import Config, ConfigError, ModelConfig, OutsideConfig
+from judge import service
+from pipeline.config import Config, ConfigError, HealingConfig, JudgeConfig, ModelConfig, OutsideConfig
 from pipeline.config.checks import check
-from pipeline.events import EVENTS, AnswersCompared, ShadowAnswered, TrajectoryCompleted, unpack_ids, unpack_logprobs
+from pipeline.events import (
+    EVENTS,
+    AnswersCompared,
+    GroupScored,
+    Hint,
+    ShadowAnswered,
+    SignalGiven,
+    TrajectoryCompleted,
+    unpack_ids,
+    unpack_logprobs,
+)
 from pipeline.log.broker import Broker
 from pipeline.log.subjects import subject_filter
 from pipeline.names import is_name, split_point
@@ -33,69 +44,60 @@ from rollout_gateway.outside.requests import read_call
 from rollout_gateway.outside.shadow import Shadows, apprentice_call, said
 from rollout_gateway.serving.replicas import Fleet
 from tests.conftest import free_port
+from tests.judge.kit import IMPORTS_LITELLM
+from tests.kits.scoring_server import ScoringServer
 from tests.kits.waiting import until
-from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
-from tests.rollout_gateway.fake_vllm import FakeVllm
-from tests.rollout_gateway.kit import ASK, exchanges, in_flight
-from tests.rollout_gateway.outside.conftest import table
-from tests.rollout_gateway.outside.provider import Provider, chunks, completion, stream, whole
+from tests.rollout_gateway.conftest import PROJECT
+from tests.rollout_gateway.kit import ASK, in_flight
+from tests.rollout_gateway.outside.conftest import OpenShop, Shop
+from tests.rollout_gateway.outside.provider import chunks, completion, stream, whole
 from tests.rollout_gateway.outside.test_relay import CHAT
 
 pytestmark = pytest.mark.anyio
 
-SHADOWED: Any = {"apprentice": "tictactoe", "shadow_percent": 100.0}
+SHADOWED = {"shadow_percent": 100.0}
 
 
 @pytest.fixture
-async def gateway(start_gateway_alone: StartGateway, fake_vllm: FakeVllm, provider: Provider) -> GatewayProcess:
-    provider.says(whole(completion("hi")))
-    start = partial(start_gateway_alone, urls=(fake_vllm.url,), outside=(table(provider, **SHADOWED),))
-    return await anyio.to_thread.run_sync(start)
+async def shop(open_shop: OpenShop) -> Shop:
+    shop = await open_shop(promote=False, publish=False, table_of=SHADOWED)
+    shop.provider.says(whole(completion("hi")))
+    return shop
 
 
-async def ask(run: dict[str, Any], text: str = "go", **more: Any) -> httpx.Response:
-    body = {"model": "master", "messages": [{"role": "user", "content": text}], **more}
-    async with httpx.AsyncClient(timeout=60) as client:
-        headers = {"authorization": f"Bearer {run['api_key']}"}
-        return await client.post(run["base_url"] + "/chat/completions", json=body, headers=headers)
+async def ask(shop: Shop, text: str = "go", run: str = "r", **more: Any) -> httpx.Response:
+    return await shop.call(run, **{"messages": [{"role": "user", "content": text}], **more})
 
 
-async def opened(gateway: GatewayProcess, **body: Any) -> dict[str, Any]:
-    return await anyio.to_thread.run_sync(partial(gateway.open, **{"model": "master", **body}))
-
-
-async def shadows(broker: Broker, trajectory: str, count: int) -> list[ShadowAnswered]:
+async def shadows(shop: Shop, count: int) -> list[ShadowAnswered]:
     async def published() -> list[ShadowAnswered]:  # behind the agent's answer
-        found = await broker.read(ShadowAnswered, project=PROJECT, trajectory=trajectory)
+        found = await shop.broker.read(ShadowAnswered, project=PROJECT)
         return [recorded.event for recorded in found] if len(found) >= count else []
 
     return await until(published)
 
 
-async def counts(gateway: GatewayProcess) -> dict[str, float]:
-    async with httpx.AsyncClient(timeout=60) as client:
-        lines = (await client.get(f"{gateway.url}/metrics")).text.splitlines()
+async def counts(shop: Shop) -> dict[str, float]:
+    lines = (await shop.client.get("/metrics")).text.splitlines()
     said = [line for line in lines if line.startswith("journeywork_shadows_total{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in said}
 
 
-async def until_failed(gateway: GatewayProcess) -> None:
+async def until_failed(shop: Shop) -> None:
     async def counted() -> float:
-        return (await counts(gateway)).get("failed", 0)
+        return (await counts(shop)).get("failed", 0)
 
     await until(counted)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
-async def test_both_answers_are_on_the_log_and_the_shadow_is_part_of_no_run(
-    gateway: GatewayProcess, provider: Provider, broker: Broker, streamed: bool
-) -> None:
-    provider.says(stream(*chunks()) if streamed else whole(completion("hi ")))
-    run = await opened(gateway)
+async def test_both_answers_are_on_the_log_and_the_shadow_is_part_of_no_run(shop: Shop, streamed: bool) -> None:
+    shop.provider.says(stream(*chunks()) if streamed else whole(completion("hi ")))
+    await shop.open("r")
     for text in ("first", "second"):
-        assert (await ask(run, text, stream=streamed, max_tokens=3, user="someone")).status_code == 200
-    recorded = await exchanges(broker, run["id"])
-    answered = await shadows(broker, run["id"], 2)
+        assert (await ask(shop, text, stream=streamed, max_tokens=3, user="someone")).status_code == 200
+    recorded = await shop.calls("r")
+    answered = await shadows(shop, 2)
     assert [event.seq for event in recorded] == [0, 1]
     assert all(event.policy_version == "outside:master" for event in recorded)
     for event in answered:
@@ -105,43 +107,38 @@ async def test_both_answers_are_on_the_log_and_the_shadow_is_part_of_no_run(
         assert msgspec.json.decode(event.response)["choices"][0]["message"]["content"] == "hi"
         assert event.same is not streamed
     assert {event.call for event in answered} == {0, 1}
-    completed = await anyio.to_thread.run_sync(partial(gateway.complete, run["id"], reward=1.0))
-    assert completed.status_code == 200
-    (end,) = await broker.read(TrajectoryCompleted, project=PROJECT)
+    await shop.post("/v1/trajectories/r/complete", reward=1.0)
+    (end,) = await shop.broker.read(TrajectoryCompleted, project=PROJECT)
     assert (end.event.exchanges, end.event.calls, end.event.sampled_tokens) == (2, 2, 0)
 
 
-async def test_agent_waits_for_no_shadow_and_breaks_off_one_at_its_server(
-    gateway: GatewayProcess, fake_vllm: FakeVllm, broker: Broker
-) -> None:
-    fake_vllm.held = asyncio.Event()
-    run = await opened(gateway)
+async def test_agent_waits_for_no_shadow_and_breaks_off_one_at_its_server(shop: Shop) -> None:
+    shop.server.held = asyncio.Event()
+    await shop.open("r")
     with anyio.fail_after(20):
-        assert (await ask(run)).status_code == 200
-    await fake_vllm.called(1)
-    await in_flight(gateway, 1)
-    policy = await opened(gateway, model="tictactoe")
+        assert (await ask(shop)).status_code == 200
+    await shop.server.called(1)
+    await in_flight(shop.gateway, 1)
+    await shop.open("policy", model="tictactoe")
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(ask, policy, **{**ASK, "messages": ASK["messages"]}))
-        await fake_vllm.called(2)
-        await in_flight(gateway, 1)  # the shadow was broken off, and waits while the agent's call is under way
-        assert (await counts(gateway)).get("answered") is None
-        assert len(fake_vllm.calls) == 2
-        fake_vllm.held.set()
-    (event,) = await shadows(broker, run["id"], 1)
+        tasks.start_soon(partial(shop.call, "policy", **ASK))
+        await shop.server.called(2)
+        await in_flight(shop.gateway, 1)  # the shadow was broken off, and waits while the agent's call is under way
+        assert (await counts(shop)).get("answered") is None
+        assert len(shop.server.calls) == 2
+        shop.server.held.set()
+    (event,) = await shadows(shop, 1)
     assert event.call == 0
-    assert len(fake_vllm.calls) == 3
+    assert len(shop.server.calls) == 3
 
 
-async def test_shadow_that_its_server_refuses_is_counted(
-    gateway: GatewayProcess, fake_vllm: FakeVllm, broker: Broker
-) -> None:
-    fake_vllm.fail_with = 500
-    run = await opened(gateway)
-    assert (await ask(run)).status_code == 200
-    await until_failed(gateway)
-    assert "shadow call failed" in gateway.log
-    assert await broker.read(ShadowAnswered, project=PROJECT) == []
+async def test_shadow_that_its_server_refuses_is_counted(shop: Shop) -> None:
+    shop.server.fail_with = 500
+    await shop.open("r")
+    assert (await ask(shop)).status_code == 200
+    await until_failed(shop)
+    assert "shadow call failed" in shop.gateway.log
+    assert await shop.broker.read(ShadowAnswered, project=PROJECT) == []
 
 
 async def test_a_shadow_call_that_ends_makes_room_for_the_next_while_another_goes_on(
@@ -174,52 +171,72 @@ async def test_a_shadow_call_that_ends_makes_room_for_the_next_while_another_goe
         tasks.cancel_scope.cancel()
 
 
-async def test_a_gateway_that_stops_waits_for_no_shadow_call(
-    gateway: GatewayProcess, fake_vllm: FakeVllm, broker: Broker
-) -> None:
-    fake_vllm.held = asyncio.Event()
-    run = await opened(gateway)
+async def test_a_gateway_that_stops_waits_for_no_shadow_call(shop: Shop) -> None:
+    shop.server.held = asyncio.Event()
+    await shop.open("r")
     for text in ("one", "two"):
-        assert (await ask(run, text)).status_code == 200
-    await fake_vllm.called(2)
+        assert (await ask(shop, text)).status_code == 200
+    await shop.server.called(2)
     with anyio.fail_after(30):
-        await anyio.to_thread.run_sync(gateway.stop)  # which ends with the exit status 0
-    fake_vllm.held.set()
-    assert await broker.read(ShadowAnswered, project=PROJECT) == []
+        await anyio.to_thread.run_sync(shop.gateway.stop)  # which ends with the exit status 0
+    shop.server.held.set()
+    assert await shop.broker.read(ShadowAnswered, project=PROJECT) == []
 
 
-async def test_without_an_inference_server_agents_get_their_answers_and_shadow_calls_wait(
-    start_gateway_alone: StartGateway, provider: Provider, broker: Broker
-) -> None:
-    provider.says(whole(completion("hi")))
-    outside = (table(provider, **SHADOWED),)
-    start = partial(start_gateway_alone, urls=(f"http://127.0.0.1:{free_port()}",), outside=outside)
-    gateway = await anyio.to_thread.run_sync(start)
-    run = await opened(gateway)
+async def test_without_an_inference_server_agents_get_their_answers_and_shadow_calls_wait(open_shop: OpenShop) -> None:
+    nobody = (f"http://127.0.0.1:{free_port()}",)
+    shop = await open_shop(promote=False, publish=False, table_of=SHADOWED, urls=nobody)
+    await shop.open("r")
     for number in range(3):
-        assert (await ask(run, f"call {number}")).status_code == 200
-    assert await counts(gateway) == {}
-    assert await broker.read(ShadowAnswered, project=PROJECT) == []
+        assert (await ask(shop, f"call {number}")).status_code == 200
+    assert await counts(shop) == {}
+    assert await shop.broker.read(ShadowAnswered, project=PROJECT) == []
 
 
 @pytest.mark.parametrize("calls", [5, ["x"], [{"function": "x"}]])
-async def test_an_answer_of_the_provider_that_is_no_chat_completion_ends_no_gateway(
-    gateway: GatewayProcess, provider: Provider, broker: Broker, calls: Any
-) -> None:
-    provider.says(whole(completion("hi", tool_calls=calls)), whole(completion("hi")))
-    run = await opened(gateway)
-    assert (await ask(run, "odd")).json()["choices"][0]["message"]["tool_calls"] == calls
-    await until_failed(gateway)
-    assert (await ask(run, "plain")).status_code == 200
-    (event,) = await shadows(broker, run["id"], 1)
+async def test_an_answer_of_the_provider_that_is_no_chat_completion_ends_no_gateway(shop: Shop, calls: Any) -> None:
+    shop.provider.says(whole(completion("hi", tool_calls=calls)), whole(completion("hi")))
+    await shop.open("r")
+    assert (await ask(shop, "odd")).json()["choices"][0]["message"]["tool_calls"] == calls
+    await until_failed(shop)
+    assert (await ask(shop, "plain")).status_code == 200
+    (event,) = await shadows(shop, 1)
     assert (event.call, event.same) == (1, True)
 
 
-async def test_call_of_no_run_has_no_shadow(gateway: GatewayProcess, fake_vllm: FakeVllm) -> None:
-    async with httpx.AsyncClient(timeout=60) as client:
-        reply = await client.post(f"{gateway.url}/v1/chat/completions", json={"model": "master", "messages": []})
-    assert reply.status_code == 200
-    assert fake_vllm.calls == []
+async def test_call_of_no_run_has_no_shadow(shop: Shop) -> None:
+    await shop.post("/v1/chat/completions", model="master", messages=[])
+    assert shop.server.calls == []
+
+
+@IMPORTS_LITELLM
+async def test_a_shadow_is_compared_and_a_low_run_is_healed_by_the_master(open_shop: OpenShop, broker: Broker) -> None:
+    """Gateway, judge and log together. Each part alone has tests of its own."""
+    shop = await open_shop(promote=False, publish=False, table_of={"may_train": True, **SHADOWED})
+    shop.provider.says(whole(completion("quality=1.0")))
+    async with ScoringServer().run() as scorer, anyio.create_task_group() as tasks:
+        healing = HealingConfig(outside="master", url=shop.gateway.url)
+        judge = JudgeConfig(model="openai/scorer", api_base=scorer.url, healing=healing, group_size=1, min_size=1)
+        config = msgspec.structs.replace(shop.gateway.config, judge=judge)
+        tasks.start_soon(service.serve, config, lambda **_: None)
+        for model in ("master", "tictactoe"):
+            await shop.open(model, model=model)
+            assert (await shop.call(model, model=model)).status_code == 200
+        await shop.post("/v1/trajectories/tictactoe/complete", reward=0.0)
+        (scored,) = await until(partial(broker.read, GroupScored))
+
+        async def both_compared() -> dict[str, AnswersCompared]:
+            found = {r.event.trajectory: r.event for r in await broker.read(AnswersCompared)}
+            return found if set(found) == {"master", "tictactoe"} else {}
+
+        compared = await until(both_compared)
+        tasks.cancel_scope.cancel()
+    assert all(event.outside_score > event.apprentice_score for event in compared.values())
+    (member,) = scored.event.members
+    by = "outside:master"
+    assert member.hints == (Hint(call=0, text="quality=1.0", kind="correction", by=by, version=by),)
+    (signal,) = await broker.read(SignalGiven)
+    assert (signal.event.trajectory, signal.event.kind) == ("tictactoe", "correction")
 
 
 def made(percent: float, fleet: Any = None) -> Shadows:

@@ -4,113 +4,25 @@ record says who answered each call."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import anyio
 import httpx
 import pytest
 
-from pipeline.events import ExchangeRecorded, GroupDiscarded, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened
-from pipeline.log.broker import Broker
+from pipeline.events import GroupDiscarded, PolicyPromoted, TrajectoryCompleted, TrajectoryOpened
 from pipeline.names import split_point
 from tests.kits.waiting import until
-from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
-from tests.rollout_gateway.fake_vllm import FakeVllm
-from tests.rollout_gateway.kit import exchanges, key_config
-from tests.rollout_gateway.outside.conftest import table
-from tests.rollout_gateway.outside.provider import MESSAGE, RESPONSE, Provider, chunks, completion, stream, whole
+from tests.rollout_gateway.conftest import PROJECT, publish_adapter
+from tests.rollout_gateway.kit import key_config
+from tests.rollout_gateway.outside.conftest import APPRENTICE, CHAT, MASTER, OpenShop
+from tests.rollout_gateway.outside.provider import MESSAGE, RESPONSE, chunks, completion, stream, whole
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
-CHAT: Any = {"model": "master", "messages": [{"role": "user", "content": "a1=x"}]}
-MASTER, APPRENTICE = "outside:master", "tictactoe@1"
 
-
-class Apprentice(FakeVllm):
-    """An inference server whose answers have this logprob."""
-
-    logprob = -0.5
-
-    async def _answer(self, path: str, body: Any) -> tuple[int, Any]:
-        status, answer = await super()._answer(path, body)
-        if path == "/v1/chat/completions" and status == 200:
-            assert not body.get("stream")
-            answer["choices"][0]["logprobs"]["content"][0]["logprob"] = self.logprob
-            answer["usage"] = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
-        return status, answer
-
-
-class Shop:
-    """A gateway with a master and its apprentice."""
-
-    def __init__(self, gateway: GatewayProcess, server: Apprentice, provider: Provider, broker: Broker) -> None:
-        self.gateway, self.server, self.provider, self.broker = gateway, server, provider, broker
-        self.client = httpx.AsyncClient(timeout=60)
-
-    async def decide(self, action: str, status: int = 200, **body: Any) -> Any:
-        answer = await self.client.post(f"{self.gateway.url}/v1/policies/master/{action}", json=body)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-    async def open(self, name: str, **more: Any) -> str:
-        opened = {"model": "master", "id": name, **more}
-        answer = await self.client.post(f"{self.gateway.url}/v1/trajectories", json=opened)
-        assert answer.status_code == 201, answer.text
-        assert answer.json()["model"] == "master"
-        return str(answer.json()["base_url"])
-
-    async def call(self, name: str, path: str = "chat/completions", retry: bool = False, **more: Any) -> httpx.Response:
-        headers = {"x-stainless-retry-count": str(int(retry))}
-        return await self.client.post(f"{self.gateway.url}/t/{name}/v1/{path}", json={**CHAT, **more}, headers=headers)
-
-    async def opened(self, name: str) -> TrajectoryOpened:
-        (found,) = await self.broker.read(TrajectoryOpened, project=PROJECT, trajectory=name)
-        return found.event
-
-    async def calls(self, name: str) -> list[ExchangeRecorded]:
-        return await exchanges(self.broker, name)
-
-
-Open = Callable[..., Awaitable[Shop]]
-
-
-@pytest.fixture
-async def start(start_gateway_alone: StartGateway, broker: Broker, provider: Provider) -> AsyncIterator[Open]:
-    provider.says(whole(completion()))
-    shops: list[Shop] = []
-
-    async def open_shop(*, promote: bool = True, crash_at: str = "", table_of: Any = None, **settings: Any) -> Shop:
-        server = Apprentice()
-        await server.start()
-        of_master = table(provider, **{"apprentice": "tictactoe", **(table_of or {})})
-        more = {"urls": (server.url,), "outside": (of_master,), "replicas.wait_s": 5.0, **settings}
-        gateway = await anyio.to_thread.run_sync(partial(start_gateway_alone, **more))
-        if crash_at:
-            await anyio.to_thread.run_sync(gateway.stop)
-            await anyio.to_thread.run_sync(gateway.start, crash_at)
-        shop = Shop(gateway, server, provider, broker)
-        shops.append(shop)
-        await publish_adapter(broker, 1)
-
-        async def is_known() -> bool:
-            return APPRENTICE in (await shop.client.get(f"{gateway.url}/v1/models")).text
-
-        if promote:
-            await until(is_known)
-            await shop.decide("promote", version=APPRENTICE)
-        return shop
-
-    yield open_shop
-    for shop in shops:
-        await shop.client.aclose()
-        await anyio.to_thread.run_sync(shop.gateway.stop)
-        await shop.server.stop()
-
-
-async def test_a_run_keeps_its_side_and_a_decision_moves_new_ones(start: Open) -> None:
-    shop = await start(promote=False)
+async def test_a_run_keeps_its_side_and_a_decision_moves_new_ones(open_shop: OpenShop) -> None:
+    shop = await open_shop(promote=False)
     await shop.open("before")
     await shop.decide("split", version=APPRENTICE, other=MASTER, percent=40)
     names = [f"r{number}" for number in range(12)]
@@ -140,9 +52,9 @@ async def test_a_run_keeps_its_side_and_a_decision_moves_new_ones(start: Open) -
     assert events[-1].version == MASTER
 
 
-async def test_a_call_of_a_run_that_was_taken_over_names_what_the_run_asked_for(start: Open) -> None:
+async def test_a_call_of_a_run_that_was_taken_over_names_what_the_run_asked_for(open_shop: OpenShop) -> None:
     """Else an agent would get the answers of which the apprentice is unsure."""
-    shop = await start()
+    shop = await open_shop()
     await shop.open("r")
     for name in ("tictactoe", APPRENTICE):
         answer = await shop.call("r", model=name)
@@ -150,12 +62,12 @@ async def test_a_call_of_a_run_that_was_taken_over_names_what_the_run_asked_for(
     assert (await shop.call("r")).status_code == 200
 
 
-async def test_follow_routes_to_the_apprentices_name(start: Open) -> None:
-    shop = await start(promote=False)
+async def test_follow_routes_to_the_apprentices_name(open_shop: OpenShop) -> None:
+    shop = await open_shop(promote=False)
     await shop.decide("follow")
 
     async def loaded() -> bool:  # the server loads the version that was published
-        policies = (await shop.client.get(f"{shop.gateway.url}/v1/policies")).json()["data"]
+        policies = (await shop.client.get("/v1/policies")).json()["data"]
         (policy,) = [policy for policy in policies if policy["model"] == "master"]
         return (policy["version"], policy["newest"]) == (APPRENTICE, APPRENTICE)
 
@@ -166,12 +78,12 @@ async def test_follow_routes_to_the_apprentices_name(start: Open) -> None:
     for wrong in ({"version": "tictactoe@7"}, {"version": "outside:other"}):
         await shop.decide("promote", 404, **wrong)
     about_itself = {"version": APPRENTICE, "min_logprob": -1.0}
-    error = await shop.client.post(f"{shop.gateway.url}/v1/policies/tictactoe/promote", json=about_itself)
-    assert (error.status_code, error.json()["error"]["param"]) == (400, "min_logprob")
+    error = await shop.decide("promote", 400, model="tictactoe", **about_itself)
+    assert error["error"]["param"] == "min_logprob"
 
 
-async def test_a_decision_after_another_one_than_the_caller_knows_is_refused(start: Open) -> None:
-    shop = await start(promote=False)
+async def test_a_decision_after_another_one_than_the_caller_knows_is_refused(open_shop: OpenShop) -> None:
+    shop = await open_shop(promote=False)
     await shop.decide("split", version=APPRENTICE, other=MASTER, percent=5, request="begun")
     raised = {"version": APPRENTICE, "other": MASTER, "percent": 25, "request": "begun-25", "after": "begun"}
     await shop.decide("split", **raised)
@@ -182,20 +94,20 @@ async def test_a_decision_after_another_one_than_the_caller_knows_is_refused(sta
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
-async def test_the_master_answers_where_the_apprentice_does_not(start: Open, path: str) -> None:
+async def test_the_master_answers_where_the_apprentice_does_not(open_shop: OpenShop, path: str) -> None:
     said: dict[str, tuple[Any, Any, str]] = {
         "chat/completions": (completion(), {}, "chat"),
         "messages": (MESSAGE, {"max_tokens": 9}, "messages"),
         "responses": (RESPONSE, {"input": "a1=x"}, "responses"),
     }
     answer, body, dialect = said[path]
-    shop = await start(table_of={"dialect": dialect, "apprentice_wait_s": 4.0})
+    shop = await open_shop(table_of={"dialect": dialect, "apprentice_wait_s": 4.0})
     shop.provider.says(whole(answer))
     body = {k: v for k, v in {**CHAT, **body}.items() if path != "responses" or k != "messages"}
 
     async def call(retry: bool = False) -> Any:
         headers = {"x-stainless-retry-count": str(int(retry))}
-        return (await shop.client.post(f"{shop.gateway.url}/t/r/v1/{path}", json=body, headers=headers)).json()
+        return (await shop.client.post(f"/t/r/v1/{path}", json=body, headers=headers)).json()
 
     await shop.open("r")
     assert (await call())["model"] != answer["model"]
@@ -216,9 +128,9 @@ async def test_the_master_answers_where_the_apprentice_does_not(start: Open, pat
     assert {e.model for e in (first, refused, slow, master)} == {"tictactoe"}
 
 
-async def test_no_provider_is_paid_for_a_run_that_was_completed_meanwhile(start: Open) -> None:
+async def test_no_provider_is_paid_for_a_run_that_was_completed_meanwhile(open_shop: OpenShop) -> None:
     """The master's answer could not be recorded either."""
-    shop = await start()
+    shop = await open_shop()
     await shop.open("r")
     shop.server.held = anyio.Event()  # type: ignore[assignment]
     answers: list[httpx.Response] = []
@@ -245,22 +157,16 @@ async def test_no_provider_is_paid_for_a_run_that_was_completed_meanwhile(start:
     assert not shop.provider.got
 
 
-async def test_a_runs_own_key_gives_feedback_whoever_answers_the_run(start: Open) -> None:
-    shop = await start()
-    opened = {"model": "master", "id": "r", "key_completes": True}
-    run = (await shop.client.post(f"{shop.gateway.url}/v1/trajectories", json=opened)).json()
+async def test_a_runs_own_key_gives_feedback_whoever_answers_the_run(open_shop: OpenShop) -> None:
+    shop = await open_shop()
+    run = await shop.open("r", key_completes=True)
     await shop.call("r")
-    answer = await shop.client.post(
-        f"{shop.gateway.url}/v1/trajectories/r/feedback",
-        json={"thumb": "up"},
-        headers={"authorization": f"Bearer {run['api_key']}"},
-    )
-    assert answer.status_code == 201, answer.text
+    await shop.post("/v1/trajectories/r/feedback", 201, key=run["api_key"], thumb="up")
     assert (await shop.opened("r")).model == "tictactoe"
 
 
-async def test_without_the_setting_the_agent_gets_the_error(start: Open) -> None:
-    shop = await start(table_of={"apprentice_wait_s": 0.0})
+async def test_without_the_setting_the_agent_gets_the_error(open_shop: OpenShop) -> None:
+    shop = await open_shop(table_of={"apprentice_wait_s": 0.0})
     await shop.open("r")
     shop.server.fail_with = 500
     assert (await shop.call("r")).status_code >= 500
@@ -268,8 +174,8 @@ async def test_without_the_setting_the_agent_gets_the_error(start: Open) -> None
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
-async def test_calls_of_which_the_apprentice_is_unsure_go_to_the_master(start: Open, streamed: bool) -> None:
-    shop = await start(promote=False)
+async def test_calls_of_which_the_apprentice_is_unsure_go_to_the_master(open_shop: OpenShop, streamed: bool) -> None:
+    shop = await open_shop(promote=False)
     await shop.decide("promote", version=APPRENTICE, min_logprob=-1.0)
     await shop.open("r")
     shop.provider.says(stream(*chunks()) if streamed else whole(completion()))
@@ -295,15 +201,15 @@ async def test_calls_of_which_the_apprentice_is_unsure_go_to_the_master(start: O
     assert [e.status for e in await shop.calls("r")][3:] == ["unsure", "complete"]
 
 
-async def test_a_killed_gateway_asks_the_provider_once(start: Open) -> None:
+async def test_a_killed_gateway_asks_the_provider_once(open_shop: OpenShop) -> None:
     """The record of the master's answer is on the log, the agent has not got it, and repeats the call."""
-    shop = await start(crash_at="gateway.before_answer:2")
+    shop = await open_shop(crash_at="gateway.before_answer:2")
     shop.server.fail_with = 400
     await shop.open("r")
     await shop.call("r")
     with pytest.raises(httpx.HTTPError):
         await shop.call("r", temperature=0.5)
-    shop.gateway.process.wait()  # type: ignore[union-attr]
+    shop.gateway.wait()
     await anyio.to_thread.run_sync(shop.gateway.start)
     answer = await shop.call("r", retry=True, temperature=0.5)
     assert answer.json() == completion()
@@ -312,9 +218,9 @@ async def test_a_killed_gateway_asks_the_provider_once(start: Open) -> None:
     assert [e.policy_version for e in await shop.calls("r")] == [MASTER, MASTER]
 
 
-async def test_detected_runs_are_taken_over_too(start: Open) -> None:
-    shop = await start(**{"detection.enabled": True, "detection.idle_s": 30.0})
-    url, said = f"{shop.gateway.url}/v1/chat/completions", list(CHAT["messages"])
+async def test_detected_runs_are_taken_over_too(open_shop: OpenShop) -> None:
+    shop = await open_shop(**{"detection.enabled": True, "detection.idle_s": 30.0})
+    url, said = "/v1/chat/completions", list(CHAT["messages"])
     for turn in range(3):
         shop.server.fail_with = 400 if turn == 1 else 0
         answer = (await shop.client.post(url, json={**CHAT, "messages": said})).json()
@@ -324,13 +230,13 @@ async def test_detected_runs_are_taken_over_too(start: Open) -> None:
     assert [e.policy_version for e in await shop.calls(opened.trajectory)] == [APPRENTICE, MASTER, APPRENTICE]
 
 
-async def test_a_group_keeps_the_name_that_it_was_opened_with(start: Open) -> None:
+async def test_a_group_keeps_the_name_that_it_was_opened_with(open_shop: OpenShop) -> None:
     """Its agent knows the master only, and so may its key."""
     keys = (key_config("a", models=("master",)), key_config("b"), key_config("op", role="operator"))
-    shop = await start(promote=False, keys=keys)
+    shop = await open_shop(promote=False, keys=keys)
 
     async def get(path: str, key: str) -> tuple[int, Any]:
-        answer = await shop.client.get(f"{shop.gateway.url}/v1/{path}", headers={"authorization": f"Bearer {key}"})
+        answer = await shop.client.get(f"/v1/{path}", headers={"authorization": f"Bearer {key}"})
         return answer.status_code, answer.json()
 
     shop.client.headers["authorization"] = "Bearer op"
@@ -360,8 +266,8 @@ async def test_a_group_keeps_the_name_that_it_was_opened_with(start: Open) -> No
     (policy,) = (await get("policies", "a"))[1]["data"]
     assert "tictactoe" not in json.dumps(policy)
     assert (policy["version"], policy["step"], policy["decision"]["action"]) == (None, None, "promote")
-    opened = await shop.client.post(f"{shop.gateway.url}/v1/trajectories", json={"model": "master", "id": "r3"})
-    for key, status in (("a", 403), (opened.json()["api_key"], 404)):
+    opened = await shop.open("r3")
+    for key, status in (("a", 403), (opened["api_key"], 404)):
         run = (await get("trajectories/r3", key))[1]
         assert (run["model"], run["pinned"]) == ("master", None)
         shop.client.headers["authorization"] = f"Bearer {key}"
@@ -369,19 +275,16 @@ async def test_a_group_keeps_the_name_that_it_was_opened_with(start: Open) -> No
         assert (answer.status_code, "tictactoe" in answer.text) == (status, False)
 
 
-async def test_calls_make_up_a_groups_members_whoever_answers_them(start: Open) -> None:
+async def test_calls_make_up_a_groups_members_whoever_answers_them(open_shop: OpenShop) -> None:
     """The members are runs of the side that answered, whatever was decided since."""
-    shop = await start()
+    shop = await open_shop()
 
     async def complete(*members: tuple[str, str]) -> int:
         bodies = []
         for name, source in members:
             choice = (await shop.call(source)).json()["choices"][0]
             bodies.append({"id": name, "exchanges": [choice["journeywork"]], "reward": 1.0})
-        url = f"{shop.gateway.url}/v1/groups/g/complete"
-        answer = await shop.client.post(url, json={"model": "master", "trajectories": bodies}, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return len(answer.json()["data"])
+        return len((await shop.post("/v1/groups/g/complete", model="master", trajectories=bodies))["data"])
 
     for source in ("s1", "s2"):
         await shop.open(source, references=True)

@@ -72,7 +72,7 @@ async def test_what_a_restarted_agent_finds_in_its_server_stays_on_the_disk_unti
     probed: list[str] = []
     left: list[set[Path]] = []
 
-    async def before(path: str, body: Any, _: Any) -> None:
+    async def before(path: str, body: Any) -> None:
         if path == "/v1/completions":
             probed.append(body["model"])
             await agent.delete_unused()  # as the controller of another server may do meanwhile

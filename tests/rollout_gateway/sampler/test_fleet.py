@@ -23,6 +23,7 @@ from pipeline.streams import replica_name, sampler_key
 from tests.conftest import NatsServer
 from tests.kits.power import Power
 from tests.kits.sampler import SamplerThread
+from tests.kits.waiting import until_true
 from tests.rollout_gateway.conftest import PROJECT, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import GatewayParts, fleet_config, gateway_parts, parts, sampler_config
@@ -41,7 +42,7 @@ class UnloadsNoted(FakeVllm):
         self.gateways: list[GatewayParts] = []
         self.unloaded_while_served: list[str] = []
 
-    async def before(self, path: str, body: Any, writer: Any) -> None:
+    async def before(self, path: str, body: Any) -> None:
         if path == "/v1/unload_lora_adapter":
             version, served = body["lora_name"], {g.router.current("tictactoe") for g in self.gateways}
             self.unloaded_while_served += served & {version}
@@ -176,11 +177,8 @@ async def test_adapters_that_the_server_does_not_have_loaded_are_deleted(
 
     async def unpacked(*steps: int) -> None:
         """Wait until adapters of these steps are on the disk, and no others."""
-        with anyio.fail_after(60):
-            while sorted(path.name.partition("-")[0] for path in folder.iterdir()) != [
-                f"tictactoe@{step}" for step in steps
-            ]:
-                await anyio.sleep(0.02)
+        names = [f"tictactoe@{step}" for step in steps]
+        await until_true(lambda: sorted(path.name.partition("-")[0] for path in folder.iterdir()) == names)
 
     async with gateway_parts(config, "gw") as gateway:
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import openai
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from pipeline.events import PolicyLoaded
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
+from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import GatewayProcess, publish_adapter
 from tests.rollout_gateway.kit import ASK, counted, exchanges, serves
 
@@ -41,9 +42,7 @@ async def test_a_killed_inference_server_is_a_delay_and_not_a_failure(
             tries += 1
             before = await _sampled(vllm_server)
             call = asyncio.ensure_future(client.chat.completions.create(**long))
-            with anyio.fail_after(60):  # until the server has begun to answer
-                while await _sampled(vllm_server) == before:
-                    await anyio.sleep(0.01)
+            await until(partial(_sampled, vllm_server, before))
             await anyio.to_thread.run_sync(vllm_server.kill)
             later = asyncio.ensure_future(client.chat.completions.create(**ASK))
             await anyio.to_thread.run_sync(vllm_server.start)
@@ -54,6 +53,7 @@ async def test_a_killed_inference_server_is_a_delay_and_not_a_failure(
     assert len(await exchanges(broker, "patient")) == tries * (CHOICES + 1)
 
 
-async def _sampled(server: VllmServer) -> float:
-    """How many tokens the server has sampled, asked without holding up the calls that this process makes."""
-    return await anyio.to_thread.run_sync(counted, server, "generation_tokens_total")
+async def _sampled(server: VllmServer, since: float = 0.0) -> float:
+    """How many tokens the server has sampled, asked without holding up the calls that this process makes. `since`: of
+    how many more it is asked."""
+    return await anyio.to_thread.run_sync(counted, server, "generation_tokens_total") - since

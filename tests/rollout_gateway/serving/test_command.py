@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import anyio
 import pytest
 from msgspec import structs
 
@@ -10,6 +9,7 @@ from pipeline.events import PolicyPromoted
 from pipeline.log.broker import Broker
 from rollout_gateway.serving.command import main
 from tests.conftest import free_port
+from tests.kits.waiting import until_true
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import key_config, serves
 
@@ -56,10 +56,8 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
     assert policy("list") == followed
     # A decision of a log from before 0.2, whose word is not sent any more.
     await broker.publish(structs.replace(events[0], action="pin", request="old", reason="better"))
-    with anyio.fail_after(30):
-        while "pinned by me" not in (listed := policy("list")):
-            await anyio.sleep(0.05)
-    assert listed.startswith("tictactoe: tictactoe@1\n")
+    await until_true(lambda: "pinned by me" in policy("list"))
+    assert policy("list").startswith("tictactoe: tictactoe@1\n")
 
 
 def test_what_cannot_be_done_is_told(

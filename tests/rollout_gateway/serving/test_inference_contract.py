@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import openai
 import pytest
 
 from tests.conftest import DOUBLE, VllmServer
-from tests.rollout_gateway.conftest import make_adapter
+from tests.kits.adapters import write_adapter
 
 ASK: Any = {"model": "tictactoe@0", "messages": [{"role": "user", "content": "a1=x b2=o"}], "max_tokens": 6}
 real = pytest.param("vllm_server", id="vllm", marks=pytest.mark.vllm)
@@ -104,15 +102,6 @@ def test_the_end_of_sequence_is_a_sampled_token_and_no_text(server: VllmServer) 
     pytest.fail("no reply of 40 ended by itself")
 
 
-def test_equal_seeds_give_equal_replies(server: VllmServer) -> None:
-    one, two = (chat(server, seed=3, temperature=1.0, return_token_ids=True)["choices"][0] for _ in range(2))
-    assert one["token_ids"] == two["token_ids"]
-    others = {
-        tuple(chat(server, seed=s, temperature=1.0, return_token_ids=True)["choices"][0]["token_ids"]) for s in range(8)
-    }
-    assert len(others) > 1
-
-
 def test_a_stream_says_what_the_whole_reply_says(server: VllmServer) -> None:
     asked = {"seed": 5, "temperature": 1.0, "return_token_ids": True, "logprobs": True, "max_tokens": 20}
     whole = chat(server, **asked)
@@ -165,8 +154,7 @@ def test_what_can_t_be_answered_is_an_openai_error(server: VllmServer, more: dic
 
 def test_adapters_are_loaded_served_and_unloaded(server: VllmServer, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    with tarfile.open(fileobj=io.BytesIO(make_adapter(1))) as archive:
-        archive.extractall(folder, filter="data")
+    write_adapter(tmp_path, seed=1)
 
     def load() -> httpx.Response:
         return post(server, "/v1/load_lora_adapter", lora_name="contract@1", lora_path=folder)
@@ -189,7 +177,3 @@ def test_adapters_are_loaded_served_and_unloaded(server: VllmServer, tmp_path: P
     assert post(server, "/v1/chat/completions", **{**ASK, "model": "contract@1"}).status_code == 404
     missing = post(server, "/v1/load_lora_adapter", lora_name="contract@2", lora_path=str(Path(folder) / "nothing"))
     assert missing.status_code in (400, 404)
-
-
-def test_it_says_that_it_lives(server: VllmServer) -> None:
-    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200

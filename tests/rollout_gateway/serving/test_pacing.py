@@ -16,6 +16,7 @@ from pipeline.events import GroupAdmitted, GroupDiscarded
 from pipeline.log.broker import Broker
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.pacing import Pacing
+from tests.kits.waiting import until, until_true
 
 pytestmark = pytest.mark.anyio
 
@@ -82,9 +83,7 @@ async def test_a_group_that_is_done_makes_room_at_every_gateway(nats_config: Nat
         assert not await admitted(a, "three")
         assert not await admitted(b, "three")
         await broker.publish(discard("one"))
-        with anyio.fail_after(60):
-            while not await admitted(b, "three"):
-                await anyio.sleep(0.01)  # until the gateway has read of it
+        await until(lambda: admitted(b, "three"))
         assert not await admitted(a, "four")
         a.done("m", ("two",), (await broker.read(GroupAdmitted, project="p", model="m"))[-1].place.at + 1)
         assert await admitted(a, "four")
@@ -99,9 +98,7 @@ async def test_a_run_that_came_late_does_not_end_its_group(nats_config: NatsConf
         async with gateways(nats_config, 1, limit=1) as (after,):
             assert not await admitted(after, "two")
         await broker.publish(discard("none"))
-        with anyio.fail_after(60):
-            while before._next_seq <= 4:
-                await anyio.sleep(0.01)
+        await until_true(lambda: before._next_seq > 4)
         assert not await admitted(before, "two")
 
 
@@ -120,9 +117,7 @@ async def test_a_gateway_that_starts_counts_what_others_admitted_before(nats_con
 async def test_a_group_whose_agents_died_does_not_count_for_ever(nats_config: NatsConfig) -> None:
     async with gateways(nats_config, 2, limit=1, forget_s=1) as (a, b):
         assert await admitted(a, "dead")
-        with anyio.fail_after(60):
-            while not await admitted(b, "next"):
-                await anyio.sleep(0.05)  # its time passes
+        await until(lambda: admitted(b, "next"))
         assert await admitted(a, "next")
 
 

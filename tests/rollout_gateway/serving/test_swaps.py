@@ -17,7 +17,6 @@ from typing import Any
 
 import aiohttp
 import anyio
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -27,8 +26,8 @@ from transformers import AutoModelForCausalLM
 from pipeline.events import ExchangeRecorded, unpack_ids, unpack_logprobs
 from pipeline.log.broker import Broker
 from tests.conftest import VllmServer
-from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, adapter_tensors, publish_adapter
-from tests.rollout_gateway.kit import exchanges, older_than_before
+from tests.rollout_gateway.conftest import StartGateway, publish_adapter, published_files
+from tests.rollout_gateway.kit import exchanges, older_than_before, serves
 
 SWAPS = int(os.environ.get("JOURNEYWORK_SWAPS", "8"))
 STREAMS = 16 if SWAPS < 100 else 64
@@ -104,15 +103,6 @@ class Streams:
                 await anyio.sleep(0.05)
 
 
-async def publish(gateway: GatewayProcess, broker: Broker, step: int) -> None:
-    """Publish a version, and wait until the gateway serves it."""
-    version = await publish_adapter(broker, step)
-    async with httpx.AsyncClient(timeout=60) as client:
-        with anyio.fail_after(90):
-            while (await client.get(f"{gateway.url}/v1/policies")).json()["data"][0]["version"] != version:
-                await anyio.sleep(0.25)
-
-
 class Weights:
     """The base model with any version's adapter merged into it."""
 
@@ -124,7 +114,7 @@ class Weights:
     def difference(self, event: ExchangeRecorded, step: int) -> float:
         """The largest difference of an exchange's logprobs from those of version `step`."""
         state = self._model.state_dict()
-        tensors = load_tensors(adapter_tensors(step))
+        tensors = load_tensors(published_files(step)["adapter_model.safetensors"])
         for name, base in self._base.items():
             key = f"base_model.model.{name.removesuffix('.weight')}"
             if f"{key}.lora_A.weight" in tensors:
@@ -140,7 +130,7 @@ class Weights:
 async def test_swaps_under_streams(start_gateway: StartGateway, broker: Broker) -> None:
     """Versions come one right after the other, and each slot of the server is used several times."""
     gateway, seen = start_gateway(max_loras=3), Streams()
-    await publish(gateway, broker, 1)
+    await serves(gateway, await publish_adapter(broker, 1))
     for number in range(STREAMS):
         gateway.open(id=f"swap-{number}")
     async with anyio.create_task_group() as clients:
@@ -148,7 +138,7 @@ async def test_swaps_under_streams(start_gateway: StartGateway, broker: Broker) 
             clients.start_soon(seen.client, gateway.url, f"swap-{number}", number)
         await seen.until(lambda: len(seen.replies) >= STREAMS)
         for step in range(2, SWAPS + 2):
-            await publish(gateway, broker, step)
+            await serves(gateway, await publish_adapter(broker, step))
             # A version counts as swapped in once it answered a call.
             await seen.until(lambda version=f"tictactoe@{step}": version in seen.begun)  # type: ignore[misc]
         seen.stopping = True

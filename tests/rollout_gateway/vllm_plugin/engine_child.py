@@ -52,30 +52,35 @@ def apply(
     x: torch.Tensor,
     a: tuple[torch.Tensor, ...],
     b: tuple[torch.Tensor, ...],
+    scale: float,
 ) -> torch.Tensor:
     """Return `y` after one of the two calls of vLLM's layers that the plugin takes."""
     y, widths = y.clone(), tuple(w.shape[2] for w in b)
     if layer == "linear":
-        wrapper.add_lora_linear(y, x, a, b, 1.0, widths)
+        wrapper.add_lora_linear(y, x, a, b, scale, widths)
     else:
-        wrapper.add_lora_logits(y, x, a[0], b[0], 1.0)
+        wrapper.add_lora_logits(y, x, a[0], b[0], scale)
     return y
 
 
 def worst_layer() -> float:
-    """Return the largest difference between the two classes over random batches, divided by what rounding allows: one
-    rounding for each of the 16 + 8 products and four more, of the sum of their absolute values."""
+    """Return the largest difference between the two classes over random batches, whose rows of one adapter are
+    neighbours or not, divided by what rounding allows: one rounding for each of the 16 + 8 products and four more, of
+    the sum of their absolute values."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     worst = 0.0
-    for _ in range(60):
-        rows, adapters = rng.choice((1, 9, 30)), rng.choice((1, 3))
-        ids = [rng.randrange(adapters + 1) for _ in range(rows)]
+    for _ in range(120):
+        rows, adapters, scale = rng.choice((1, 2, 9, 30)), rng.choice((1, 3)), rng.choice((1.0, 0.25))
+        present = rng.choice(([0], range(1, adapters + 1), range(adapters + 1)))
+        ids = [rng.choice(present) for _ in range(rows)]
+        if rng.random() < 0.5:
+            ids.sort()
         samples = [i for i in ids if rng.random() < 0.5] or ids[:1]
         theirs, ours = (kind(64, 64, "cpu") for kind in (PunicaWrapperCPU, GroupedPunicaWrapper))
         mapping = LoRAMapping(tuple(ids), tuple(samples), is_prefill=rng.random() < 0.5)
         for wrapper in (theirs, ours):
             wrapper.update_metadata(mapping, [*range(1, adapters + 1), None], adapters + 1, 100)
-        dtype = rng.choice((torch.float32, torch.bfloat16))
+        dtype = rng.choice((torch.float32, torch.bfloat16, torch.float16))
         widths = rng.choice(((6,), (6, 4, 4)))
         # The last slot is the one that `journeywork up` leaves empty.
         used = torch.tensor([1.0] * adapters + [0.0], dtype=dtype)[:, None, None, None]
@@ -86,9 +91,9 @@ def worst_layer() -> float:
         for layer in ("linear", "logits"):
             count = len(samples) if layer == "logits" else rows
             x, y = (torch.randn(count, n, generator=generator).to(dtype) for n in (16, sum(widths)))
-            difference = apply(ours, layer, y, x, a, b).double() - apply(theirs, layer, y, x, a, b).double()
-            sizes = apply(theirs, layer, y.abs(), x.abs(), *(tuple(w.abs() for w in m) for m in (a, b))).double()
-            worst = max(worst, float((difference.abs() / (28 * torch.finfo(dtype).eps * sizes)).max()))
+            found, expected = (apply(kind, layer, y, x, a, b, scale).double() for kind in (ours, theirs))
+            sizes = apply(theirs, layer, y.abs(), x.abs(), *(tuple(w.abs() for w in m) for m in (a, b)), scale).double()
+            worst = max(worst, float(((found - expected).abs() / (28 * torch.finfo(dtype).eps * sizes)).max()))
     return worst
 
 
