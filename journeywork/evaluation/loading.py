@@ -16,7 +16,7 @@ from typing import Any
 
 
 def add_task_options(parser: argparse.ArgumentParser, scenarios_help: str) -> None:
-    """Add `--rollout` and `--scenarios`, for `load_rollout` and `load_scenarios`. `scenarios_help`: the help of the latter."""
+    """Add `--rollout` and `--scenarios`, whose help is `scenarios_help`, for `load_rollout` and `load_scenarios`."""
     parser.add_argument(
         "--rollout",
         required=True,
