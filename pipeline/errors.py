@@ -5,8 +5,13 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 _REPEATED = 12
 """An error that repeats so many letters and digits of what was sent repeats it; shorter words are anyone's."""
+
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
+"""What reading a document raises that other programs wrote, and that has not the form it should have."""
 
 
 class ConfigError(ValueError):

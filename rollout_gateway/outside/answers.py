@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeline.config import OutsideConfig
+from pipeline.errors import MALFORMED
 from rollout_gateway.dialects.calls import MAX_CHOICES, Answer, Fields, Raw, SampledChoice, Tokens
 from rollout_gateway.dialects.messages_input import InputMessage, chat_messages
 from rollout_gateway.dialects.responses_input import InputItem, add_item
@@ -22,16 +23,7 @@ from rollout_gateway.http.errors import ApiError
 from rollout_gateway.outside.requests import OutsideCall
 
 Document = dict[str, Any]
-UNREADABLE = (
-    msgspec.MsgspecError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    ApiError,
-)
+UNREADABLE = (*MALFORMED, ApiError)
 """What reading an answer raises that is none of its dialect."""
 _SENT_WHOLE = frozenset(("id", "index", "name", "role", "type"))
 """Texts of a delta that come whole, and perhaps again in each delta."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from transformers import AutoTokenizer
 
 from pipeline.config import DistillConfig
-from pipeline.errors import without_sent
+from pipeline.errors import MALFORMED, without_sent
 from pipeline.events import ExchangeRecorded, Hint, Member, unpack_ids
 from pipeline.events.types import REWARD_TOLERANCE
 
@@ -40,15 +40,7 @@ def _malformed_as_unusable() -> Iterator[None]:
         yield
     except HintUnusableError:  # a `ValueError` that says why already
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        msgspec.MsgspecError,
-    ) as error:
+    except MALFORMED as error:
         raise HintUnusableError(f"the call's messages are not those of a chat: {type(error).__name__}") from error
 
 
