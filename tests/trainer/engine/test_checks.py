@@ -142,7 +142,7 @@ def test_a_planted_fault_is_found(
             break
     else:
         pytest.fail(f"{fault}: not found within {within} step(s)")
-    assert ("at the earlier versions that sampled" if age else "of tokens sampled by this version") in refusal
+    assert ("of tokens of earlier versions" if age else "of tokens sampled by this version") in refusal
     torch.testing.assert_close(state.weights, kept.weights, rtol=0, atol=0)
     torch.testing.assert_close(state.optimizer, kept.optimizer, rtol=0, atol=0)
     assert state.step == kept.step
