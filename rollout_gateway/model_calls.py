@@ -126,7 +126,8 @@ class ModelCalls:
             return
         request, access = asked.request, asked.access
         sent = await self._read_large_in_thread(asked, partial(read_sent, request.body))
-        run = access.trajectory or named_run(asked.trajectory, request.headers)
+        metadata = None if asked.path in _TRANSLATIONS else sent.metadata  # its `metadata` names no run
+        run = access.trajectory or named_run(asked.trajectory, request.headers, metadata).trajectory
         opening = await self._gateway.registry.opening(run) if run else None
         if opening is not None and not (access.trajectory or access.owns(opening.owner)):
             return  # the call is refused, as for a run that does not exist
@@ -210,7 +211,7 @@ class ModelCalls:
     ) -> Caller:
         """Put the recorded answers that a call refers to into it, from the log. Return its caller: `known`, or the one
         found by what the call names, or else by its messages once they are complete."""
-        # The trajectory that URL, header or token name is found first: a call that is refused for it reads
+        # The trajectory that URL, headers, metadata or token name is found first: a call that is refused for it reads
         # no recorded answer.
         caller = known or await self._caller(call, asked, detect=False)
         async with self._gateway.api_keys.reading(asked.request.owner) as read:

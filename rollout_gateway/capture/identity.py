@@ -1,4 +1,4 @@
-"""Finds the trajectory of a call (by key, URL, header or messages), and checks what the caller's key permits.
+"""Finds the trajectory of a call (by key, URL, body, header or messages), and checks what the caller's key permits.
 
 `app` calls `admit` when a request's head has come, before anything is read for it, and the other methods once its body
 is there. A "token" is the API key of a single trajectory (`access.trajectory_tokens`). Requests are counted as calls of
@@ -7,7 +7,7 @@ the key, or of the key that opened the token's trajectory (`access.api_keys`).""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 from pipeline.events import TrajectoryOpened
@@ -33,6 +33,20 @@ _CALL_BYTES = 1 << 20
 """Bytes of a body for which a further call is counted."""
 TRAJECTORY_HEADER = b"x-journeywork-trajectory"
 GROUP_HEADER = b"x-journeywork-group"
+
+
+class NamedRun(NamedTuple):
+    """The trajectory and group that a call names."""
+
+    names: tuple[str, ...]
+    """The trajectory's id in URL, body and header; empty where none is. The first one counts."""
+    group: str
+    """Empty if it names none."""
+
+    @property
+    def trajectory(self) -> str:
+        """The one that counts; empty if there is none."""
+        return next(filter(None, self.names), "")
 
 
 class Identity:
@@ -120,36 +134,37 @@ class Identity:
         """The open trajectory of a call, opened if the call may open it; `None` if the call belongs to none. `url`: the
         one that the path names, or empty. `detect`: whether the call's messages, which are all there, may tell it.
         Raises `ApiError`."""
+        named = named_run(url, headers, call.params.metadata)
         if access.trajectory:
-            for name in (url, name_in(headers, TRAJECTORY_HEADER)):
+            for name in named.names:
                 check_own(name, access.trajectory)
             return await self._registry.find(access.trajectory)
         model = self._router.name(call.params.model)
         access.check_model(model)
-        if named := named_run(url, headers):
-            return await self._find_or_open(named, name_in(headers, GROUP_HEADER), call, access)
+        if named.trajectory:
+            return await self._find_or_open(named, call, access)
         if detect and self._detector is not None and call.fields.get("messages") is not None:
             self._router.check(call.params.model, None)
             return await self._detector.find(call, model, access.owner)
         return None
 
-    async def _find_or_open(self, trajectory: str, group: str, call: Call, access: Access) -> Trajectory:
+    async def _find_or_open(self, named: NamedRun, call: Call, access: Access) -> Trajectory:
         """The named trajectory. One that does not exist is opened if the call names a group too."""
         try:
             if not access.operator:
-                await self._registry.opening_for(trajectory, access)
-            return await self._registry.find(trajectory)
+                await self._registry.opening_for(named.trajectory, access)
+            return await self._registry.find(named.trajectory)
         except ApiError as error:
-            if error.code != "trajectory_not_found" or not group:
+            if error.code != "trajectory_not_found" or not named.group:
                 raise
         self._router.check(call.params.model, None)
-        check_name(trajectory)
-        check_name(group)
+        check_name(named.trajectory)
+        check_name(named.group)
         event = TrajectoryOpened(
             project=self._project,
-            trajectory=trajectory,
+            trajectory=named.trajectory,
             model=self._router.name(call.params.model),
-            group=group,
+            group=named.group,
             owner=access.owner,
         )
         return await self._registry.open(event, "", access)
@@ -167,10 +182,14 @@ def check_own(named: str, own: str) -> None:
         raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
 
 
-def named_run(url: str, headers: Headers) -> str:
-    """Return the trajectory that a call names, unchecked: `url`, the one in its path, else that of the header. Empty if
-    it names none."""
-    return url or name_in(headers, TRAJECTORY_HEADER)
+def named_run(url: str, headers: Headers, metadata: dict[str, Any] | None) -> NamedRun:
+    """Return what a call names. `url`: the trajectory in its path, or empty; `metadata`: that of its body.
+
+    The group is that of the header, else of the body. No name is checked."""
+    body = metadata or {}
+    names = (url, str(body.get("journeywork_trajectory") or ""), name_in(headers, TRAJECTORY_HEADER))
+    group = name_in(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or "")
+    return NamedRun(names, group)
 
 
 def name_in(headers: Headers, header: bytes) -> str:

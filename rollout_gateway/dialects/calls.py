@@ -68,6 +68,7 @@ class RequestParams(msgspec.Struct):
     n: Choices | None = None
     logprobs: bool | Logprobs | None = None
     return_token_ids: bool | None = None
+    metadata: dict[str, Any] | None = None
     seed: Seed | None = None
     stop: str | Annotated[list[str], MAX_STOPS] | None = None
     messages: Annotated[list[Raw], MAX_MESSAGES] | None = None

@@ -27,6 +27,7 @@ class Sent(msgspec.Struct):
     """What a body says before a prompt is put into it."""
 
     model: str = ""
+    metadata: dict[str, Any] | None = None
     instructions: Any = None
 
 

@@ -51,6 +51,7 @@ class _UsedFields(_Named):
 
     stream: Any = None
     n: Any = None
+    metadata: Any = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -105,7 +106,8 @@ def read_call(path: str, body: bytes, tables: dict[str, list[OutsideConfig]]) ->
         message = f"The outside model {head.model!r} does not speak {path}. Post the call to {there}."
         raise ApiError(400, "wrong_dialect", message, param="model")
     place = _find_model(body, decode_object(body))
-    params = RequestParams(head.model, head.stream is True)
+    metadata = head.metadata if isinstance(head.metadata, dict) else None
+    params = RequestParams(head.model, head.stream is True, metadata=metadata)
     choices = head.n if isinstance(head.n, int) and 0 < head.n <= 128 else 1
     recorded = _as_chat(speaking[0].dialect, body)
     fields = decode_object(recorded)

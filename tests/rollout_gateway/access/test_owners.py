@@ -89,7 +89,7 @@ def test_a_key_that_fills_the_limit_of_groups_holds_up_no_other_key(start_front:
 
 
 async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front: StartGateway, broker: Broker) -> None:
-    """By the control API, by the headers of a call, by completing a group of recorded calls."""
+    """By the control API, by the headers and the metadata of a call, by completing a group of recorded calls."""
     gateway = start_front(keys=KEYS, max_groups_ahead=2)
     alice = Caller(gateway, "alice")
     for name in ("a0", "a1"):
@@ -98,7 +98,13 @@ async def test_every_way_to_open_a_group_takes_room_within_the_limit(start_front
     def by_headers(name: str) -> int:
         return alice.call(**{"x-journeywork-trajectory": f"t-{name}", "x-journeywork-group": name})
 
+    def by_metadata(name: str) -> tuple[int, str]:
+        metadata = {"journeywork_trajectory": f"m-{name}", "journeywork_group": name}
+        body = {"model": "tictactoe", "messages": [{"role": "user", "content": "x"}], "metadata": metadata}
+        return error(alice.ask("POST", "/v1/chat/completions", body))
+
     assert [by_headers("b"), by_headers("a0")] == [429, LET_IN]
+    assert by_metadata("b") == (429, "groups_ahead")
     source = alice.open(group="a0", references=True)["id"]
     call = exchange(source, project=PROJECT, model="tictactoe", response=b'{"id": "r", "choices": []}')
     await broker.publish(call)

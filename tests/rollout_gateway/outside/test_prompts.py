@@ -42,7 +42,9 @@ async def test_a_prompt_tells_nothing_of_another_keys_run(shop: Shop) -> None:
     await shop.decide("promote", model="tictactoe", version=BASE, prompt=NEW, replaces=OLD)
     await shop.open("pinned", model="tictactoe", pinned=BASE)
     asked: Any = {"key": "a", "model": "tictactoe", "instructions": OLD, "input": "go"}
-    assert (await shop.post("/v1/responses", **asked))["instructions"] == OLD  # an answer shows what its caller sent
+    for metadata in ({}, {"journeywork_trajectory": "pinned"}):  # that of a chat completion would name the run
+        said = await shop.post("/v1/responses", **asked, metadata=metadata)
+        assert said["instructions"] == OLD  # an answer shows what its caller sent
     refused = [await shop.post(f"/t/{name}/v1/responses", 404, **asked) for name in ("pinned", "no-such-run")]
     assert refused[0]["error"]["message"].replace("pinned", "no-such-run") == refused[1]["error"]["message"]
 
