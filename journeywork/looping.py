@@ -148,8 +148,8 @@ class _Loop(Generic[Task]):
         self._undecided: dict[str, int | None] = {}
         """Groups that the trainer has neither trained nor discarded, with the step at their start; `None` where an
         earlier process started them."""
-        self._in_play: set[str] = set()
-        """Those whose attempts have not all ended: the gateway need not be asked about them yet."""
+        self._unopened: set[str] = set()
+        """Those of which no run was opened yet: the gateway does not know them."""
         self._changed = anyio.Event()
         """Set, and replaced by a new one, when the step or the undecided groups were read, and at the end (`_notify`).
         """
@@ -209,6 +209,7 @@ class _Loop(Generic[Task]):
                 split="val" if is_evaluation else "train",
                 pinned=f"{self._model}@{progress.evaluated}" if is_evaluation else "",
             ) as opened:
+                self._unopened.discard(group)
                 await call_rollout(self._rollout, opened, task, self._limiter)
         except JourneyworkError:
             raise
@@ -239,7 +240,6 @@ class _Loop(Generic[Task]):
                         # `begin` has counted the group, with the step before it waited for its slot.
                         self._count(group)
                     playing.start_soon(self._attempt, progress, group, at, size)
-            self._in_play.discard(group)
         if progress.missing and progress.evaluated is None:
             self.result.incomplete.append(progress.number)
 
@@ -276,7 +276,7 @@ class _Loop(Generic[Task]):
                     raise
                 return {"status": "discarded"}
 
-        groups = [group for group in self._undecided if group not in self._in_play]
+        groups = [group for group in self._undecided if group not in self._unopened]
         states = zip(groups, await run_all(read, groups), strict=True)
         return {group: state for group, state in states if state["status"] != "waiting"}
 
@@ -311,7 +311,7 @@ class _Loop(Generic[Task]):
 
     def _count(self, group: str) -> None:
         self._undecided[group] = self.result.step
-        self._in_play.add(group)
+        self._unopened.add(group)
 
     def end(self) -> None:
         """No group will start any more."""

@@ -55,15 +55,15 @@ async def run(
 class PolledGateway(StubGateway):
     asked: int = 0
     """How often it was asked about a group."""
-    in_play: set[str] = field(default_factory=set)
-    """Groups that it was asked about while attempts of theirs were missing."""
+    unopened: set[str] = field(default_factory=set)
+    """Groups that it was asked about before a run of theirs was opened: an agent's key is answered 404."""
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if path.startswith("/v1/groups/"):
             self.asked += 1
             group = unquote(path.partition("?")[0].removeprefix("/v1/groups/"))
-            if sum(self.opened[name]["group"] == group for name in self.completed) < SIZE:
-                self.in_play.add(group)
+            if group not in {opened["group"] for opened in self.opened.values()}:
+                self.unopened.add(group)
         return super().answer(method, path, body)
 
 
@@ -77,13 +77,13 @@ def played(stub: StubGateway, split: str = "train") -> Counter[str]:
 
 
 @asynccontextmanager
-async def trainer(stub: StubGateway, groups_per_step: int, last: int) -> Any:
-    """Trains groups, in the order of completion, as soon as a batch is complete, up to the step `last`."""
+async def trainer(stub: StubGateway, groups_per_step: int, last: int, least: int = SIZE) -> Any:
+    """Trains groups of at least so many completed attempts, as soon as a batch is complete, up to the step `last`."""
 
     async def train() -> None:
         while True:
             sizes = Counter(stub.opened[name]["group"] for name in stub.completed)
-            whole = [g for g in sizes if sizes[g] == SIZE and g not in stub.decided]
+            whole = [g for g in sizes if sizes[g] >= least and g not in stub.decided]
             if len(whole) >= groups_per_step and stub.step < last:
                 stub.step += 1
                 for group in whole[:groups_per_step]:
@@ -133,13 +133,30 @@ async def test_no_group_is_older_than_the_staleness_allows() -> None:
         assert max(result.staleness) <= max_staleness
 
 
-async def test_only_groups_whose_attempts_have_ended_are_asked_about() -> None:
-    """Half of the questions were about groups in play; an agent's key was answered 404 before their first run."""
+async def test_no_group_is_asked_about_before_its_first_run_is_opened() -> None:
     stub = PolledGateway(step=0)
     async with trainer(stub, groups_per_step=2, last=3):
         result = await run(stub, steps=3, groups_per_step=2, max_staleness=1, epochs=None, concurrency=1)
-    assert (result.step, stub.in_play) == (3, set())
+    assert (result.step, stub.unopened) == (3, set())
     assert stub.asked
+
+
+async def test_an_attempt_that_hangs_holds_up_no_group() -> None:
+    """The judge closes its group after a while without it, and the trainer decides about the rest."""
+
+    async def hang_once(run: Trajectory, task: str) -> float:
+        if run.id == "night-0-0":
+            await anyio.sleep_forever()
+        return await play(run, task)
+
+    stub = StubGateway(step=0)
+    options = {"rollout": hang_once, "steps": 4, "groups_per_step": 2, "max_staleness": 0, "epochs": None}
+    async with trainer(stub, groups_per_step=2, last=3, least=SIZE - 1), anyio.create_task_group() as playing:
+        playing.start_soon(partial(run, stub, **options))
+        with anyio.fail_after(60):
+            while stub.step < 3:
+                await anyio.sleep(0.01)
+        playing.cancel_scope.cancel()
 
 
 async def test_groups_that_wait_since_before_a_restart_are_ahead_of_new_ones() -> None:
