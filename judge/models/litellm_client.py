@@ -126,17 +126,17 @@ class LiteLlmClient:
 
 
 def _read(response: Any, model: str, latency_s: float) -> ModelReply:
-    """Read litellm's response. `model` stands in for a missing name. Raises for one whose text is no text."""
-    choice, usage = response.choices[0], response.usage
+    """Read litellm's response. `model` stands in for a missing name. A response without a choice has no text."""
+    choice, usage = response.choices[0] if response.choices else None, response.usage
     cost = float((getattr(response, "_hidden_params", None) or {}).get("response_cost") or 0.0)
     return ModelReply(
-        text=well_formed(choice.message.content or ""),
+        text=well_formed(choice.message.content or "") if choice else "",
         model=well_formed(response.model or model)[:_MAX_NAME],
         prompt_tokens=_tokens(usage.prompt_tokens),
         completion_tokens=_tokens(usage.completion_tokens),
-        cost_usd=cost if math.isfinite(cost) else 0.0,
+        cost_usd=cost if 0 <= cost < math.inf else 0.0,
         latency_s=latency_s,
-        cut_off=choice.finish_reason == "length",
+        cut_off=choice is not None and choice.finish_reason == "length",
     )
 
 

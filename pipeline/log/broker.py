@@ -51,6 +51,7 @@ from pipeline.telemetry.logs import get_logger
 logger = get_logger("pipeline.log.broker")
 
 _WRONG_LAST_SEQUENCE = 10071
+_SKIPPED_REMEMBERED = 10_000
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED_LAST_SEQ = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
@@ -139,6 +140,11 @@ def _log_letter(letter: DeadLettered) -> None:
 
 class Broker(Reader):
     """One connection; make it with `Broker.connect`."""
+
+    def __init__(self, client: FastClient, config: NatsConfig) -> None:
+        super().__init__(client, config)
+        self._skipped: set[str] = set()
+        """Undecodable messages that are among the dead letters: a read that meets one again asks the server nothing."""
 
     @classmethod
     @asynccontextmanager
@@ -307,10 +313,16 @@ class Broker(Reader):
 
     async def skip_undecodable(self, stream: str, message: StoredMessage, reason: str) -> None:
         """Put a message that a read could not decode among the dead letters: once, for all readers and reads."""
+        known = f"{stream} {message.seq}-{message.place.at}"
+        if known in self._skipped:
+            return
         letter = await self._letter(stream, message, READER, "undecodable", reason)
         subject = f"{letter.subject()}.{message.seq}-{message.place.at}"
         if not (await self.publish_raw(subject, encode(letter), {})).duplicate:
             _log_letter(letter)
+        if len(self._skipped) >= _SKIPPED_REMEMBERED:
+            self._skipped.clear()
+        self._skipped.add(known)
 
     async def dead_letter(self, message: Pulled, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
         """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""

@@ -51,7 +51,7 @@ def check_ports(config: Config, processes: Iterable[str]) -> None:
         "ui": (config.ui.host, config.ui.port),
     }
     with ExitStack() as opened:  # until all are: two processes may have the same port
-        for name in filter(addresses.__contains__, processes):
+        for name in (process for process in processes if process in addresses):
             host, port = addresses[name]
             try:
                 opened.enter_context(_listener(host, port))

@@ -89,6 +89,8 @@ class Supervisor:
         self._stop_requested = anyio.Event()
         self._log_probe = liveness.LogProbe(config)
         self._probing: anyio.CancelScope | None = None
+        self._written: RunState | None = None
+        """What `state.json` holds."""
 
     @property
     def alarms(self) -> tuple[str, ...]:
@@ -353,13 +355,17 @@ class Supervisor:
             alarms=self.alarms,
             services=processes,
         )
+        if state == self._written:  # the file's time tells which run changed last
+            return
         try:
             write_state(self._run_dir, state)
+            self._written = state
         except OSError as error:
+            self._written = None
             logger.error("state.json was not written; it is tried again", error=str(error))
 
     async def _rewrite_state(self) -> None:
-        """Write `state.json` again and again, until cancelled: alarms change, and a write may have failed."""
+        """Write `state.json` where it changed, until cancelled: alarms do, and a write may have failed."""
         while True:
             await anyio.sleep(self.config.supervisor.probe_every_s)
             self._write_state()

@@ -95,7 +95,7 @@ WHERE n.step > coalesce(h.step, 0)""",
 FROM group_measured WHERE kind = 'groups' AND "at" > $now - INTERVAL 10 MINUTE
 GROUP BY ALL HAVING sum(recent_failed) >= 2 AND value >= $threshold""",
         "`logs/judge.log` has the replies and errors. Failed calls: check `judge.model`, `judge.api_base`, the key "
-        "and the provider's limits. Unreadable: take a model that writes JSON, or set `judge.request.structured`. "
+        "and the provider's limits. Unreadable: take a model that writes JSON. "
         "Token limit: raise `judge.request.max_tokens`. Context: lower `judge.context_tokens`.",
     ),
     Alarm(

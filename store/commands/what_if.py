@@ -35,6 +35,7 @@ from pipeline.log.broker import Broker
 from pipeline.names import branch_model, version_address, version_name
 from pipeline.running.gateway_api import KEY_VARIABLE, GatewayApi, GatewayError, connect
 from pipeline.running.installations import find_installation, installation_settings, log_of
+from pipeline.running.state import read_state
 from pipeline.terminal.parsers import add_overrides, command_parser
 from pipeline.terminal.printing import visible
 from store.commands.question import Plan, Question, as_flags, read_question
@@ -61,6 +62,11 @@ def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
         groups = select_groups(connection, question.selection)
         if not groups:
             raise WhatIfError(f"no scored group of {run_dir} is selected by: {question.selection}")
+        if (state := read_state(run_dir)) is None or not state.running:
+            raise WhatIfError(
+                f"{run_dir} does not run: `journeywork up --run-dir {run_dir} --services gateway,sampler,store` serves "
+                "its versions without training"
+            )
         # What the last step needs is checked before the first one.
         gateway = connect(argparse.Namespace(run_dir=str(run_dir), url=None, key=None))
         commands.call("eval", question.model, "--dry-run", *_evaluation_flags(args), key=gateway.key)
@@ -185,19 +191,21 @@ class Commands:
         env = {**os.environ, **({KEY_VARIABLE: key} if key else {})}
         with self.log.open("a") as log:
             began = log.tell()
-            ended = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=env, check=False
-            )
+            # A Ctrl-C reaches the command too: it stops as it should, where `subprocess.run` would kill it.
+            with subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=env
+            ) as process:
+                printed = process.communicate()[0]
         with self.log.open("a") as log:
-            log.write(ended.stdout)
-        if ended.returncode:
+            log.write(printed)
+        if process.returncode:
             text = self.log.read_bytes()[began:].decode("utf-8", "replace")
             lines = [line for line in text.splitlines() if line.strip()]
             errors = [line for line in lines if line.startswith("journeywork")]
             last = (errors or lines or ["it printed nothing"])[-1]
-            what = f"`journeywork {name}` ended with status {ended.returncode}"
+            what = f"`journeywork {name}` ended with status {process.returncode}"
             raise WhatIfError(f"{what}: {last} ({self.log} has all that it printed)")
-        return ended.stdout
+        return printed
 
 
 def _line(name: str, measure: Mapping[str, Any]) -> str:

@@ -69,7 +69,8 @@ def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
     means = {name: fmean(r.reward or 0.0 for r in members) for name, members in _groups(runs).items()}
     runs = _with_reward(runs, left_out)
     differ = [run for run in runs if abs((run.reward or 0.0) - means[run.compared_in]) > REWARD_TOLERANCE]
-    left_out.update(["a run whose reward is its group's mean"] * (len(runs) - len(differ)))
+    if ties := len(runs) - len(differ):
+        left_out["a run whose reward is its group's mean"] += ties
     for run, conversation in _conversations(differ, left_out):
         messages = _messages(conversation)
         for place in filter(None, conversation.sampled):
@@ -197,4 +198,4 @@ def _about(conversation: Conversation, *runs: Run) -> Row:
     """The columns that every format has: tools, if the conversation has any, the run or runs, and the task."""
     names = [run.trajectory for run in runs]
     tools = {"tools": msgspec.json.encode(conversation.tools).decode()} if conversation.tools else {}
-    return {**tools, **({"runs": names} if names[1:] else {"run": names[0]}), "task": runs[0].key}
+    return {**tools, **({"runs": names} if len(runs) > 1 else {"run": names[0]}), "task": runs[0].key}

@@ -43,6 +43,12 @@ def test_what_can_not_be_a_name_says_why(bad: str) -> None:
         subject_token(bad)
 
 
+@pytest.mark.parametrize("bad", ["m", "m@", "m@07", "m@²"])
+def test_a_version_without_a_step_says_so(bad: str) -> None:
+    with pytest.raises(InvalidNameError):
+        parse_version(bad)
+
+
 def test_an_address_of_a_version_escapes_what_parts_it() -> None:
     assert version_address("main", "Qwen-2.5:x@3") == "main/Qwen-2.5:x@3"
     assert version_address("a/b", "org/m@1@3") == "a%2Fb/org%2Fm%401@3"

@@ -68,9 +68,10 @@ class GatewayProcess:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def wait(self) -> int | None:
-        """Wait until it ends. Returns its exit status; `None` if it goes on for more than a minute."""
+    def wait(self) -> int:
+        """Wait until it ends, for a minute at most. Returns its exit status."""
         self.process.join(60)
+        assert self.process.exitcode is not None, self.log
         return self.process.exitcode
 
     def restart(self, **settings: Any) -> None:

@@ -140,7 +140,7 @@ def test_one_command_from_a_run_to_the_page(tmp_path: Path, inference_double: Vl
             program([*ask, "--scenarios", "examples.tictactoe.held_out:none"], ROOT)
         assert "replayed" not in str(refused.value)  # before anything is trained
 
-    with pytest.raises(AssertionError, match="is stopped"):
+    with pytest.raises(AssertionError, match="--services gateway,sampler,store"):
         program(ask, ROOT)
     with started(tmp_path, run_dir, *flags, "--services", "gateway,sampler,store", settings=settings):
         said = program(ask, ROOT)

@@ -57,6 +57,10 @@ LOGGED = (LogEntry(event, "ROLLOUTS", Place(seq, 0), event.subject()) for seq, e
 GROUP = Group(key_of(MEMBERS[0]), tuple(LOGGED))
 
 
+PRICED = "openai/gpt-4o-mini"
+"""litellm knows its price, and so what a server's counts of tokens would cost."""
+
+
 class Bodies:
     """What the server answers next: a good body with some fields replaced, the explanations among them."""
 
@@ -109,7 +113,7 @@ def judged(bodies: Bodies) -> Iterator[Score]:
 async def opened(bodies: Bodies) -> AsyncIterator[tuple[JudgeConfig, ConfiguredComposer]]:
     async with ScoringServer(bodies).run() as server:
         config = with_values(
-            JudgeConfig(model="openai/scorer", api_base=server.url, retry_for_s=0.0, passes=1), {"request.retries": 0}
+            JudgeConfig(model=PRICED, api_base=server.url, retry_for_s=0.0, passes=1), {"request.retries": 0}
         )
         load = loading(transcript(m.trajectory, f"quality=0.{n}") for n, m in enumerate(MEMBERS))
         rulers = {"ruler": LlmRuler(config, load_rubric(), await open_judge_model(config), load)}
@@ -133,12 +137,14 @@ def test_any_body_ends_in_an_event_that_the_log_can_hold() -> None:
         @example({("usage",): "many"}, "")
         @example({("usage", "prompt_tokens"): float("nan")}, "")
         @example({("usage", "prompt_tokens"): 10**400}, "")
+        @example({("usage", "prompt_tokens"): -(10**9)}, "")
         def check(fields: dict[Path, Any], explanation: str) -> None:
             bodies.fields, bodies.explanation = fields, explanation
             event = score()
             assert decode(encode(event)) == event
             if isinstance(event, GroupScored):
                 assert all(0 <= v.prompt_tokens + v.completion_tokens < 2**53 for v in event.verdicts)
+                assert all(v.cost_usd >= 0 for v in event.verdicts)
 
         check()
 

@@ -143,6 +143,7 @@ async def test_a_bonus_of_0_3_for_the_first_position_is_removed_from_the_scores(
         scores, _ = await judge.judge([transcript(n, f"quality={q:.1f}") for n, q in truth.items()])
     off = [scores[n] - truth[n] for n in truth]
     assert max(off) - min(off) < 0.05  # 0.15 as it comes
+    assert judge.statistics.bias.first_position_effect() == pytest.approx(0.3, abs=0.06)
 
 
 async def test_a_long_shared_beginning_is_counted_and_sent_once() -> None:

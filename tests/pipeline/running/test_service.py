@@ -53,6 +53,18 @@ def test_settings_that_serving_finds_unusable_are_told_from_a_crash(
         assert said in done.stdout + done.stderr
 
 
+def test_a_service_checks_its_settings_at_each_start(tmp_path: Path) -> None:
+    """With this exit code the supervisor stops and prints what the service said."""
+    settings = tmp_path / "settings.toml"
+    settings.write_text(
+        f'run_dir = "{tmp_path}"\n[nats]\nurl = "nats://127.0.0.1:1"\nconnect_timeout_s = 1.0\n[store]\ndir = "s3://"\n'
+    )
+    command = [sys.executable, "-m", "store", "--config", str(settings)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "store.dir: 's3://' names no bucket" in done.stderr
+
+
 def test_a_second_report_needs_no_reader() -> None:
     """A trainer that waited for another reports again when it takes over; its launcher may have read the first line and
     closed the pipe."""

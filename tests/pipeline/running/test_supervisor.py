@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from pipeline.commands import main as cli
-from pipeline.config import Config, load
+from pipeline.config import Config, SupervisorConfig, load
 from pipeline.files import write_once
 from pipeline.running import child, ports
 from pipeline.running.plan import ONE_PROCESS, ProcessSpec, make_plan, one_process_environment, require_base_files
@@ -59,6 +59,16 @@ async def test_it_reports_ready_restarts_what_was_killed_and_stops_in_order(tmp_
         await changes.until(lambda: judge.restarts == 1 and judge.state == "ready")
     assert "stopped in order" in (tmp_path / "logs" / "gateway.log").read_text()
     assert {s["state"] for s in state(tmp_path)["services"].values()} == {"stopped"}  # type: ignore[attr-defined]
+
+
+async def test_state_is_written_where_it_changed(tmp_path: Path) -> None:
+    """The file's time tells commands which of several installations changed last."""
+    every = config(tmp_path).replace(supervisor=SupervisorConfig(probe_every_s=0.05))
+    async with supervised(every, service("judge")) as (supervisor, _):
+        before = (tmp_path / "state.json").stat().st_ino
+        for _ in range(3):
+            supervisor._write_state()
+        assert (tmp_path / "state.json").stat().st_ino == before
 
 
 async def test_a_process_that_is_being_launched_when_it_is_to_stop_does_not_run(

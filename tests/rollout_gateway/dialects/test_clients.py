@@ -89,6 +89,7 @@ async def test_tools_of_namespaces_are_called_by_their_own_names(
     for _ in range(2):
         reply = httpx.post(f"{opened['base_url']}/responses", json={**body, "input": history}, timeout=60)
         assert reply.status_code == 200, reply.text
+        assert "web_search, local_shell" in gateway.log
         final = reply.json() if not stream else _last(reply)["response"]
         (call,) = final["output"]
         assert (call["type"], call["namespace"], call["name"]) == ("function_call", "mcp__games", "move")

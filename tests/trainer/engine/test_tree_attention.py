@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,3 +88,16 @@ def test_padding_is_one_segment() -> None:
     short = segments(layout.ends_RL[0].tolist())
     assert len(short) <= 5
     assert short[-1][1] == layout.ids_RL.shape[1]
+
+
+def test_an_import_changes_no_attention_of_the_process() -> None:
+    """Only a model that is trained does."""
+    code = (
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions\n"
+        "before = functions['sdpa']\n"
+        "import trainer.engine.tree_attention\n"
+        "assert functions['sdpa'] is before\n"
+        "trainer.engine.tree_attention.use_tree_attention()\n"
+        "assert functions['sdpa'] is trainer.engine.tree_attention.tree_attention\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
