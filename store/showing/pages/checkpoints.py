@@ -95,7 +95,7 @@ def decisions(history: History, query: Query) -> dict[str, Any]:
     source = "(SELECT *, log_seq AS stream_seq FROM policy_promoted)"
     columns = {"when": '"at"', "model": "model", "decision": "action", "version": "version", "by": '"by"'}
     return {
-        **list_page(history, query, source, columns),
+        **list_page(history, query, source, columns, equal=("model",)),
         "models": models(history),
         "versions": history.rows(_VERSIONS),
     }

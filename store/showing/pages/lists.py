@@ -33,7 +33,7 @@ def list_page(
     key: str = "",
     first: str = "true",
     choices: Mapping[str, Collection[str]] | None = None,
-    equal: Iterable[str] = ("model",),
+    equal: Iterable[str] = (),
     **conditions: str,
 ) -> Row:
     """Rows of `source`, SQL text of this program that can follow FROM.

@@ -17,7 +17,7 @@ _ADOPTED = "SELECT version, source FROM checkpoints WHERE branch = 'main' AND so
 def what_if(history: History, query: Query) -> dict[str, Any]:
     """Every answer, with the measures of the version of `main`, and of each variant with its measures and the version
     of `main` that adopted it, if one did."""
-    shown = list_page(history, query, _ANSWERS, {"when": '"at"', "model": "model"})
+    shown = list_page(history, query, _ANSWERS, {"when": '"at"', "model": "model"}, equal=("model",))
     evaluations = dict.fromkeys(row["evaluation"] for row in shown["rows"])
     measured: dict[tuple[str, str], list[Row]] = {}
     if evaluations:

@@ -102,6 +102,12 @@ def test_the_end_of_sequence_is_a_sampled_token_and_no_text(server: VllmServer) 
     pytest.fail("no reply of 40 ended by itself")
 
 
+def test_other_seeds_give_other_replies(server: VllmServer) -> None:
+    """Without, the attempts of a group would be one."""
+    said = [chat(server, return_token_ids=True, seed=seed)["choices"][0]["token_ids"] for seed in range(8)]
+    assert len({tuple(ids) for ids in said}) > 1
+
+
 def test_a_stream_says_what_the_whole_reply_says(server: VllmServer) -> None:
     asked = {"seed": 5, "temperature": 1.0, "return_token_ids": True, "logprobs": True, "max_tokens": 20}
     whole = chat(server, **asked)

@@ -65,12 +65,13 @@ def apply(
 
 def worst_layer() -> float:
     """Return the largest difference between the two classes over random batches, whose rows of one adapter are
-    neighbours or not, divided by what rounding allows: one rounding for each of the 16 + 8 products and four more, of
-    the sum of their absolute values."""
+    neighbours or not, divided by what rounding allows: one rounding for each product, of so many inputs and of the
+    rank, and four more, of the sum of their absolute values."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     worst = 0.0
     for _ in range(120):
-        rows, adapters, scale = rng.choice((1, 2, 9, 30)), rng.choice((1, 3)), rng.choice((1.0, 0.25))
+        rows, adapters, scale = rng.choice((1, 2, 9, 40)), rng.choice((1, 3, 5)), rng.choice((1.0, 0.25))
+        inputs, rank = rng.choice((3, 16, 48)), rng.choice((1, 8, 16))
         present = rng.choice(([0], range(1, adapters + 1), range(adapters + 1)))
         ids = [rng.choice(present) for _ in range(rows)]
         if rng.random() < 0.5:
@@ -86,14 +87,15 @@ def worst_layer() -> float:
         used = torch.tensor([1.0] * adapters + [0.0], dtype=dtype)[:, None, None, None]
         a, b = (
             tuple(used * torch.randn(adapters + 1, 1, *shape, generator=generator).to(dtype) for shape in shapes)
-            for shapes in ([(8, 16)] * len(widths), [(width, 8) for width in widths])
+            for shapes in ([(rank, inputs)] * len(widths), [(width, rank) for width in widths])
         )
         for layer in ("linear", "logits"):
             count = len(samples) if layer == "logits" else rows
-            x, y = (torch.randn(count, n, generator=generator).to(dtype) for n in (16, sum(widths)))
+            x, y = (torch.randn(count, n, generator=generator).to(dtype) for n in (inputs, sum(widths)))
             found, expected = (apply(kind, layer, y, x, a, b, scale).double() for kind in (ours, theirs))
             sizes = apply(theirs, layer, y.abs(), x.abs(), *(tuple(w.abs() for w in m) for m in (a, b)), scale).double()
-            worst = max(worst, float(((found - expected).abs() / (28 * torch.finfo(dtype).eps * sizes)).max()))
+            allowed = (inputs + rank + 4) * torch.finfo(dtype).eps * sizes
+            worst = max(worst, float(((found - expected).abs() / allowed).max()))
     return worst
 
 
