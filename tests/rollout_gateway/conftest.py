@@ -55,6 +55,7 @@ class GatewayProcess:
         """`crash_at`: where the process dies, as `pipeline.crash.arm` takes it."""
         self.process, line = forks.start(self.folder / "config.toml", self.folder / "gateway.log", crash_at)
         if not line:
+            self.wait()
             raise RuntimeError(self.log)
         assert json.loads(line).get("url", self.url) == self.url
 
