@@ -206,6 +206,7 @@ async def test_a_takeover_survives_the_death_of_each_service(
             with anyio.fail_after(120):
                 while not await here.broker.read(PolicyLoaded, project="p"):
                     await anyio.sleep(0.1)
+            await here.until_written()  # a trainer on a quiet machine is faster than the store
             assert await here.decide("begin", APPRENTICE, MASTER, *PLAN) == 0
 
             async def all_die() -> None:
