@@ -41,6 +41,10 @@ class FakeVllm:
     async def stop(self) -> None:
         """As a kill: every connection is reset. Returns once all are closed and nothing serves them any more."""
         assert self._server is not None
+        # Nothing is accepted any more, and what just was begins: asyncio leaks a connection that begins after `close`.
+        asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
+        for _ in range(3):
+            await asyncio.sleep(0)
         self._server.close()
         self._server = None
         serving = list(self._connections.values())
