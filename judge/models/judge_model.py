@@ -1,8 +1,7 @@
 """The judge model of the settings: adapts requests to what the model accepts.
 
-A request is adapted in two ways. If the provider rejects the JSON schema, later requests go without it.
-If a small context has no room for prompt and reply, fewer tokens are reserved
-for replies.
+A request is adapted in two ways. If the provider rejects the JSON schema, later requests go without it. If a small
+context has no room for prompt and reply, fewer tokens are reserved for replies.
 """
 
 from __future__ import annotations

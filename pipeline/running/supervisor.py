@@ -222,7 +222,9 @@ class Supervisor:
         while True:
             try:
                 async with Broker.connect(self.config.nats, name="memory", provision=False) as broker:
-                    await memory.trim(broker, self.config.nats.max_memory)
+                    while True:
+                        await memory.trim(broker, self.config.nats.max_memory)
+                        await anyio.sleep(TRIM_EVERY_S)
             except (BrokerError, nats.errors.Error) as error:
                 logger.warning("the log's memory was not checked; trying again", exc=error)
             await anyio.sleep(TRIM_EVERY_S)

@@ -207,9 +207,9 @@ def turns(trajectory: str, seed: int, *, step: int = 0) -> list[ExchangeRecorded
     ]
 
 
-def conversation(trajectory: str, calls: int, **other: object) -> list[ExchangeRecorded]:
+def conversation(trajectory: str, calls: int, **other: Any) -> list[ExchangeRecorded]:
     """Calls that continue each other; each sends one more token and samples two."""
-    return [exchange(trajectory, call, [5, 7, 8] * call + [5], [7, 8], **other) for call in range(calls)]  # type: ignore[arg-type]
+    return [exchange(trajectory, call, [5, 7, 8] * call + [5], [7, 8], **other) for call in range(calls)]
 
 
 def played(scored: GroupScored, **history: Any) -> GroupWithHistory:

@@ -46,7 +46,8 @@ def composer(broker: Broker, config: Config, model: Model) -> ConfiguredComposer
         return await load_transcript(broker, member.project, member.trajectory)
 
     judge._load = read  # type: ignore[assignment]
-    return ConfiguredComposer(config.judge.replace(rewards=(RULER,)), {"ruler": judge}, {}, read)  # type: ignore[arg-type]
+    judges: Any = {"ruler": judge}
+    return ConfiguredComposer(config.judge.replace(rewards=(RULER,)), judges, {}, read)
 
 
 async def test_verdicts_of_another_judge_are_published_on_their_own_branch(

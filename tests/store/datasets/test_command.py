@@ -154,7 +154,8 @@ def test_runs_of_two_models_are_not_compared(kind: str, tmp_path: Path) -> None:
 
 def test_held_out_runs_are_left_out(tmp_path: Path) -> None:
     first, *calls, last = run("a2", *GAMES["a2"])
-    held_out: list[Any] = [msgspec.structs.replace(event, split="val") for event in (first, last)]  # type: ignore[call-arg]
+    ends: list[Any] = [first, last]
+    held_out = [msgspec.structs.replace(event, split="val") for event in ends]
     fill(tmp_path / "run", *run("a1", *GAMES["a1"]), *calls, *held_out)
     assert [row["run"] for row in dataset(tmp_path / "run", tmp_path / "out", "sft")] == ["a1"]
     assert "1 × a held-out run (split val)" in (tmp_path / "out" / "README.md").read_text()
