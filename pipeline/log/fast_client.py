@@ -205,6 +205,19 @@ class _Transport(TcpTransport):  # type: ignore[misc]
         self._bare_io_reader = self._io_reader = reader
         self._bare_io_writer = self._io_writer = writer
 
+    # On a connection that broke a moment ago uvloop's transports raise a `RuntimeError`, and asyncio's take the bytes.
+    # nats-py expects neither: its writing task ended, and requests raised that error until its reading task noticed.
+
+    def write(self, payload: bytes) -> None:
+        with contextlib.suppress(RuntimeError):  # whoever sent it repeats it, or the reconnection does
+            super().write(payload)
+
+    def writelines(self, payload: Sequence[bytes]) -> None:
+        try:
+            super().writelines(payload)
+        except RuntimeError as error:  # nats-py keeps the bytes for the next connection, and makes that
+            raise ConnectionResetError("the connection to the NATS server broke") from error
+
 
 class FastClient(Client):  # type: ignore[misc]
     """nats-py's client with `publish_acked`, `pulled_messages` and `acknowledge`."""
@@ -331,8 +344,7 @@ class FastClient(Client):  # type: ignore[misc]
         commands, self._unsent = self._unsent, []
         # If the connection broke a moment ago, the callers' retries send it again.
         if commands and self.is_connected:
-            with contextlib.suppress(RuntimeError):
-                self._transport.write(commands[0] if len(commands) == 1 else b"".join(commands))
+            self._transport.write(commands[0] if len(commands) == 1 else b"".join(commands))
 
     def resolve_ack(self, token: bytes, answer: bytes) -> None:
         """End the wait for an acknowledgement."""

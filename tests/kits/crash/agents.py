@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -20,8 +21,9 @@ GROUP, TURNS, LANES = 2, 2, 4
 class Agents:
     """Agents in groups, with two turns each. They repeat every call until it is answered."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
-        self._url, self._client = url, client
+    def __init__(self, url: str, client: httpx.AsyncClient, log: Path) -> None:
+        """`log`: where the gateway says what "internal error" was."""
+        self._url, self._client, self._log = url, client, log
         self.rng = random.Random(SEED + 1)
         self.replies: dict[tuple[str, int], str] = {}
         """(trajectory, turn) to the id of the reply that the agent got."""
@@ -45,7 +47,9 @@ class Agents:
                 answer: dict[str, Any] = reply.json()
                 return answer
             # The gateway is dead, has no log for the moment, or paces.
-            assert reply is None or reply.status_code in (429, 502, 503), reply.text
+            if reply is not None and reply.status_code not in (429, 502, 503):
+                failures = [line for line in self._log.read_text().splitlines() if "a request failed" in line]
+                raise AssertionError(f"{reply.text} {failures[-3:]}")
             tries += 1
             self.repeated += 1
             await anyio.sleep(0.05)
@@ -93,7 +97,7 @@ async def working(config: Config) -> AsyncIterator[Agents]:
     """Let agents work while the block runs; at its end they finish what they began."""
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(timeout=60, limits=limits) as client:
-        made = Agents(f"http://127.0.0.1:{config.gateway.port}", client)
+        made = Agents(f"http://127.0.0.1:{config.gateway.port}", client, config.path("gateway.log"))
         async with anyio.create_task_group() as tg:
             for lane in range(LANES):
                 tg.start_soon(made.work, lane)

@@ -254,3 +254,19 @@ async def test_a_late_answer_to_a_ping_that_was_given_up_does_not_end_the_readin
         nats_server.process.send_signal(signal.SIGCONT)
     await broker.publish(exchange())
     assert not broker.client._reading_task.done()
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})])
+async def test_requests_at_the_moment_at_which_the_connection_breaks_are_repeated(broker: Broker) -> None:
+    """The fault that was: uvloop's transport raised a RuntimeError, which nobody expected, and the gateway answered an
+    agent with "internal error"."""
+
+    async def read_after(waits: int) -> None:
+        for _ in range(waits):
+            await asyncio.sleep(0)
+        await broker.leader_get("ROLLOUTS", {"seq": 1})
+
+    async with anyio.create_task_group() as tg:
+        for request in range(36):
+            tg.start_soon(read_after, request // 3)
+        broker.client._transport._io_writer.transport.abort()
