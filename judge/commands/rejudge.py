@@ -280,7 +280,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     parser.add_argument("--config", default="", help="settings, TOML; default: the run's")
     add_overrides(parser)
-    parser.add_argument("--nats-url", default="", help="the log; default: the run's")
     parser.add_argument("--branch", default="", help="name of the verdict set; default: judge-<hash>")
     parser.add_argument("--from-branch", default="main", help="branch whose groups are judged again")
     parser.add_argument("--verdicts", default="", help="a group trains once under each name; default: the judge's hash")
@@ -292,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_on_error("rejudge", (ConfigError, InvalidNameError), (BrokerError,)):
         for name in filter(None, (args.branch, args.verdicts)):
             check_name(name)
-        config = installation_settings(args.run_dir, args.config, args.overrides, args.nats_url)
+        config = installation_settings(args.run_dir, args.config, args.overrides)
         log_of(config)
         report = anyio.run(_run, config, args)
     text = (

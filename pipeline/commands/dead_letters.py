@@ -30,7 +30,7 @@ from pipeline.log.broker import READER, Broker, BrokerError, LogEntry
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
-from pipeline.terminal.parsers import command_parser, exit_on_error
+from pipeline.terminal.parsers import add_overrides, command_parser, exit_on_error
 from pipeline.terminal.printing import visible
 
 _PREVIEW = 2_000
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     where.add_argument("--config", help="a settings file with nats.url")
-    where.add_argument("--nats-url", help="the log; default: the run's")
+    add_overrides(where)
     parser = command_parser("dead", "Messages that a consumer could not use, and why.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", parents=[where], help="list all letters").add_argument("--json", action="store_true")
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _run(args: argparse.Namespace) -> None:
     """Do what the arguments say over a connection to the log, and print it."""
     out = Console(highlight=False)
-    config = installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats",))
+    config = installation_settings(args.run_dir, args.config, args.overrides, sections=("nats",))
     async with Broker.connect(log_of(config), name="dead", provision=False) as broker:
         if args.command == "list":
             letters = await broker.read(DeadLettered)

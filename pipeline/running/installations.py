@@ -41,7 +41,6 @@ def installation_settings(
     run_dir: str | Path | None = None,
     file: str | None = None,
     overrides: Sequence[str] = (),
-    nats_url: str | None = None,
     *,
     sections: Collection[str] = (),
 ) -> Config:
@@ -49,9 +48,9 @@ def installation_settings(
 
     `sections`: the tables that the command needs. An installation of another version, whose other settings have changed
     their names since, can be read then. Empty: all. The settings come from `file` if it is given, else from its own.
-    The address is `nats_url`, else that of the overrides, else that of `file`, else that of the server that
-    `journeywork up` started for it, else that of its own settings; an empty one counts as none. If that
-    server is stopped, there is none. Raises `ConfigError`."""
+    The address is that of the overrides, else that of `file`, else that of the server that `journeywork up` started for
+    it, else that of its own settings; an empty one counts as none. If that server is stopped, there is none. Raises
+    `ConfigError`."""
     source: str | Path | None = file
     folder = None
     if not file or run_dir:
@@ -65,8 +64,6 @@ def installation_settings(
     config = load(source, overrides, sections=sections)
     if folder:
         config = config.replace(run_dir=str(folder))
-    if nats_url:
-        return config.replace(nats=config.nats.replace(url=nats_url))
     named = config if file else load(source, ["nats.url=", *overrides], sections=sections)
     if not named.nats.url and (state := read_state(Path(config.run_dir))) is not None:
         config = config.replace(nats=config.nats.replace(url=state.url("nats")))
@@ -78,7 +75,7 @@ def log_of(config: Config) -> NatsConfig:
     if not config.nats.url:
         raise ConfigError(
             f"{config.run_dir}: the address of its log is not known, or its log is stopped. "
-            "Give --nats-url, set nats.url, or start the run with `journeywork up`"
+            "Give --set nats.url=nats://HOST:PORT, or start the run with `journeywork up`"
         )
     return config.nats
 

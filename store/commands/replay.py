@@ -29,7 +29,7 @@ from pipeline.names import check_name
 from pipeline.running.installations import installation_settings, log_of
 from pipeline.streams import RETRY_HEADER
 from pipeline.telemetry import logs
-from pipeline.terminal.parsers import command_parser
+from pipeline.terminal.parsers import add_overrides, command_parser
 from store.reading import rebuild, sql
 from store.reading.options import add_installation, run_command
 
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("replay", "Publish groups of the history on a branch.")
     parser.add_argument("--branch", required=True, help="name of the branch; not main")
     add_installation(parser)
-    parser.add_argument("--nats-url", help="log to replay onto; default: the run's own")
+    add_overrides(parser)
     parser.add_argument("--from-branch", default="main")
     parser.add_argument("--where", default="true", help="SQL over the view `groups`")
     return parser
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if check_name(args.branch) == args.from_branch or args.branch == "main":
         raise ConfigError(f"--branch {args.branch}: name a branch other than main and the one that is replayed")
-    config = installation_settings(args.run_dir, args.config, nats_url=args.nats_url, sections=("nats", "store"))
+    config = installation_settings(args.run_dir, args.config, args.overrides, sections=("nats", "store"))
     with sql.connect(config) as connection:
         groups = select_groups(connection, args.where, args.from_branch)
         counts = anyio.run(replay, log_of(config), connection, groups, args.branch)

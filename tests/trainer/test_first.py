@@ -26,7 +26,7 @@ raise SystemExit(7)
     "command",
     [
         "-m trainer --config {}",
-        "-m trainer.commands.train --config {} --nats-url nats://x:1",
+        "-m trainer.commands.train --config {} --set nats.url=nats://x:1",
         "-m trainer.commands.check_model base --config {}",
     ],
 )

@@ -58,11 +58,11 @@ async def test_stopping_the_trainer_during_a_step_leaves_only_complete_checkpoin
 def test_train_says_in_one_line_why_it_does_not_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a log, at one that does not answer, and beside the trainer of `journeywork up`."""
     configuration.save(kit.settings("base", tmp_path), tmp_path / "config.toml")
-    log = ["--nats-url", f"nats://127.0.0.1:{free_port()}", "--set", "nats.connect_timeout_s=0.2"]
+    log = ["--set", f"nats.url=nats://127.0.0.1:{free_port()}", "--set", "nats.connect_timeout_s=0.2"]
     running = {"pid": os.getpid(), "since": process_start(os.getpid()), "state": "ready", "restarts": 0}
     beside = {"urls": {}, "services": {"trainer": running}}
     for options, state, code, told in (
-        ([], None, 2, "--nats-url"),
+        ([], None, 2, "nats.url"),
         (log, None, 1, "no NATS server answers"),
         (log, beside, 2, f"`journeywork up` trains there already, as process {os.getpid()}"),
     ):
@@ -93,7 +93,7 @@ async def test_train_runs_to_max_steps_ends_and_makes_no_request_to_the_internet
     configuration.save(config, tmp_path / "config.toml")
     await kit.publish_group(broker, "g0", [0.0, 1.0], seed=1)
     env = {name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_TELEMETRY"}
-    arguments = ["--run-dir", str(tmp_path), "--nats-url", nats_config.url]
+    arguments = ["--run-dir", str(tmp_path), "--set", f"nats.url={nats_config.url}"]
     done = await anyio.run_process([sys.executable, "-c", _TRAIN, *arguments], env=env)
     assert done.stdout.strip() == b""
     assert [e.version for e in await checkpoints(broker)] == ["tiny@1"]

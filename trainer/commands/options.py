@@ -23,7 +23,7 @@ def add_installation_arguments(parser: argparse.ArgumentParser) -> None:
 def settings_of(args: argparse.Namespace) -> Config:
     """Return the settings of the installation that the arguments name; the newest if they name none. Raises
     `ConfigError`."""
-    return installation_settings(args.run_dir, args.config, args.overrides, getattr(args, "nats_url", None))
+    return installation_settings(args.run_dir, args.config, args.overrides)
 
 
 def running(name: str) -> AbstractContextManager[None]:

@@ -36,7 +36,6 @@ from trainer.first import import_first
 def parser() -> argparse.ArgumentParser:
     made = command_parser("train", "Run the trainer alone.")
     options.add_installation_arguments(made)
-    made.add_argument("--nats-url", help="URL of the log")
     made.add_argument(
         "--until-empty", action="store_true", help="end once the log holds no more groups for a full step"
     )

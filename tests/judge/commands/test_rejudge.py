@@ -111,7 +111,7 @@ async def test_a_command_that_is_killed_goes_on_where_it_stopped(
 ) -> None:
     config = Config(project="p", nats=nats_config, run_dir=str(tmp_path), judge=JudgeConfig(group_size=3))
     configuration.save(config, tmp_path / "config.toml")
-    arguments = ["--run-dir", str(tmp_path), "--nats-url", nats_config.url]
+    arguments = ["--run-dir", str(tmp_path), "--set", f"nats.url={nats_config.url}"]
     arguments += ["--branch", "main", "--verdicts", "labels"]
     # Groups are published beside each other: the second death may leave both on the log, and the third run ends alone.
     deaths = ("broker.before_publish:1", "broker.after_publish:1", "broker.after_publish:1", "")

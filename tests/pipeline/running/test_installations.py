@@ -78,7 +78,6 @@ def test_the_log_is_the_one_that_was_started_for_the_run(runs: Path) -> None:
     config = installation_settings(overrides=["judge.model=m"])
     assert (config.project, config.judge.model, config.run_dir) == ("x", "m", "runs/a")
     assert log_of(config).url == "nats://now:1"
-    assert installation_settings(nats_url="nats://given:1").nats.url == "nats://given:1"
     assert installation_settings(overrides=["nats.url=nats://set:1"]).nats.url == "nats://set:1"
     assert installation_settings(overrides=["nats={sync=2.0}"]).nats.url == "nats://now:1"
 
@@ -91,7 +90,7 @@ def test_a_stopped_run_has_no_address(runs: Path) -> None:
     (folder / "state.json").write_text(json.dumps({"urls": urls, "services": services}))
     with pytest.raises(ConfigError, match="or its log is stopped"):
         log_of(installation_settings("runs/a"))
-    assert log_of(installation_settings("runs/a", nats_url="nats://given:1")).url == "nats://given:1"
+    assert log_of(installation_settings("runs/a", overrides=["nats.url=nats://given:1"])).url == "nats://given:1"
     with pytest.raises(ConfigError, match="runs/a is stopped, or has no gateway: start it with `journeywork up`"):
         connect(argparse.Namespace(url="", run_dir="runs/a", key=""))
     services["nats"]["state"] = services["gateway"]["state"] = "ready"
