@@ -62,11 +62,8 @@ class GroupOpened(Event, frozen=True, kw_only=True, tag="rollout.group"):
     """Trajectories that the caller will put into the group. 0: `judge.group_size`."""
 
 
-class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
-    """An agent run began. The event holds all that a gateway replica needs to rebuild the trajectory."""
-
-    subject_fields = ("project", "trajectory")
-    unique_subject = True
+class TrajectoryEvent(Event, frozen=True, kw_only=True):
+    """What the opening of a trajectory says of it, and its completion says again."""
 
     trajectory: str
     model: str
@@ -80,14 +77,22 @@ class TrajectoryOpened(Event, frozen=True, kw_only=True, tag="rollout.opened"):
     """`val` trajectories are scored and never trained."""
     group_size: int = 0
     """Trajectories that the caller will put into the group, as its `rollout.group` says. 0: `judge.group_size`."""
+    owner: str = ""
+    """Name of the API key that opened the trajectory; only that key and operators may use the trajectory. Empty:
+    opened without a key."""
+
+
+class TrajectoryOpened(TrajectoryEvent, frozen=True, kw_only=True, tag="rollout.opened"):
+    """An agent run began. The event holds all that a gateway replica needs to rebuild the trajectory."""
+
+    subject_fields = ("project", "trajectory")
+    unique_subject = True
+
     pinned: str = ""
     """Policy version that serves this trajectory. Empty: the promoted one."""
     metadata: Json = b"{}"
     paced_s: float = 0.0
     """Seconds from the group's first refusal (429) until its first trajectory was opened."""
-    owner: str = ""
-    """Name of the API key that opened the trajectory; only that key and operators may use the trajectory. Empty:
-    opened without a key."""
     key_completes: bool = False
     """Whether the trajectory's own key may complete it and report its reward."""
     references: bool = False
@@ -180,19 +185,12 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
         return f"{self.project}/{self.trajectory}/{self.seq}.{self.choice}"
 
 
-class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.completed"):
+class TrajectoryCompleted(TrajectoryEvent, frozen=True, kw_only=True, tag="rollout.completed"):
     """An agent run ended, once."""
 
     subject_fields = ("project", "model", "group_key", "trajectory")
     unique_subject = True
 
-    trajectory: str
-    model: str
-    group: str
-    task: str = ""
-    attempt: int = 0
-    split: Split = "train"
-    group_size: int = 0
     outcome: Outcome = "scored"
     """`no_result`: infrastructure failed, never becomes a reward; `masked`: kept, never trained."""
     reward: float | None = None
@@ -219,8 +217,6 @@ class TrajectoryCompleted(Event, frozen=True, kw_only=True, tag="rollout.complet
     sampled_tokens: int = 0
     calls_s: float = 0.0
     """Seconds that the run's model calls took, added up."""
-    owner: str = ""
-    """Name of the API key that opened the trajectory."""
     cost_usd: float = 0.0
     """What providers charged for the run's calls, as far as it is known."""
 

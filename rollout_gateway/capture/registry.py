@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from pipeline.events import ExchangeRecorded, Outcome, TrainingBatch, TrajectoryCompleted, TrajectoryOpened
+from pipeline.events.rollout import TrajectoryEvent
 from pipeline.events.types import Number
 from pipeline.log.broker import Broker
 from pipeline.log.follow import follow_messages
@@ -378,7 +379,7 @@ async def _completed(run: Trajectory, body: Completion, inferred: bool) -> Traje
         outcome, metrics = "no_result", {**metrics, NOT_RECORDED: float(missing)}
     metadata = msgspec.json.decode(opened.metadata or b"{}", type=dict[str, Any])
     completed = TrajectoryCompleted(
-        **{name: getattr(opened, name) for name in _COPIED},
+        **{name: getattr(opened, name) for name in TrajectoryEvent.__struct_fields__ if name not in ("at", "v")},
         outcome=outcome,
         reward=body.reward,
         rewards=body.rewards,
@@ -397,7 +398,3 @@ async def _completed(run: Trajectory, body: Completion, inferred: bool) -> Traje
         cost_usd=calls.cost_usd,
     )
     return await run.log.masks.apply(completed)
-
-
-_COPIED = ("project", "trajectory", "model", "group", "task", "attempt", "split", "group_size", "owner")
-"""Fields of an opening that its completion repeats."""
