@@ -33,19 +33,9 @@ import anyio
 from rich.table import Table
 
 from examples.apprentice.takeover import AT_MOST, FROM, MASTER, take_over
-from examples.common import stand_in
+from examples.common import running, stand_in
 from examples.common.history import rows
 from examples.common.invariants import NEVER, counting
-from examples.common.running import (
-    ROOT,
-    ExampleError,
-    Installation,
-    add_flags,
-    as_program,
-    flags,
-    make_room,
-    on_the_log,
-)
 from examples.inbox import demo
 from examples.inbox.agent import MODEL, Sorter
 from examples.inbox.messages import message
@@ -77,13 +67,13 @@ def master() -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-m", "examples.apprentice.master"]
     # It ends with its stdin.
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as provider:
+    with subprocess.Popen(command, cwd=running.ROOT, start_new_session=True, **pipes) as provider:
         assert provider.stdout is not None
         url = provider.stdout.readline().strip()
         yield {"name": MASTER, "url": url, "model": "scripted-1", "api_key_env": KEY_ENV, "may_train": True, **PRICES}
 
 
-async def work_with_master(args: argparse.Namespace, up: Installation) -> EntrantResult:
+async def work_with_master(args: argparse.Namespace, up: running.Installation) -> EntrantResult:
     """Let the master sort messages, and return what it makes of the held-out ones."""
     sort = Sorter().rollout(training=False)
     async with AsyncJourneywork(await up.ready()) as client:
@@ -141,19 +131,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--take-over-s", type=float, default=400, help="longest time until the decision")
     parser.add_argument("--held-out", type=int, default=252, help="number of held-out messages")
     parser.add_argument("--base", type=Path, help="folder of another small language model")
-    add_flags(parser)
+    running.add_flags(parser)
     return parser.parse_args(argv, argparse.Namespace(began=time.monotonic()))
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     run_dir: Path = args.run_dir.absolute()
-    with as_program(run_dir):
+    with running.as_program(run_dir):
         with master() as table:
             settings = {**demo.settings_of(args), "outside": [table]}
-            make_room(run_dir)
+            running.make_room(run_dir)
             say(f"the master sorts {RUNS} messages and {args.held_out} held-out ones")
-            up = Installation(run_dir, demo.SETTINGS, settings, "--services", "gateway,judge,store", *flags(args))
+            up = running.Installation(
+                run_dir, demo.SETTINGS, settings, "--services", "gateway,judge,store", *running.flags(args)
+            )
             try:
                 by_master = anyio.run(work_with_master, args, up)
             finally:
@@ -161,12 +153,12 @@ def main(argv: list[str] | None = None) -> None:
             say(f"journeywork apprentice --runs {RUNS}")
             options = f"--runs {RUNS} --least 1 --test-share 0 -- --epochs 2".split()
             options += demo.tuning(args)
-            print(on_the_log(run_dir, demo.SETTINGS, settings, flags(args), "apprentice", *options))
+            print(running.on_the_log(run_dir, demo.SETTINGS, settings, running.flags(args), "apprentice", *options))
             settings["outside"] = [{**table, "apprentice": MODEL, "shadow_percent": 100.0}]
             numbers = (*range(MESSAGES), *range(FROM, FROM + AT_MOST))
             score = scoring(message("train", number, args.seed) for number in numbers)
             with stand_in.judging(score) as judge:
-                up = Installation(run_dir, demo.SETTINGS, settings | judge | HEALING, *flags(args))
+                up = running.Installation(run_dir, demo.SETTINGS, settings | judge | HEALING, *running.flags(args))
                 try:
                     compared, _ = anyio.run(demo.play, Way("function"), args, up)
                     sft, rl, _ = compared.entrants
@@ -175,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
                     up.stop()
         scores = {"master": by_master, "sft": sft, "rl": rl}
         if findings := conclude(scores, taken, run_dir, args, time.monotonic() - args.began):
-            raise ExampleError("the history holds what it must not: " + "; ".join(findings))
+            raise running.ExampleError("the history holds what it must not: " + "; ".join(findings))
 
 
 if __name__ == "__main__":

@@ -21,24 +21,13 @@ from typing import Any
 
 import anyio
 
-from examples.common import packaged
-from examples.common.running import (
-    ROOT,
-    ExampleError,
-    Installation,
-    add_flags,
-    as_program,
-    fast_bfloat16,
-    flags,
-    make_room,
-    supervised_step,
-)
+from examples.common import packaged, running
 from examples.environments.recipes import RECIPES, Recipe
 
-SETTINGS = ROOT / "deploy" / "journeywork.toml"
+SETTINGS = running.ROOT / "deploy" / "journeywork.toml"
 VERIFIERS = "verifiers[ta]==0.4.0"
 ENVIRONMENTS = "git+https://github.com/PrimeIntellect-ai/verifiers#subdirectory=environments/{folder}"
-PYTHON_ENVIRONMENT = ROOT / "runs" / "verifiers"
+PYTHON_ENVIRONMENT = running.ROOT / "runs" / "verifiers"
 HERE = Path(__file__).parent
 EXAMPLES = 64
 """Right conversations of the warm start, with `--small`: SmolLM2 solves nothing before."""
@@ -74,7 +63,7 @@ def settings_of(name: str, recipe: Recipe, *, on_gpu: bool) -> dict[str, Any]:
         "vllm.max_lora_rank": recipe.rank,
     }
     if not on_gpu:
-        dtype = "bfloat16" if fast_bfloat16() else "float32"
+        dtype = "bfloat16" if running.fast_bfloat16() else "float32"
         settings |= {
             "vllm.device": "cpu",
             "vllm.args": ["--dtype", dtype],
@@ -91,16 +80,16 @@ def python_with(name: str, source: str) -> Path:
     python = PYTHON_ENVIRONMENT / "bin" / "python"
     folder = Path(source) / "environments" / name.replace("-", "_")
     package = str(folder) if folder.is_dir() else ENVIRONMENTS.format(folder=name.replace("-", "_"))
-    commands = [["uv", "pip", "install", "--quiet", "--python", str(python), VERIFIERS, package, str(ROOT)]]
+    commands = [["uv", "pip", "install", "--quiet", "--python", str(python), VERIFIERS, package, str(running.ROOT)]]
     if not python.exists():
         commands.insert(0, ["uv", "venv", "--quiet", str(PYTHON_ENVIRONMENT)])
     for command in commands:
         try:
             subprocess.run(command, check=True)
         except FileNotFoundError:
-            raise ExampleError("uv is not installed: `pip install uv`") from None
+            raise running.ExampleError("uv is not installed: `pip install uv`") from None
         except subprocess.CalledProcessError as error:
-            raise ExampleError(f"{' '.join(command)} failed; see above") from error
+            raise running.ExampleError(f"{' '.join(command)} failed; see above") from error
     return python
 
 
@@ -109,7 +98,7 @@ def playing(python: Path, told: dict[str, Any]) -> Any:
     command = [python, HERE / "play.py"]
     done = subprocess.run(command, input=json.dumps(told), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise ExampleError(f"the rollouts ended with code {done.returncode}; see above")
+        raise running.ExampleError(f"the rollouts ended with code {done.returncode}; see above")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -121,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--environments", default="", help="a checkout of verifiers; default: its repository on GitHub")
     parser.add_argument("--dataset", help="of reverse-text: a folder in place of the data set on the hub")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/environment"))
-    add_flags(parser)
+    running.add_flags(parser)
     args = parser.parse_args(argv)
     recipe = RECIPES[args.name]
     if args.small:
@@ -132,16 +121,16 @@ def main(argv: list[str] | None = None) -> None:
         recipe = dataclasses.replace(recipe, taskset=recipe.taskset | {"dataset_name": args.dataset})
     run_dir: Path = args.run_dir.absolute()
     began = time.monotonic()
-    with as_program(run_dir):
+    with running.as_program(run_dir):
         python = python_with(args.name, args.environments)
-        make_room(run_dir)
+        running.make_room(run_dir)
         settings = settings_of(args.name, recipe, on_gpu=not args.small)
         told = {"name": args.name, **dataclasses.asdict(recipe)}
         if args.small and (right := playing(python, told | {"examples": EXAMPLES})):
             rows = [{"messages": messages} for messages in right]
             tuning = ("--epochs", "4", "--learning-rate", "1e-3", "--set", "trainer.threads=2")
-            supervised_step(run_dir, SETTINGS, settings, flags(args), rows, *tuning)
-        up = Installation(run_dir, SETTINGS, settings, *flags(args))
+            running.supervised_step(run_dir, SETTINGS, settings, running.flags(args), rows, *tuning)
+        up = running.Installation(run_dir, SETTINGS, settings, *running.flags(args))
         try:
             report = {"environment": args.name, "recipe": told}
             report |= playing(python, told | {"gateway": anyio.run(up.ready)})

@@ -24,18 +24,7 @@ from typing import Any
 
 import anyio
 
-from examples.common import packaged
-from examples.common.running import (
-    ExampleError,
-    Installation,
-    add_flags,
-    as_program,
-    fast_bfloat16,
-    flags,
-    make_room,
-    served_step,
-    supervised_step,
-)
+from examples.common import packaged, running
 from examples.inbox import report
 from examples.inbox.agent import MODEL, Sorter
 from examples.inbox.messages import Message, message
@@ -70,7 +59,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "trainer.max_steps": args.steps + 1,
         "trainer.seed": args.seed,
     }
-    if fast_bfloat16():
+    if running.fast_bfloat16():
         return settings | {"trainer.dtype": "bfloat16", "vllm.args": [*VLLM_ARGS, "--dtype", "bfloat16"]}
     # In float32 a step computes longer than its answers take: the trainer has the inference server's core, too, where
     # that waits.
@@ -86,13 +75,15 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
     """Train the base model on examples, by `journeywork train`. The result is the version `WARM`."""
     examples = [message("train", EXAMPLES_FROM + number, args.seed) for number in range(EXAMPLES)]
     rows = [{"messages": [*e.prompt, {"role": "assistant", "content": e.right}]} for e in examples]
-    supervised_step(run_dir, SETTINGS, settings, flags(args), rows, "--epochs", "4", *tuning(args))
+    running.supervised_step(run_dir, SETTINGS, settings, running.flags(args), rows, "--epochs", "4", *tuning(args))
     # Retention deletes old checkpoints; benchmarks/peer.py begins with this one.
     (checkpoint,) = run_dir.glob("checkpoints/**/step-00000001")
     shutil.copytree(checkpoint, run_dir / WARM_START)
 
 
-async def train(way: Way, client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespace, up: Installation) -> int:
+async def train(
+    way: Way, client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespace, up: running.Installation
+) -> int:
     """Sort messages until the last step is served, or the time is over. Returns the newest step."""
     last = args.steps + 1
     options: LoopOptions[Message] = LoopOptions(
@@ -111,7 +102,7 @@ async def train(way: Way, client: AsyncJourneywork, sorter: Sorter, args: argpar
         told = 0
         while True:
             up.check()
-            step = await served_step(client, MODEL)
+            step = await running.served_step(client, MODEL)
             report.show_progress(sorter, step, last)
             if step == last:
                 over.cancel()
@@ -127,10 +118,10 @@ async def train(way: Way, client: AsyncJourneywork, sorter: Sorter, args: argpar
             tasks.start_soon(watch, tasks.cancel_scope)
             await way.play(client, sorter, messages, options)
             tasks.cancel_scope.cancel()
-    return await served_step(client, MODEL)
+    return await running.served_step(client, MODEL)
 
 
-async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[EvaluationReport, Sorter]:
+async def play(way: Way, args: argparse.Namespace, up: running.Installation) -> tuple[EvaluationReport, Sorter]:
     """Train. Returns what warm start, last version and base model made of the held-out messages, in this order."""
     sorter, held_out = Sorter(), [message("held_out", number) for number in range(args.held_out)]
     async with AsyncJourneywork(await up.ready(), api_key=way.operator) as client:
@@ -157,7 +148,7 @@ async def play(way: Way, args: argparse.Namespace, up: Installation) -> tuple[Ev
         step = await train(way, client, sorter, args, up)
         sorter.train_s = time.monotonic() - began
         if step < 2:
-            raise ExampleError(f"no step was trained in {args.seconds:.0f} s; see {up.run_dir}/logs")
+            raise running.ExampleError(f"no step was trained in {args.seconds:.0f} s; see {up.run_dir}/logs")
         report.say(f"{MODEL}@{step} answers the held-out messages")
         after = await evaluate(f"{MODEL}@{step}", baseline=warm)
         report.show_answers(sorter, [BASE, WARM, f"{MODEL}@{step}"])
@@ -173,7 +164,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=SECONDS if fast_bfloat16() else SECONDS_IN_FLOAT32,
+        default=SECONDS if running.fast_bfloat16() else SECONDS_IN_FLOAT32,
         help=f"they end when the demo has run for this time: {SECONDS}, or {SECONDS_IN_FLOAT32} where the processor "
         "does not multiply bfloat16",
     )
@@ -186,7 +177,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--words", action="store_true", help="with `--way job`: also words about wrong answers")
     parser.add_argument("--base", type=Path, help="folder of another small language model")
-    add_flags(parser)
+    running.add_flags(parser)
     args = parser.parse_args(argv, argparse.Namespace(began=time.monotonic()))
     if args.words and args.way != "job":
         parser.error("--words needs --way job: in the other ways nobody says anything about an answer")
@@ -196,23 +187,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     run_dir: Path = args.run_dir.absolute()
-    with as_program(run_dir):
+    with running.as_program(run_dir):
         settings = settings_of(args)
-        make_room(run_dir)
-        if not fast_bfloat16():
+        running.make_room(run_dir)
+        if not running.fast_bfloat16():
             report.say(
                 f"this processor does not multiply bfloat16: training ends after {args.seconds / 60:.0f} minutes"
             )
         report.say(f"warm start: {EXAMPLES} examples")
         warm_start(run_dir, settings, args)
         with way_of(args.way, args) as way:
-            up = Installation(run_dir, SETTINGS, settings | way.settings, *flags(args))
+            up = running.Installation(run_dir, SETTINGS, settings | way.settings, *running.flags(args))
             try:
                 compared, sorter = anyio.run(play, way, args, up)
             finally:
                 up.stop()
         if findings := report.conclude(compared, sorter, run_dir, args, time.monotonic() - args.began):
-            raise ExampleError("the history holds what it must not: " + "; ".join(findings))
+            raise running.ExampleError("the history holds what it must not: " + "; ".join(findings))
 
 
 if __name__ == "__main__":

@@ -20,16 +20,7 @@ from typing import Any
 import anyio
 import openai
 
-from examples.common.running import (
-    ExampleError,
-    Installation,
-    add_flags,
-    agent,
-    as_program,
-    flags,
-    make_room,
-    served_step,
-)
+from examples.common import running
 from examples.tictactoe import held_out
 from examples.tictactoe.agent import play
 from examples.tictactoe.game import opening_seed
@@ -80,11 +71,11 @@ class Progress:
             )
             await anyio.sleep(SHOW_EVERY_S)
 
-    async def follow(self, client: AsyncJourneywork, installation: Installation) -> None:
+    async def follow(self, client: AsyncJourneywork, installation: running.Installation) -> None:
         """Read the step that is served, until cancelled. Raises `ExampleError` if the installation ends."""
         while True:
             installation.check()
-            self.step = await served_step(client, MODEL)
+            self.step = await running.served_step(client, MODEL)
             await anyio.sleep(LOOK_EVERY_S)
 
 
@@ -118,7 +109,7 @@ async def evaluate(
 
 
 async def compare(
-    args: argparse.Namespace, installation: Installation, progress: Progress, train: Train, api_key: str = ""
+    args: argparse.Namespace, installation: running.Installation, progress: Progress, train: Train, api_key: str = ""
 ) -> EvaluationReport:
     """Evaluate, `train`, which plays until the last step is served, as far as the time goes, and evaluate again."""
     async with AsyncJourneywork(await installation.ready(), api_key=api_key) as client:
@@ -131,7 +122,7 @@ async def compare(
                     training.start_soon(progress.follow, client, installation)
                     await train(client, progress)
                     training.cancel_scope.cancel()
-            progress.step = await served_step(client, MODEL)
+            progress.step = await running.served_step(client, MODEL)
             report = await evaluate(client, progress, f"{MODEL}@{progress.step}", args.eval_games, before)
             showing.cancel_scope.cancel()
         return report
@@ -142,7 +133,7 @@ async def rehearse(args: argparse.Namespace, client: AsyncJourneywork, progress:
 
     async def rollout(run: Trajectory, seed: str) -> float:
         try:
-            game = await play(agent(run), run, seed)
+            game = await play(running.agent(run), run, seed)
         except openai.APIError:
             progress.failed += 1
             raise
@@ -173,11 +164,11 @@ def parser_of(prog: str, run_dir: str, *, steps: int, seconds: float) -> argpars
     parser.add_argument("--seconds", type=float, default=seconds, help="time to play and learn in, at most")
     parser.add_argument("--eval-games", type=int, default=2000, help="held-out games, the same before and after")
     parser.add_argument("--concurrency", type=int, default=24, help="games at once")
-    add_flags(parser)
+    running.add_flags(parser)
     return parser
 
 
-Play = Callable[[Installation, Progress, dict[str, Any]], Awaitable[EvaluationReport]]
+Play = Callable[[running.Installation, Progress, dict[str, Any]], Awaitable[EvaluationReport]]
 
 
 def report_on(args: argparse.Namespace, overrides: dict[str, Any], play: Play) -> None:
@@ -188,9 +179,9 @@ def report_on(args: argparse.Namespace, overrides: dict[str, Any], play: Play) -
     learning = {"trainer.max_steps": args.steps, "trainer.optimizer.schedule": "linear", "trainer.seed": args.seed}
     settings = {k: v for k, v in vars(args).items() if k != "run_dir"}
     report: dict[str, Any] = {"seed": args.seed, "settings": settings}
-    with as_program(run_dir):
-        make_room(run_dir)
-        installation = Installation(run_dir, SETTINGS, learning | overrides, *flags(args))
+    with running.as_program(run_dir):
+        running.make_room(run_dir)
+        installation = running.Installation(run_dir, SETTINGS, learning | overrides, *running.flags(args))
         try:
             compared = anyio.run(play, installation, progress, report)
         finally:
@@ -198,7 +189,7 @@ def report_on(args: argparse.Namespace, overrides: dict[str, Any], play: Play) -
         report |= {"steps": progress.step, "wall_s": round(time.monotonic() - progress.began, 1)}
         report["failed_runs"] = progress.failed + sum(entrant.failed for entrant in compared.entrants)
         if findings := conclude(compared, report, run_dir):
-            raise ExampleError("the history holds what it must not: " + "; ".join(findings))
+            raise running.ExampleError("the history holds what it must not: " + "; ".join(findings))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -207,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--group-size", type=int, default=6, help="games a group")
     args = parser.parse_args(argv)
 
-    async def compared(installation: Installation, progress: Progress, _: dict[str, Any]) -> EvaluationReport:
+    async def compared(installation: running.Installation, progress: Progress, _: dict[str, Any]) -> EvaluationReport:
         return await compare(args, installation, progress, partial(rehearse, args))
 
     report_on(args, {"judge.group_size": args.group_size, "trainer.groups_per_step": args.groups}, compared)
