@@ -35,7 +35,7 @@ from tests.kits.quick_service import quick_consumers
 from tests.nats_cluster import NatsCluster, copied, leader_of
 from tests.trainer.conftest import tiny_base as tiny_base
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 EACH = 600
 """Publishes of each kind of contention, three writers at a time."""

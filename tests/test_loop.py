@@ -18,12 +18,7 @@ from tests.conftest import VllmServer
 from tests.kits.attacker import check_environments, check_files, check_stranger, environment
 from tests.kits.installation import Up, started
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.vllm,
-    pytest.mark.timeout(1200),
-    pytest.mark.xdist_group("vllm of an installation"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.xdist_group("vllm of an installation")]
 
 KILLED = ("gateway", "sampler", "judge", "trainer", "store", "nats", "vllm")
 GROUP = 4

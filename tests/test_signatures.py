@@ -25,8 +25,6 @@ from tests.trainer.kit import running, steps_reach
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.start import read_version
 
-pytestmark = pytest.mark.anyio
-
 
 def event(step: int = 1, **more: Any) -> CheckpointPublished:
     return checkpoint_of(step, kit.MODEL, **{"groups": ("g",), "metrics": {"loss": 0.1}} | more)

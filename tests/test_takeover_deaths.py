@@ -51,8 +51,6 @@ from tests.store.kit import stored_events
 from tests.trainer import kit
 from tests.trainer.conftest import tiny_base as tiny_base
 
-pytestmark = pytest.mark.anyio
-
 MASTER, APPRENTICE = "outside:master", "tiny@1"
 PLAN = ("--steps", "40,50,60", "--metric", "reward", "--margin", "0.5", "--alpha", "0.4", "--deadline", "1e6")
 BEGUN, RAISED, AGAIN = (("split", APPRENTICE, percent) for percent in (40.0, 50.0, 60.0))

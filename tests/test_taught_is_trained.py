@@ -17,7 +17,7 @@ from tests.trainer import kit
 from tests.trainer.engine.test_vllm import play
 from tests.trainer.kit import running, steps_reach
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("divergence", ["sampled", "reverse_kl"])

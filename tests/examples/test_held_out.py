@@ -17,8 +17,6 @@ from examples.tictactoe.held_out import batches, play, play_together, prompt
 from examples.tictactoe.make_model import MODEL_DIR
 from journeywork import Trajectory
 
-pytestmark = pytest.mark.anyio
-
 SEEDS = [opening_seed("val", n) for n in range(20)]
 
 

@@ -12,8 +12,6 @@ import pytest
 
 from examples.common.late_results import report
 
-pytestmark = pytest.mark.anyio
-
 
 class _Gateway(BaseHTTPRequestHandler):
     """Hangs up on the first result of a game `cut`, is overloaded at the first of `busy`, and never takes `unknown`."""

@@ -18,8 +18,6 @@ from journeywork import AsyncJourneywork, GatewayUnavailableError, Journeywork, 
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.kit import ASK
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_run_from_open_to_complete(gateway: GatewayProcess) -> None:
     with Journeywork(gateway.url) as jw:

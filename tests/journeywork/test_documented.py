@@ -20,8 +20,6 @@ import journeywork
 from tests.kits.clients import closed_after_test
 from tests.rollout_gateway.conftest import GatewayProcess
 
-pytestmark = pytest.mark.anyio
-
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/sdk.md", "docs/install.md")
 

@@ -15,8 +15,6 @@ from tests.rollout_gateway.api.test_feedback import signals
 from tests.rollout_gateway.conftest import GatewayProcess, start_front
 from tests.rollout_gateway.kit import ASK, exchanges
 
-pytestmark = [pytest.mark.anyio]
-
 __all__ = ["start_front"]  # a fixture
 
 

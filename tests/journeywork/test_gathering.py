@@ -19,8 +19,6 @@ from journeywork.gathering import TaskGroup
 from journeywork.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def stub() -> AsyncIterator[StubGateway]:

@@ -17,8 +17,6 @@ from journeywork.looping import LoopOptions, LoopResult, loop
 from journeywork.statistics import mean_of
 from tests.kits.stub_gateway import StubGateway
 
-pytestmark = pytest.mark.anyio
-
 SCENARIOS = ["a", "b", "c", "d", "e"]
 SIZE = 4
 

@@ -20,7 +20,7 @@ from tests.kits.settings import with_values
 from tests.kits.waiting import until
 from tests.store import kit
 
-pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
+pytestmark = IMPORTS_LITELLM
 
 OUTSIDE = OutsideConfig(name="master", url="http://h/v1", apprentice="m", shadow_percent=100.0, may_train=True)
 

@@ -27,8 +27,6 @@ from tests.judge.kit import completed, groups, judging, loading
 from tests.judge.test_service import drained, timers
 from tests.kits.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 _ids = itertools.count()
 RESULT = RewardConfig(name="result", kind="feedback")
 

@@ -14,7 +14,6 @@ from pipeline.log.messages import Place
 from tests.judge.kit import completed
 from tests.pipeline.log.test_history import Lagging
 
-pytestmark = pytest.mark.anyio
 KEY = GroupKey("p", "m", "g", "train")
 SETTINGS = JudgeConfig(group_size=3)
 

@@ -36,7 +36,7 @@ from tests.kits.quick_service import quick_consumers
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
+pytestmark = IMPORTS_LITELLM
 
 OUTSIDE = "outside:master"
 CORRECTION = Hint(call=0, text="quality=0.9", kind="correction", by=OUTSIDE, version=OUTSIDE)

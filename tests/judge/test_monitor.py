@@ -16,8 +16,6 @@ from pipeline.events import JudgeMeasured
 from tests.judge.kit import Model, labelled, ruler, transcript
 from tests.kits.scoring_server import Scorer
 
-pytestmark = pytest.mark.anyio
-
 
 def monitoring(judge: LlmRuler, anchors: Sequence[LabelledGroup] = ()) -> tuple[JudgeMonitor, list[JudgeMeasured]]:
     """A monitor of one judge, and what it publishes."""

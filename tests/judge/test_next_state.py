@@ -25,8 +25,6 @@ from tests.judge.kit import Model, completed, loading, single
 from tests.kits.scoring_server import Answer, Scorer, score_key
 from tests.kits.settings import with_values
 
-pytestmark = pytest.mark.anyio
-
 NEXT = RewardConfig(name="next", kind="next_state")
 
 

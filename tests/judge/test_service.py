@@ -31,8 +31,6 @@ from tests.judge.kit import groups, judging
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 completed = functools.partial(kit.completed, reward=0.0)
 
 

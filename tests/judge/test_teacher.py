@@ -39,8 +39,6 @@ from tests.kits.inference_double import Double
 from tests.kits.quick_service import quick_consumers
 from tests.kits.settings import with_values
 
-pytestmark = pytest.mark.anyio
-
 BASE = str(VllmServer.base)
 TEACHER = "tictactoe@0"
 FIRST, SECOND, OTHER = ([5, 6, 9], [7, 8]), ([5, 6, 9, 7, 8, 4], [3, 2, 11]), ([8, 1], [12])

@@ -25,7 +25,7 @@ from tests.rollout_gateway.frameworks import AGENTS, BIAS, cli, client_environme
 from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.tap import Tap, tapped
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm, LONG]
+pytestmark = [pytest.mark.vllm, LONG]
 
 
 _SAID: Any = {"name": "said", "strict": True, "schema": {"type": "string", "enum": ["a1 is mine", "b2 is mine"]}}

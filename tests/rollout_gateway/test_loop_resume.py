@@ -15,7 +15,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.loop_child import CONCURRENCY, GROUP_SIZE, SCENARIOS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 
 def start(url: str, attempts: int = 1000) -> subprocess.Popen[str]:

@@ -16,8 +16,6 @@ from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK, exchanges
 
-pytestmark = pytest.mark.anyio
-
 MESSAGE = {"role": "assistant", "content": "hi"}
 CHOICE = {
     "index": 0,

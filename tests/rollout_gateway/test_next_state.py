@@ -23,7 +23,7 @@ from tests.trainer import kit
 from trainer.batches import graders
 from trainer.batches.examples import Example, make_examples
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.timeout(300), IMPORTS_LITELLM]
+pytestmark = [pytest.mark.inference, pytest.mark.timeout(300), IMPORTS_LITELLM]
 
 CHATS = {
     ("a1=x", "thanks", "no, you should have played b2 there", "thanks"): (1.0, -1.0, 1.0, 0.0),

@@ -21,7 +21,6 @@ from store.lake.storage import write_parquet
 from store.lake.writer import WriteBatch, Writer
 from tests.store.kit import StoreProcess, exchange, publish, stored, until_acked, until_waiting
 
-pytestmark = pytest.mark.anyio
 TAG = "rollout.exchange"
 
 

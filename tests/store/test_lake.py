@@ -303,7 +303,6 @@ def test_every_commit_is_synced_before_append_returns(tmp_path: Path, monkeypatc
 # -- the service ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_object_storage_that_is_away_is_waited_for(
     object_store: dict[str, str],
     running_store: kit.StoreProcess,

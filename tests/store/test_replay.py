@@ -15,8 +15,6 @@ from store.commands import diff, replay
 from store.reading import sql
 from tests.store import kit
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_back(
     broker: Broker, nats_config: NatsConfig, running_store: kit.StoreProcess, tmp_path: Path

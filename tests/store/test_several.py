@@ -25,8 +25,6 @@ from tests.kits.crash.processes import ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.store.kit import ACK_WAIT_S, exchange, publish, stored_events, until_acked
 
-pytestmark = pytest.mark.anyio
-
 
 async def check(broker: Broker, config: Config) -> None:
     """The lake equals the log."""

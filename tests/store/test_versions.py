@@ -17,8 +17,6 @@ from store.lake.versions import copy_version
 from tests.store.kit import StoreProcess, until_acked
 from tests.trainer.kit import checkpoint_event
 
-pytestmark = pytest.mark.anyio
-
 EVENT_1 = msgspec.structs.replace(checkpoint_event(1, {STATE_FILE: b"state"}), adapter="p/tiny@1/a")
 FOLDER = checkpoint_folder("p", "main", "tiny", 1)
 

@@ -18,8 +18,6 @@ from pipeline.log.fast_client import Pulled
 from tests.pipeline.commands.test_dead_letters import deliver_in_vain
 from tests.store.kit import StoreProcess, exchange, publish, run_of_one_step, store_all, stored, until_acked
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_every_event_lands_once_and_is_acknowledged(
     broker: Broker, running_store: StoreProcess, tmp_path: Path

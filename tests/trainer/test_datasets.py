@@ -24,7 +24,6 @@ from trainer.checkpoints.commits import TrainerError
 from trainer.datasets import DatasetStep, Kind, conversations_as_tokens, train_on
 from trainer.learner import Learner, make_learners
 
-pytestmark = pytest.mark.anyio
 BASE = Path(__file__).parents[2] / "examples" / "tictactoe" / "model"
 ASKED = [{"role": "user", "content": "a1=. b1=x"}]
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("a1", "c3"))

@@ -19,7 +19,6 @@ from tests.trainer import kit
 from trainer.gpu_turns import GpuTurns
 from trainer.service import train
 
-pytestmark = pytest.mark.anyio
 SLEEP = "/sleep?level=1&mode=wait"
 
 

@@ -23,7 +23,7 @@ from tests.trainer.kit import checkpoints, steps_reach
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.commands import train
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]  # processes that import PyTorch
+pytestmark = pytest.mark.timeout(600)  # processes that import PyTorch
 
 
 @pytest.mark.slow

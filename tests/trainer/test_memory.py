@@ -21,7 +21,7 @@ from pipeline.log.broker import Broker
 from pipeline.names import subject_token
 from tests.trainer import kit
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROUNDS = int(os.environ.get("JOURNEYWORK_TEST_MEMORY_ROUNDS", "6"))
 STEPS, DISCARDED = 8, 50

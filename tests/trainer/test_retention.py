@@ -39,7 +39,6 @@ from trainer.checkpoints.checkpoint import Best
 from trainer.checkpoints.validation import Validation
 from trainer.retention import Retention
 
-pytestmark = pytest.mark.anyio
 V = [f"tiny@{i}" for i in range(13)]
 
 

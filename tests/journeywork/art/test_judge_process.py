@@ -22,7 +22,6 @@ def started(monkeypatch: pytest.MonkeyPatch, program: str) -> judge_process.Judg
     return judge_process.JudgeProcess()
 
 
-@pytest.mark.anyio
 async def test_an_answer_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_process, "_ANSWER_S", 0.2)
     monkeypatch.setattr(judge_process, "_process", started(monkeypatch, _NEVER_ANSWERS))

@@ -79,7 +79,6 @@ async def play(text: str) -> art.Trajectory:
     return art.Trajectory(reward=1.0)
 
 
-@pytest.mark.anyio
 async def test_rollouts_at_the_same_time_do_not_mix(served: Served) -> None:
     pytest.importorskip("langchain_openai")
     model = art.Model(name="gpt", project="p", inference_api_key="k", inference_base_url=served.url)

@@ -13,8 +13,6 @@ import journeywork.art as art
 from journeywork.art.local import UpError
 from journeywork.art.local import backend as local
 
-pytestmark = pytest.mark.anyio
-
 
 class Backend(local.LocalBackend):
     """Starts a program of the test in place of `journeywork up`."""

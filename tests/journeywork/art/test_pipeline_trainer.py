@@ -13,7 +13,7 @@ import journeywork.art as art
 from journeywork.art.pipeline_trainer import PipelineTrainer
 from journeywork.art.types import TrainResult
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 class Backend:

@@ -24,7 +24,7 @@ from tests.journeywork.art.programs import PROGRAMS, Program
 from tests.kits.scoring_server import Scorer, ScoringServer
 from trainer import tiny
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 8192
 """Tokens of prompt and reply together."""

@@ -14,8 +14,6 @@ import journeywork.art as art
 from journeywork.art.gateway import Gateway
 from journeywork.art.training import record_groups, train_groups
 
-pytestmark = pytest.mark.anyio
-
 LIMIT = 1e3
 
 

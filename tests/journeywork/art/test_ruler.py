@@ -13,8 +13,6 @@ import pytest
 from journeywork.art.rewards import judge_process, ruler
 from tests.kits.scoring_server import Scorer, ScoringServer
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

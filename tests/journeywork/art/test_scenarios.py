@@ -12,8 +12,6 @@ import pytest
 from journeywork.art import mcp
 from tests.kits.scoring_server import Answer, ScoringServer
 
-pytestmark = pytest.mark.anyio
-
 
 def inventive() -> Callable[[dict[str, Any]], Answer]:
     """Answers whose tasks never repeat."""

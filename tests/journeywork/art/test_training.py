@@ -22,7 +22,7 @@ from tests.conftest import InferenceDouble
 from tests.journeywork.art.kit import BASE, MODEL, installation
 from tests.kits.installation import Up
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,6 @@ from journeywork.art.training import await_step
 from journeywork.art.types import TrainResult
 from journeywork.transport import GatewayUnavailableError, JourneyworkError
 
-pytestmark = pytest.mark.anyio
-
 
 class Scripted:
     """A gateway whose answers change with every pause of the client. The first request raises `breaks`."""

@@ -20,8 +20,6 @@ from tests.kits.stub_gateway import StubGateway
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 from tests.store.kit import fill
 
-pytestmark = pytest.mark.anyio
-
 ROOT = Path(__file__).parents[3]
 KIT = "tests.journeywork.evaluation.kit"
 PLAYED = ["--rollout", f"{KIT}:play", "--scenarios", f"{KIT}:held_out"]

@@ -15,8 +15,6 @@ from journeywork.statistics import mean_of, paired_difference
 from journeywork.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def stub() -> StubGateway:

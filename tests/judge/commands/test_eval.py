@@ -14,8 +14,6 @@ from pipeline.config import JudgeConfig
 from tests.judge.kit import Model, labelled
 from tests.kits.scoring_server import Scorer
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_good_and_a_bad_judge_are_told_apart(tmp_path: Path) -> None:
     config = JudgeConfig(model="test/judge")

@@ -26,8 +26,6 @@ from tests.judge.kit import Model, completed, exchange, groups, judging, ruler
 from tests.kits.scoring_server import Scorer
 from trainer.requested import RequestedBatches
 
-pytestmark = pytest.mark.anyio
-
 
 async def history(broker: Broker, config: Config) -> None:
     """Two groups whose agents' rewards are the other way round than the quality of what they did."""

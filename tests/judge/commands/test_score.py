@@ -21,7 +21,7 @@ from tests.judge.kit import IMPORTS_LITELLM
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
+pytestmark = IMPORTS_LITELLM
 
 
 def said(quality: float) -> list[dict[str, Any]]:

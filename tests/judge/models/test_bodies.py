@@ -149,7 +149,6 @@ def test_any_body_ends_in_an_event_that_the_log_can_hold() -> None:
         check()
 
 
-@pytest.mark.anyio
 async def test_a_body_that_never_ends_is_no_answer() -> None:
     """The client's own limit is one for each read."""
 

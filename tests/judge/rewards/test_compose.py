@@ -16,8 +16,6 @@ from tests.judge.functions import NUMBERS
 from tests.judge.kit import Model, completed, loading, ruler, transcript
 from tests.kits.scoring_server import Scorer
 
-pytestmark = pytest.mark.anyio
-
 HERE = "tests.judge.functions"
 
 

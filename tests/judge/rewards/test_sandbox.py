@@ -24,7 +24,7 @@ from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
 from tests.judge.rewards.kit import function
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 FAULT = sandbox.unavailable()
 needs_bubblewrap = pytest.mark.skipif(bool(FAULT), reason=FAULT)

@@ -13,8 +13,6 @@ from tests.judge.attacks import ATTACKS, ORDERS, TURNS
 from tests.judge.kit import Model, ruler, single, transcript
 from tests.kits.scoring_server import Scorer
 
-pytestmark = pytest.mark.anyio
-
 
 def group(attack: str, role: str = "assistant") -> list[prompt.Transcript]:
     honest = [transcript(f"h{i}", f"I win. quality={0.5 + i / 10}") for i in range(3)]

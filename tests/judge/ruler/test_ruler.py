@@ -15,8 +15,6 @@ from judge.ruler.asking import JudgingError
 from tests.judge.kit import TOO_LONG, Model, completed, ruler, transcript
 from tests.kits.scoring_server import Answer, Scorer, score_key
 
-pytestmark = pytest.mark.anyio
-
 QUALITY = {f"t{i}": round(0.1 + i / 10, 2) for i in range(6)}
 TRANSCRIPTS = [transcript(n, f"I play. quality={q}") for n, q in QUALITY.items()]
 

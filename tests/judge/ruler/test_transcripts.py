@@ -11,8 +11,6 @@ from pipeline.chat.conversations import Message
 from pipeline.log.broker import Broker, HistoryGoneError
 from tests.judge.kit import exchange
 
-pytestmark = pytest.mark.anyio
-
 
 def rendered(messages: Iterable[Message]) -> str:
     return "\n".join(render_message(m) for m in messages)

@@ -17,7 +17,6 @@ from tests.kits.settings import with_values
 from tests.store.kit import exchange, fill, scored
 from tests.trainer import kit
 
-pytestmark = pytest.mark.anyio
 BASE = Path(__file__).parents[3] / "examples" / "tictactoe" / "model"
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
 

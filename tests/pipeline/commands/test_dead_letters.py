@@ -19,8 +19,6 @@ from pipeline.log.broker import Broker
 from tests.kits.events import completed, letter
 from tests.kits.log import take
 
-pytestmark = pytest.mark.anyio
-
 
 async def make_dead_letter(broker: Broker, payload: bytes, detail: str = "why") -> None:
     """A letter that the judge gave up, as a fault that is gone now would leave it."""

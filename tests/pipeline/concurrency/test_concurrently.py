@@ -7,8 +7,6 @@ import pytest
 
 from pipeline.concurrency.concurrently import concurrently
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_results_have_the_order_of_the_items_and_calls_are_limited() -> None:
     running, most = 0, 0

@@ -29,7 +29,7 @@ from tests.kits.disk import small_disk
 from tests.kits.events import opened
 from tests.pipeline.running.supervised import Changes, supervised
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SERVICE = """
 import anyio

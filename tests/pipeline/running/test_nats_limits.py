@@ -7,16 +7,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from pipeline.config import Config, NatsConfig
 from pipeline.events import TrajectoryCompleted
 from pipeline.log.broker import Broker
 from pipeline.running.plan import nats_command
 from tests.conftest import free_port
 from tests.kits.events import completed
-
-pytestmark = pytest.mark.anyio
 
 
 @contextlib.contextmanager

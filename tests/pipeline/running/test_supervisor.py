@@ -26,8 +26,6 @@ from pipeline.running.supervisor import Supervisor, SupervisorError
 from tests.conftest import free_port
 from tests.pipeline.running.supervised import Changes, runs, supervised
 
-pytestmark = pytest.mark.anyio
-
 SERVICE = """
 import argparse, os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

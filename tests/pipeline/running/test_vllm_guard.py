@@ -8,8 +8,6 @@ import pytest
 
 from pipeline.running.vllm_guard import RequireKey
 
-pytestmark = pytest.mark.anyio
-
 
 async def asked(path: str, *headers: tuple[bytes, bytes], kind: str = "http") -> Any:
     """What the client gets: the status, or `passed` where the server itself was asked."""

@@ -21,8 +21,6 @@ from pipeline.log.credentials import make_client, options
 from pipeline.security import users
 from tests.kits.events import checkpoint, completed
 
-pytestmark = pytest.mark.anyio
-
 API = "$JS.API."
 CHECKPOINT = "policy.checkpoint.default.m.9"
 MAY = {

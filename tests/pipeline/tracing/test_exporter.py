@@ -13,8 +13,6 @@ from pipeline.tracing import exporter as telemetry
 from tests.kits.langfuse import LangfuseReceiver
 from tests.pipeline.tracing.kit import calls, exchange, run_until
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_the_three_variables_of_langfuse_are_enough_and_what_it_refuses_is_sent_again(
     broker: Broker, nats_config: NatsConfig, receiver: LangfuseReceiver

@@ -15,8 +15,6 @@ from pipeline.tracing.exporter import SpanMaker
 from tests.kits.langfuse import LangfuseReceiver
 from tests.pipeline.tracing.kit import AGENTS_TRACE, SPANS, publish_lives, run_until
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_rewards_and_verdicts_become_scores_of_their_spans(
     broker: Broker, nats_config: NatsConfig, receiver: LangfuseReceiver

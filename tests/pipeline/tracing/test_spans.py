@@ -13,8 +13,6 @@ from pipeline.tracing import trace
 from tests.kits.langfuse import LangfuseReceiver, Span
 from tests.pipeline.tracing.kit import AGENTS_SPAN, AGENTS_TRACE, SPANS, START, publish_lives, run_until
 
-pytestmark = pytest.mark.anyio
-
 DOC = Path(__file__).parents[3] / "docs" / "dashboard.md"
 KINDS = {1: "internal", 3: "client"}
 NAMES = {"run": "invoke_agent m", "call": "chat m", "verdict": "evaluate"}

@@ -19,8 +19,6 @@ from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import error, key_config
 from tests.store.kit import exchange
 
-pytestmark = [pytest.mark.anyio]
-
 
 def opening(**fields: Any) -> dict[str, Any]:
     return {"model": "tictactoe", **fields}

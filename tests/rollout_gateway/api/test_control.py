@@ -12,7 +12,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import ASK, serves
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 
 async def decide(gateway: GatewayProcess, action: str, **body: Any) -> httpx.Response:

@@ -13,7 +13,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess
 from trainer.sequences import build
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 CHAT = [
     {"role": "user", "content": "0"},

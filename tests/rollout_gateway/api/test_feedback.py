@@ -23,8 +23,6 @@ from tests.kits.settings import with_values
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import ASK, error
 
-pytestmark = [pytest.mark.anyio]
-
 
 def give(gateway: GatewayProcess, run: str = "", **body: Any) -> httpx.Response:
     return httpx.post(f"{gateway.url}/v1/{f'trajectories/{run}/' if run else ''}feedback", json=body, timeout=60)

@@ -21,8 +21,6 @@ from rollout_gateway.serving.replicas import Fleet
 from tests.conftest import NatsServer
 from tests.kits.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_log_that_takes_no_writes_is_told(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loghealth, "PROBE_EVERY_S", 0.05)

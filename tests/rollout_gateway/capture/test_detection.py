@@ -24,8 +24,6 @@ from rollout_gateway.dialects.endpoints import read_chat
 from tests.kits.events import exchange
 from tests.kits.waiting import until
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_run_goes_on_with_calls_of_its_own_key_only(broker: Broker) -> None:
     gateway = Gateway(broker, idle_s=600)

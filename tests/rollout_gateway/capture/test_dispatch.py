@@ -24,8 +24,6 @@ from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import parts
 from tests.rollout_gateway.kit import ASK, exchanges, of_servers
 
-pytestmark = pytest.mark.anyio
-
 CALL = read_chat(msgspec.json.encode({"model": "tictactoe", "messages": []}))
 
 

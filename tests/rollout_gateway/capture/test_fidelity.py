@@ -16,7 +16,7 @@ from tests.rollout_gateway.agents.move_tool import MOVE
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.kit import ASK, direct, exchanges
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 NAMED: Any = {"tools": [MOVE], "tool_choice": {"type": "function", "function": {"name": "move"}}}
 SCHEMA = MOVE["function"]["parameters"]

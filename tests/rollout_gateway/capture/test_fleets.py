@@ -23,8 +23,6 @@ from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 
-pytestmark = pytest.mark.anyio
-
 IDLE_S, NO_TIME_S = 600.0, 0.1
 """The time of silence while agents call, and after their last call."""
 Message = dict[str, Any]

@@ -20,7 +20,7 @@ from tests.conftest import NatsServer, VllmServer
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import ASK, direct, exchanges
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 ADDED = ("prompt_token_ids", "token_ids", "prompt_text")
 

@@ -18,8 +18,6 @@ from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import ASK, error, exchanges, key_config
 
-pytestmark = [pytest.mark.anyio]
-
 
 @pytest.mark.inference
 async def test_a_key_is_in_no_log(start_gateway: StartGateway, broker: Broker) -> None:

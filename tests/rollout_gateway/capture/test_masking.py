@@ -45,7 +45,7 @@ CARD = MaskConfig(name="card", pattern="4[0-9]{15}")
 SECRET = "jane.doe@example.com"
 ESCAPED = "jane.doe\\u0040example.com"
 E = TypeVar("E", bound=Event)
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 
 def play(gateway: GatewayProcess, name: str, text: str, *, stream: bool = False) -> str:

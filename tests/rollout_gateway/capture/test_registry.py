@@ -17,8 +17,6 @@ from tests.kits.events import exchange, opened
 from tests.kits.waiting import until_true
 from tests.rollout_gateway.kit import registry_of
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_call_that_begins_as_a_completion_wakes_is_in_the_run(broker: Broker) -> None:
     registry = registry_of(broker)

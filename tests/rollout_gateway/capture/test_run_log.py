@@ -14,8 +14,6 @@ from tests.kits.events import exchange, opened
 from tests.kits.waiting import until
 from tests.rollout_gateway.kit import registry_of
 
-pytestmark = pytest.mark.anyio
-
 OLD = "t-20200101T000000Z-" + "0" * 20
 
 

@@ -26,8 +26,6 @@ from tests.kits.power import Power
 from tests.kits.waiting import until_true
 from tests.rollout_gateway.kit import TOKENS, registry_of
 
-pytestmark = pytest.mark.anyio
-
 
 def test_a_trajectory_key_is_known_by_its_signature() -> None:
     for name in ("t", "a/b", "ä.%", "x" * 200, new_id("t")):

@@ -13,8 +13,6 @@ from pipeline.log.fast_client import Ack
 from rollout_gateway.capture.conversations import Quote
 from rollout_gateway.capture.waiting_runs import WaitingRun, WaitingRuns
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_run_is_taken_once_although_its_acknowledgement_was_lost(
     nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch

@@ -14,8 +14,6 @@ from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.dialects.kit import CODEX, NO_SPACE, claude
 from tests.rollout_gateway.kit import exchanges
 
-pytestmark = pytest.mark.anyio
-
 # -- what vLLM answers too ---------------------------------------------------------------------------------------------
 
 

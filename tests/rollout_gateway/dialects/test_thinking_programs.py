@@ -19,7 +19,7 @@ from tests.rollout_gateway.frameworks import AGENTS, cli, client_environment, no
 from tests.rollout_gateway.thinker import Delegator, Thinker
 from trainer.sequences import build
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 4
 

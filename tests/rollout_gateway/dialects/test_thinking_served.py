@@ -13,7 +13,7 @@ from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.kit import exchanges, key_config
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 
 async def test_answers_are_referred_to_by_id(start_gateway: StartGateway, broker: Broker) -> None:

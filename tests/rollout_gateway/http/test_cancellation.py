@@ -9,8 +9,6 @@ import pytest
 from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.http.errors import ClientGoneError
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_task_that_is_cancelled_by_others_too_stays_cancelled() -> None:
     cancellation, entered = Cancellation(), asyncio.Event()

@@ -17,8 +17,6 @@ from rollout_gateway.http.request import Request
 from rollout_gateway.http.server import checked_limits
 from tests.rollout_gateway.http.kit import echo, received, serve, spoken, until_closed
 
-pytestmark = pytest.mark.anyio
-
 INNER = b"POST /pin HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 

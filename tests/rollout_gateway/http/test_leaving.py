@@ -18,8 +18,6 @@ from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK, error, exchanges, in_flight
 
-pytestmark = pytest.mark.anyio
-
 
 async def ask_and_leave(gateway: GatewayProcess, path: str, body: dict[str, Any], stay_s: float) -> None:
     data = json.dumps(body).encode()

@@ -28,8 +28,6 @@ from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK, counted, exchanges, key_config
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.vllm
 async def test_a_call_past_its_deadline_is_a_504_and_stops_the_server(

@@ -11,8 +11,6 @@ import pytest
 
 from rollout_gateway.http.upstream import Upstream, UpstreamError, UpstreamTimeoutError
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize(
     ("url", "key"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from pipeline.events import SignalGiven
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.access.test_access import Caller
@@ -15,7 +13,6 @@ from tests.rollout_gateway.outside.conftest import StartOutside, table
 from tests.rollout_gateway.outside.provider import Provider, completion, whole
 from tests.rollout_gateway.outside.test_failures import ask
 
-pytestmark = pytest.mark.anyio
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
 
 

@@ -26,8 +26,6 @@ from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.outside.conftest import KEY, StartOutside, table
 from tests.rollout_gateway.outside.provider import Provider, Reply, chunks, completion, stream, whole
 
-pytestmark = pytest.mark.anyio
-
 ASK: Any = {"model": "master", "messages": [{"role": "user", "content": "hi"}]}
 _ERROR = {"error": {"message": f"slow down, {KEY}", "type": "rate_limit_error"}}
 _GONE = httpx.RemoteProtocolError

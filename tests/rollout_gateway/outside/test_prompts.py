@@ -16,8 +16,6 @@ from tests.rollout_gateway.kit import exchanges, key_config
 from tests.rollout_gateway.outside.conftest import MASTER, OpenShop, Shop
 from tests.rollout_gateway.outside.provider import Provider
 
-pytestmark = pytest.mark.anyio
-
 OLD, NEW = "Play.", "Play well."
 BASE = "tictactoe@0"
 

@@ -30,8 +30,6 @@ from tests.rollout_gateway.outside.provider import (
     whole,
 )
 
-pytestmark = pytest.mark.anyio
-
 TOOL = {"type": "object", "properties": {"at": {"type": "string"}}}
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
 CHAT: Any = {

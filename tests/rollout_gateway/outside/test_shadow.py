@@ -53,8 +53,6 @@ from tests.rollout_gateway.outside.conftest import OpenShop, Shop
 from tests.rollout_gateway.outside.provider import chunks, completion, stream, whole
 from tests.rollout_gateway.outside.test_relay import CHAT
 
-pytestmark = pytest.mark.anyio
-
 SHADOWED = {"shadow_percent": 100.0}
 
 

@@ -18,7 +18,7 @@ from tests.rollout_gateway.kit import key_config
 from tests.rollout_gateway.outside.conftest import APPRENTICE, CHAT, MASTER, OpenShop
 from tests.rollout_gateway.outside.provider import MESSAGE, RESPONSE, chunks, completion, stream, whole
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 async def test_a_run_keeps_its_side_and_a_decision_moves_new_ones(open_shop: OpenShop) -> None:

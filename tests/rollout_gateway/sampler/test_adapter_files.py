@@ -14,8 +14,6 @@ from pipeline.streams import ADAPTERS_BUCKET
 from rollout_gateway.sampler.adapter_files import AdapterError, AdapterFiles
 from trainer.checkpoints.checkpoint import pack
 
-pytestmark = pytest.mark.anyio
-
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights" * 1000}
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig
@@ -28,8 +27,6 @@ from tests.rollout_gateway.conftest import PROJECT, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import GatewayParts, fleet_config, gateway_parts, parts, sampler_config
 from tests.rollout_gateway.kit import Calls, older_than_before
-
-pytestmark = pytest.mark.anyio
 
 SWAPS, LANES = 12, 2
 

@@ -13,8 +13,6 @@ from tests.kits.waiting import until_true
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import key_config, serves
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:

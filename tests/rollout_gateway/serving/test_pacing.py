@@ -18,8 +18,6 @@ from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.pacing import Pacing
 from tests.kits.waiting import until, until_true
 
-pytestmark = pytest.mark.anyio
-
 
 @asynccontextmanager
 async def gateways(nats: NatsConfig, count: int, *, limit: int, forget_s: float = 600) -> AsyncIterator[list[Pacing]]:

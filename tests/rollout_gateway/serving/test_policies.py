@@ -22,8 +22,6 @@ from tests.rollout_gateway.conftest import PROJECT, StartGateway, publish_adapte
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import parts
 
-pytestmark = pytest.mark.anyio
-
 NO_VERSIONS = [f"tictactoe@{step}" for step in ("9", "00", "٠", "²", "01", "9" * 5000, "", "-1")]
 
 

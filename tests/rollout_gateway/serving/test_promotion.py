@@ -13,8 +13,6 @@ from pipeline.log.broker import Broker
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.promotion import Action, Decision, Promotion, VersionDecision
 
-pytestmark = pytest.mark.anyio
-
 
 class Together:
     """A log to which the first publishes of several gateways come when each of them has read the decisions."""

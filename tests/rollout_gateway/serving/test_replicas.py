@@ -25,8 +25,6 @@ from tests.rollout_gateway.conftest import publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import fleet_config, parts
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_server_that_left_is_forgotten_once_its_calls_ended() -> None:
     """In a cluster servers come and go under new addresses for weeks."""

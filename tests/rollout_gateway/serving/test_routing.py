@@ -11,8 +11,6 @@ from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 from tests.rollout_gateway.conftest import PROJECT
 
-pytestmark = pytest.mark.anyio
-
 
 def promoted(version: str, other: str = "") -> PolicyPromoted:
     return PolicyPromoted(

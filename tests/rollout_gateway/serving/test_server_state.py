@@ -11,9 +11,6 @@ import pytest
 
 from rollout_gateway.serving import server_state
 
-pytestmark = pytest.mark.anyio
-
-
 CARDS = {"data": [{"id": "base"}, {"id": "m@1", "root": "/a", "parent": "base"}]}
 """What a server says that serves its base model as `base`, and one adapter."""
 

@@ -35,7 +35,7 @@ TOKENS = 24
 """Length of every streamed reply."""
 LORA_SCALE = 16 / 8
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(300 + 10 * SWAPS)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300 + 10 * SWAPS)]
 
 
 @dataclass(eq=False)

@@ -36,7 +36,7 @@ from tests.kits.crash.points import POINTS
 from tests.kits.events import letter
 from tests.store import kit
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ALICE = "alice@example.com"
 SECRET = "zq" + secrets.token_hex(24)

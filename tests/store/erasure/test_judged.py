@@ -29,7 +29,7 @@ from tests.kits.settings import with_values
 from tests.store.erasure.test_erase import ALICE, erase, erase_all, found_in, run
 from tests.store.kit import StoreProcess, publish, until_acked
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300), IMPORTS_LITELLM]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), IMPORTS_LITELLM]
 
 SECRET = "zq" + secrets.token_hex(24)
 WAYS = ("unreadable", "foreign", "refused", "parts", "half", "function", "scored")

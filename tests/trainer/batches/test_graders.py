@@ -142,7 +142,6 @@ def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -
             assert (found, metrics) == (before, {})
 
 
-@pytest.mark.anyio
 async def test_a_step_says_which_share_a_key_would_have_had(settings: kit.Settings, broker: Broker) -> None:
     config = settings(groups_per_step=2)
     config = msgspec.structs.replace(config, feedback=msgspec.structs.replace(config.feedback, max_share=0.2))

@@ -21,7 +21,6 @@ from trainer.batches.histories import Histories, MayTrain, _render_hints
 from trainer.distillation.prompts import HintedPrompts
 from trainer.tiny import make_tokenizer
 
-pytestmark = pytest.mark.anyio
 POLICY_ONLY = Config().may_train
 
 

@@ -24,7 +24,6 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.tensors import weights_of
 
 pytestmark = [  # each starts the trainer again and again
-    pytest.mark.anyio,
     pytest.mark.timeout(400),
     pytest.mark.usefixtures("quick_redelivery"),
     pytest.mark.slow,

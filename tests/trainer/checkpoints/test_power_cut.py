@@ -21,7 +21,7 @@ from trainer import service
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.commits import LogShrankError, TrainerError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_redelivery")]
+pytestmark = pytest.mark.usefixtures("quick_redelivery")
 
 
 @pytest.fixture

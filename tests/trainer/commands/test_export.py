@@ -29,8 +29,6 @@ from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.commands import export
 from trainer.engine import loading
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def run_dir(nats_config: NatsConfig, tiny_base: str, tmp_path: Path) -> Path:

@@ -16,8 +16,6 @@ from tests.trainer.distillation import kit as hinted
 from tests.trainer.distillation.kit import publish
 from tests.trainer.kit import all_acked, discards, reach, running, steps_reach
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def chat_base(tiny_base: str, tmp_path: Path) -> str:

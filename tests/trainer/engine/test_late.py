@@ -88,7 +88,6 @@ def test_late_runs_need_a_correction() -> None:
         check_trainer(with_values(TrainerConfig(), LATE | {"loss.importance_sampling": "none"}))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("least", [0.0, 1.0])
 async def test_what_arrives_late_trains_late_or_is_discarded_as_stale(training: kit.Training, least: float) -> None:
     """The logprobs that the kit makes up are no model's: the weights of late sequences differ."""

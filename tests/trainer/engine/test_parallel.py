@@ -178,7 +178,6 @@ def test_processes_of_two_machines_take_the_same_steps_as_one(
 STEPS = 4
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_a_sharded_trainer_goes_on_with_its_optimizer_whichever_process_dies(
     machines: Network, start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path

@@ -18,7 +18,6 @@ from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.datasets import adopt
 from trainer.service import train
 
-pytestmark = pytest.mark.anyio
 BRANCH = "other"
 
 

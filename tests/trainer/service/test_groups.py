@@ -21,8 +21,6 @@ from trainer.batches.groups import DiscardedGroup
 from trainer.checkpoints import checkpoint
 from trainer.sequences import build
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_groups_become_a_checkpoint(settings: kit.Settings) -> None:
     config = settings()

@@ -21,8 +21,6 @@ from trainer import lease as leases
 from trainer.checkpoints.commits import TrainerError
 from trainer.lease import Lease
 
-pytestmark = pytest.mark.anyio
-
 
 def config_of(nats: NatsConfig, folder: Path, **changed: object) -> Config:
     return kit.settings("base", folder, nats, **changed)

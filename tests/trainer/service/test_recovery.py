@@ -24,8 +24,6 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.recovery import catch_up
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(settings: kit.Settings) -> None:
     """A predecessor died holding it. A discard for another reason would mean that it is done with."""

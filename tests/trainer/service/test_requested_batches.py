@@ -21,8 +21,6 @@ from tests.kits.waiting import until
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach
 
-pytestmark = pytest.mark.anyio
-
 
 def batch_request(*groups: str, rate: float | None = None) -> TrainingBatch:
     settings = {} if rate is None else {"optimizer.learning_rate": rate}

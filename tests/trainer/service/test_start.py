@@ -25,8 +25,6 @@ from trainer.engine.state import Weights
 
 __all__ = ["object_store", "s3_server"]  # fixtures
 
-pytestmark = pytest.mark.anyio
-
 
 def with_start(config: Config, start: str) -> Config:
     model = msgspec.structs.replace(config.models[0], start=start)

@@ -22,7 +22,6 @@ from tests.trainer.service.test_branch import of_branch
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.service import train
 
-pytestmark = pytest.mark.anyio
 PROMPT, RIGHT, WRONG = [5, 6], 7, 8
 STEPS, POISONED = 8, 6
 

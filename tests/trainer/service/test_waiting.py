@@ -15,8 +15,6 @@ from tests.trainer import kit
 from tests.trainer.kit import all_acked, dead_letters, dies_of, discards, running, steps_reach
 from trainer import service
 
-pytestmark = pytest.mark.anyio
-
 
 async def publish_incomplete(broker: Broker, name: str, owner: str = "") -> None:
     """A group whose requested batch waits for another one, which never comes."""
