@@ -1,8 +1,6 @@
 """A NATS cluster of three on the loopback, for tests: what one server alone never does, such as answering late or
 losing a leader."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Three NATS servers, streams with three copies: contention, replicas that lag, and nodes that are killed."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

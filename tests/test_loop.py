@@ -1,7 +1,5 @@
 """The whole installation, as a user starts it, with each of its processes killed in turn while agents work."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints that the trainer signs are served; others are not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@ has the share that was in force when it opened, and no acknowledged run is lost.
 
 `journeywork decide check` may find a difference then: a look while the store is dead sees fewer runs than came."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

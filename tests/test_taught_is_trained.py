@@ -1,8 +1,6 @@
 """A teacher from outside, from real vLLM over the judge and the log to the trainer: what it says of a token is what the
 trainer computes of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Held-out games that are played together, with a stub of the gateway."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Learning on the job, as its command: late results by answers' ids become steps, and the report says what happened."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The program that reports results late: what happens to them while the gateway can't take them."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

@@ -1,7 +1,5 @@
 """The demo, run as its README says, for two steps: the whole installation, with the double as vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The SDK against a real gateway."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """The Python snippets of README.md, docs/sdk.md and docs/install.md run, against a gateway before the inference
 double."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

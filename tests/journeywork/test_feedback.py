@@ -1,7 +1,5 @@
 """Feedback from agent code and from other programs, and from files."""
 
-from __future__ import annotations
-
 import anyio
 import anyio.to_thread
 import numpy as np

@@ -1,7 +1,5 @@
 """Many rollouts at once, over a stub of the gateway's control API."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator

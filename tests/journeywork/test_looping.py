@@ -1,7 +1,5 @@
 """The loop over a gateway in memory: order, staleness, evaluations, tries and resume."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field

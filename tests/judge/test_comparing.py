@@ -1,7 +1,5 @@
 """Shadow calls that do not say the same are compared by the judge model, in both orders; the others cost nothing."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Signals become rewards, rewards of calls and hints: against a real NATS server."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from functools import partial

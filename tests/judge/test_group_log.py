@@ -1,7 +1,5 @@
 """Groups are read from replicas that may lag, and decided by what the log's leader holds."""
 
-from __future__ import annotations
-
 import pytest
 
 from judge.group_log import GroupEnd, GroupLog

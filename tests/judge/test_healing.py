@@ -1,7 +1,5 @@
 """A correction of an outside model teaches only if the judge model scores it higher than what the policy said."""
 
-from __future__ import annotations
-
 import json
 import signal as signals
 import time

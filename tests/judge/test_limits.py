@@ -1,7 +1,5 @@
 """A judge over budget discards groups, until the budget is not used up any more."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from judge.commands.rejudge import Rejudge

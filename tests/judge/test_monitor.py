@@ -1,7 +1,5 @@
 """Anchors, the alarm and `group.measured`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The judge of what happened next: which calls it judges, how votes count, and what it withstands."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The judge against a real NATS server."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Sequence

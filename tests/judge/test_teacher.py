@@ -1,7 +1,5 @@
 """A teacher from outside: what it is asked, what its answers become, and what happens without one."""
 
-from __future__ import annotations
-
 import math
 import signal as signals
 from collections import Counter

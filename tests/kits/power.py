@@ -1,7 +1,5 @@
 """A power cut of a NATS server."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

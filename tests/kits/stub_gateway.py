@@ -1,8 +1,6 @@
 """The control API of a gateway in memory, for tests of the SDK: it opens and completes trajectories and forgets
 nothing at a restart."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

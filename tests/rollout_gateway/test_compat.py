@@ -5,8 +5,6 @@ turns of one conversation: a tool call, its result, a text. A wire tap between g
 the log must hold the same tokens, call by call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`journeywork.looping` on a real log, gateway and inference server: killed in the middle, it loses no scenario."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """An inference server that answers with malformed JSON, and clients that send odd messages: each call ends in an answer
 or an error, and the gateway goes on."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

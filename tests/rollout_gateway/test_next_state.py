@@ -1,7 +1,5 @@
 """A chat client that reports nothing learns from what its users say next: gateway, judge and trainer on one log."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

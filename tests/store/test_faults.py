@@ -1,8 +1,6 @@
 """A disk that is full, a stream deleted under a running store, a log that lost its end: said clearly, and gone with
 its cause."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One contract for all storages of a lake: a local folder, and S3-compatible object storage."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

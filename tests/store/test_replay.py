@@ -1,7 +1,5 @@
 """`journeywork replay` and `journeywork diff`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

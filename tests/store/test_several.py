@@ -2,8 +2,6 @@
 
 `tests/test_crash.py` has the deaths of a store at each stop point, and those of the NATS server."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections import Counter

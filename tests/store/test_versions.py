@@ -1,7 +1,5 @@
 """Versions in the lake: the store copies them before it acknowledges their events."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

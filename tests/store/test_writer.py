@@ -1,7 +1,5 @@
 """Log to Parquet against a real NATS server: nothing lost, nothing twice."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`journeywork train --on`: a step on a data set is a checkpoint like any other."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import groupby

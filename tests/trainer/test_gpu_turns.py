@@ -1,7 +1,5 @@
 """The turns of inference server and trainer on one GPU. No GPU here: what counts is the order of the turns."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any

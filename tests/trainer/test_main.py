@@ -1,7 +1,5 @@
 """The trainer's processes: `python -m trainer` under a supervisor, and `journeywork train`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -2,8 +2,6 @@
 
 `JOURNEYWORK_TEST_MEMORY_ROUNDS=40 pytest tests/trainer/test_memory.py -n 0 -s` prints the figures of a longer run."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

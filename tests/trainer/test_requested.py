@@ -1,7 +1,5 @@
 """Requested batches whose groups end while others come."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

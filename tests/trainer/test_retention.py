@@ -1,7 +1,5 @@
 """Adapters that nothing needs are removed; those that serve or may serve are kept."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace

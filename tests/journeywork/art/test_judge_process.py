@@ -1,7 +1,5 @@
 """The process of a program's judge."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of a wrapped rollout, however its client asks for them and writes them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

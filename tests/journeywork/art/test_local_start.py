@@ -1,7 +1,5 @@
 """Installations that `LocalBackend` starts."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The names of ART that programs use are here; any other says where to read."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollouts, training and evaluation at the same time."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any

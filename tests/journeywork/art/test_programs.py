@@ -3,8 +3,6 @@ imports, counts and names of models changed.
 
 Their sources are fetched. Where there is no network, the tests are skipped, and say so."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Groups that the gateway refuses, and groups that train nothing: errors and log lines that say which and why."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """RULER of a program that was written for ART: the judge of an installation, in one process for the whole program."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tasks that a model writes for the tools of a server."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Training through a running installation: what is sent, what is refused, and how its end is known."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

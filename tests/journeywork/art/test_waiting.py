@@ -1,7 +1,5 @@
 """How `train` learns what became of its groups, at a gateway that answers what a test wants."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """`journeywork eval` as a program: a pinned version and the one that its name stands for, on one log."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Entrants over a stub of the gateway: same tasks, paired differences, recorded results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

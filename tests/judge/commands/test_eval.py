@@ -1,7 +1,5 @@
 """`journeywork judge eval`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

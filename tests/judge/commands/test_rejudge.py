@@ -1,7 +1,5 @@
 """`journeywork rejudge`: history is scored again, on another branch."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`journeywork judge score`: one group from a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

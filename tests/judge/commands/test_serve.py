@@ -1,7 +1,5 @@
 """`journeywork judge serve` as a process, without a judge model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Any answer of a judge model with the status 200 ends in a group that is scored or discarded, and the judge lives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager

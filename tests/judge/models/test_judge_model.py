@@ -1,7 +1,5 @@
 """Calls of the judge model over HTTP to the scoring server."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rewards of several parts, and functions that misbehave."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

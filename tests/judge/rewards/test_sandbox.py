@@ -1,7 +1,5 @@
 """A sandboxed reward function reaches no network and writes nothing; no function outlives its call."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

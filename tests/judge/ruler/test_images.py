@@ -1,7 +1,5 @@
 """Images of trajectories, as a judge model is shown them."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

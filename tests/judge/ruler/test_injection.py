@@ -1,7 +1,5 @@
 """Trajectories that try to raise their own score, against a judge that obeys whatever it sees outside the fences."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -1,7 +1,5 @@
 """RULER against a scorer in the same process: matching, asking again, orders, subsets, failures."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Trajectories as text for the judge."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

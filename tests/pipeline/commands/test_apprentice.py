@@ -1,7 +1,5 @@
 """`journeywork apprentice`: which runs it takes, what it refuses, and the version that comes out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dead letters: listed, shown, given back to the one consumer that failed, dropped."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """`gather` keeps the order of the items, limits the calls at once, and raises the first error as it is."""
 
-from __future__ import annotations
-
 import anyio
 import pytest
 

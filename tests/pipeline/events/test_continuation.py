@@ -1,7 +1,5 @@
 """Exchanges that are recorded as what follows an earlier one come back bit for bit, or not at all."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

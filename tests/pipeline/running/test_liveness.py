@@ -1,7 +1,5 @@
 """Processes that hang are detected and restarted: services, servers, and a log whose disk was full."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A log that was made with more room goes on with less."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The supervisor with real processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

@@ -1,7 +1,5 @@
 """The key in front of vLLM, as an ASGI server calls it; `test_loop` asks a real one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

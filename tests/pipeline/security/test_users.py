@@ -1,7 +1,5 @@
 """Every NATS user against a real server: what is forbidden is refused, and what its service does works."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path

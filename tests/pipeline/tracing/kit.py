@@ -1,7 +1,5 @@
 """The life of two trajectories on the log, from first call to verdict."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

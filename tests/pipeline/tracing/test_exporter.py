@@ -1,7 +1,5 @@
 """The telemetry service: destinations by the environment, and a collector that is away or refuses."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan

@@ -1,7 +1,5 @@
 """Rewards and verdicts as Langfuse scores."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

@@ -1,7 +1,5 @@
 """The whole tree of multi-turn, judged, trained trajectories, as a receiver gets it, against docs/dashboard.md."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Access to runs by key, and what a caller without a valid key learns and costs."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups, batches and evaluations belong to the key that opened them, as runs do."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What each key may do, as a table: with a run of alice's and its group, with feedback on it, and elsewhere."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from pipeline.config import KeyConfig, NatsConfig

@@ -1,7 +1,5 @@
 """Decisions about versions over HTTP, at several gateways."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Conversations that the model did not have, recorded as calls in the tokens of its chat template."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Recording evaluations, and what a run's calls cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Feedback becomes signals: about any answer, at any time, and each once."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """How much feedback a key may give, and what a repetition under the same key is."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import anyio

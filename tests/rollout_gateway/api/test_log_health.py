@@ -1,7 +1,5 @@
 """`/health` tells whether the log takes writes."""
 
-from __future__ import annotations
-
 import signal
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Metrics in Prometheus' text format, and what `deploy/` makes of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Trajectories that are made of calls which were recorded in another one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Detected runs belong to the key whose calls began them, and go on at any gateway."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """Calls that are cancelled or fail before an inference server answered."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whatever a client asks for, the log holds exactly the tokens that vLLM sampled: compared call by call with vLLM."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

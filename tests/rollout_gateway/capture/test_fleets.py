@@ -2,8 +2,6 @@
 they compact, hand over and start agents of their own. Real HTTP and a gateway's process; the inference server is
 scripted."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

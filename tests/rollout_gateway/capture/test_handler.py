@@ -1,7 +1,5 @@
 """Model calls through the gateway, against real vLLM and a real log, with the official client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from functools import partial

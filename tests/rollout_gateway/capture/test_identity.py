@@ -1,7 +1,5 @@
 """The trajectory of a call: by key and role, headers, body, detection; and pacing of groups."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a mask matches is recorded nowhere, and the agent gets it."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from functools import partial

@@ -1,7 +1,5 @@
 """Runs in memory: completed once and with all their calls, here and by other gateways, in bounded memory."""
 
-from __future__ import annotations
-
 import asyncio
 
 import anyio

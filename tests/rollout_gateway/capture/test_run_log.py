@@ -1,7 +1,5 @@
 """An expired trajectory is refused, and no other one takes what is left of it."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Trajectories of one replica: keys, and calls recorded while servers and gateways come and go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

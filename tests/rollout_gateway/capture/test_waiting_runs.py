@@ -1,7 +1,5 @@
 """Detected runs that wait, on a real log."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import nats.errors

@@ -1,7 +1,5 @@
 """Requests other than completions, and tools, bodies and errors with the official clients."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Programs that keep a thinking model's thoughts between tool calls: each turn's prompts are those of a chat completion
 with `reasoning_content`, and its calls one training sequence."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Sequence

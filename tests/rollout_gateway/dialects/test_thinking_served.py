@@ -1,8 +1,6 @@
 """A thinking model's own turns through the gateway: prompts on the log are those that a chat completion with
 `reasoning_content` gets, token for token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

@@ -1,7 +1,5 @@
 """Helpers for HTTP tests: a server of a handler, and raw requests."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

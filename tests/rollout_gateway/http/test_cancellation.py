@@ -1,7 +1,5 @@
 """A cancellation ends the block that it is entered around, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

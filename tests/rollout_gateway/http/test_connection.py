@@ -1,7 +1,5 @@
 """Hostile and unusual clients at the HTTP server alone: real sockets, raw bytes."""
 
-from __future__ import annotations
-
 import json
 import resource
 import socket

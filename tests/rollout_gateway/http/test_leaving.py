@@ -1,7 +1,5 @@
 """Calls that end before their answer: clients that leave at once, and a gateway that stops."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Limits on time, concurrent calls and body sizes: each has a setting, an error of its own, and a correct record."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The client for inference servers: its key, its timeouts, and servers that end a connection."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """The master's answer as a correction of the apprentice's: allowed where the tables say `may_train`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pipeline.events import SignalGiven

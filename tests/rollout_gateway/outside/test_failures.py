@@ -1,7 +1,5 @@
 """What an agent sees and the record says when a provider fails, and when the gateway is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """A prompt is promoted and rolled back with a version. The model sees it, and the log has what the model saw."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shadow calls: both answers are on the log, nobody waits, agents come first, and a shadow is part of no run."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from functools import partial

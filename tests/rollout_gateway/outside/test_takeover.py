@@ -1,8 +1,6 @@
 """Runs that name an outside model and are answered by its apprentice: who answers is fixed when a run opens, and the
 record says who answered each call."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

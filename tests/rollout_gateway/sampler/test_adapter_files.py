@@ -1,7 +1,5 @@
 """Adapters on the disk: verified content, safe in shared folders, readable by the owner only."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import tarfile

@@ -1,7 +1,5 @@
 """What an agent that restarts makes of the adapters that it finds in its inference server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

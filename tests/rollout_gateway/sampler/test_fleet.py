@@ -1,8 +1,6 @@
 """Two gateways and three inference servers whose sampler agents have a disk each: swaps under calls, while a server is
 added and another one removed."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Real vLLM dies under calls. `test_swaps` shows that each version is loaded, proved and served."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`journeywork policy` against a gateway."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec import structs
 

@@ -1,7 +1,5 @@
 """Groups ahead of the trainer are counted over all gateway processes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

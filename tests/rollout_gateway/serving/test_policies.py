@@ -1,7 +1,5 @@
 """Which policy versions exist, and what becomes of a name that only looks like one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decisions that several gateways make about one model."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several inference servers behind one gateway: choice, exclusion, and the checks before a server gets calls."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

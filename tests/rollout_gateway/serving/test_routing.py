@@ -1,7 +1,5 @@
 """Which version a name resolves to."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened

@@ -1,7 +1,5 @@
 """What an inference server says about itself."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock

@@ -7,8 +7,6 @@ Clients stream one completion after the other while checkpoints are published, e
 serves. Versions are verified twice: by the `model` that vLLM itself put into each reply, and by the recorded logprobs,
 which only the labelled version's weights give again (computed with transformers, one exchange of each version)."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A budget from the verdicts that use it up to the groups that are not scored, over restarts of both services."""
 
-from __future__ import annotations
-
 import msgspec
 
 from pipeline.commands.status import read_log

@@ -1,7 +1,5 @@
 """The check of the alarms in a running store: one event when an alarm begins, one when it ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

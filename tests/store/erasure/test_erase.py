@@ -1,7 +1,5 @@
 """`journeywork erase` on a real log, with a store that writes: what is deleted, what stays, and what a kill leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """After an erasure no text of a person's runs is left by a judge: in log, lake, dead letters or the judge's own log."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import sys

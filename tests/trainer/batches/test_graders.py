@@ -1,7 +1,5 @@
 """The share of a step that the feedback of one key has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

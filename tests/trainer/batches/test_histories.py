@@ -1,7 +1,5 @@
 """Reading the calls of waiting groups."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Rewards of calls: every advantage against its literal formula."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

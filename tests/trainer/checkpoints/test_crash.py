@@ -1,7 +1,5 @@
 """Killed at every point of the commit protocol: the run ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -1,7 +1,5 @@
 """A power cut takes the end of the log, while checkpoints on the disk are ahead of it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

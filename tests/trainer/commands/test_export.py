@@ -1,7 +1,5 @@
 """`journeywork export` writes folders that other programs load."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

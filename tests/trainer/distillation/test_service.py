@@ -1,7 +1,5 @@
 """Groups with hints or with the answers of a teacher from outside, in the trainer service on a log."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs beyond the staleness bound: their correction, their effective sample size, and the bound on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Several processes, on two machines, take the same step as one; on CPU, over gloo. The machines are network
 namespaces."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

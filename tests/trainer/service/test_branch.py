@@ -1,7 +1,5 @@
 """Training on a branch of the log, which ends by itself, and whose version `main` may adopt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

@@ -1,7 +1,5 @@
 """Which groups the service trains, discards, or moves to the dead letters."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Of several trainers of one branch, one trains; another takes over when it dies, and no step is lost or doubled."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the service does at its start, and after a log or a process was away."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Batches that an agent requests."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training that begins with a version from elsewhere (`models.0.start`), and that resumes without its disk."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

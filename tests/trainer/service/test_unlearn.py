@@ -1,7 +1,5 @@
 """A poisoned batch lowers the versions that learned from it; a branch without it wins the task back."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Groups that wait for a requested batch, or end the trainer: what they cost the groups of others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
