@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 import httpx
 import nats.errors

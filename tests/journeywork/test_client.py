@@ -4,7 +4,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import openai

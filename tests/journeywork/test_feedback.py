@@ -1,6 +1,5 @@
 """Feedback from agent code and from other programs, and from files."""
 
-import anyio
 import anyio.to_thread
 import numpy as np
 import openai

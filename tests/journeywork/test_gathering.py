@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import httpx

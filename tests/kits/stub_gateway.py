@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-import anyio
 import anyio.lowlevel
 import httpx
 import uvicorn

@@ -4,7 +4,6 @@ or an error, and the gateway goes on."""
 import json
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import pytest

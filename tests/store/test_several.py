@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import pytest
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 import pytest
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import pytest

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import anyio
 import anyio.from_thread
 import pytest
 from hypothesis import example, given, settings

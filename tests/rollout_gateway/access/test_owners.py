@@ -3,7 +3,6 @@
 from itertools import product
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import pytest

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import anyio
 import anyio.to_thread
 import msgspec
 

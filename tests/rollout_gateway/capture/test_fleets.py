@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal
 
-import anyio
 import anyio.to_thread
 import httpx
 import msgspec

@@ -5,7 +5,6 @@ import json
 from functools import partial
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import msgspec

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import anyio
 import anyio.to_thread
 import httpx
 import msgspec

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import nats.errors

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import patch
 
-import anyio
 import anyio.abc
 
 from pipeline.config import HttpConfig

@@ -5,7 +5,6 @@ import resource
 import socket
 from contextlib import AsyncExitStack
 
-import anyio
 import anyio.abc
 import pytest
 

@@ -6,7 +6,6 @@ import signal
 from typing import Any
 from urllib.parse import urlsplit
 
-import anyio
 import anyio.to_thread
 import httpx
 import pytest

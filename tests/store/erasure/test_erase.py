@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import pyarrow as pa

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import psutil
 import pytest

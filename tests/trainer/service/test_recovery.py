@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 import msgspec
 import pytest
