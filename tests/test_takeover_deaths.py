@@ -43,6 +43,7 @@ from tests.kits.crash.matrix import server_users, settings, violations
 from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.kits.upstream import Upstream
+from tests.kits.waiting import until_true
 from tests.rollout_gateway.outside.provider import Provider, completion, providing, whole
 from tests.store.kit import stored_events
 from tests.trainer import kit
@@ -105,9 +106,7 @@ class Callers(Agents):
     async def more(self, groups: int) -> None:
         """Wait until so many further groups are finished."""
         enough = self.groups + groups
-        with anyio.fail_after(120):
-            while self.groups < enough:
-                await anyio.sleep(0.02)
+        await until_true(lambda: self.groups >= enough, 120)
 
 
 class Installation:
