@@ -20,6 +20,7 @@ from tests.journeywork.art import programs
 from tests.journeywork.art.kit import ROOT, installation
 from tests.journeywork.art.programs import PROGRAMS, Program
 from tests.kits.scoring_server import Scorer, ScoringServer
+from tests.kits.services import serving
 from trainer import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,11 +47,8 @@ def inference(program: Program, base: Path, folder: Path) -> Iterator[str]:
         folder, args=("--end-every", "2", "--max-model-len", str(LENGTH), "--words", *program.replies)
     )
     double.base, double.model = base, program.model
-    double.start()
-    try:
+    with serving(double):
         yield double.url
-    finally:
-        double.stop()
 
 
 FEW = ("sft-warmup",)
