@@ -1,7 +1,5 @@
 """Real servers for tests: NATS from its wheel on a free port with a temporary store, and one vLLM for the session."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,13 +1,10 @@
 """A NATS cluster of three on the loopback, for tests: what one server alone never does, such as answering late or
 losing a leader."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 import httpx
 import nats.errors

@@ -1,7 +1,5 @@
 """The architecture picture is that of the code."""
 
-from __future__ import annotations
-
 import runpy
 
 from tests.test_packaging import ROOT

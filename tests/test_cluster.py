@@ -1,7 +1,5 @@
 """Three NATS servers, streams with three copies: contention, replicas that lag, and nodes that are killed."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter
@@ -10,7 +8,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import pytest
@@ -35,7 +32,7 @@ from tests.kits.quick_service import quick_consumers
 from tests.nats_cluster import NatsCluster, copied, leader_of
 from tests.trainer.conftest import tiny_base as tiny_base
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 EACH = 600
 """Publishes of each kind of contention, three writers at a time."""

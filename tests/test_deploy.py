@@ -1,7 +1,5 @@
 """What `deploy/` and `requirements/` hold: settings that load, a compose file that starts, files that are checked."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

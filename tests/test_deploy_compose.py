@@ -1,7 +1,5 @@
 """Every command of `deploy/compose.yaml` starts as compose would start it, and together they answer an agent."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

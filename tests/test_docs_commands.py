@@ -1,7 +1,5 @@
 """Every command line of README, docs and examples is one that `journeywork` takes."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """A disk that fills up under a whole installation: nothing ends, and everything goes on once there is space."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

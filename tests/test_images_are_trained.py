@@ -1,8 +1,6 @@
 """Images from a client through the gateway and real vLLM to the trainer: they are recorded whole, and at each step the
 trainer computes the logprobs that vLLM sampled with."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -10,8 +10,6 @@
 4. A room says in the docstring of its `__init__.py` what lives there, module by module.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter

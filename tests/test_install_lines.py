@@ -1,8 +1,6 @@
 """Each install line of the docs, that no other page or message has another one, and that the SDK is installed with what
 it needs and no more."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

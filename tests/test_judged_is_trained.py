@@ -6,8 +6,6 @@ several choices, calls sub-agents, shortens its history, sends replies back with
 and asks beside the task. The trainer makes sequences of what the gateway would have recorded, the judge makes a
 prompt, and the two are compared."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

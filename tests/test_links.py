@@ -1,8 +1,6 @@
 """Links between the pages lead to a file and a heading that exist, and so do mentions of pages in the code, and the
 names in CONTRIBUTING.md."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

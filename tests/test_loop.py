@@ -1,14 +1,11 @@
 """The whole installation, as a user starts it, with each of its processes killed in turn while agents work."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import openai
@@ -18,12 +15,7 @@ from tests.conftest import VllmServer
 from tests.kits.attacker import check_environments, check_files, check_stranger, environment
 from tests.kits.installation import Up, started
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.vllm,
-    pytest.mark.timeout(1200),
-    pytest.mark.xdist_group("vllm of an installation"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200), pytest.mark.xdist_group("vllm of an installation")]
 
 KILLED = ("gateway", "sampler", "judge", "trainer", "store", "nats", "vllm")
 GROUP = 4

@@ -3,8 +3,6 @@
 The judge's reading of signals, the trainer's of histories and the rows of data sets all see the same log. Every answer
 on it has a number of its own: as a token id where tokens are recorded, and as a word of its text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import partial

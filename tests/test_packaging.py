@@ -1,7 +1,5 @@
 """The wheel that is built of the source distribution: its contents, and what each extra brings."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

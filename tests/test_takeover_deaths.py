@@ -3,8 +3,6 @@ has the share that was in force when it opened, and no acknowledged run is lost.
 
 `journeywork decide check` may find a difference then: a look while the store is dead sees fewer runs than came."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -15,7 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 import httpx
 import msgspec
@@ -46,12 +43,11 @@ from tests.kits.crash.matrix import server_users, settings, violations
 from tests.kits.crash.processes import ForkServer, ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
 from tests.kits.upstream import Upstream
+from tests.kits.waiting import until_true
 from tests.rollout_gateway.outside.provider import Provider, completion, providing, whole
 from tests.store.kit import stored_events
 from tests.trainer import kit
 from tests.trainer.conftest import tiny_base as tiny_base
-
-pytestmark = pytest.mark.anyio
 
 MASTER, APPRENTICE = "outside:master", "tiny@1"
 PLAN = ("--steps", "40,50,60", "--metric", "reward", "--margin", "0.5", "--alpha", "0.4", "--deadline", "1e6")
@@ -110,9 +106,7 @@ class Callers(Agents):
     async def more(self, groups: int) -> None:
         """Wait until so many further groups are finished."""
         enough = self.groups + groups
-        with anyio.fail_after(120):
-            while self.groups < enough:
-                await anyio.sleep(0.02)
+        await until_true(lambda: self.groups >= enough, 120)
 
 
 class Installation:

@@ -1,8 +1,6 @@
 """A teacher from outside, from real vLLM over the judge and the log to the trainer: what it says of a token is what the
 trainer computes of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from tests.trainer import kit
 from tests.trainer.engine.test_vllm import play
 from tests.trainer.kit import running, steps_reach
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("divergence", ["sampled", "reverse_kl"])

@@ -1,8 +1,6 @@
 """`journeywork up` as an attacker on the same machine meets it: users, environments, files. vLLM's part is in
 `test_loop`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

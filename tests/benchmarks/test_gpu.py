@@ -1,7 +1,5 @@
 """The GPU proof's command, on toy sizes and a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

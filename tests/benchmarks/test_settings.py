@@ -1,7 +1,5 @@
 """The grid of settings: a short run learns through the engine, and its row can be drawn."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """What the tests of `deploy/kubernetes` share: overlays with keys, as `kubectl kustomize` renders them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ environment, user and read-only file system, and the pod's network and name.
 A pod is a network namespace on a bridge that all share, with the cluster's names in `/etc/hosts`. A container that ends
 is started again, and its probes are asked as the node asks them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

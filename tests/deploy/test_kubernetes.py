@@ -1,7 +1,5 @@
 """`deploy/kubernetes`: every overlay renders, its objects are valid, and what they name exists."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """`deploy/make-venv.sh`: which Python and installer it takes, and that either installs the same files of the lock."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Every command of the overlay `small`, with a trainer on two machines and with telemetry, starts as a pod would start
 it, its probes answer, and together they serve a call and send its trace."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The runbook of docs/operations.md has every alarm, and what it says to run can be run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """systemd: its unit is valid, and its command is one that Journeywork has."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The example's master: a provider in a process of its own, with a key and a bill."""
 
-from __future__ import annotations
-
 import os
 from statistics import fmean
 from typing import Any

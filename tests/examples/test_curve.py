@@ -1,7 +1,5 @@
 """Learning curves of the examples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recipes of verifiers' environments are settings that the services take."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rules, seeds and rewards of the demo's game."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Held-out games that are played together, with a stub of the gateway."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -16,8 +14,6 @@ from examples.tictactoe.game import CELLS, REWARDS, Game, describe, opening_seed
 from examples.tictactoe.held_out import batches, play, play_together, prompt
 from examples.tictactoe.make_model import MODEL_DIR
 from journeywork import Trajectory
-
-pytestmark = pytest.mark.anyio
 
 SEEDS = [opening_seed("val", n) for n in range(20)]
 

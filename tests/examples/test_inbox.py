@@ -1,7 +1,5 @@
 """The demo's messages, its reward, and what it tells on the way."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

@@ -1,7 +1,5 @@
 """The queries of the demo's report find what they are for, and nothing in a sound history."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Learning on the job, as its command: late results by answers' ids become steps, and the report says what happened."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from examples.common.history import rows
 from examples.tictactoe.game import CELLS
 from tests.conftest import InferenceDouble
 from tests.examples.test_two_steps import UNCHECKED, run
+from tests.kits.services import serving
 
 
 @pytest.mark.slow
@@ -19,9 +18,7 @@ def test_results_that_come_late_by_an_answers_id_train_each_game_once(tmp_path: 
     run_dir = tmp_path / "run"
     # The double plays at random. Of 24 games some end otherwise than by an illegal move.
     small = {"steps": 2, "games": 24, "delay": 1, "eval_games": 20, "concurrency": 8, "seconds": 900}
-    double = InferenceDouble(tmp_path, args=("--words", *CELLS))
-    double.start()
-    try:
+    with serving(InferenceDouble(tmp_path, args=("--words", *CELLS))) as double:
         run(
             "examples.tictactoe.job",
             *UNCHECKED,
@@ -30,8 +27,6 @@ def test_results_that_come_late_by_an_answers_id_train_each_game_once(tmp_path: 
             run_dir=run_dir,
             vllm_url=double.url,
         )
-    finally:
-        double.stop()
     report = json.loads((run_dir / "report.json").read_text())
     assert (report["steps"], report["failed_runs"], report["results"]["refused"]) == (2, 0, 0)
     assert report["results"]["taken"] >= 48

@@ -1,7 +1,5 @@
 """The program that reports results late: what happens to them while the gateway can't take them."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading
@@ -11,8 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from examples.common.late_results import report
-
-pytestmark = pytest.mark.anyio
 
 
 class _Gateway(BaseHTTPRequestHandler):

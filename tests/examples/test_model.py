@@ -1,7 +1,5 @@
 """The committed tokenizer and model: what capture, prefix caching and training rely on."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The notebooks run from top to bottom, and are kept without outputs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

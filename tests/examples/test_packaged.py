@@ -1,7 +1,5 @@
 """The language model from a package."""
 
-from __future__ import annotations
-
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The figures of the demo's report."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.tictactoe.report import win_rate

@@ -1,7 +1,5 @@
 """Tokenizers and losses of the examples' base models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The demo, run as its README says, for two steps: the whole installation, with the double as vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,6 +12,7 @@ from transformers import AutoTokenizer
 from examples.common.running import ROOT
 from examples.inbox.messages import SYSTEM, message
 from tests.conftest import InferenceDouble
+from tests.kits.services import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -48,8 +47,7 @@ def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
     tokenizer.save_pretrained(base)
     double = InferenceDouble(tmp_path, args=(*SHORT, "--words", *FREQUENT))
     double.base, double.model = base, "inbox"
-    double.start()
-    try:
+    with serving(double):
         said = run(
             "examples.inbox.demo",
             *UNCHECKED,
@@ -63,8 +61,6 @@ def test_the_demo_warms_up_trains_and_reports(way: str, tmp_path: Path) -> None:
             run_dir=run_dir,
             vllm_url=double.url,
         )
-    finally:
-        double.stop()
     report = json.loads((run_dir / "report.json").read_text())
     assert report["versions"] == {"base": "inbox@0", "warm_start": "inbox@1", "trained": "inbox@3"}
     assert {score["n"] for score in report["held_out"].values()} == {8}

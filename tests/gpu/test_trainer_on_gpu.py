@@ -2,8 +2,6 @@
 
 Where there is no GPU they run on the CPU, which proves nothing of GPUs but that the tests still fit the code."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The gateway that clients of this folder's tests speak to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

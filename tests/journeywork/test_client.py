@@ -1,12 +1,9 @@
 """The SDK against a real gateway."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import openai
@@ -17,8 +14,6 @@ import journeywork.transport as transport_module
 from journeywork import AsyncJourneywork, GatewayUnavailableError, Journeywork, JourneyworkError
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.kit import ASK
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_run_from_open_to_complete(gateway: GatewayProcess) -> None:

@@ -1,7 +1,5 @@
 """Arguments that are refused with what is allowed, and the exit status after an error."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

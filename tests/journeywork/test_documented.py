@@ -1,8 +1,6 @@
 """The Python snippets of README.md, docs/sdk.md and docs/install.md run, against a gateway before the inference
 double."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io
@@ -11,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import openai
 import pytest
@@ -19,8 +16,6 @@ import pytest
 import journeywork
 from tests.kits.clients import closed_after_test
 from tests.rollout_gateway.conftest import GatewayProcess
-
-pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/sdk.md", "docs/install.md")

@@ -1,8 +1,5 @@
 """Feedback from agent code and from other programs, and from files."""
 
-from __future__ import annotations
-
-import anyio
 import anyio.to_thread
 import numpy as np
 import openai
@@ -14,8 +11,6 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.api.test_feedback import signals
 from tests.rollout_gateway.conftest import GatewayProcess, start_front
 from tests.rollout_gateway.kit import ASK, exchanges
-
-pytestmark = [pytest.mark.anyio]
 
 __all__ = ["start_front"]  # a fixture
 

@@ -1,14 +1,11 @@
 """Many rollouts at once, over a stub of the gateway's control API."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import httpx
@@ -18,8 +15,6 @@ from journeywork import AsyncJourneywork, GatewayUnavailableError, Journeywork, 
 from journeywork.gathering import TaskGroup
 from journeywork.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The loop over a gateway in memory: order, staleness, evaluations, tries and resume."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,8 +14,7 @@ from journeywork import AsyncJourneywork, Trajectory
 from journeywork.looping import LoopOptions, LoopResult, loop
 from journeywork.statistics import mean_of
 from tests.kits.stub_gateway import StubGateway
-
-pytestmark = pytest.mark.anyio
+from tests.kits.waiting import until_true
 
 SCENARIOS = ["a", "b", "c", "d", "e"]
 SIZE = 4
@@ -153,9 +150,7 @@ async def test_an_attempt_that_hangs_holds_up_no_group() -> None:
     options = {"rollout": hang_once, "steps": 4, "groups_per_step": 2, "max_staleness": 0, "epochs": None}
     async with trainer(stub, groups_per_step=2, last=3, least=SIZE - 1), anyio.create_task_group() as playing:
         playing.start_soon(partial(run, stub, **options))
-        with anyio.fail_after(60):
-            while stub.step < 3:
-                await anyio.sleep(0.01)
+        await until_true(lambda: stub.step >= 3)
         playing.cancel_scope.cancel()
 
 

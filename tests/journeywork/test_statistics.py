@@ -1,8 +1,6 @@
 """Every interval of a mean contains the true mean with a probability of at least 0.95, from two values on, and is not
 much wider than that takes."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a run may be given as its result, and what names a policy."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The headers of a request, and which errors are tried again."""
 
-from __future__ import annotations
-
 import ssl
 
 import httpx

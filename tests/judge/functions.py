@@ -1,7 +1,5 @@
 """Reward functions as a user would write them, good and bad."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import decimal

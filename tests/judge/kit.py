@@ -1,7 +1,5 @@
 """Helpers of the judge's tests."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Shadow calls that do not say the same are compared by the judge model, in both orders; the others cost nothing."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,7 +18,7 @@ from tests.kits.settings import with_values
 from tests.kits.waiting import until
 from tests.store import kit
 
-pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
+pytestmark = IMPORTS_LITELLM
 
 OUTSIDE = OutsideConfig(name="master", url="http://h/v1", apprentice="m", shadow_percent=100.0, may_train=True)
 

@@ -1,7 +1,5 @@
 """Signals become rewards, rewards of calls and hints: against a real NATS server."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from functools import partial
@@ -26,8 +24,6 @@ from tests.judge import test_groups
 from tests.judge.kit import completed, groups, judging, loading
 from tests.judge.test_service import drained, timers
 from tests.kits.waiting import until
-
-pytestmark = pytest.mark.anyio
 
 _ids = itertools.count()
 RESULT = RewardConfig(name="result", kind="feedback")

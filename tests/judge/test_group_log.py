@@ -1,7 +1,5 @@
 """Groups are read from replicas that may lag, and decided by what the log's leader holds."""
 
-from __future__ import annotations
-
 import pytest
 
 from judge.group_log import GroupEnd, GroupLog
@@ -14,7 +12,6 @@ from pipeline.log.messages import Place
 from tests.judge.kit import completed
 from tests.pipeline.log.test_history import Lagging
 
-pytestmark = pytest.mark.anyio
 KEY = GroupKey("p", "m", "g", "train")
 SETTINGS = JudgeConfig(group_size=3)
 

@@ -1,7 +1,5 @@
 """What the log says of a group, message by message."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A correction of an outside model teaches only if the judge model scores it higher than what the policy said."""
 
-from __future__ import annotations
-
 import json
 import signal as signals
 import time
@@ -36,7 +34,7 @@ from tests.kits.quick_service import quick_consumers
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
+pytestmark = IMPORTS_LITELLM
 
 OUTSIDE = "outside:master"
 CORRECTION = Hint(call=0, text="quality=0.9", kind="correction", by=OUTSIDE, version=OUTSIDE)

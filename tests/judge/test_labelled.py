@@ -1,7 +1,5 @@
 """Groups from files, and agreement with known rewards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

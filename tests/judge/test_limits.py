@@ -1,10 +1,6 @@
 """A judge over budget discards groups, until the budget is not used up any more."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
-
-import pytest
 
 from judge.commands.rejudge import Rejudge
 from pipeline.config import BudgetConfig, Config, JudgeConfig, NatsConfig
@@ -12,8 +8,6 @@ from pipeline.events import AlarmChanged, TrainingBatch
 from pipeline.log.broker import Broker
 from pipeline.names import split_point
 from tests.judge.kit import completed, groups, judging
-
-pytestmark = pytest.mark.anyio
 
 DETAIL = "5 of 5 USD are spent (budget.judge_usd)"
 

@@ -1,7 +1,5 @@
 """Anchors, the alarm and `group.measured`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +13,6 @@ from pipeline.config import JudgeConfig
 from pipeline.events import JudgeMeasured
 from tests.judge.kit import Model, labelled, ruler, transcript
 from tests.kits.scoring_server import Scorer
-
-pytestmark = pytest.mark.anyio
 
 
 def monitoring(judge: LlmRuler, anchors: Sequence[LabelledGroup] = ()) -> tuple[JudgeMonitor, list[JudgeMeasured]]:

@@ -1,7 +1,5 @@
 """The judge of what happened next: which calls it judges, how votes count, and what it withstands."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -24,8 +22,6 @@ from tests.judge.attacks import ATTACKS
 from tests.judge.kit import Model, completed, loading, single
 from tests.kits.scoring_server import Answer, Scorer, score_key
 from tests.kits.settings import with_values
-
-pytestmark = pytest.mark.anyio
 
 NEXT = RewardConfig(name="next", kind="next_state")
 

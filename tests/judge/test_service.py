@@ -1,7 +1,5 @@
 """The judge against a real NATS server."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Sequence
@@ -30,8 +28,6 @@ from tests.judge import kit
 from tests.judge.kit import groups, judging
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.waiting import until
-
-pytestmark = pytest.mark.anyio
 
 completed = functools.partial(kit.completed, reward=0.0)
 

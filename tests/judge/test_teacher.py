@@ -1,7 +1,5 @@
 """A teacher from outside: what it is asked, what its answers become, and what happens without one."""
 
-from __future__ import annotations
-
 import math
 import signal as signals
 from collections import Counter
@@ -38,8 +36,6 @@ from tests.kits.events import exchange
 from tests.kits.inference_double import Double
 from tests.kits.quick_service import quick_consumers
 from tests.kits.settings import with_values
-
-pytestmark = pytest.mark.anyio
 
 BASE = str(VllmServer.base)
 TEACHER = "tictactoe@0"

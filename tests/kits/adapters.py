@@ -1,7 +1,5 @@
 """LoRA adapters with random weights on every linear layer of the demo's base model, as the demo trains them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What an attacker on the same machine finds of an installation: environments, command lines, ports, files."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

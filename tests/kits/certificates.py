@@ -1,8 +1,6 @@
 """One TLS context for all clients of httpx in a test process: each would read the certificates of all authorities anew,
 which takes 30 to 60 ms of processor time, and tests make thousands of clients."""
 
-from __future__ import annotations
-
 import functools
 import os
 import ssl

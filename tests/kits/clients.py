@@ -1,7 +1,5 @@
 """Synchronous clients of a server that live as long as a test."""
 
-from __future__ import annotations
-
 from typing import Protocol, TypeVar
 
 

@@ -1,7 +1,5 @@
 """Random runs: conversations that grow, branch, forget, repeat and fail."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ Each is made from a lock in `requirements/` when it is first asked for, and made
 ignores their folders.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import subprocess

@@ -1,7 +1,5 @@
 """Events for tests, of project `p`, model `m` and group `g`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

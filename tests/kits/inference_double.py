@@ -8,8 +8,6 @@ this double and over real vLLM.
     python -m tests.kits.inference_double --port 8000 --model examples/tictactoe/model --served-model-name tictactoe@0
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools

@@ -1,8 +1,6 @@
 """`journeywork up` as a process. For tests of programs that train it runs before the inference double: no vLLM, real
 everything else."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -4,8 +4,6 @@ It takes what Langfuse's published OpenAPI file says (`langfuse_api.json`), and 
 a field, a parameter or a value that the file does not have fails the test that sends it.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

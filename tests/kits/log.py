@@ -1,7 +1,5 @@
 """Reading the log in tests."""
 
-from __future__ import annotations
-
 import anyio
 
 from pipeline.events import AnyEvent

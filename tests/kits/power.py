@@ -1,11 +1,8 @@
 """A power cut of a NATS server."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 
 from tests.conftest import NatsServer

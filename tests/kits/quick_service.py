@@ -1,7 +1,5 @@
 """Consumers to which the log gives soon what a killed process held."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from pipeline import streams

@@ -1,7 +1,5 @@
 """A sampler agent in a thread of the test's process: no process to start, everything else real."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from contextlib import ExitStack
 

@@ -23,7 +23,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 import anyio.abc
 from anyio.streams.buffered import BufferedByteReceiveStream
 

@@ -1,7 +1,5 @@
 """Programs and services of Journeywork as processes, for tests and benchmarks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Settings of tests, by dotted names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeVar
 

@@ -1,8 +1,6 @@
 """The control API of a gateway in memory, for tests of the SDK: it opens and completes trajectories and forgets
 nothing at a restart."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -10,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-import anyio
 import anyio.lowlevel
 import httpx
 import uvicorn

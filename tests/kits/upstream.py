@@ -2,8 +2,6 @@
 
 It stays up while services die, so that what it answered can be compared with what was recorded."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Tiny random vision-language models with their image processors and a tokenizer of bytes."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

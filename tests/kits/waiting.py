@@ -1,7 +1,5 @@
 """Waiting for what another service does."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 

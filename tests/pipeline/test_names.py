@@ -1,7 +1,5 @@
 """Identifiers can be read back from subjects."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Fixtures: a gateway process for each test, and adapters to publish."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

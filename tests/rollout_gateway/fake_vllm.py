@@ -1,7 +1,5 @@
 """A scriptable inference server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from pathlib import Path

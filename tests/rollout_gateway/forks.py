@@ -1,7 +1,5 @@
 """Gateways as forks of one process that has imported what they import: a start costs a tenth of the processor time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -1,8 +1,6 @@
 """Programs of other people that the gateway's tests run, in `.venv-compat`. Node's packages are there too, so that all
 checkouts with this environment share them; `agents/node/node_modules` leads to them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

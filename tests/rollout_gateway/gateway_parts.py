@@ -1,7 +1,5 @@
 """A gateway without its HTTP front, before scriptable inference servers."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path

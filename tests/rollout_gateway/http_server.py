@@ -1,7 +1,5 @@
 """An HTTP server with one handler of all requests: in the test's event loop, or in a thread of its own."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 

@@ -1,7 +1,5 @@
 """Helpers of the gateway's tests: requests, reads of the log, and waits."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

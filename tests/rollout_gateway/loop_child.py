@@ -4,8 +4,6 @@
 
 Each attempt makes one model call. A line is written before each attempt ends, and the loop's figures at the end."""
 
-from __future__ import annotations
-
 import json
 import sys
 

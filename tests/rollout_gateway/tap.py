@@ -1,8 +1,6 @@
 """A proxy that keeps the calls and replies which pass it, and may change the calls: between gateway and vLLM, whose
 replies are compared with the record, or between an agent and the gateway."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator

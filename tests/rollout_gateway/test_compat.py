@@ -5,8 +5,6 @@ turns of one conversation: a tool call, its result, a text. A wire tap between g
 the log must hold the same tokens, call by call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
@@ -25,7 +23,7 @@ from tests.rollout_gateway.frameworks import AGENTS, BIAS, cli, client_environme
 from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.tap import Tap, tapped
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm, LONG]
+pytestmark = [pytest.mark.vllm, LONG]
 
 
 _SAID: Any = {"name": "said", "strict": True, "schema": {"type": "string", "enum": ["a1 is mine", "b2 is mine"]}}

@@ -1,7 +1,5 @@
 """The tests' inference server ends without a trace, or it would fail a later test."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import socket

@@ -1,7 +1,5 @@
 """`journeywork.looping` on a real log, gateway and inference server: killed in the middle, it loses no scenario."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.loop_child import CONCURRENCY, GROUP_SIZE, SCENARIOS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 
 def start(url: str, attempts: int = 1000) -> subprocess.Popen[str]:

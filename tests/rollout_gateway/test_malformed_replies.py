@@ -1,12 +1,9 @@
 """An inference server that answers with malformed JSON, and clients that send odd messages: each call ends in an answer
 or an error, and the gateway goes on."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import pytest
@@ -15,8 +12,6 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK, exchanges
-
-pytestmark = pytest.mark.anyio
 
 MESSAGE = {"role": "assistant", "content": "hi"}
 CHOICE = {

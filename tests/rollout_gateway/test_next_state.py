@@ -1,7 +1,5 @@
 """A chat client that reports nothing learns from what its users say next: gateway, judge and trainer on one log."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from tests.trainer import kit
 from trainer.batches import graders
 from trainer.batches.examples import Example, make_examples
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference, pytest.mark.timeout(300), IMPORTS_LITELLM]
+pytestmark = [pytest.mark.inference, pytest.mark.timeout(300), IMPORTS_LITELLM]
 
 CHATS = {
     ("a1=x", "thanks", "no, you should have played b2 there", "thanks"): (1.0, -1.0, 1.0, 0.0),

@@ -1,7 +1,5 @@
 """The gateway's listening socket."""
 
-from __future__ import annotations
-
 import socket
 from contextlib import closing
 

@@ -1,8 +1,6 @@
 """A scripted model that thinks before each step with a tool. Its chat template shows it the thoughts since the user's
 last message, as those of Qwen3 and gpt-oss do. A byte is a token."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

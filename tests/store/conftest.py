@@ -1,7 +1,5 @@
 """Fixtures: a store in this process, and object storage."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path

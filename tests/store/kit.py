@@ -1,7 +1,5 @@
 """Helpers of the store's tests: events of every kind, stores with them, and reads of a store."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

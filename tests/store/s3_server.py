@@ -3,8 +3,6 @@ end.
 
 It is moto's: real HTTP, real multipart uploads, listings and ranges."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -1,7 +1,5 @@
 """Events to Arrow and back without a change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

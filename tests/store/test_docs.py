@@ -1,7 +1,5 @@
 """`journeywork docs` writes the reference; the queries of the pages work."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

@@ -1,8 +1,6 @@
 """A disk that is full, a stream deleted under a running store, a log that lost its end: said clearly, and gone with
 its cause."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from store.lake.storage import write_parquet
 from store.lake.writer import WriteBatch, Writer
 from tests.store.kit import StoreProcess, exchange, publish, stored, until_acked, until_waiting
 
-pytestmark = pytest.mark.anyio
 TAG = "rollout.exchange"
 
 

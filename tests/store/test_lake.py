@@ -1,7 +1,5 @@
 """One contract for all storages of a lake: a local folder, and S3-compatible object storage."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -303,7 +301,6 @@ def test_every_commit_is_synced_before_append_returns(tmp_path: Path, monkeypatc
 # -- the service ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_object_storage_that_is_away_is_waited_for(
     object_store: dict[str, str],
     running_store: kit.StoreProcess,

@@ -1,7 +1,5 @@
 """Merging that readers do not notice, retention, and checkpoints."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """`journeywork replay` and `journeywork diff`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,8 +12,6 @@ from pipeline.log.broker import Broker
 from store.commands import diff, replay
 from store.reading import sql
 from tests.store import kit
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_group_is_replayed_once_marked_and_with_its_trajectories_put_back(

@@ -2,15 +2,12 @@
 
 `tests/test_crash.py` has the deaths of a store at each stop point, and those of the NATS server."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import pytest
 
@@ -23,9 +20,8 @@ from tests.conftest import NatsServer
 from tests.kits.crash.checks import in_log
 from tests.kits.crash.processes import ServiceProcess, fork_server
 from tests.kits.quick_service import quick_consumers
+from tests.kits.waiting import until_true
 from tests.store.kit import ACK_WAIT_S, exchange, publish, stored_events, until_acked
-
-pytestmark = pytest.mark.anyio
 
 
 async def check(broker: Broker, config: Config) -> None:
@@ -111,16 +107,12 @@ async def test_one_store_of_a_run_directory_checks_alarms(
         ready = anyio.Event()
         async with anyio.create_task_group() as first:
             first.start_soon(serve, config("INFO"), lambda **_: None)
-            with anyio.fail_after(60):
-                while not began:
-                    await anyio.sleep(0.02)
+            await until_true(lambda: began)
             second.start_soon(serve, config("ERROR"), lambda **_: ready.set())
             await ready.wait()
             assert began == ["INFO"]
             first.cancel_scope.cancel()
-        with anyio.fail_after(60):
-            while len(began) < 2:
-                await anyio.sleep(0.02)
+        await until_true(lambda: len(began) >= 2)
         assert began == ["INFO", "ERROR"]
         both.cancel_scope.cancel()
         second.cancel_scope.cancel()

@@ -1,7 +1,5 @@
 """Versions in the lake: the store copies them before it acknowledges their events."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -16,8 +14,6 @@ from store.lake.storage import LocalStorage
 from store.lake.versions import copy_version
 from tests.store.kit import StoreProcess, until_acked
 from tests.trainer.kit import checkpoint_event
-
-pytestmark = pytest.mark.anyio
 
 EVENT_1 = msgspec.structs.replace(checkpoint_event(1, {STATE_FILE: b"state"}), adapter="p/tiny@1/a")
 FOLDER = checkpoint_folder("p", "main", "tiny", 1)

@@ -1,7 +1,5 @@
 """What if: the question as it is asked, and one from the question to the dashboard's page."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Log to Parquet against a real NATS server: nothing lost, nothing twice."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path
@@ -15,10 +13,9 @@ from pipeline.config import NatsConfig
 from pipeline.events import AnyEvent, DeadLettered, decode, encode, schema
 from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Pulled
+from tests.kits.waiting import until_true
 from tests.pipeline.commands.test_dead_letters import deliver_in_vain
 from tests.store.kit import StoreProcess, exchange, publish, run_of_one_step, store_all, stored, until_acked
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_every_event_lands_once_and_is_acknowledged(
@@ -65,9 +62,7 @@ async def test_what_fits_no_table_goes_to_the_dead_and_the_rest_is_stored(
     await broker.js.publish("rollout.exchange.p.t", b"\xc1")
     async with running_store():
         await until_acked(broker)
-        with anyio.fail_after(60):
-            while len(stored(tmp_path / "store", "dead.letter")) < 2:
-                await anyio.sleep(0.02)
+        await until_true(lambda: len(stored(tmp_path / "store", "dead.letter")) >= 2)
     buried = {d.event.reason: d.event.payload for d in await broker.read(DeadLettered)}  # type: ignore[union-attr]
     there = (await broker.js.get_msg("ROLLOUTS", 2)).data
     assert buried == {"unstorable": there, "undecodable": b"\xc1"}

@@ -1,7 +1,5 @@
 """One tiny model for the trainer's tests, and the service that trains it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@ exit code: 9 if it died there, 0 if it reached `max_steps` first. Memory does no
 tokens. The fork saves each life the import of PyTorch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

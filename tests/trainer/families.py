@@ -1,7 +1,5 @@
 """Tiny random models of many families, made from their configurations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

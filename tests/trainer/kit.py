@@ -1,7 +1,5 @@
 """A tiny random Qwen3, exchanges, groups and sequences for it, and the trainer service on a log."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

@@ -12,8 +12,6 @@ each phase the first process takes steps and the others take part in them; what 
 | `too_large` | no process holds a pass with the first sequence |
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

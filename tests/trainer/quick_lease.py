@@ -1,7 +1,5 @@
 """Leases that expire soon, for processes that import this module."""
 
-from __future__ import annotations
-
 from trainer import lease
 
 lease._TTL_S, lease._RENEW_S = 4.0, 1.0

@@ -1,7 +1,5 @@
 """`journeywork train --on`: a step on a data set is a checkpoint like any other."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
@@ -24,7 +22,6 @@ from trainer.checkpoints.commits import TrainerError
 from trainer.datasets import DatasetStep, Kind, conversations_as_tokens, train_on
 from trainer.learner import Learner, make_learners
 
-pytestmark = pytest.mark.anyio
 BASE = Path(__file__).parents[2] / "examples" / "tictactoe" / "model"
 ASKED = [{"role": "user", "content": "a1=. b1=x"}]
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("a1", "c3"))

@@ -1,7 +1,5 @@
 """Unsloth comes before the libraries that it patches. A stand-in notes what was imported before it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

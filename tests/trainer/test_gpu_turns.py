@@ -1,7 +1,5 @@
 """The turns of inference server and trainer on one GPU. No GPU here: what counts is the order of the turns."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from tests.trainer import kit
 from trainer.gpu_turns import GpuTurns
 from trainer.service import train
 
-pytestmark = pytest.mark.anyio
 SLEEP = "/sleep?level=1&mode=wait"
 
 

@@ -1,7 +1,5 @@
 """The trainer's processes: `python -m trainer` under a supervisor, and `journeywork train`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 import pytest
 
@@ -23,7 +20,7 @@ from tests.trainer.kit import checkpoints, steps_reach
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.commands import train
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]  # processes that import PyTorch
+pytestmark = pytest.mark.timeout(600)  # processes that import PyTorch
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 `JOURNEYWORK_TEST_MEMORY_ROUNDS=40 pytest tests/trainer/test_memory.py -n 0 -s` prints the figures of a longer run."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -21,7 +19,7 @@ from pipeline.log.broker import Broker
 from pipeline.names import subject_token
 from tests.trainer import kit
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROUNDS = int(os.environ.get("JOURNEYWORK_TEST_MEMORY_ROUNDS", "6"))
 STEPS, DISCARDED = 8, 50

@@ -1,18 +1,12 @@
 """Requested batches whose groups end while others come."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from pipeline.events import GroupScored, TrainingBatch
 from pipeline.log.messages import Place
 from trainer.batches.groups import AdmittedGroup
 from trainer.requested import RequestedBatches
-
-pytestmark = pytest.mark.anyio
 
 REQUEST = TrainingBatch(id="b", groups=("a", "c"), owner="alice")
 

@@ -1,7 +1,5 @@
 """Adapters that nothing needs are removed; those that serve or may serve are kept."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +37,6 @@ from trainer.checkpoints.checkpoint import Best
 from trainer.checkpoints.validation import Validation
 from trainer.retention import Retention
 
-pytestmark = pytest.mark.anyio
 V = [f"tiny@{i}" for i in range(13)]
 
 

@@ -1,7 +1,5 @@
 """Pinned semantics: which tokens train. A change here needs a decision record."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

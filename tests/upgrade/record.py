@@ -4,8 +4,6 @@ The run trains one step of the demo's model before the inference double. Its bac
 `tests/upgrade/<version>.tar.xz`. The keys in it open nothing else. A recording is never changed: it is what a release
 wrote."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import tarfile

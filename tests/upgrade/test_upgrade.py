@@ -1,7 +1,5 @@
 """The present code opens the runs that earlier releases recorded: history, replay, and training on."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import tarfile

@@ -1,7 +1,5 @@
 """Helpers of the tests of `journeywork.art`: a small installation before an inference server that runs already."""
 
-from __future__ import annotations
-
 import json
 from contextlib import AbstractContextManager
 from pathlib import Path

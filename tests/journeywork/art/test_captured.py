@@ -1,7 +1,5 @@
 """From choices, as client libraries give them, to the calls that they are of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

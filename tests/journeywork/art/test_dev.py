@@ -1,7 +1,5 @@
 """ART's options of a model and of a step, as settings of the installation."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

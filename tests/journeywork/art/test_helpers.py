@@ -1,7 +1,5 @@
 """Helpers of programs: what is counted while they play, what servers of tools list, chunks of a data set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of a wrapped rollout, however its client asks for them and writes them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -79,7 +77,6 @@ async def play(text: str) -> art.Trajectory:
     return art.Trajectory(reward=1.0)
 
 
-@pytest.mark.anyio
 async def test_rollouts_at_the_same_time_do_not_mix(served: Served) -> None:
     pytest.importorskip("langchain_openai")
     model = art.Model(name="gpt", project="p", inference_api_key="k", inference_base_url=served.url)

@@ -1,7 +1,5 @@
 """`journeywork.art` costs a program little more than `openai`, which it needs anyway."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

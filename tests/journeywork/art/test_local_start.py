@@ -1,7 +1,5 @@
 """Installations that `LocalBackend` starts."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path
@@ -12,8 +10,6 @@ import pytest
 import journeywork.art as art
 from journeywork.art.local import UpError
 from journeywork.art.local import backend as local
-
-pytestmark = pytest.mark.anyio
 
 
 class Backend(local.LocalBackend):

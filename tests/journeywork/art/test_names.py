@@ -1,7 +1,5 @@
 """The names of ART that programs use are here; any other says where to read."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +18,6 @@ def test_any_other_name_says_where_to_read(name: str) -> None:
     assert not hasattr(art, "yield_trajectory")
 
 
-@pytest.mark.anyio
 async def test_nothing_is_copied_to_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs call both without one."""
     monkeypatch.delenv("BACKUP_BUCKET", raising=False)

@@ -1,7 +1,5 @@
 """Rollouts, training and evaluation at the same time."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import journeywork.art as art
 from journeywork.art.pipeline_trainer import PipelineTrainer
 from journeywork.art.types import TrainResult
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 class Backend:

@@ -3,8 +3,6 @@ imports, counts and names of models changed.
 
 Their sources are fetched. Where there is no network, the tests are skipped, and say so."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -22,9 +20,10 @@ from tests.journeywork.art import programs
 from tests.journeywork.art.kit import ROOT, installation
 from tests.journeywork.art.programs import PROGRAMS, Program
 from tests.kits.scoring_server import Scorer, ScoringServer
+from tests.kits.services import serving
 from trainer import tiny
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 8192
 """Tokens of prompt and reply together."""
@@ -48,11 +47,8 @@ def inference(program: Program, base: Path, folder: Path) -> Iterator[str]:
         folder, args=("--end-every", "2", "--max-model-len", str(LENGTH), "--words", *program.replies)
     )
     double.base, double.model = base, program.model
-    double.start()
-    try:
+    with serving(double):
         yield double.url
-    finally:
-        double.stop()
 
 
 FEW = ("sft-warmup",)

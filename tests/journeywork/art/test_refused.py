@@ -1,7 +1,5 @@
 """Groups that the gateway refuses, and groups that train nothing: errors and log lines that say which and why."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -13,8 +11,6 @@ from openai.types.chat.chat_completion import Choice
 import journeywork.art as art
 from journeywork.art.gateway import Gateway
 from journeywork.art.training import record_groups, train_groups
-
-pytestmark = pytest.mark.anyio
 
 LIMIT = 1e3
 

@@ -1,7 +1,5 @@
 """RULER of a program that was written for ART: the judge of an installation, in one process for the whole program."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -12,8 +10,6 @@ import pytest
 
 from journeywork.art.rewards import judge_process, ruler
 from tests.kits.scoring_server import Scorer, ScoringServer
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -85,3 +81,10 @@ async def test_a_process_that_dies_is_started_again_and_its_groups_are_scored(ne
         scores = await asyncio.gather(*(ruler(said(q), "openai/scorer", asked) for q in (0.2, 0.4)))
     assert [score.score for (score,) in scores] == pytest.approx([0.2, 0.4])
     assert len(killed) == 1
+
+
+async def test_an_answer_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch, new_process: None) -> None:
+    monkeypatch.setattr(judge_process, "_ANSWER_S", 0.2)
+    async with ScoringServer(delay_s=600).run() as server:
+        with pytest.raises(ValueError, match="did not answer within"):
+            await ruler(said(0.5), "openai/scorer", {"api_base": server.url})

@@ -1,7 +1,5 @@
 """Tasks that a model writes for the tools of a server."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable
@@ -11,8 +9,6 @@ import pytest
 
 from journeywork.art import mcp
 from tests.kits.scoring_server import Answer, ScoringServer
-
-pytestmark = pytest.mark.anyio
 
 
 def inventive() -> Callable[[dict[str, Any]], Answer]:

@@ -11,8 +11,6 @@ import pytest
 
 import journeywork.art as art
 
-pytestmark = pytest.mark.anyio
-
 
 class FakeWandb:
     """What `model.log` uses of wandb. It is its own run."""

@@ -1,11 +1,6 @@
 """Training through a running installation: what is sent, what is refused, and how its end is known."""
 
-from __future__ import annotations
-
-import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,7 @@ from tests.conftest import InferenceDouble
 from tests.journeywork.art.kit import BASE, MODEL, installation
 from tests.kits.installation import Up
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -160,43 +155,6 @@ async def test_choices_of_one_call_are_told_apart(model: Any) -> None:
     assert await model.get_step() == before + 1
 
 
-async def test_two_callers_train_at_once_each_with_its_own_loss(up: Up, tmp_path: Path) -> None:
-    """Two programs on one installation: each step is of one of them, with the loss that this one asked for."""
-    asked: dict[str, dict[str, Any]] = {
-        "one": {"kl_penalty_coef": 0.25, "learning_rate": 0.003},
-        "other": {"loss_fn": "cispo", "learning_rate": 0.002},
-    }
-    best = {"one": 1.0, "other": 0.5}
-    """By caller, the reward that tells its groups from the other's."""
-
-    async def caller(name: str) -> list[int]:
-        made = art.TrainableModel(name=MODEL, project="p", base_model=str(BASE), base_path=str(tmp_path / name))
-        backend = art.RemoteBackend(up.url)
-        await made.register(backend)
-        steps = []
-        for _ in range(2):
-            result = await backend.train(made, [await group(made, 0, best[name])], **asked[name])
-            assert result.version == f"{MODEL}@{result.step}", "the batch was trained"
-            steps.append(result.step)
-        await backend.close()
-        return steps
-
-    steps = dict(zip(asked, await asyncio.gather(*map(caller, asked)), strict=True))
-    assert len({step for taken in steps.values() for step in taken}) == 4
-    for name, taken in steps.items():
-        for step in taken:
-            found = up.run_dir / f"checkpoints/default/main/{MODEL}/step-{step:08}/manifest.json"
-            config = json.loads(found.read_text())["config"]
-            assert config["optimizer"]["learning_rate"] == asked[name]["learning_rate"]
-            assert (config["loss"]["type"], config["loss"]["weighting"]) == ("cispo", "trajectory")
-            assert config["loss"]["kl_penalty"] == asked[name].get("kl_penalty_coef", 0.0)
-            rewards = (
-                "SELECT max(reward) AS best FROM rewards, (SELECT unnest(groups) AS g FROM checkpoints "
-                f"WHERE step = {step}) WHERE group_id = g"
-            )
-            assert up.query(rewards) == [{"best": best[name]}]
-
-
 async def test_another_model_is_not_served(up: Up, tmp_path: Path) -> None:
     other = art.TrainableModel(name="chess", project="p", base_model="b", base_path=str(tmp_path))
     with pytest.raises(LookupError, match=f"serves no model 'chess', but: '{MODEL}'"):
@@ -214,17 +172,6 @@ async def test_validation_is_recorded_and_not_trained(up: Up, model: Any) -> Non
     shown = (Path(model.base_path) / "p" / "models" / MODEL / "trajectories" / "val" / f"{step:04}.jsonl").read_text()
     assert shown.count("\n") == 1, "single trajectories are one group"
     assert await model.get_step() == step
-
-
-async def test_a_gateway_that_restarts_is_waited_for(up: Up, model: Any) -> None:
-    before = await model.get_step()
-    groups = [await group(model, 0, 1)]
-    pid = up.state["services"]["gateway"]["pid"]
-    training = asyncio.ensure_future(model.train(groups))
-    await asyncio.sleep(0)
-    os.kill(pid, signal.SIGKILL)
-    await training
-    assert await model.get_step() == before + 1
 
 
 # -- an installation of one's own ------------------------------------------------------------------------------------

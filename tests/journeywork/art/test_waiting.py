@@ -1,7 +1,5 @@
 """How `train` learns what became of its groups, at a gateway that answers what a test wants."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -13,8 +11,6 @@ from journeywork.art.gateway import Gateway
 from journeywork.art.training import await_step
 from journeywork.art.types import TrainResult
 from journeywork.transport import GatewayUnavailableError, JourneyworkError
-
-pytestmark = pytest.mark.anyio
 
 
 class Scripted:

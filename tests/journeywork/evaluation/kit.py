@@ -1,7 +1,5 @@
 """A rollout and tasks that `journeywork eval` loads by name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`journeywork eval` as a program: a pinned version and the one that its name stands for, on one log."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,8 +17,6 @@ from store.reading import sql
 from tests.kits.stub_gateway import StubGateway
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 from tests.store.kit import fill
-
-pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[3]
 KIT = "tests.journeywork.evaluation.kit"

@@ -1,7 +1,5 @@
 """Entrants over a stub of the gateway: same tasks, paired differences, recorded results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +12,6 @@ from journeywork.evaluation.playing import play, task_name
 from journeywork.statistics import mean_of, paired_difference
 from journeywork.trajectory import Trajectory
 from tests.kits.stub_gateway import StubGateway
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture

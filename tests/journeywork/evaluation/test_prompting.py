@@ -1,7 +1,5 @@
 """`journeywork prompt`: GEPA plays the user's tasks, and the evaluation holds the first prompt and the best."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

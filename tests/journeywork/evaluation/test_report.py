@@ -1,7 +1,5 @@
 """What `journeywork eval` prints."""
 
-from __future__ import annotations
-
 from journeywork.evaluation.entrants import parse_entrant
 from journeywork.evaluation.report import text_report
 from journeywork.evaluation.results import EntrantResult, EvaluationReport, TaskResult

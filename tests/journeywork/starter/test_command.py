@@ -1,7 +1,5 @@
 """`journeywork init`. `tests/examples/test_notebooks.py` trains and evaluates a project."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from pathlib import Path

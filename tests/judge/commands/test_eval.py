@@ -1,7 +1,5 @@
 """`journeywork judge eval`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,8 +11,6 @@ from judge.labelled import read_labelled
 from pipeline.config import JudgeConfig
 from tests.judge.kit import Model, labelled
 from tests.kits.scoring_server import Scorer
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_good_and_a_bad_judge_are_told_apart(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`journeywork rejudge`: history is scored again, on another branch."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -25,8 +23,6 @@ from pipeline.log.broker import Broker
 from tests.judge.kit import Model, completed, exchange, groups, judging, ruler
 from tests.kits.scoring_server import Scorer
 from trainer.requested import RequestedBatches
-
-pytestmark = pytest.mark.anyio
 
 
 async def history(broker: Broker, config: Config) -> None:

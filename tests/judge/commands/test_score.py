@@ -1,12 +1,9 @@
 """`journeywork judge score`: one group from a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import pytest
@@ -21,7 +18,7 @@ from tests.judge.kit import IMPORTS_LITELLM
 from tests.kits.scoring_server import ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
+pytestmark = IMPORTS_LITELLM
 
 
 def said(quality: float) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """`journeywork judge serve` as a process, without a judge model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -44,7 +42,6 @@ def test_an_answer_is_a_line_of_characters_that_no_terminal_acts_on() -> None:
     assert serve._failure_line(1, "a\u009b2J \udc80") == b'{"id":1,"scores":{},"error":"a\\u009b2J \xef\xbf\xbd"}\n'
 
 
-@pytest.mark.anyio
 async def test_an_answer_that_no_json_can_hold_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -1,13 +1,10 @@
 """Any answer of a judge model with the status 200 ends in a group that is scored or discarded, and the judge lives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import anyio
 import anyio.from_thread
 import pytest
 from hypothesis import example, given, settings
@@ -149,7 +146,6 @@ def test_any_body_ends_in_an_event_that_the_log_can_hold() -> None:
         check()
 
 
-@pytest.mark.anyio
 async def test_a_body_that_never_ends_is_no_answer() -> None:
     """The client's own limit is one for each read."""
 

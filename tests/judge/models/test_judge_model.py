@@ -1,7 +1,5 @@
 """Calls of the judge model over HTTP to the scoring server."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from tests.judge.kit import IMPORTS_LITELLM
 from tests.kits.scoring_server import Answer, ScoringServer
 from tests.kits.settings import with_values
 
-pytestmark = [pytest.mark.anyio, IMPORTS_LITELLM]
+pytestmark = IMPORTS_LITELLM
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hello"}]

@@ -1,7 +1,5 @@
 """`judge.request.params`: any parameter of litellm, with secrets from the environment only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

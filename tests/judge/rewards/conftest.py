@@ -1,7 +1,5 @@
 """Reward functions on a busy machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from judge.rewards import sandbox

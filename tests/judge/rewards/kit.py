@@ -1,7 +1,5 @@
 """Reward functions of the tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from judge.rewards.sandbox import RewardFunction

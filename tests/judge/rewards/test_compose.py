@@ -1,7 +1,5 @@
 """Rewards of several parts, and functions that misbehave."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig, load
 from tests.judge.functions import NUMBERS
 from tests.judge.kit import Model, completed, loading, ruler, transcript
 from tests.kits.scoring_server import Scorer
-
-pytestmark = pytest.mark.anyio
 
 HERE = "tests.judge.functions"
 

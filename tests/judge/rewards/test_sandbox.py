@@ -1,7 +1,5 @@
 """A sandboxed reward function reaches no network and writes nothing; no function outlives its call."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -23,8 +21,9 @@ from judge.rewards.compose import open_composer_on_log
 from judge.rewards.sandbox import RewardFunction, RewardFunctionError
 from pipeline.config import Config, ConfigError, JudgeConfig, RewardConfig
 from tests.judge.rewards.kit import function
+from tests.kits.waiting import until_true
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 FAULT = sandbox.unavailable()
 needs_bubblewrap = pytest.mark.skipif(bool(FAULT), reason=FAULT)
@@ -45,9 +44,7 @@ def named(name: str) -> list[psutil.Process]:
 
 async def gone(name: str) -> None:
     """Until no process has this name: what is killed may take a moment to end. By itself each takes 100 seconds."""
-    with anyio.fail_after(60):
-        while named(name):
-            await anyio.sleep(0.02)
+    await until_true(lambda: not named(name))
 
 
 @pytest.fixture
@@ -209,9 +206,7 @@ async def test_a_killed_judge_leaves_no_process_of_its_functions(isolate: str, n
         "        await call({'id': 'bad', 'task': sys.argv[2], 'daemon': daemon, 'hang': True})\nanyio.run(main)\n"
     )
     judge = subprocess.Popen([sys.executable, "-c", code, isolate, name])
-    with anyio.fail_after(60):
-        while not named(name):
-            await anyio.sleep(0.05)
+    await until_true(lambda: named(name))
     judge.send_signal(signal.SIGKILL)
     judge.wait()
     await gone(name)

@@ -1,7 +1,5 @@
 """Orders, position bias and merging."""
 
-from __future__ import annotations
-
 import random
 from statistics import mean
 

@@ -1,7 +1,5 @@
 """How the space of a prompt is shared between texts."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,18 +1,12 @@
 """Images of trajectories, as a judge model is shown them."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
-
-import pytest
 
 from judge.ruler.transcripts import Transcript
 from pipeline.chat.images import image_name
 from tests.judge.kit import Model, ruler, single
 from tests.kits.scoring_server import Scorer
-
-pytestmark = pytest.mark.anyio
 
 FILES = [bytes([i]) * 1000 for i in range(4)]
 

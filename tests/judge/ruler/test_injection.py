@@ -1,7 +1,5 @@
 """Trajectories that try to raise their own score, against a judge that obeys whatever it sees outside the fences."""
 
-from __future__ import annotations
-
 import random
 import re
 
@@ -12,8 +10,6 @@ from judge.ruler.rubrics import load_rubric
 from tests.judge.attacks import ATTACKS, ORDERS, TURNS
 from tests.judge.kit import Model, ruler, single, transcript
 from tests.kits.scoring_server import Scorer
-
-pytestmark = pytest.mark.anyio
 
 
 def group(attack: str, role: str = "assistant") -> list[prompt.Transcript]:

@@ -1,7 +1,5 @@
 """A judge quotes what an agent wrote, as it is: the reply gives the judge's score or none, never the agent's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Judge replies, well-formed to hostile: the right scores or none. test_quoting_judges.py has the attacks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from contextlib import suppress

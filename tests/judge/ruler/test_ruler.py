@@ -1,7 +1,5 @@
 """RULER against a scorer in the same process: matching, asking again, orders, subsets, failures."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -14,8 +12,6 @@ from judge.ruler import prompt
 from judge.ruler.asking import JudgingError
 from tests.judge.kit import TOO_LONG, Model, completed, ruler, transcript
 from tests.kits.scoring_server import Answer, Scorer, score_key
-
-pytestmark = pytest.mark.anyio
 
 QUALITY = {f"t{i}": round(0.1 + i / 10, 2) for i in range(6)}
 TRANSCRIPTS = [transcript(n, f"I play. quality={q}") for n, q in QUALITY.items()]

@@ -1,7 +1,5 @@
 """Trajectories as text for the judge."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest
@@ -10,8 +8,6 @@ from judge.ruler.transcripts import from_exchanges, load_transcript, render_mess
 from pipeline.chat.conversations import Message
 from pipeline.log.broker import Broker, HistoryGoneError
 from tests.judge.kit import exchange
-
-pytestmark = pytest.mark.anyio
 
 
 def rendered(messages: Iterable[Message]) -> str:

@@ -1,7 +1,5 @@
 """Which conversations a trajectory's exchanges make."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`journeywork apprentice`: which runs it takes, what it refuses, and the version that comes out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from tests.kits.settings import with_values
 from tests.store.kit import exchange, fill, scored
 from tests.trainer import kit
 
-pytestmark = pytest.mark.anyio
 BASE = Path(__file__).parents[3] / "examples" / "tictactoe" / "model"
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
 

@@ -1,7 +1,5 @@
 """`journeywork backup` and `restore`: another machine goes on with what the first one learned."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dead letters: listed, shown, given back to the one consumer that failed, dropped."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -18,8 +16,6 @@ from pipeline.events import DeadLettered, Event, GroupScored, TrajectoryComplete
 from pipeline.log.broker import Broker
 from tests.kits.events import completed, letter
 from tests.kits.log import take
-
-pytestmark = pytest.mark.anyio
 
 
 async def make_dead_letter(broker: Broker, payload: bytes, detail: str = "why") -> None:

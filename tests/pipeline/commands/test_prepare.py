@@ -1,7 +1,5 @@
 """`journeywork prepare` makes what containers need, and a second run changes nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import stat
 from pathlib import Path

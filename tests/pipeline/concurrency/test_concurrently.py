@@ -1,13 +1,9 @@
 """`gather` keeps the order of the items, limits the calls at once, and raises the first error as it is."""
 
-from __future__ import annotations
-
 import anyio
 import pytest
 
 from pipeline.concurrency.concurrently import concurrently
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_results_have_the_order_of_the_items_and_calls_are_limited() -> None:

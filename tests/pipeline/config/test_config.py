@@ -1,7 +1,5 @@
 """Settings: an error names the setting that is wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

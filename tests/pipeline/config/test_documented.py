@@ -1,7 +1,5 @@
 """Settings that the pages show can be copied: each TOML snippet of README and docs/ loads."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Exchanges that are recorded as what follows an earlier one come back bit for bit, or not at all."""
 
-from __future__ import annotations
+import random
 
 import msgspec
 import numpy as np
@@ -56,7 +56,7 @@ def read(form: Form, memory: RememberedExchanges, held: list[Form]) -> ExchangeR
     runs(), st.lists(MEMORIES, min_size=1, max_size=3), st.lists(st.integers(0, 2), min_size=1), MEMORIES, st.randoms()
 )
 def test_every_run_comes_back_as_it_was_and_trains_the_same_sequences(
-    exchanges: list[ExchangeRecorded], writers: list[int], by: list[int], reader: int, order: st.random.Random
+    exchanges: list[ExchangeRecorded], writers: list[int], by: list[int], reader: int, order: random.Random
 ) -> None:
     held = written(exchanges, [RememberedExchanges(size) for size in writers], by)
     memory = RememberedExchanges(reader)

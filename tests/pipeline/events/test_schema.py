@@ -4,8 +4,6 @@
 any more is a log that someone can't read any more. `python -m tests.pipeline.events.test_schema` records kinds not
 yet recorded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """A supervisor that runs while a test looks."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path

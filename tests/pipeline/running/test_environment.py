@@ -1,7 +1,5 @@
 """The environment variables that each process gets."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipeline.config import PROCESSES, load

@@ -1,7 +1,5 @@
 """vLLM's tool parser by a model's family, and the command that `up` makes of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One installation at a time uses a run directory."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """The run that a command selects, and how it finds the run's log."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

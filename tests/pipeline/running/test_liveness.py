@@ -1,7 +1,5 @@
 """Processes that hang are detected and restarted: services, servers, and a log whose disk was full."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -29,7 +27,7 @@ from tests.kits.disk import small_disk
 from tests.kits.events import opened
 from tests.pipeline.running.supervised import Changes, supervised
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SERVICE = """
 import anyio

@@ -1,13 +1,9 @@
 """A log that was made with more room goes on with less."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from pipeline.config import Config, NatsConfig
 from pipeline.events import TrajectoryCompleted
@@ -15,8 +11,6 @@ from pipeline.log.broker import Broker
 from pipeline.running.plan import nats_command
 from tests.conftest import free_port
 from tests.kits.events import completed
-
-pytestmark = pytest.mark.anyio
 
 
 @contextlib.contextmanager

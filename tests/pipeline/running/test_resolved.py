@@ -1,7 +1,5 @@
 """The settings that every process starts with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How a service process ends: 0 when stopped, 2 on settings that can't be used, 1 on a crash."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The supervisor with real processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os
@@ -25,8 +23,6 @@ from pipeline.running.plan import ONE_PROCESS, ProcessSpec, make_plan, one_proce
 from pipeline.running.supervisor import Supervisor, SupervisorError
 from tests.conftest import free_port
 from tests.pipeline.running.supervised import Changes, runs, supervised
-
-pytestmark = pytest.mark.anyio
 
 SERVICE = """
 import argparse, os, signal, sys

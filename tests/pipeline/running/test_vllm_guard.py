@@ -1,14 +1,10 @@
 """The key in front of vLLM, as an ASGI server calls it; `test_loop` asks a real one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from pipeline.running.vllm_guard import RequireKey
-
-pytestmark = pytest.mark.anyio
 
 
 async def asked(path: str, *headers: tuple[bytes, bytes], kind: str = "http") -> Any:

@@ -1,7 +1,5 @@
 """Every NATS user against a real server: what is forbidden is refused, and what its service does works."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,8 +18,6 @@ from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.credentials import make_client, options
 from pipeline.security import users
 from tests.kits.events import checkpoint, completed
-
-pytestmark = pytest.mark.anyio
 
 API = "$JS.API."
 CHECKPOINT = "policy.checkpoint.default.m.9"

@@ -1,7 +1,5 @@
 """The sentence about the training reward."""
 
-from __future__ import annotations
-
 import random
 
 from journeywork.statistics import Sample

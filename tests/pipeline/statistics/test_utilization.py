@@ -1,7 +1,5 @@
 """What bounds the speed."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipeline.statistics.utilization import bound_by

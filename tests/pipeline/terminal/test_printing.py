@@ -1,7 +1,5 @@
 """What agents wrote acts on no terminal."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

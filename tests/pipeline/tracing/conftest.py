@@ -1,7 +1,5 @@
 """A receiver of spans and scores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

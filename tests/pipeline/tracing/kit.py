@@ -1,7 +1,5 @@
 """The life of two trajectories on the log, from first call to verdict."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +13,7 @@ from pipeline.log.broker import Broker
 from pipeline.tracing import exporter, trace
 from tests.kits import events
 from tests.kits.langfuse import PUBLIC, SECRET, LangfuseReceiver
+from tests.kits.waiting import until_true
 
 START = 1_700_000_000_000_000
 AGENTS_TRACE, AGENTS_SPAN = "ab" * 16, "cd" * 8
@@ -86,7 +85,5 @@ async def run_until(config: NatsConfig, done: Callable[[], bool], **settings: An
     telemetry = TelemetryConfig(**settings)
     async with anyio.create_task_group() as tg:
         tg.start_soon(exporter.serve, Config(project="p", nats=config, telemetry=telemetry), lambda **_: None)
-        with anyio.fail_after(60):
-            while not done():
-                await anyio.sleep(0.02)
+        await until_true(done)
         tg.cancel_scope.cancel()

@@ -1,7 +1,5 @@
 """The telemetry service: destinations by the environment, and a collector that is away or refuses."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -12,8 +10,6 @@ from pipeline.tracing import backend, trace
 from pipeline.tracing import exporter as telemetry
 from tests.kits.langfuse import LangfuseReceiver
 from tests.pipeline.tracing.kit import calls, exchange, run_until
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_the_three_variables_of_langfuse_are_enough_and_what_it_refuses_is_sent_again(

@@ -1,7 +1,5 @@
 """Rewards and verdicts as Langfuse scores."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec
@@ -14,8 +12,6 @@ from pipeline.tracing import langfuse, trace
 from pipeline.tracing.exporter import SpanMaker
 from tests.kits.langfuse import LangfuseReceiver
 from tests.pipeline.tracing.kit import AGENTS_TRACE, SPANS, publish_lives, run_until
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_rewards_and_verdicts_become_scores_of_their_spans(

@@ -1,7 +1,5 @@
 """The whole tree of multi-turn, judged, trained trajectories, as a receiver gets it, against docs/dashboard.md."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,8 +10,6 @@ from pipeline.log.broker import Broker
 from pipeline.tracing import trace
 from tests.kits.langfuse import LangfuseReceiver, Span
 from tests.pipeline.tracing.kit import AGENTS_SPAN, AGENTS_TRACE, SPANS, START, publish_lives, run_until
-
-pytestmark = pytest.mark.anyio
 
 DOC = Path(__file__).parents[3] / "docs" / "dashboard.md"
 KINDS = {1: "internal", 3: "client"}

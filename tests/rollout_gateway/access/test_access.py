@@ -1,20 +1,15 @@
 """Access to runs by key, and what a caller without a valid key learns and costs."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 
 import httpx
-import pytest
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import key_config
-
-pytestmark = [pytest.mark.anyio]
 
 KEYS = (key_config("alice"), key_config("bob"), key_config("boss", role="operator"))
 LET_IN = 503

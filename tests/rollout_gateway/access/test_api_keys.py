@@ -1,7 +1,5 @@
 """API keys: what each permits, the file and its commands."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

@@ -1,11 +1,8 @@
 """Groups, batches and evaluations belong to the key that opened them, as runs do."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import pytest
@@ -18,8 +15,6 @@ from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import error, key_config
 from tests.store.kit import exchange
-
-pytestmark = [pytest.mark.anyio]
 
 
 def opening(**fields: Any) -> dict[str, Any]:

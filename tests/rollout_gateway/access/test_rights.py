@@ -1,10 +1,6 @@
 """What each key may do, as a table: with a run of alice's and its group, with feedback on it, and elsewhere."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
-
-import pytest
 
 from pipeline.config import KeyConfig, NatsConfig
 from rollout_gateway.capture.answer_ids import new_answer_id
@@ -12,8 +8,6 @@ from tests.rollout_gateway.access.test_access import KEYS, LET_IN, Caller
 from tests.rollout_gateway.api.test_feedback import signals
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.kit import error, key_config
-
-pytestmark = pytest.mark.anyio
 
 
 class Rights(NamedTuple):

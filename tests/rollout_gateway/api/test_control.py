@@ -1,7 +1,5 @@
 """Decisions about versions over HTTP, at several gateways."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
@@ -12,7 +10,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import ASK, serves
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 
 async def decide(gateway: GatewayProcess, action: str, **body: Any) -> httpx.Response:

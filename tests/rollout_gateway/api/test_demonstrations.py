@@ -1,7 +1,5 @@
 """Conversations that the model did not have, recorded as calls in the tokens of its chat template."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
@@ -13,7 +11,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess
 from trainer.sequences import build
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 CHAT = [
     {"role": "user", "content": "0"},

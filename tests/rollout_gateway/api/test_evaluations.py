@@ -1,7 +1,5 @@
 """Recording evaluations, and what a run's calls cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
@@ -12,7 +10,7 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
 from tests.rollout_gateway.kit import ASK
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 RESULT: dict[str, Any] = {
     "evaluation": "e-1",

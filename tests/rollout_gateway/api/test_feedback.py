@@ -1,7 +1,5 @@
 """Feedback becomes signals: about any answer, at any time, and each once."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -22,8 +20,6 @@ from tests.kits.clients import closed_after_test
 from tests.kits.settings import with_values
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import ASK, error
-
-pytestmark = [pytest.mark.anyio]
 
 
 def give(gateway: GatewayProcess, run: str = "", **body: Any) -> httpx.Response:

@@ -1,13 +1,9 @@
 """How much feedback a key may give, and what a repetition under the same key is."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
-import anyio
 import anyio.to_thread
 import msgspec
-import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
@@ -18,8 +14,6 @@ from tests.rollout_gateway.api.test_feedback import signals
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import error, key_config
-
-pytestmark = [pytest.mark.anyio]
 
 KEYS = (key_config("alice"), key_config("bob"), key_config("boss", role="operator"), key_config("fan", role="feedback"))
 

@@ -1,7 +1,5 @@
 """`/health` tells whether the log takes writes."""
 
-from __future__ import annotations
-
 import signal
 from functools import partial
 from types import SimpleNamespace
@@ -20,8 +18,6 @@ from rollout_gateway.api.models import get_health
 from rollout_gateway.serving.replicas import Fleet
 from tests.conftest import NatsServer
 from tests.kits.waiting import until
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_log_that_takes_no_writes_is_told(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,16 @@
 """Metrics in Prometheus' text format, and what `deploy/` makes of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 import yaml
 
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.serving.replicas import Fleet
 from tests.rollout_gateway.kit import registry_of
-
-pytestmark = pytest.mark.anyio
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 

@@ -1,7 +1,5 @@
 """What a client with a wrong address or key is told."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

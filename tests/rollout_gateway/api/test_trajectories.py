@@ -1,7 +1,5 @@
 """What a run's results must be, where no gateway has to run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

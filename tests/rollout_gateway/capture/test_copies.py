@@ -1,7 +1,5 @@
 """Trajectories that are made of calls which were recorded in another one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
@@ -26,7 +24,7 @@ from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import ASK, exchanges, key_config, registry_of, serves
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 BATCH = {"id": "b1", "groups": ["g1", "g2"], "settings": {"optimizer.learning_rate": 0.5}}
 

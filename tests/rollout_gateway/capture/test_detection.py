@@ -1,7 +1,5 @@
 """Detected runs belong to the key whose calls began them, and go on at any gateway."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,8 +21,6 @@ from rollout_gateway.dialects.calls import Answer, SampledChoice
 from rollout_gateway.dialects.endpoints import read_chat
 from tests.kits.events import exchange
 from tests.kits.waiting import until
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_run_goes_on_with_calls_of_its_own_key_only(broker: Broker) -> None:

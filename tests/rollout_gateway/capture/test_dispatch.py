@@ -1,7 +1,5 @@
 """Calls that are cancelled or fail before an inference server answered."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,6 @@ from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import parts
 from tests.rollout_gateway.kit import ASK, exchanges, of_servers
-
-pytestmark = pytest.mark.anyio
 
 CALL = read_chat(msgspec.json.encode({"model": "tictactoe", "messages": []}))
 

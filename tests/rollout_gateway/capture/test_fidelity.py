@@ -1,7 +1,5 @@
 """Whatever a client asks for, the log holds exactly the tokens that vLLM sampled: compared call by call with vLLM."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -16,7 +14,7 @@ from tests.rollout_gateway.agents.move_tool import MOVE
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.kit import ASK, direct, exchanges
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 NAMED: Any = {"tools": [MOVE], "tool_choice": {"type": "function", "function": {"name": "move"}}}
 SCHEMA = MOVE["function"]["parameters"]

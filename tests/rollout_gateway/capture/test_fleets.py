@@ -2,15 +2,12 @@
 they compact, hand over and start agents of their own. Real HTTP and a gateway's process; the inference server is
 scripted."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal
 
-import anyio
 import anyio.to_thread
 import httpx
 import msgspec
@@ -22,8 +19,6 @@ from pipeline.log.broker import Broker
 from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
-
-pytestmark = pytest.mark.anyio
 
 IDLE_S, NO_TIME_S = 600.0, 0.1
 """The time of silence while agents call, and after their last call."""

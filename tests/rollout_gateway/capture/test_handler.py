@@ -1,13 +1,10 @@
 """Model calls through the gateway, against real vLLM and a real log, with the official client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from functools import partial
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import msgspec
@@ -20,7 +17,7 @@ from tests.conftest import NatsServer, VllmServer
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.kit import ASK, direct, exchanges
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 ADDED = ("prompt_token_ids", "token_ids", "prompt_text")
 

@@ -1,7 +1,5 @@
 """The trajectory of a call: by key and role, headers, body, detection; and pacing of groups."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -17,8 +15,6 @@ from tests.kits.waiting import until
 from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import PROJECT, StartGateway
 from tests.rollout_gateway.kit import ASK, error, exchanges, key_config
-
-pytestmark = [pytest.mark.anyio]
 
 
 @pytest.mark.inference

@@ -1,14 +1,11 @@
 """What a mask matches is recorded nowhere, and the agent gets it."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import anyio
 import anyio.to_thread
 import httpx
 import msgspec
@@ -45,7 +42,7 @@ CARD = MaskConfig(name="card", pattern="4[0-9]{15}")
 SECRET = "jane.doe@example.com"
 ESCAPED = "jane.doe\\u0040example.com"
 E = TypeVar("E", bound=Event)
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 
 def play(gateway: GatewayProcess, name: str, text: str, *, stream: bool = False) -> str:

@@ -1,7 +1,5 @@
 """Runs in memory: completed once and with all their calls, here and by other gateways, in bounded memory."""
 
-from __future__ import annotations
-
 import asyncio
 
 import anyio
@@ -16,8 +14,6 @@ from rollout_gateway.http.errors import ApiError
 from tests.kits.events import exchange, opened
 from tests.kits.waiting import until_true
 from tests.rollout_gateway.kit import registry_of
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_call_that_begins_as_a_completion_wakes_is_in_the_run(broker: Broker) -> None:

@@ -1,7 +1,5 @@
 """An expired trajectory is refused, and no other one takes what is left of it."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
@@ -13,8 +11,6 @@ from rollout_gateway.http.errors import ApiError
 from tests.kits.events import exchange, opened
 from tests.kits.waiting import until
 from tests.rollout_gateway.kit import registry_of
-
-pytestmark = pytest.mark.anyio
 
 OLD = "t-20200101T000000Z-" + "0" * 20
 

@@ -1,11 +1,8 @@
 """Trajectories of one replica: keys, and calls recorded while servers and gateways come and go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import nats.errors
@@ -25,8 +22,6 @@ from tests.kits.events import exchange, opened
 from tests.kits.power import Power
 from tests.kits.waiting import until_true
 from tests.rollout_gateway.kit import TOKENS, registry_of
-
-pytestmark = pytest.mark.anyio
 
 
 def test_a_trajectory_key_is_known_by_its_signature() -> None:

@@ -1,7 +1,5 @@
 """Detected runs that wait, on a real log."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import nats.errors
@@ -12,8 +10,6 @@ from pipeline.log.broker import Broker
 from pipeline.log.fast_client import Ack
 from rollout_gateway.capture.conversations import Quote
 from rollout_gateway.capture.waiting_runs import WaitingRun, WaitingRuns
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_run_is_taken_once_although_its_acknowledgement_was_lost(

@@ -1,7 +1,5 @@
 """Helpers for tests of the translated APIs: tools, and Anthropic's client."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What Claude Code sends to `/v1/messages` and Codex CLI to `/v1/responses`, but for the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PARAMETERS = {"type": "object", "properties": {"cmd": {"type": "string"}}}

@@ -1,8 +1,6 @@
 """Whatever JSON an inference server sends, the call ends in an answer or in an error that says what is wrong with it;
 whatever JSON a client sends is a call or a 400."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests other than completions, and tools, bodies and errors with the official clients."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -13,8 +11,6 @@ from tests.conftest import VllmServer
 from tests.rollout_gateway.conftest import GatewayProcess
 from tests.rollout_gateway.dialects.kit import CODEX, NO_SPACE, claude
 from tests.rollout_gateway.kit import exchanges
-
-pytestmark = pytest.mark.anyio
 
 # -- what vLLM answers too ---------------------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """Requests to vLLM's endpoints that are refused before vLLM sees them, and what is kept of its answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What reaches the inference server, and what is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

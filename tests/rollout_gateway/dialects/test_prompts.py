@@ -1,7 +1,5 @@
 """A promoted prompt in the bodies of all dialects: in place of the agent's own, and of nothing else."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`/v1/responses` from chat completions and their chunks, without a server."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest.mock import Mock

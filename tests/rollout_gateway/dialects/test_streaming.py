@@ -1,7 +1,5 @@
 """What clients of streams stumble over. `test_streams.py` has streams of any shape, in portions of any size."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

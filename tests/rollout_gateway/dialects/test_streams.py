@@ -1,7 +1,5 @@
 """A streamed reply of any shape is one reply: as it was recorded, so the client of another API sends it back."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

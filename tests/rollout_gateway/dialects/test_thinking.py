@@ -1,8 +1,6 @@
 """What a thinking model said goes back to it: through `/v1/messages` and `/v1/responses` its template gets what a chat
 completion's `reasoning` gives it."""
 
-from __future__ import annotations
-
 import base64
 import json
 from typing import Any

@@ -1,8 +1,6 @@
 """Programs that keep a thinking model's thoughts between tool calls: each turn's prompts are those of a chat completion
 with `reasoning_content`, and its calls one training sequence."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ from tests.rollout_gateway.frameworks import AGENTS, cli, client_environment, no
 from tests.rollout_gateway.thinker import Delegator, Thinker
 from trainer.sequences import build
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 4
 

@@ -1,8 +1,6 @@
 """A thinking model's own turns through the gateway: prompts on the log are those that a chat completion with
 `reasoning_content` gets, token for token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai
@@ -13,7 +11,7 @@ from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.kit import exchanges, key_config
 
-pytestmark = [pytest.mark.anyio, pytest.mark.inference]
+pytestmark = pytest.mark.inference
 
 
 async def test_answers_are_referred_to_by_id(start_gateway: StartGateway, broker: Broker) -> None:

@@ -1,8 +1,6 @@
 """What vLLM's own `/v1/responses` and `/v1/messages` render with a public chat template, the gateway's chat completion
 renders too: vLLM's own code converts and renders both."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from functools import cache

@@ -1,14 +1,11 @@
 """Helpers for HTTP tests: a server of a handler, and raw requests."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import patch
 
-import anyio
 import anyio.abc
 
 from pipeline.config import HttpConfig

@@ -1,7 +1,5 @@
 """The reader of JSON bodies names what is wrong."""
 
-from __future__ import annotations
-
 import json
 from typing import Literal
 

@@ -1,15 +1,11 @@
 """A cancellation ends the block that it is entered around, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 
 from rollout_gateway.http.cancellation import Cancellation
 from rollout_gateway.http.errors import ClientGoneError
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_task_that_is_cancelled_by_others_too_stays_cancelled() -> None:

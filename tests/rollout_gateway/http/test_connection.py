@@ -1,13 +1,10 @@
 """Hostile and unusual clients at the HTTP server alone: real sockets, raw bytes."""
 
-from __future__ import annotations
-
 import json
 import resource
 import socket
 from contextlib import AsyncExitStack
 
-import anyio
 import anyio.abc
 import pytest
 
@@ -16,8 +13,6 @@ from rollout_gateway.http.errors import ClientGoneError
 from rollout_gateway.http.request import Request
 from rollout_gateway.http.server import checked_limits
 from tests.rollout_gateway.http.kit import echo, received, serve, spoken, until_closed
-
-pytestmark = pytest.mark.anyio
 
 INNER = b"POST /pin HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"

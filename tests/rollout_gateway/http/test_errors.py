@@ -1,7 +1,5 @@
 """The error codes in docs/gateway.md are those in the gateway's source, with their statuses."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Events of a stream, whose splitting `dialects/test_streams.py` holds for portions of any size and any line end."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,14 +1,11 @@
 """Calls that end before their answer: clients that leave at once, and a gateway that stops."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
 from typing import Any
 from urllib.parse import urlsplit
 
-import anyio
 import anyio.to_thread
 import httpx
 import pytest
@@ -17,8 +14,6 @@ from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK, error, exchanges, in_flight
-
-pytestmark = pytest.mark.anyio
 
 
 async def ask_and_leave(gateway: GatewayProcess, path: str, body: dict[str, Any], stay_s: float) -> None:

@@ -1,7 +1,5 @@
 """Limits on time, concurrent calls and body sizes: each has a setting, an error of its own, and a correct record."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -27,8 +25,6 @@ from tests.rollout_gateway.access.test_access import LET_IN, Caller
 from tests.rollout_gateway.conftest import StartGateway
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.kit import ASK, counted, exchanges, key_config
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.vllm

@@ -1,7 +1,5 @@
 """Checks of a request's origin: host names and web pages; and the meaning of its path."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

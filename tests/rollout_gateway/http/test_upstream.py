@@ -1,7 +1,5 @@
 """The client for inference servers: its key, its timeouts, and servers that end a connection."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -10,8 +8,6 @@ from typing import Any
 import pytest
 
 from rollout_gateway.http.upstream import Upstream, UpstreamError, UpstreamTimeoutError
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Gateways in front of providers: without inference servers, and with a master and its apprentice."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any

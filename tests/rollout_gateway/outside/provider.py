@@ -1,7 +1,5 @@
 """A real HTTP server that plays a provider: answers as it is told and keeps what it got."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

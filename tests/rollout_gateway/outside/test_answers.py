@@ -1,7 +1,5 @@
 """Answers of providers as the record holds them, and as a retry gets them again."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,10 +1,6 @@
 """The master's answer as a correction of the apprentice's: allowed where the tables say `may_train`."""
 
-from __future__ import annotations
-
 from typing import Any
-
-import pytest
 
 from pipeline.events import SignalGiven
 from pipeline.log.broker import Broker
@@ -15,7 +11,6 @@ from tests.rollout_gateway.outside.conftest import StartOutside, table
 from tests.rollout_gateway.outside.provider import Provider, completion, whole
 from tests.rollout_gateway.outside.test_failures import ask
 
-pytestmark = pytest.mark.anyio
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
 
 

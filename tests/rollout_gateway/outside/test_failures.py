@@ -1,7 +1,5 @@
 """What an agent sees and the record says when a provider fails, and when the gateway is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -10,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import openai
@@ -25,8 +22,6 @@ from tests.kits.waiting import until, until_true
 from tests.rollout_gateway.kit import exchanges
 from tests.rollout_gateway.outside.conftest import KEY, StartOutside, table
 from tests.rollout_gateway.outside.provider import Provider, Reply, chunks, completion, stream, whole
-
-pytestmark = pytest.mark.anyio
 
 ASK: Any = {"model": "master", "messages": [{"role": "user", "content": "hi"}]}
 _ERROR = {"error": {"message": f"slow down, {KEY}", "type": "rate_limit_error"}}

@@ -1,7 +1,5 @@
 """A prompt is promoted and rolled back with a version. The model sees it, and the log has what the model saw."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -15,8 +13,6 @@ from tests.rollout_gateway.conftest import PROJECT
 from tests.rollout_gateway.kit import exchanges, key_config
 from tests.rollout_gateway.outside.conftest import MASTER, OpenShop, Shop
 from tests.rollout_gateway.outside.provider import Provider
-
-pytestmark = pytest.mark.anyio
 
 OLD, NEW = "Play.", "Play well."
 BASE = "tictactoe@0"

@@ -1,8 +1,6 @@
 """Calls of outside models: what the provider and the agent get is what they got without the gateway, and each is on the
 log with its usage and cost."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -29,8 +27,6 @@ from tests.rollout_gateway.outside.provider import (
     stream,
     whole,
 )
-
-pytestmark = pytest.mark.anyio
 
 TOOL = {"type": "object", "properties": {"at": {"type": "string"}}}
 IMAGE = "data:image/png;base64,iVBORw0KGgo="

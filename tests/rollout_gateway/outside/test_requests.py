@@ -1,7 +1,5 @@
 """What of an agent's call reaches a provider."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from typing import Any

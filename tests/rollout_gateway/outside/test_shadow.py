@@ -1,14 +1,11 @@
 """Shadow calls: both answers are on the log, nobody waits, agents come first, and a shadow is part of no run."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import httpx
 import msgspec
@@ -52,8 +49,6 @@ from tests.rollout_gateway.kit import ASK, in_flight
 from tests.rollout_gateway.outside.conftest import OpenShop, Shop
 from tests.rollout_gateway.outside.provider import chunks, completion, stream, whole
 from tests.rollout_gateway.outside.test_relay import CHAT
-
-pytestmark = pytest.mark.anyio
 
 SHADOWED = {"shadow_percent": 100.0}
 

@@ -1,8 +1,6 @@
 """Runs that name an outside model and are answered by its apprentice: who answers is fixed when a run opens, and the
 record says who answered each call."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -18,7 +16,7 @@ from tests.rollout_gateway.kit import key_config
 from tests.rollout_gateway.outside.conftest import APPRENTICE, CHAT, MASTER, OpenShop
 from tests.rollout_gateway.outside.provider import MESSAGE, RESPONSE, chunks, completion, stream, whole
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 async def test_a_run_keeps_its_side_and_a_decision_moves_new_ones(open_shop: OpenShop) -> None:

@@ -1,7 +1,5 @@
 """Adapters on the disk: verified content, safe in shared folders, readable by the owner only."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import tarfile
@@ -13,8 +11,6 @@ from pipeline.log.broker import Broker
 from pipeline.streams import ADAPTERS_BUCKET
 from rollout_gateway.sampler.adapter_files import AdapterError, AdapterFiles
 from trainer.checkpoints.checkpoint import pack
-
-pytestmark = pytest.mark.anyio
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights" * 1000}
 

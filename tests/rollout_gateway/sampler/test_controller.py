@@ -1,11 +1,7 @@
 """What an agent that restarts makes of the adapters that it finds in its inference server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from pipeline.config import NatsConfig
 from pipeline.events import CheckpointPublished, PolicyLoaded, PolicyUnloaded
@@ -19,8 +15,6 @@ from tests.kits.events import loaded
 from tests.rollout_gateway.conftest import PROJECT, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import fleet_config
-
-pytestmark = pytest.mark.anyio
 
 
 def loaded_by(server: FakeVllm, published: CheckpointPublished) -> PolicyLoaded:

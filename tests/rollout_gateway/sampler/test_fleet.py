@@ -1,8 +1,6 @@
 """Two gateways and three inference servers whose sampler agents have a disk each: swaps under calls, while a server is
 added and another one removed."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig
@@ -28,8 +25,6 @@ from tests.rollout_gateway.conftest import PROJECT, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import GatewayParts, fleet_config, gateway_parts, parts, sampler_config
 from tests.rollout_gateway.kit import Calls, older_than_before
-
-pytestmark = pytest.mark.anyio
 
 SWAPS, LANES = 12, 2
 

@@ -1,7 +1,5 @@
 """Real vLLM dies under calls. `test_swaps` shows that each version is loaded, proved and served."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any
@@ -17,7 +15,7 @@ from tests.kits.waiting import until
 from tests.rollout_gateway.conftest import GatewayProcess, publish_adapter
 from tests.rollout_gateway.kit import ASK, counted, exchanges, serves
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 CHOICES = 24
 """Of a call that is long enough to be cut off in its middle."""

@@ -1,7 +1,5 @@
 """`journeywork policy` against a gateway."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec import structs
 
@@ -12,8 +10,6 @@ from tests.conftest import free_port
 from tests.kits.waiting import until_true
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import key_config, serves
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """The gateway's requirements of an inference server, tested with real vLLM and with its double."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

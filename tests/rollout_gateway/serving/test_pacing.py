@@ -1,7 +1,5 @@
 """Groups ahead of the trainer are counted over all gateway processes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,8 +15,6 @@ from pipeline.log.broker import Broker
 from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.pacing import Pacing
 from tests.kits.waiting import until, until_true
-
-pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager

@@ -1,7 +1,5 @@
 """Which policy versions exist, and what becomes of a name that only looks like one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from tests.kits.events import checkpoint
 from tests.rollout_gateway.conftest import PROJECT, StartGateway, publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import parts
-
-pytestmark = pytest.mark.anyio
 
 NO_VERSIONS = [f"tictactoe@{step}" for step in ("9", "00", "٠", "²", "01", "9" * 5000, "", "-1")]
 

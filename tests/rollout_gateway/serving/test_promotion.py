@@ -1,7 +1,5 @@
 """Decisions that several gateways make about one model."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +10,6 @@ from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.promotion import Action, Decision, Promotion, VersionDecision
-
-pytestmark = pytest.mark.anyio
 
 
 class Together:

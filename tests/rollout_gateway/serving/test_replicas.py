@@ -1,7 +1,5 @@
 """Several inference servers behind one gateway: choice, exclusion, and the checks before a server gets calls."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path
@@ -24,8 +22,6 @@ from rollout_gateway.serving.routing import VersionRouter
 from tests.rollout_gateway.conftest import publish_adapter
 from tests.rollout_gateway.fake_vllm import FakeVllm
 from tests.rollout_gateway.gateway_parts import fleet_config, parts
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_server_that_left_is_forgotten_once_its_calls_ended() -> None:

@@ -1,7 +1,5 @@
 """Which version a name resolves to."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipeline.events import PolicyPromoted, TrajectoryOpened
@@ -10,8 +8,6 @@ from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 from tests.rollout_gateway.conftest import PROJECT
-
-pytestmark = pytest.mark.anyio
 
 
 def promoted(version: str, other: str = "") -> PolicyPromoted:

@@ -1,7 +1,5 @@
 """What an inference server says about itself."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -10,9 +8,6 @@ import msgspec
 import pytest
 
 from rollout_gateway.serving import server_state
-
-pytestmark = pytest.mark.anyio
-
 
 CARDS = {"data": [{"id": "base"}, {"id": "m@1", "root": "/a", "parent": "base"}]}
 """What a server says that serves its base model as `base`, and one adapter."""

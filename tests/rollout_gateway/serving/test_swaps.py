@@ -7,8 +7,6 @@ Clients stream one completion after the other while checkpoints are published, e
 serves. Versions are verified twice: by the `model` that vLLM itself put into each reply, and by the recorded logprobs,
 which only the labelled version's weights give again (computed with transformers, one exchange of each version)."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -35,7 +33,7 @@ TOKENS = 24
 """Length of every streamed reply."""
 LORA_SCALE = 16 / 8
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(300 + 10 * SWAPS)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300 + 10 * SWAPS)]
 
 
 @dataclass(eq=False)

@@ -2,8 +2,6 @@
 
 Prints one line of JSON. `python -m tests.rollout_gateway.vllm_plugin.engine_child FOLDER`, FOLDER: for adapters."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """One real vLLM engine with the plugin, and the same engine with vLLM's own kernels."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

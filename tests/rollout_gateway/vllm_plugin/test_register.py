@@ -1,7 +1,5 @@
 """The plugin changes vLLM's CPU platform only. `test_punica` shows that vLLM finds it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Events that make an alarm hold, and what is recorded of alarms."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal

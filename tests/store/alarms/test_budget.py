@@ -1,9 +1,6 @@
 """A budget from the verdicts that use it up to the groups that are not scored, over restarts of both services."""
 
-from __future__ import annotations
-
 import msgspec
-import pytest
 
 from pipeline.commands.status import read_log
 from pipeline.config import AlarmsConfig, BudgetConfig, JudgeConfig, NatsConfig, SigningConfig
@@ -13,8 +10,6 @@ from pipeline.security.signing import Trust
 from tests.judge.kit import completed, groups, judging
 from tests.store.alarms.kit import changes
 from tests.store.kit import StoreProcess, publish, scored, verdict
-
-pytestmark = pytest.mark.anyio
 
 OFTEN = AlarmsConfig(every_s=0.1)
 FIVE, TEN = BudgetConfig(judge_usd=5.0), BudgetConfig(judge_usd=10.0)

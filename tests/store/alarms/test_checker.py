@@ -1,11 +1,8 @@
 """The check of the alarms in a running store: one event when an alarm begins, one when it ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio
-import pytest
 
 from pipeline.config import AlarmsConfig, Config, NatsConfig
 from pipeline.events import AlarmChanged
@@ -15,8 +12,6 @@ from store.lake.lake import open_lake
 from store.reading import sql
 from tests.store.alarms.kit import changes, letters, steps
 from tests.store.kit import StoreProcess, publish
-
-pytestmark = pytest.mark.anyio
 
 OFTEN = AlarmsConfig(every_s=0.1, steps=2)
 

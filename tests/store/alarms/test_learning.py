@@ -1,7 +1,5 @@
 """`not_learning` names the reason for which a policy does not learn, and holds for no policy that learns."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

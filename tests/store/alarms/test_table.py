@@ -1,7 +1,5 @@
 """Each alarm holds for events that call for it, and for no others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

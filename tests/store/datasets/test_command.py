@@ -1,7 +1,5 @@
 """`journeywork dataset`: its rows, its files, and that TRL's trainers take them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

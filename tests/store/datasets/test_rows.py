@@ -1,7 +1,5 @@
 """Rows of replies of every form: each field that the model sampled is in the row, or counted as left out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures: a server that knows the services' users."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`journeywork erase` on a real log, with a store that writes: what is deleted, what stays, and what a kill leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -11,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import pyarrow as pa
@@ -36,7 +33,7 @@ from tests.kits.crash.points import POINTS
 from tests.kits.events import letter
 from tests.store import kit
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ALICE = "alice@example.com"
 SECRET = "zq" + secrets.token_hex(24)

@@ -1,7 +1,5 @@
 """After an erasure no text of a person's runs is left by a judge: in log, lake, dead letters or the judge's own log."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import sys
@@ -10,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import pytest
@@ -29,7 +26,7 @@ from tests.kits.settings import with_values
 from tests.store.erasure.test_erase import ALICE, erase, erase_all, found_in, run
 from tests.store.kit import StoreProcess, publish, until_acked
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(300), IMPORTS_LITELLM]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), IMPORTS_LITELLM]
 
 SECRET = "zq" + secrets.token_hex(24)
 WAYS = ("unreadable", "foreign", "refused", "parts", "half", "function", "scored")

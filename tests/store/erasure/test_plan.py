@@ -1,7 +1,5 @@
 """Which versions an erasure lists: those that learned from a person's runs, and their descendants."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import partial
 from pathlib import Path

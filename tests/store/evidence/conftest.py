@@ -1,7 +1,5 @@
 """A database with the tables that a comparison reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import duckdb

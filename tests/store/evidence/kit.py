@@ -1,7 +1,5 @@
 """The tables that a comparison reads, without a store, and runs in them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

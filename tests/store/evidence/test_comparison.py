@@ -1,7 +1,5 @@
 """What was seen at a look stays: the evidence of a time is a function of what was known then."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from datetime import UTC, datetime

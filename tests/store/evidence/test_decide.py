@@ -1,7 +1,5 @@
 """Two versions in use, compared by their runs, on a real log, gateway and store."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A comparison holds its error, whatever decides how long a run takes and whether its result comes."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Intervals that hold at each look."""
 
-from __future__ import annotations
-
 import math
 import random
 

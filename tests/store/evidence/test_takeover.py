@@ -3,8 +3,6 @@
 python -m tests.store.evidence.test_takeover 1000        # so many comparisons of each kind: an hour on one core
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -1,7 +1,5 @@
 """The view `costs`, and what else the history says of outside models."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The view `shadows` and its page: both answers of a call, what compared them, and how sure the apprentice was."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

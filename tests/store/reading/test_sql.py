@@ -1,7 +1,5 @@
 """The documented views, over a store written from a real log."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

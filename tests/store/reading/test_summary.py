@@ -1,7 +1,5 @@
 """A run in sentences."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The view `utilization`, and what the dashboard says of it."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The share of a step that the feedback of one key has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,7 +140,6 @@ def test_hints_of_one_key_teach_no_more_than_its_share_of_the_trained_tokens() -
             assert (found, metrics) == (before, {})
 
 
-@pytest.mark.anyio
 async def test_a_step_says_which_share_a_key_would_have_had(settings: kit.Settings, broker: Broker) -> None:
     config = settings(groups_per_step=2)
     config = msgspec.structs.replace(config, feedback=msgspec.structs.replace(config.feedback, max_share=0.2))

@@ -1,7 +1,5 @@
 """Pinned semantics: which members count, and their advantages. A change here needs a decision record."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

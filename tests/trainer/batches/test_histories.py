@@ -1,7 +1,5 @@
 """Reading the calls of waiting groups."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +19,6 @@ from trainer.batches.histories import Histories, MayTrain, _render_hints
 from trainer.distillation.prompts import HintedPrompts
 from trainer.tiny import make_tokenizer
 
-pytestmark = pytest.mark.anyio
 POLICY_ONLY = Config().may_train
 
 

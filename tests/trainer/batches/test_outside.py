@@ -1,7 +1,5 @@
 """What outside models answered is in no step's gradient, whatever the log says of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """In every layout, a trained token's logprob equals that of its sequence alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards of calls: every advantage against its literal formula."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -194,7 +192,6 @@ def test_a_discount_counts_the_calls_of_the_run_and_not_those_that_are_left_to_t
 CONFIG_OF_CALLS = TrainerConfig(loss=LossConfig(turn_discount=0.5, advantage_scaling="none"))
 
 
-@pytest.mark.anyio
 async def test_calls_that_nothing_judged_are_context_in_a_run_of_which_only_calls_are_judged(broker: Broker) -> None:
     """Two of four calls are judged in a, one of three in b, whose second call has a hint. By the formula, positions 0
     and 1 are compared; b has returned what its first call gave by its second."""

@@ -1,7 +1,5 @@
 """How a token was sampled, by the request and the server's defaults; unsupported settings are counted."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

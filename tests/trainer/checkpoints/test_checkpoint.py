@@ -1,7 +1,5 @@
 """Checkpoints on disk are complete or absent."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import shutil

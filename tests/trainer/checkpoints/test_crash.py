@@ -1,7 +1,5 @@
 """Killed at every point of the commit protocol: the run ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,7 +22,6 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.tensors import weights_of
 
 pytestmark = [  # each starts the trainer again and again
-    pytest.mark.anyio,
     pytest.mark.timeout(400),
     pytest.mark.usefixtures("quick_redelivery"),
     pytest.mark.slow,

@@ -1,7 +1,5 @@
 """A power cut takes the end of the log, while checkpoints on the disk are ahead of it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from trainer import service
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.checkpoints.commits import LogShrankError, TrainerError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_redelivery")]
+pytestmark = pytest.mark.usefixtures("quick_redelivery")
 
 
 @pytest.fixture

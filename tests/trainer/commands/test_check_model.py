@@ -1,7 +1,5 @@
 """`journeywork check-model`: whether a base trains right here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`journeywork export` writes folders that other programs load."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -28,8 +26,6 @@ from trainer.checkpoints import checkpoint
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.commands import export
 from trainer.engine import loading
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture

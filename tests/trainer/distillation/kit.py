@@ -1,7 +1,5 @@
 """Runs with hints, without an agent: a base model with a chat template, and groups whose calls are chats."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

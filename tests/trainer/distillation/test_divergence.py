@@ -1,7 +1,5 @@
 """Reverse KL against the literal sum, and against TRL's own functions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Where a hint stands in the teacher's prompt, and which recorded tokens the teacher is asked about."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups with hints or with the answers of a teacher from outside, in the trainer service on a log."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +13,6 @@ from tests.trainer import kit
 from tests.trainer.distillation import kit as hinted
 from tests.trainer.distillation.kit import publish
 from tests.trainer.kit import all_acked, discards, reach, running, steps_reach
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Batches as an engine's own adapter would have sampled them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

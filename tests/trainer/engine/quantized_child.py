@@ -3,8 +3,6 @@ prints figures. A process of its own, since the packages that quantise are not i
 
     python -m tests.trainer.engine.quantized_child FOLDER"""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """The loss that a program written for ART asks for, against ART's formula written out: loss and gradient in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

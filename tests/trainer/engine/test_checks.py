@@ -1,7 +1,5 @@
 """Comparisons of a step with the sampler and with the base model: what they find, and what they cost."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator

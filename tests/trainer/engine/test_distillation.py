@@ -1,7 +1,5 @@
 """A step with a teacher: its gradient against the literal formulas, and who teaches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Engine: steps, their measurements, and lines of several policies over one model."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path

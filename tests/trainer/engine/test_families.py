@@ -1,8 +1,6 @@
 """Every family of causal LM trains right, whatever its head, its windows and its layers, or is refused with the
 reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

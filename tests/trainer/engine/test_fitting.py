@@ -1,7 +1,5 @@
 """Steps where memory does not hold what the budget allows. A stand-in for the passes says when memory runs out."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

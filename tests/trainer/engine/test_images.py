@@ -1,7 +1,5 @@
 """Runs with images: what of the record reaches the model, for each kind of vision-language model."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Runs beyond the staleness bound: their correction, their effective sample size, and the bound on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -88,7 +86,6 @@ def test_late_runs_need_a_correction() -> None:
         check_trainer(with_values(TrainerConfig(), LATE | {"loss.importance_sampling": "none"}))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("least", [0.0, 1.0])
 async def test_what_arrives_late_trains_late_or_is_discarded_as_stale(training: kit.Training, least: float) -> None:
     """The logprobs that the kit makes up are no model's: the weights of late sequences differ."""

@@ -1,7 +1,5 @@
 """The engines' settings. Unsloth itself needs a GPU: here a stand-in records what it is asked for."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ wrongly shows. Only its fused LM head, a GPU kernel, is replaced by plain logits
 Both sides compute in float64. A loss is a small difference of large terms: in float32 two correct orders of summation
 differ by more than any tolerance that would still find a mistake, and by how much depends on the processor."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, get_args

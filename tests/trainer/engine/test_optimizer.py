@@ -1,7 +1,5 @@
 """The optimizer and its schedule."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

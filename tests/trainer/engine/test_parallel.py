@@ -1,8 +1,6 @@
 """Several processes, on two machines, take the same step as one; on CPU, over gloo. The machines are network
 namespaces."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -13,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import anyio
 import anyio.to_thread
 import psutil
 import pytest
@@ -178,7 +175,6 @@ def test_processes_of_two_machines_take_the_same_steps_as_one(
 STEPS = 4
 
 
-@pytest.mark.anyio
 @pytest.mark.usefixtures("quick_redelivery")
 async def test_a_sharded_trainer_goes_on_with_its_optimizer_whichever_process_dies(
     machines: Network, start_nats: Callable[..., NatsServer], tiny_base: str, tmp_path: Path

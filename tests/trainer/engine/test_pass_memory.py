@@ -1,7 +1,5 @@
 """The formulas of docs/training.md for the memory of a pass, against what PyTorch allocates."""
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from pathlib import Path

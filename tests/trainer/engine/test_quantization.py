@@ -1,7 +1,5 @@
 """Base models in four and eight bits, by the packages that do it on a GPU: both compute on a CPU too."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

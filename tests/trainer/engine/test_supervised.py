@@ -1,7 +1,5 @@
 """Supervised fine-tuning (`trainer.loss.type = "sft"`) against its literal formula."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Attention by segments of the prefix tree gives what a dense mask gives, with its gradients."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

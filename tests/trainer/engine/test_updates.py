@@ -1,7 +1,5 @@
 """Steps of several updates over one batch: epochs and minibatches, as in PPO."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

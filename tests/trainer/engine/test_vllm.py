@@ -1,8 +1,6 @@
 """The trainer against the real sampler: same tokens, same logprobs, and an adapter that really changes what is
 sampled."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training on a branch of the log, which ends by itself, and whose version `main` may adopt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio
@@ -18,7 +16,6 @@ from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.datasets import adopt
 from trainer.service import train
 
-pytestmark = pytest.mark.anyio
 BRANCH = "other"
 
 

@@ -1,7 +1,5 @@
 """Which groups the service trains, discards, or moves to the dead letters."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -20,8 +18,6 @@ from trainer import service
 from trainer.batches.groups import DiscardedGroup
 from trainer.checkpoints import checkpoint
 from trainer.sequences import build
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_groups_become_a_checkpoint(settings: kit.Settings) -> None:

@@ -1,7 +1,5 @@
 """Of several trainers of one branch, one trains; another takes over when it dies, and no step is lost or doubled."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 
@@ -20,8 +18,6 @@ from tests.trainer import kit
 from trainer import lease as leases
 from trainer.checkpoints.commits import TrainerError
 from trainer.lease import Lease
-
-pytestmark = pytest.mark.anyio
 
 
 def config_of(nats: NatsConfig, folder: Path, **changed: object) -> Config:

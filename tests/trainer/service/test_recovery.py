@@ -1,11 +1,8 @@
 """What the service does at its start, and after a log or a process was away."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 import msgspec
 import pytest
@@ -23,8 +20,6 @@ from trainer import recovery, service
 from trainer.checkpoints import checkpoint
 from trainer.checkpoints.commits import Commits, TrainerError
 from trainer.recovery import catch_up
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_restarted_trainer_trains_a_group_with_a_too_large_trajectory(settings: kit.Settings) -> None:

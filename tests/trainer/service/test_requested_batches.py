@@ -1,7 +1,5 @@
 """Batches that an agent requests."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -20,8 +18,6 @@ from tests.kits.log import take
 from tests.kits.waiting import until
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, checkpoints, discards, running, steps_reach
-
-pytestmark = pytest.mark.anyio
 
 
 def batch_request(*groups: str, rate: float | None = None) -> TrainingBatch:

@@ -1,7 +1,5 @@
 """Training that begins with a version from elsewhere (`models.0.start`), and that resumes without its disk."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -24,8 +22,6 @@ from trainer.checkpoints.start import read_start
 from trainer.engine.state import Weights
 
 __all__ = ["object_store", "s3_server"]  # fixtures
-
-pytestmark = pytest.mark.anyio
 
 
 def with_start(config: Config, start: str) -> Config:

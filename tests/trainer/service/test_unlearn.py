@@ -1,7 +1,5 @@
 """A poisoned batch lowers the versions that learned from it; a branch without it wins the task back."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from tests.trainer.service.test_branch import of_branch
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.service import train
 
-pytestmark = pytest.mark.anyio
 PROMPT, RIGHT, WRONG = [5, 6], 7, 8
 STEPS, POISONED = 8, 6
 

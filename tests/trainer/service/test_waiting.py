@@ -1,7 +1,5 @@
 """Groups that wait for a requested batch, or end the trainer: what they cost the groups of others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -14,8 +12,6 @@ from tests.kits.waiting import until
 from tests.trainer import kit
 from tests.trainer.kit import all_acked, dead_letters, dies_of, discards, running, steps_reach
 from trainer import service
-
-pytestmark = pytest.mark.anyio
 
 
 async def publish_incomplete(broker: Broker, name: str, owner: str = "") -> None:

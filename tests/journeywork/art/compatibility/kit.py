@@ -1,7 +1,5 @@
 """What the cases share: the package under test, values that programs pass, and a model behind OpenAI's API."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

@@ -1,7 +1,5 @@
 """RULER, scenarios of tools, and agents of LangGraph."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Models, and helpers of programs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

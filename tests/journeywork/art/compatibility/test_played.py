@@ -1,7 +1,5 @@
 """Trajectories, groups, and what plays many of them."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from typing import Any

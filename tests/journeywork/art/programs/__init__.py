@@ -4,8 +4,6 @@ Each is published under the Apache License 2.0 or the MIT licence. `changes` are
 counts that make two steps of them; names of models, addresses and data sets, which no program can know of this
 machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

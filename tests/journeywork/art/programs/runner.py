@@ -4,8 +4,6 @@
 
 Packages for tracing that are not installed are stood in for by objects that do nothing."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import importlib.util

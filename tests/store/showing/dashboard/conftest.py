@@ -1,7 +1,5 @@
 """A dashboard over a small history."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,8 +1,6 @@
 """A small installation with a dashboard: log, inference double, gateway and store, and a history of two steps that real
 calls made."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Who may see the dashboard, and whose requests it takes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people look for: runs by text, reward, day and user, groups by their task, and runs that wait for feedback."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any

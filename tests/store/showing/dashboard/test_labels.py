@@ -1,7 +1,5 @@
 """A person's labels and corrections, from the pages' forms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

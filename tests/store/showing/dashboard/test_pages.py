@@ -1,7 +1,5 @@
 """Every page shows the history, as HTML and as JSON, and refuses what it cannot show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

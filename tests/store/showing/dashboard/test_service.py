@@ -1,7 +1,5 @@
 """The dashboard as a process: under `journeywork up`, and as `journeywork ui`."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys
