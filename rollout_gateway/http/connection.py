@@ -20,7 +20,7 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.errors import ApiError, ClientGoneError, internal_error
 from rollout_gateway.http.request import CLOSE, JSON, LINGER_S, Headers, Request, State
 
-log = get_logger("rollout_gateway.http.connection")
+logger = get_logger("rollout_gateway.http.connection")
 
 _HEAD_LIMIT = 65536
 """Bytes of a request's URL and headers, and of trailers or chunk extensions before the next byte of a body."""
@@ -104,7 +104,7 @@ class Connection(HttpToolsProtocol):
             if isinstance(cause, httptools.HttpParserError | UnicodeError):
                 cause = ApiError(400, "bad_http", "The request is not valid HTTP/1.1.")
             elif not isinstance(cause, ApiError):
-                log.error("a request failed", exc=cause)
+                logger.error("a request failed", exc=cause)
                 cause = internal_error()
             self.refuse(cause)
 

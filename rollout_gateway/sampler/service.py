@@ -15,7 +15,7 @@ from rollout_gateway.sampler.controller import SamplerContext, ServerController
 from rollout_gateway.sampler.gateway_records import GatewayRecords
 from rollout_gateway.serving.policies import Policies
 
-log = get_logger("rollout_gateway.sampler")
+logger = get_logger("rollout_gateway.sampler")
 
 
 def check(config: Config) -> None:
@@ -36,7 +36,7 @@ async def serve(config: Config, ready: Ready) -> None:
     trust = Trust(config.signing)
     if not trust.checks:
         why = "signatures of checkpoints are not checked: an adapter of any client of the log is loaded"
-        log.warning(why, setting="signing")
+        logger.warning(why, setting="signing")
     async with Broker.connect(config.nats, name="sampler") as broker:
         models, apprentices = (m.name for m in config.models), config.apprentices()
         policies = Policies(config.project, models, trust, apprentices=apprentices, dead_letters=False)
