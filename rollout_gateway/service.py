@@ -129,7 +129,7 @@ async def serve(config: Config, ready: Ready) -> None:
     settings = config.gateway
     api_keys = ApiKeys(settings, config.path(settings.keys_file))
     origins, limits, trust = OriginPolicy(settings), checked_limits(settings.http), Trust(config.signing)
-    if not trust.checks:
+    if not trust.is_enforced:
         logger.warning(
             "signatures of checkpoints are not checked: any client of the log can have its adapter served",
             setting="signing",

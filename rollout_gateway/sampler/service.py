@@ -34,7 +34,7 @@ async def serve(config: Config, ready: Ready) -> None:
     `ready` is called once the agent has read the policy versions on the log.
     Waits for servers that are not up yet."""
     trust = Trust(config.signing)
-    if not trust.checks:
+    if not trust.is_enforced:
         why = "signatures of checkpoints are not checked: an adapter of any client of the log is loaded"
         logger.warning(why, setting="signing")
     async with Broker.connect(config.nats, name="sampler") as broker:
