@@ -261,7 +261,9 @@ def _head_too_large() -> ApiError:
 
 
 def _read_headers(pairs: list[tuple[bytes, bytes]], method: str, version: str) -> Headers:
-    """Return the headers of a request. Raises an `ApiError` for one that two programs could read in two ways."""
+    """Return the headers of a request. Raises an `ApiError` for a repeated header of `_SENT_ONCE`, a Content-Length of
+    too many digits, CONNECT, an HTTP version other than 1.0 and 1.1, a missing Host, and an unsupported
+    Transfer-Encoding. httptools itself refuses a Content-Length beside a Transfer-Encoding."""
     headers: Headers = {}
     for name, value in pairs:
         if name in headers and name in _SENT_ONCE:
