@@ -36,11 +36,11 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def add_gateway(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that plays through a gateway: `client_of` reads the first two."""
+def add_play_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--url` and `--run-dir`, which `client_of` reads, and `--json`, `--concurrency` and `--max-exceptions`."""
     add = parser.add_argument
-    add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the run")
-    add("--run-dir", default="", help="the gateway's run; default: the newest one under runs/ that was not stopped")
+    add("--url", default="", help="the gateway; default: $JOURNEYWORK_URL, else that of the installation")
+    add("--run-dir", default="", help="the installation; default: the newest one under runs/ that was not stopped")
     add("--json", action="store_true", help="print one JSON object")
     add("--concurrency", type=at_least_one, default=64, help="attempts at once (default: 64)")
     add("--max-exceptions", type=float, default=0.1, help="count, or share below 1, of attempts that may raise")
@@ -53,8 +53,8 @@ def client_of(args: argparse.Namespace) -> AsyncJourneywork:
 
 
 def gateway_of(url: str = "", run_dir: str = "") -> str:
-    """Return the gateway's URL: `url`, else that of the run in `run_dir`, else $JOURNEYWORK_URL, else that of the run
-    under `runs/` that is the newest of those not stopped. Raises `ValueError`."""
+    """Return the gateway's URL: `url`, else that of the installation in `run_dir`, else $JOURNEYWORK_URL, else that of
+    the newest installation under `runs/` that was not stopped. Raises `ValueError`."""
     if given := url or ("" if run_dir else os.environ.get("JOURNEYWORK_URL", "")):
         return given
     states = [Path(run_dir) / "state.json"]
@@ -72,8 +72,9 @@ def gateway_of(url: str = "", run_dir: str = "") -> str:
 
 
 def _gateway_in(state: Path) -> str:
-    """Return the gateway's URL in what a supervisor wrote about its run (`pipeline.running.state`). Raises `ValueError`
-    if the gateway was stopped, or if the file can't be read: it is another user's, or a power cut has emptied it."""
+    """Return the gateway's URL in what a supervisor wrote about its installation (`pipeline.running.state`). Raises
+    `ValueError` if the gateway was stopped, or if the file can't be read: it is another user's, or a power cut has
+    emptied it."""
     try:
         content = dict(json.loads(state.read_text("utf-8")))
         url = str(content["urls"]["gateway"])
@@ -81,8 +82,8 @@ def _gateway_in(state: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{state} names no gateway: {error}") from error
     if service.get("state") == "stopped":
-        # Another run may have its port now.
-        raise ValueError(f"the run {state.parent} is stopped: start it with `journeywork up`, or give --url")
+        # Another installation may have its port now.
+        raise ValueError(f"the installation {state.parent} is stopped: start it with `journeywork up`, or give --url")
     return url
 
 

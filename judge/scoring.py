@@ -5,10 +5,10 @@ is passed in as a function (`Compose`), and so is the teacher from outside, a se
 recorded tokens (`AskTeacher`).
 
 Members with outcome `no_result` or `masked` are listed in the event and never scored, so they do not affect the
-baseline. If every other member has a reward of its agent, those rewards are the scores and no model is asked (judge
-model `agent`). If one has none, RULER scores all of them, because rewards on two scales cannot be compared. Without a
-judge model the members without a reward are listed as masked, and the others are scored if they are enough to
-compare.
+baseline. Where `judge.rewards` is empty and every other member has a reward of its agent, those rewards are the scores
+and no model is asked (judge model `agent`). If one has none, RULER scores all of them, because rewards on two scales
+cannot be compared. Without a judge model the members without a reward are listed as masked, and the others are scored
+if they are enough to compare. With `judge.rewards`, `Compose` is always asked.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ async def score_closed(
     *,
     over_budget: str = "",
 ) -> GroupScored | GroupDiscarded:
-    """Return the event that ends a closed group, one to which no member is added any more. `judge` is the judge
-    configuration's hash; `compose` is `None` if only agents' own rewards are used. `over_budget`: why the group is not
-    to be scored; nobody is asked about it then.
+    """Return the event that ends a closed group, one to which no member is added any more. `judge` is the verdict set;
+    `compose` is `None` if only agents' own rewards are used. `over_budget`: why the group is not to be scored; nobody
+    is asked about it then.
 
     A group that no longer can be scored, or has too few rewards to compare, is discarded with the reason. A group of a
     requested batch is always scored, perhaps with masked members only: the trainer waits for every group of the batch,

@@ -35,7 +35,7 @@ from rollout_gateway.http.request import Headers, Request
 from rollout_gateway.outside.relay import NotAnsweredError
 from rollout_gateway.outside.requests import OutsideCall
 
-log = get_logger("rollout_gateway.model_calls")
+logger = get_logger("rollout_gateway.model_calls")
 
 
 _READERS: dict[str, Callable[[bytes], Call]] = {CHAT: read_chat, COMPLETIONS: read_completion}
@@ -191,7 +191,7 @@ class ModelCalls:
         translation.stored = caller.trajectory is not None
         if translation.left_out:
             types = ", ".join(translation.left_out)[:500]
-            log.warning("tools that only OpenAI can run were left out", types=types)
+            logger.warning("tools that only OpenAI can run were left out", types=types)
         sink = TranslatedSink(request, translation) if call.stream else None
         status, answer = await self._calls.answer(call, caller, sink)
         if status == 400 and translation.merge_system():

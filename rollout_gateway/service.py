@@ -34,7 +34,7 @@ from rollout_gateway.outside.providers import Provider
 from rollout_gateway.serving.pacing import Pacing
 from rollout_gateway.serving.policies import Policies
 
-log = get_logger("rollout_gateway")
+logger = get_logger("rollout_gateway")
 
 _SETTLE_S = 10
 """Seconds that the records of answered calls may take to reach the log when the gateway stops."""
@@ -129,8 +129,8 @@ async def serve(config: Config, ready: Ready) -> None:
     settings = config.gateway
     api_keys = ApiKeys(settings, config.path(settings.keys_file))
     origins, limits, trust = OriginPolicy(settings), checked_limits(settings.http), Trust(config.signing)
-    if not trust.checks:
-        log.warning(
+    if not trust.is_enforced:
+        logger.warning(
             "signatures of checkpoints are not checked: any client of the log can have its adapter served",
             setting="signing",
         )

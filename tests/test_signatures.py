@@ -54,8 +54,8 @@ def test_keys_that_can_not_be_used_are_named_and_not_shown(pair: nkey.KeyPair) -
         assert seed not in str(caught.value)
     with pytest.raises(ConfigError, match=r"signing\.keys is empty"):
         signing.Trust(SigningConfig(check="require"))
-    assert not signing.Trust(SigningConfig(keys=(pair.public,), check="off")).checks
-    assert not signing.Trust(SigningConfig()).checks
+    assert not signing.Trust(SigningConfig(keys=(pair.public,), check="off")).is_enforced
+    assert not signing.Trust(SigningConfig()).is_enforced
 
 
 def test_up_without_a_trainer_serves_signed_checkpoints_only(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class Reference(TypedDict):
 
 
 class NotCapturedError(Exception):
-    """A trajectory holds a choice that no recorded call returned."""
+    """A trajectory holds a choice that no recorded call returned, or no trajectory of a step holds a choice."""
 
 
 def references_of(trajectory: Trajectory, where: str) -> list[Reference]:

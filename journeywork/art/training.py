@@ -48,8 +48,9 @@ def can_train(group: TrajectoryGroup) -> bool:
 
 
 def _member(trajectory: Trajectory, name: str, where: str) -> Member:
-    """Return a trajectory as the gateway takes it. `where` names it in errors. Raises `NotCapturedError`, and
-    `ValueError` for a reward or metric that is not finite."""
+    """Return a trajectory as the gateway takes it; its logs, if it has any, replace what `logs` is in its metadata.
+    `where` names it in errors. Raises `NotCapturedError`, `TypeError` for a reward or metric that is no number, and
+    `ValueError` for one that is not finite."""
     metadata: dict[str, Any] = dict(trajectory.metadata)
     if trajectory.logs:
         metadata["logs"] = list(trajectory.logs)
@@ -106,9 +107,9 @@ async def train_groups(
     Groups without two different rewards are recorded and not trained. If no other is left, no step is taken. A
     trajectory without a choice is not trained; in a group that is, its reward counts in the baseline.
 
-    Raises `NotCapturedError`, also if no trajectory has a choice, and `ValueError` (a reward or metric that is not
-    finite) before anything is sent, and `TrainingError`, also for a group that the gateway refuses, such as for a
-    reward out of its range."""
+    Raises `NotCapturedError`, also if no trajectory has a choice, `TypeError` (a reward or metric that is no number)
+    and `ValueError` (one that is not finite) before anything is sent, and `TrainingError`, also for a group that the
+    gateway refuses, such as for a reward out of its range."""
     batch_id = f"art-{secrets.token_hex(6)}"
     members: dict[str, list[Member]] = {}
     tasks: dict[str, str] = {}

@@ -79,11 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_line.command_parser("eval", __doc__)
     add = parser.add_argument
     add("entrants", nargs="+", metavar="ENTRANT", help="who plays; the first is the baseline")
-    add_task_options(parser, "a list, a function that returns one, or JSONL")
+    add_task_options(parser, scenarios_help="a list, a function that returns one, or JSONL")
     add("--attempts", type=command_line.at_least_one, default=1, help="runs of each task (default: 1)")
     add("--limit", type=command_line.at_least_one, metavar="N", help="only the first N tasks; default: all")
     add("--dry-run", action="store_true", help="play nothing; print the tasks' number and entrants' versions, as JSON")
-    command_line.add_gateway(parser)
+    command_line.add_play_options(parser)
     return parser
 
 

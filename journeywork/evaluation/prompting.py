@@ -169,14 +169,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("entrant", metavar="ENTRANT", help="the model that plays")
     add("--prompt", required=True, metavar="FILE", help="the system prompt to begin with")
-    add_task_options(parser, "the tasks to improve it on: a list, a function that returns one, or JSONL")
+    add_task_options(parser, scenarios_help="tasks to improve it on: a list, a function that returns one, or JSONL")
     add("--held-out", required=True, metavar="MODULE:NAME|FILE", help="other tasks, for the comparison at the end")
     add("--by", required=True, metavar="URL#MODEL", help="the model that writes prompts, such as the gateway's #master")
     add("--key-env", default="", metavar="NAME", help="variable with the key of --by")
     add("--runs", type=command_line.at_least_one, default=200, help="runs to play until the best is chosen")
     add("--seed", type=int, default=0)
     add("--out", default="", metavar="FILE", help="where to write the best prompt if it is better on those")
-    command_line.add_gateway(parser)
+    command_line.add_play_options(parser)
     return parser
 
 

@@ -63,7 +63,7 @@ class RejudgeReport:
     """How many groups had which result."""
 
     branch: str
-    judge: str
+    verdict_set: str
     rejudged: int = 0
     skipped: int = 0
     failed: int = 0
@@ -83,19 +83,19 @@ class Rejudge:
         teach: AskTeacher | None = None,
         *,
         branch: str = "",
-        source: str = "main",
+        from_branch: str = "main",
         verdicts: str = "",
     ) -> None:
-        """`branch` is `judge-<verdicts>` if empty, and `verdicts` the hash of the judge configuration. Raises
-        `ConfigError` if the branch is the one that is read, unless that is `main`, or if it is `main` and another one
-        is read."""
-        self._broker, self._config, self._compose, self._source = broker, config, compose, source
+        """The groups of `from_branch` are judged again, and published on `branch`, by default `judge-<verdict set>`.
+        `verdicts` names the verdict set, by default the hash of the judge configuration. Raises `ConfigError` if
+        `branch` is `main` and `from_branch` is not."""
+        self._broker, self._config, self._compose, self._from_branch = broker, config, compose, from_branch
         self._teach = teach
-        judge = verdicts or judge_hash(config.judge)
+        verdict_set = verdicts or judge_hash(config.judge)
         self._judged_again: set[tuple[str, str]] = set()
         """Model and id of the groups that `run` judges again."""
-        self.report = RejudgeReport(branch or f"judge-{judge}", judge)
-        if (self.report.branch == "main") != (source == "main") and self.report.branch in (source, "main"):
+        self.report = RejudgeReport(branch or f"judge-{verdict_set}", verdict_set)
+        if (self.report.branch == "main") != (from_branch == "main") and self.report.branch in (from_branch, "main"):
             raise ConfigError(
                 f"--branch {self.report.branch}: name a branch other than the one that is judged again; only groups of "
                 "main can be judged again on main"
@@ -106,18 +106,18 @@ class Rejudge:
         `until`, in microseconds since 1970; `judge.concurrency` at once."""
         project = self._config.project
         history = await self._broker.read(GroupScored, project=project)
-        made = self.report.branch, self.report.judge
+        made = self.report.branch, self.report.verdict_set
         # `done`: groups of this verdict set. `scored`: groups as they were first scored, without those of other sets.
         done = {_group_of(r.event) for r in history if (r.event.branch, r.event.judge) == made}
         scored = {
             _group_of(r.event): r
             for r in history
-            if r.event.branch == self._source and not r.event.origin.startswith(f"{self._source}/")
+            if r.event.branch == self._from_branch and not r.event.origin.startswith(f"{self._from_branch}/")
         }
         dropped = [
             r
             for r in await self._broker.read(GroupDiscarded, project=project)
-            if (r.event.by, r.event.branch) == ("judge", self._source)
+            if (r.event.by, r.event.branch) == ("judge", self._from_branch)
             and r.event.reason in ("unscored", "too_small", "over_budget")
             and _group_of(r.event) not in scored
         ]
@@ -158,7 +158,7 @@ class Rejudge:
         completions = [await self._completed(event, trajectory) for trajectory in event.trajectories]
         members = tuple(sorted(completions, key=lambda completion: completion.seq))
         group = Group(key, members, signals=await self._signals(event))
-        result = await score_closed(group, self._config.judge, self.report.judge, self._compose, self._teach)
+        result = await score_closed(group, self._config.judge, self.report.verdict_set, self._compose, self._teach)
         if isinstance(result, GroupScored):
             await self._publish_scored(seq, result)
             self.report.rescued += 1
@@ -223,10 +223,10 @@ class Rejudge:
             msgspec.structs.replace(
                 event,
                 branch=self.report.branch,
-                judge=self.report.judge,
+                judge=self.report.verdict_set,
                 closed_by="replay",
                 offline=True,
-                origin=f"{self._source}/{seq}",
+                origin=f"{self._from_branch}/{seq}",
                 batch=self._batch_of(event),
             )
         )
@@ -243,7 +243,7 @@ class Rejudge:
     async def _publish_discard(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
         """Record on the branch that a group has no verdicts there."""
         about: dict[str, Any] = {"by": "rejudge", "reason": reason, "detail": detail}
-        about |= {"branch": self.report.branch, "judge": self.report.judge}
+        about |= {"branch": self.report.branch, "judge": self.report.verdict_set}
         if isinstance(event, GroupScored):
             await self._broker.publish(event.discarded(**about))
         else:
@@ -263,7 +263,7 @@ async def _run(config: Config, args: argparse.Namespace) -> RejudgeReport:
         open_teacher(config, broker) as teacher,
     ):
         rejudge = Rejudge(
-            broker, config, composer, teacher, branch=args.branch, source=args.from_branch, verdicts=args.verdicts
+            broker, config, composer, teacher, branch=args.branch, from_branch=args.from_branch, verdicts=args.verdicts
         )
         return await rejudge.run(args.limit, args.since, args.until)
 
@@ -280,9 +280,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     parser.add_argument("--config", default="", help="settings, TOML; default: the run's")
     add_overrides(parser)
-    parser.add_argument("--branch", default="", help="name of the verdict set; default: judge-<hash>")
+    parser.add_argument("--branch", default="", help="branch of the new verdicts; default: judge-<verdict set>")
     parser.add_argument("--from-branch", default="main", help="branch whose groups are judged again")
-    parser.add_argument("--verdicts", default="", help="a group trains once under each name; default: the judge's hash")
+    parser.add_argument("--verdicts", default="", help="verdict set's name; default: hash of the judge configuration")
     parser.add_argument("--since", type=_parse_time, default=0, help="only groups from then on, ISO 8601")
     parser.add_argument("--until", type=_parse_time, default=sys.maxsize, help="only groups before that")
     parser.add_argument("--limit", type=int, default=0, help="only the newest N groups")

@@ -51,7 +51,7 @@ class Component(NamedTuple):
     """Its value by trajectory."""
     verdicts: tuple[Verdict, ...]
     """The verdicts behind it."""
-    calls: Mapping[str, RunFeedback] = {}
+    feedback: Mapping[str, RunFeedback] = {}
     """Rewards of single calls and hints, by trajectory."""
 
 
@@ -88,7 +88,7 @@ class ConfiguredComposer:
     ) -> Component:
         """Compute one part of the rewards for all members. Raises `UnscoredError` if it is the judge model's and the
         model can't be had."""
-        calls: dict[str, RunFeedback] = {}
+        feedback: dict[str, RunFeedback] = {}
         values: dict[str, float | None]
         match reward.kind:
             case "ruler" | "next_state":
@@ -102,7 +102,7 @@ class ConfiguredComposer:
             case "python":
                 source, returned = f"python:{reward.entry}", await self._call_function(reward, members)
                 values = {t: r.reward for t, r in returned.items()}
-                calls = {t: RunFeedback(r.calls) for t, r in returned.items() if r.calls}
+                feedback = {t: RunFeedback(r.calls) for t, r in returned.items() if r.calls}
             case "metric":
                 source = f"metric:{reward.name}"
                 values = {m.trajectory: m.metrics.get(reward.name) for m in members}
@@ -117,12 +117,13 @@ class ConfiguredComposer:
                 values = {m.trajectory: m.rewards.get(reward.name, m.reward) for m in members}
         usable = {t: v for t, v in values.items() if is_usable(v)}
         scores = tuple(Score(trajectory=t, score=v) for t, v in usable.items())
-        return Component(usable, (Verdict(judge_model=source, rubric=reward.name, scores=scores),), calls)
+        return Component(usable, (Verdict(judge_model=source, rubric=reward.name, scores=scores),), feedback)
 
     async def _call_function(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]
     ) -> dict[str, FunctionReward]:
-        """Return what a Python function says of each member, by trajectory. A member for which it failed is missing."""
+        """Return what a Python function says of each member, by trajectory. A member for which it failed, or which the
+        log no longer holds, is missing. Raises `BrokerError` if the log can't be read."""
 
         async def call(member: TrajectoryCompleted) -> FunctionReward | None:
             try:
@@ -152,7 +153,7 @@ class ConfiguredComposer:
         final: dict[str, float] = {}
         components: dict[str, dict[str, float]] = {}
         lacking = {f"reward {n} is missing": len(members) - len(parts[n].values) for n in names}
-        lacking |= {f"{n} could not be judged": len(members) - len(parts[n].calls) for n in of_calls}
+        lacking |= {f"{n} could not be judged": len(members) - len(parts[n].feedback) for n in of_calls}
         if not names:
             lacking["no call has a follow-up"] = 0
         for member in members:
@@ -160,7 +161,7 @@ class ConfiguredComposer:
             values = {n: parts[n].values[run] for n in (*names, *of_calls) if run in parts[n].values}
             own = {n: values[n] for n in names if n in values}
             components[run] = {**_reported(member), **values}
-            if len(own) < len(names) or any(run not in parts[n].calls for n in of_calls):
+            if len(own) < len(names) or any(run not in parts[n].feedback for n in of_calls):
                 continue
             if not values:
                 lacking["no call has a follow-up"] += 1
@@ -171,13 +172,13 @@ class ConfiguredComposer:
                 lacking[too_large] = lacking.get(too_large, 0) + 1
         missing = "; ".join(f"{what} for {c} of {len(members)}" for what, c in lacking.items() if c)
         verdicts = tuple(v for r in rewards for v in parts[r.name].verdicts)
-        calls = {m.trajectory: merge_feedback(self._feedback_of_parts(m.trajectory, parts)) for m in members}
-        return GroupRewards(final, components, verdicts, missing, calls, of_calls=not names)
+        feedback = {m.trajectory: merge_feedback(self._feedback_of_parts(m.trajectory, parts)) for m in members}
+        return GroupRewards(final, components, verdicts, missing, feedback, of_calls=not names)
 
     def _feedback_of_parts(self, trajectory: str, parts: Mapping[str, Component]) -> Iterator[RunFeedback]:
         """Return what each part says about a run's calls, its numbers times the part's weight."""
         for reward in self._config.rewards:
-            if said := parts[reward.name].calls.get(trajectory):
+            if said := parts[reward.name].feedback.get(trajectory):
                 weighted = {call: reward.weight * number for call, number in said.call_rewards.items()}
                 yield replace(said, call_rewards=weighted)
 

@@ -89,11 +89,11 @@ class RewardImportError(RewardFunctionError):
 
 
 class FunctionReward(msgspec.Struct):
-    """The worker's message about one call: what the function returned, or why it returned no reward."""
+    """The worker's answer about one trajectory: what the function returned, or why it returned no reward."""
 
     reward: float = 0.0
     calls: dict[str, float] = {}
-    """Rewards of single calls, by `seq` as the function wrote it."""
+    """Rewards of single calls, by `call` in the function's argument, as text."""
     error: str = ""
     message: str = ""
     """The text of an exception, which may quote a run."""

@@ -23,8 +23,9 @@ class Media(NamedTuple):
 
     images: tuple[bytes, ...] = ()
     """The images' files, in the order of the prompt."""
-    missing: str = ""
-    """Name of a field with media that the record does not hold, or that are no images; empty if there are none."""
+    unusable: str = ""
+    """Name of a field with media that the record does not hold, or that are no images; `images` is empty then. Empty if
+    there are none."""
 
 
 def media_of(request: bytes) -> Media:
@@ -38,11 +39,11 @@ def media_of(request: bytes) -> Media:
     images: list[bytes] = []
     for part in _parts(body):
         if other := next((name for name in _OTHER_MEDIA if part.get(name)), ""):
-            return Media(missing=other)
+            return Media(unusable=other)
         if "image_url" in part or part.get("type") == "image_url":
             image = image_of(part)
             if image is None:
-                return Media(missing="image_url")
+                return Media(unusable="image_url")
             images.append(image)
     return Media(tuple(images))
 

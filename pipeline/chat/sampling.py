@@ -104,8 +104,8 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
     if settings.thinking_token_budget is not None:
         # At the budget, vLLM chooses the tokens that end the thinking.
         unsupported.append("thinking_token_budget")
-    if missing := media_of(request).missing:
-        unsupported.append(missing)
+    if unusable := media_of(request).unusable:
+        unsupported.append(unusable)
     temperature = float(effective("temperature", 1.0))
     return Sampling(
         temperature=max(temperature, _LOWEST) if temperature >= GREEDY else temperature,

@@ -47,16 +47,16 @@ task first. A run's reward is that of its newest verdict, else the agent's own, 
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = command_parser("apprentice", __doc__)
-    made.add_argument("query", nargs="?", help="returns runs in a column `trajectory`; default: the best runs")
-    made.add_argument("--master", help="outside model whose runs are taken; default: the only one of the settings")
-    made.add_argument("--runs", type=int, default=1000, help="most runs that are taken; default 1000")
-    made.add_argument("--least", type=float, default=0.5, help="least reward of a run that is taken; default 0.5")
-    made.add_argument("--test-share", default="0.1", help="share of tasks that are not trained; default 0.1")
-    made.add_argument("--out", type=Path, help="folder of the data set; default: `apprentice` in the run directory")
-    made.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
-    made.add_argument("--config", help="settings, in place of the installation's own")
-    return made
+    parser = command_parser("apprentice", __doc__)
+    parser.add_argument("query", nargs="?", help="returns runs in a column `trajectory`; default: the best runs")
+    parser.add_argument("--master", help="outside model whose runs are taken; default: the only one of the settings")
+    parser.add_argument("--runs", type=int, default=1000, help="most runs that are taken; default 1000")
+    parser.add_argument("--least", type=float, default=0.5, help="least reward of a run that is taken; default 0.5")
+    parser.add_argument("--test-share", default="0.1", help="share of tasks that are not trained; default 0.1")
+    parser.add_argument("--out", type=Path, help="folder of the data set; default: `apprentice` in the run directory")
+    parser.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
+    parser.add_argument("--config", help="settings, in place of the installation's own")
+    return parser
 
 
 def best_runs(config: Config, master: str | None, runs: int, least: float) -> str:

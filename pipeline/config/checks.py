@@ -236,15 +236,16 @@ def _check_judge(config: Config) -> None:
 
 def _check_adapters(config: Config) -> None:
     """Refuse inference servers that can't hold the adapters of the models: by their rank, or by their number."""
-    slot, rank = (config.vllm.max_lora_rank, max((config.trainer_of(m).lora.rank for m in config.models), default=1))
-    if slot not in _LORA_RANKS:
-        raise ConfigError(f"vllm.max_lora_rank is {slot}: vLLM takes {', '.join(map(str, _LORA_RANKS))}")
+    served_rank = config.vllm.max_lora_rank
+    rank = max((config.trainer_of(m).lora.rank for m in config.models), default=1)
+    if served_rank not in _LORA_RANKS:
+        raise ConfigError(f"vllm.max_lora_rank is {served_rank}: vLLM takes {', '.join(map(str, _LORA_RANKS))}")
     if rank > _LORA_RANKS[-1]:
         raise ConfigError(f"trainer.lora.rank is {rank}: vLLM serves adapters up to rank {_LORA_RANKS[-1]}")
-    if rank > slot and not config.vllm.urls:
+    if rank > served_rank and not config.vllm.urls:  # servers that run already have limits of their own
         raise ConfigError(
-            f"trainer.lora.rank is {rank}: an adapter of vllm.max_lora_rank = {slot} at most would load; set that to "
-            f"{next(r for r in _LORA_RANKS if r >= rank)}"
+            f"trainer.lora.rank is {rank}, above vllm.max_lora_rank = {served_rank}: vLLM would refuse the adapter; "
+            f"set vllm.max_lora_rank to {next(r for r in _LORA_RANKS if r >= rank)}"
         )
     if config.models and config.max_loras() <= len(config.models):
         raise ConfigError(

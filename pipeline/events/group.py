@@ -96,7 +96,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
-    """The trajectories of one task, with their rewards: the unit of GRPO. One per group and judge configuration."""
+    """The trajectories of one task, with their rewards: the unit of GRPO. One per group, verdict set and branch."""
 
     subject_fields = ("project", "model", "group", "judge", "branch")
     last_subject_field = ("split", "train")
@@ -106,11 +106,11 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     model: str
     task: str = ""
     judge: str
-    """Hash of the judge configuration that scored it."""
+    """Verdict set: the name given to `journeywork rejudge --verdicts`, else the hash of the judge configuration."""
     members: tuple[Member, ...]
     verdicts: tuple[Verdict, ...] = ()
     branch: str = "main"
-    """Branch of the log. Replays and rejudging write to branches of their own."""
+    """Branch of the log. Replays and rejudging write to branches of their own, `rejudge --branch main` to `main`."""
     origin: str = ""
     """For a replayed group: `<branch>/<stream sequence>` of its source."""
     offline: bool = False
@@ -191,7 +191,7 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     kind: Literal["groups", "anchors"]
     """`groups`: over all groups that this judge process scored so far; `anchors`: one run over the anchor groups."""
     judge: str
-    """Hash of the judge configuration, as in `group.scored`."""
+    """Hash of the judge configuration: the verdict set of the groups that this judge scores."""
     model: str
     """The judge model as configured."""
     ruler: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ _TIMEOUT_S = 90.0
 
 
 class GatewayError(Exception):
-    """The gateway does not answer, or refuses a request. `status` is that of its answer, 0 if there was none; `code`
-    is the error's code in its body, empty if there is none."""
+    """The gateway does not answer, refuses a request, or something else answers in its place, such as a proxy. `status`
+    is that of the answer, 0 if there was none; `code` is the error's code in its body, empty if there is none."""
 
     def __init__(self, message: str, status: int = 0, code: str = "") -> None:
         super().__init__(message)
@@ -80,22 +81,28 @@ class GatewayApi:
         self.key = key
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request; returns the JSON object of the answer. Raises `GatewayError` with the gateway's message."""
+        """Send a request; returns the JSON object of the answer. Raises `GatewayError`, with the gateway's message if
+        there is one."""
         try:
             # The environment's proxies are for the internet, not for the gateway.
             with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
                 headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
                 answer = client.request(method, self.url + path, json=body, headers=headers)
-            body_of_answer = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise GatewayError(
                 f"the gateway at {self.url} does not answer ({type(error).__name__}): is `journeywork up` running?"
             ) from error
+        content: Any = None
+        with suppress(ValueError):  # a proxy may answer with a page
+            content = answer.json()
         if answer.is_error:
-            details = body_of_answer.get("error") if isinstance(body_of_answer, dict) else None
-            details = details if isinstance(details, dict) else {}  # a proxy may answer with a text
+            details = content.get("error") if isinstance(content, dict) else None
+            details = details if isinstance(details, dict) else {}
             message = details.get("message") or f"the gateway answered {answer.status_code}"
             if answer.status_code == 401:
                 message += f" Give an operator's key with --key or {KEY_VARIABLE}."
             raise GatewayError(message, answer.status_code, details.get("code") or "")
-        return dict(body_of_answer)
+        if not isinstance(content, dict):
+            message = f"{self.url} answered {answer.status_code} without a JSON object: is it the gateway's address?"
+            raise GatewayError(message, answer.status_code)
+        return content

@@ -75,7 +75,7 @@ def log_of(config: Config) -> NatsConfig:
     if not config.nats.url:
         raise ConfigError(
             f"{config.run_dir}: the address of its log is not known, or its log is stopped. "
-            "Give --set nats.url=nats://HOST:PORT, or start the run with `journeywork up`"
+            "Give --set nats.url=nats://HOST:PORT, or start the installation with `journeywork up`"
         )
     return config.nats
 
@@ -99,5 +99,5 @@ def require_same_bases(config: Config) -> None:
 
 
 def _last_change(folder: Path) -> float:
-    """Return when one of the files that make a run changed last, in seconds since the epoch; 0 if there are none."""
+    """Return when one of an installation's files changed last, in seconds since the epoch; 0 if there are none."""
     return max((path.stat().st_mtime for sign in _SIGNS for path in folder.glob(sign)), default=0.0)

@@ -80,11 +80,12 @@ class Trust:
         self._keys = frozenset(config.keys)
         if config.check == "require" and not self._keys:
             raise ConfigError('signing.check is "require", but signing.keys is empty: name the trainer\'s public key')
-        self.checks = bool(self._keys) and config.check != "off"
+        self.is_enforced = bool(self._keys) and config.check != "off"
+        """Whether a checkpoint needs the signature of one of `signing.keys`."""
 
     def objection(self, event: CheckpointPublished) -> str:
         """Return why `event` must not be used; an empty text if it may."""
-        if not self.checks:
+        if not self.is_enforced:
             return ""
         if not event.signature:
             return (

@@ -26,7 +26,7 @@ from pipeline.security.key_file import check_keys, expires_at, name_of, read_key
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.errors import ApiError, invalid_key
 
-log = get_logger("rollout_gateway.access.api_keys")
+logger = get_logger("rollout_gateway.access.api_keys")
 
 _FILE_CHECK_S = 1.0
 _FileVersion = tuple[int, ...] | None
@@ -225,12 +225,12 @@ class ApiKeys:
             await asyncio.sleep(_FILE_CHECK_S)
             try:
                 if self._apply(await anyio.to_thread.run_sync(self._read_changed)):
-                    log.info("read the file of API keys", keys=len(self._keys))
+                    logger.info("read the file of API keys", keys=len(self._keys))
                 logged = ""
             except (ConfigError, OSError) as error:
                 if logged != str(error):
                     logged = str(error)
-                    log.error("cannot read the file of API keys: the keys stay as they were", error=logged)
+                    logger.error("cannot read the file of API keys: the keys stay as they were", error=logged)
 
     def _use(self, from_file: Iterable[KeyConfig]) -> None:
         """Replace the keys by those of the settings and `from_file`. A name whose rate is unchanged keeps the

@@ -9,7 +9,7 @@ from pipeline.log.broker import Broker
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.run_log import STREAM
 
-log = get_logger("rollout_gateway.api.log_health")
+logger = get_logger("rollout_gateway.api.log_health")
 
 PROBE_EVERY_S = 5.0
 
@@ -26,8 +26,8 @@ class LogHealth:
             refusal = await health.probe(broker, STREAM, broker.config.ack_timeout_s)
             trouble = refusal.reason if refusal is not None else ""
             if trouble and not self.trouble:
-                log.error("the log takes no writes: captured calls are answered 503", reason=trouble)
+                logger.error("the log takes no writes: captured calls are answered 503", reason=trouble)
             elif self.trouble and not trouble:
-                log.info("the log takes writes again")
+                logger.info("the log takes writes again")
             self.trouble = trouble
             await anyio.sleep(PROBE_EVERY_S)

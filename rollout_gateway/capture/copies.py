@@ -15,8 +15,8 @@ from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.http.errors import ApiError
 
 _COPIED_BYTES = 512 * 1024 * 1024
-"""Bytes of the requests and tokens that one run may be made of: whatever takes the run reads all of them, also where
-the log holds calls that are alike once."""
+"""Limit on the requests and prompt tokens of the calls that one run is made of, in bytes. The log stores what calls
+have in common once, but each reader of the run gets every call whole."""
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,11 +31,11 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Reference]]) -> None:
     """Copy calls into a trajectory, in this order. `references` holds each with the trajectory that recorded it.
 
-    A copy that broke off is continued where it ended. Raises a 409 `ApiError` if the trajectory has calls of its own,
-    a 404 one if a call is not on the log, and a 413 one if the calls are too large together."""
+    A copy that broke off is continued where it ended. Raises a 409 `ApiError` if the trajectory holds other calls, a
+    404 one if a call is not on the log, and a 413 one if the calls are too large together."""
     await into.refresh()
-    # Of an earlier request for the same copies that broke off.
-    done = [(call.copied_from, call.choice) async for call in into.log.calls(into.id)]
+    # By an earlier request for the same copies that broke off.
+    copied_before = [(call.copied_from, call.choice) async for call in into.log.calls(into.id)]
     size = 0
     for number, (source, reference) in enumerate(references):
         original = await source.exchange_referenced(reference.reply, reference.choice)
@@ -49,13 +49,14 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
             )
             raise ApiError(413, "body_too_large", message, param="exchanges")
         copied_from, place = f"{source.id}/{original.seq}", {"trajectory": into.id, "group": into.opened.group}
-        if number >= len(done):
-            # `at` stays that of the original: a copy that is published again is the same event.
+        if number >= len(copied_before):
+            # `at` stays that of the original: a copy that is published again is the same event. `record` gives the
+            # copy a `seq` of its own.
             await into.record([msgspec.structs.replace(original, copied_from=copied_from, **place)])
-        elif done[number] != (copied_from, original.choice):
-            raise _calls_of_its_own(into)
+        elif copied_before[number] != (copied_from, original.choice):
+            raise _holds_other_calls_error(into)
     if into.recorded.exchanges != len(references):
-        raise _calls_of_its_own(into)
+        raise _holds_other_calls_error(into)
 
 
 def no_such_call(reference: Reference) -> ApiError:
@@ -65,9 +66,8 @@ def no_such_call(reference: Reference) -> ApiError:
     return ApiError(404, "exchange_not_found", message, param="exchanges")
 
 
-def _calls_of_its_own(into: Trajectory) -> ApiError:
-    message = (
-        f"Trajectory {into.id!r} has recorded calls of its own, so it can't be made of other trajectories' calls. Open "
-        "a new one."
-    )
+def _holds_other_calls_error(into: Trajectory) -> ApiError:
+    """The error for a trajectory that has calls which the references do not name in this order: its own, or copies of
+    other calls."""
+    message = f"Trajectory {into.id!r} holds calls that `exchanges` does not name in this order. Open a new one."
     return ApiError(409, "calls_of_its_own", message)

@@ -40,7 +40,7 @@ from rollout_gateway.capture.waiting_runs import WaitingRun, WaitingRuns, no_his
 from rollout_gateway.dialects.calls import Answer, Call, Fields, decode_field
 from rollout_gateway.http.errors import ApiError
 
-log = get_logger("rollout_gateway.capture.detection")
+logger = get_logger("rollout_gateway.capture.detection")
 
 _CHECK_S = 1.0
 _CALL_FAILED_S = 2.0
@@ -181,7 +181,7 @@ class TrajectoryDetector:
             if waiting.restored or run.recorded.next_seq != waiting.calls:
                 await run.refresh()
         except ApiError as error:
-            log.info("detected trajectory can't be continued", trajectory=waiting.run, reason=error.code)
+            logger.info("detected trajectory can't be continued", trajectory=waiting.run, reason=error.code)
             return None
         except BrokerError:
             self._unpublished.append(waiting)
@@ -207,7 +207,7 @@ class TrajectoryDetector:
         try:
             await self._waiting.put(waiting, quotes)
         except BrokerError as error:
-            log.warning("detected trajectory waits for the log", trajectory=waiting.run, error=str(error))
+            logger.warning("detected trajectory waits for the log", trajectory=waiting.run, error=str(error))
             self._unpublished.append(waiting)
 
     # -- completing ------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class TrajectoryDetector:
             try:
                 await self._complete_idle()
             except BrokerError as error:
-                log.warning("detected trajectories are completed later", error=str(error))
+                logger.warning("detected trajectories are completed later", error=str(error))
 
     async def _put_back_failed(self) -> None:
         """Have the runs whose call ended without an answer wait for a call again."""
@@ -248,7 +248,7 @@ class TrajectoryDetector:
                 unfinished = await self._registry.log.unfinished(f"{_PREFIX}-")
                 break
             except BrokerError as error:
-                log.warning("detected trajectories wait for the log", error=str(error))
+                logger.warning("detected trajectories wait for the log", error=str(error))
                 await asyncio.sleep(_CHECK_S)
         restored = 0
         for name in unfinished:
@@ -261,11 +261,11 @@ class TrajectoryDetector:
                 last = await trajectory.last_answer()
                 history = _history_of(trajectory, last) if last is not None else no_history(name)
             except (ApiError, BrokerError, InvalidNameError) as error:
-                log.warning("detected trajectory not restored", trajectory=name, error=str(error))
+                logger.warning("detected trajectory not restored", trajectory=name, error=str(error))
                 continue
             await self._let_wait(WaitingRun(name, history, trajectory.recorded.next_seq, restored=True))
             restored += 1
-        log.info("detected trajectories", waiting=len(waiting), restored=restored)
+        logger.info("detected trajectories", waiting=len(waiting), restored=restored)
 
     async def _complete_idle(self) -> None:
         """Complete the runs of the project that have waited for too long, whichever process had them last."""
@@ -293,11 +293,11 @@ class TrajectoryDetector:
             completion = Completion(outcome="masked" if waiting.cut else self._outcome)
             await self._registry.complete(waiting.run, completion, inferred=True)
         except BrokerError as error:
-            log.warning("detected trajectory is completed later", trajectory=waiting.run, error=str(error))
+            logger.warning("detected trajectory is completed later", trajectory=waiting.run, error=str(error))
             if waiting not in self._unpublished:
                 self._unpublished.append(waiting)
         except ApiError as error:
-            log.warning("detected trajectory not completed", trajectory=waiting.run, error=error.message)
+            logger.warning("detected trajectory not completed", trajectory=waiting.run, error=error.message)
 
 
 def _history_of(trajectory: Trajectory, last: ExchangeRecorded) -> str:

@@ -19,7 +19,7 @@ from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, U
 from rollout_gateway.serving.replicas import Fleet, Lease, least_loaded, replica_of
 from rollout_gateway.serving.routing import VersionRouter
 
-log = get_logger("rollout_gateway.capture.dispatch")
+logger = get_logger("rollout_gateway.capture.dispatch")
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +65,7 @@ class Dispatcher:
                 if reason := malformed(exchange.call.fields):
                     raise ApiError(400, "invalid_body", f"The inference server can't read the call: {reason}.")
                 # Not its body, which may repeat the call: the server's own log has more.
-                log.warning("server suspected", replica=replica.name, status=status)
+                logger.warning("server suspected", replica=replica.name, status=status)
                 replica.suspect()
             elif not attempt.sent:
                 continue  # no server had the call, so this counts as no failure
@@ -107,7 +107,7 @@ class Dispatcher:
                 raise timed_out() from error
             if isinstance(error, UpstreamInvalidError):  # the call is the reason, not the server
                 raise answer_too_long(error) from error
-            log.warning("connection to inference server failed", replica=lease.replica.name, error=str(error))
+            logger.warning("connection to inference server failed", replica=lease.replica.name, error=str(error))
             lease.replica.suspect()  # no call is sent to it until its health was checked
             return error
         finally:

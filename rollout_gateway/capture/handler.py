@@ -32,7 +32,7 @@ from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, U
 from rollout_gateway.serving.replicas import Fleet
 from rollout_gateway.serving.routing import VersionRouter
 
-log = get_logger("rollout_gateway.capture.handler")
+logger = get_logger("rollout_gateway.capture.handler")
 
 Sink = Request | TranslatedSink
 """Where a streamed answer is written: to its request as it is, or translated."""
@@ -194,7 +194,7 @@ class CallHandler:
         events = await trajectory.recorded_call(exchange.request_hash)
         if not events:
             return None
-        log.info("answered from the log", trajectory=trajectory.id, seq=events[0].seq)
+        logger.info("answered from the log", trajectory=trajectory.id, seq=events[0].seq)
         return merged([e.response for e in events])
 
     async def _report_answer(self, exchange: Exchange) -> None:
@@ -208,7 +208,7 @@ class CallHandler:
         try:
             exchange.seq = await exchange.recorded_in.record(exchange.events(), exchange.caller.traceparent)
         except BrokerError as error:
-            log.error("call not recorded", trajectory=exchange.recorded_in.id, error=str(error))
+            logger.error("call not recorded", trajectory=exchange.recorded_in.id, error=str(error))
             raise ApiError(503, "not_recorded", f"The answer could not be recorded: {error}") from error
         crash.point("gateway.before_answer")
 
@@ -237,5 +237,5 @@ def _stream_error(attempt: Attempt, error: Exception) -> ApiError:
             return timed_out()
         case UpstreamInvalidError():
             return answer_too_long(error)
-    log.warning("stream broke off", replica=attempt.lease.replica.name, error=str(error))
+    logger.warning("stream broke off", replica=attempt.lease.replica.name, error=str(error))
     return ApiError(502, "upstream_broke_off", f"The inference server ended the stream early: {error}")

@@ -24,7 +24,7 @@ from rollout_gateway.capture.answer_ids import unwrapped
 from rollout_gateway.capture.run_log import STREAM, RunLog
 from rollout_gateway.http.errors import ApiError, already_completed
 
-log = get_logger("rollout_gateway.capture.trajectory")
+logger = get_logger("rollout_gateway.capture.trajectory")
 
 _REMEMBERED_CALLS = 8
 """Newest complete calls of a run that can be answered again from the log."""
@@ -196,7 +196,7 @@ class Trajectory:
             broker.exchanges.add(event, form)
             self._count_bytes(event, form)
             return True
-        log.info("another replica wrote to the trajectory", trajectory=self.id)
+        logger.info("another replica wrote to the trajectory", trajectory=self.id)
         before = known.next_seq, known.last_stream_seq
         await self.read_calls()
         if (known.next_seq, known.last_stream_seq) == before:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Seed
-from rollout_gateway.dialects.translate import joined
+from rollout_gateway.dialects.translate import message_content
 from rollout_gateway.http.errors import ApiError
 
 _ATTRIBUTION = "x-anthropic-billing-header"
@@ -201,7 +201,7 @@ def chat_messages(message: InputMessage, tools: _Tools) -> list[dict[str, Any]]:
                 parts.append(_chat_part(block, tools))
     if parts or message.role == "assistant":
         # The assistant's text is one in a chat completion, and in blocks where it came between calls.
-        content = joined(parts, "" if message.role == "assistant" else "\n")
+        content = message_content(parts, "" if message.role == "assistant" else "\n")
         said: dict[str, Any] = {"role": message.role, "content": content}
         if reasoning:
             said["reasoning"] = reasoning  # the model's chat template decides whether it is shown
@@ -234,11 +234,12 @@ def _chat_part(block: _Block, tools: _Tools) -> dict[str, Any]:
 
 
 def _result_content(block: _Block, tools: _Tools) -> str | list[dict[str, Any]]:
-    """The content of a tool's result. A chat completion has no field for a failed tool, so the text says it."""
+    """The content of a tool's result. A chat completion has no field for a failed tool, so the text says it. Raises a
+    400 `ApiError` for a block that `_chat_part` does not support."""
     if isinstance(block.content, str):
         content: str | list[dict[str, Any]] = block.content
     else:
-        content = joined([_chat_part(inner, tools) for inner in block.content or ()]) or ""
+        content = message_content([_chat_part(inner, tools) for inner in block.content or ()]) or ""
     if not block.is_error:
         return content
     if isinstance(content, str):

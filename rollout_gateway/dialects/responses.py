@@ -34,7 +34,8 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom
 """How the ids of output items begin."""
 _KIND_OF_PREFIX = {prefix: kind for kind, prefix in _PREFIXES.items()}
 _ITEM_ID = re.compile(r"(rs|msg|fc|ctc)_(\d{1,4})-(.+)")
-"""Kind of an output item, its number among those of its kind in the response, and the chat completion's id."""
+"""Kind of an output item, its number among the response's items of its kind (calls of functions and of custom tools
+count as one kind), and the chat completion's id."""
 _RESPONSE_ID = re.compile(r"resp_([in])-(.+)")
 """Whether the recorded request begins with the call's `instructions` (i) or has none (n), and the chat completion's
 id."""
@@ -123,33 +124,35 @@ class ResponsesTranslation(Translation):
         return created + self.event("response.in_progress", response=response)
 
     def begin_block(self, kind: str, call_id: str, name: str) -> bytes:
-        """Add an empty output item. Returns the events that it was added, and its text's part."""
+        """Add an empty output item for a block of `kind` (`reasoning`, `content` or `tool`). Returns the events that
+        announce the item and, if it has text, its part; nothing if the answer is not streamed."""
         item: dict[str, Any]
+        item_type = "reasoning" if kind == "reasoning" else "message"
         if kind == "tool":
             tool = self._tools.names.get(name) or ToolName(name)
-            kind = "custom_tool_call" if tool.custom else "function_call"
+            item_type = "custom_tool_call" if tool.custom else "function_call"
             item = {"call_id": call_id, "name": tool.name, "input" if tool.custom else "arguments": ""}
             item |= {"namespace": tool.namespace} if tool.namespace else {}
         elif kind == "reasoning":
             item = {"summary": [{"type": "summary_text", "text": ""}]}
         else:
-            kind = "message"
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"role": "assistant", "content": [part]}
         # Calls of both kinds are one list in the chat completion.
-        alike = [b for b in self.blocks if b["type"] == kind or ("call_id" in b and "call_id" in item)]
-        item = {"type": kind, "id": f"{_PREFIXES[kind]}_{len(alike)}-{self.id}", **item}
+        alike = [b for b in self.blocks if b["type"] == item_type or ("call_id" in b and "call_id" in item)]
+        item = {"type": item_type, "id": f"{_PREFIXES[item_type]}_{len(alike)}-{self.id}", **item}
+        # `item` is as the finished answer shows it; `unfinished` is what the first event shows instead.
         unfinished: dict[str, Any] = {}
-        if kind != "reasoning":
+        if item_type != "reasoning":
             item["status"], unfinished["status"] = "completed", "in_progress"
-        if kind in _PARTS:
-            unfinished[_PARTS[kind][0]] = []
+        if item_type in _PARTS:
+            unfinished[_PARTS[item_type][0]] = []
         self.blocks.append(item)
         if not self.streams:
             return b""
         place = len(self.blocks) - 1
         out = self.event("response.output_item.added", output_index=place, item=item | unfinished)
-        return out + self._part_event(place, "added") if kind in _PARTS else out
+        return out + self._part_event(place, "added") if item_type in _PARTS else out
 
     def text_delta(self, place: int, text: str) -> bytes:
         """Return the event for a further piece of an item's text or arguments."""

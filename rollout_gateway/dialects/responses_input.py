@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_TOOLS, Seed
-from rollout_gateway.dialects.translate import joined
+from rollout_gateway.dialects.translate import message_content
 from rollout_gateway.http.errors import ApiError
 
 CUSTOM_INPUT = "input"
@@ -294,7 +294,7 @@ def _content(content: str | list[ContentPart] | None) -> str | list[dict[str, An
     """Convert an item's content to that of a chat message."""
     if content is None or isinstance(content, str):
         return content or ""
-    return joined([part.chat() for part in content]) or ""
+    return message_content([part.chat() for part in content]) or ""
 
 
 def response_format(text: TextParam | None) -> dict[str, Any] | None:

@@ -247,7 +247,7 @@ def parse_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def joined(parts: list[dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]] | None:
+def message_content(parts: list[dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]] | None:
     """The content of a chat message with these parts: one text if all of them are texts, `None` if it would be empty,
     else the list."""
     if all(part["type"] == "text" for part in parts):

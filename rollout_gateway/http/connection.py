@@ -20,7 +20,7 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.errors import ApiError, ClientGoneError, internal_error
 from rollout_gateway.http.request import CLOSE, JSON, LINGER_S, Headers, Request, State
 
-log = get_logger("rollout_gateway.http.connection")
+logger = get_logger("rollout_gateway.http.connection")
 
 _HEAD_LIMIT = 65536
 """Bytes of a request's URL and headers, and of trailers or chunk extensions before the next byte of a body."""
@@ -104,7 +104,7 @@ class Connection(HttpToolsProtocol):
             if isinstance(cause, httptools.HttpParserError | UnicodeError):
                 cause = ApiError(400, "bad_http", "The request is not valid HTTP/1.1.")
             elif not isinstance(cause, ApiError):
-                log.error("a request failed", exc=cause)
+                logger.error("a request failed", exc=cause)
                 cause = internal_error()
             self.refuse(cause)
 
@@ -261,7 +261,9 @@ def _head_too_large() -> ApiError:
 
 
 def _read_headers(pairs: list[tuple[bytes, bytes]], method: str, version: str) -> Headers:
-    """Return the headers of a request. Raises an `ApiError` for one that two programs could read in two ways."""
+    """Return the headers of a request. Raises an `ApiError` for a repeated header of `_SENT_ONCE`, a Content-Length of
+    too many digits, CONNECT, an HTTP version other than 1.0 and 1.1, a missing Host, and an unsupported
+    Transfer-Encoding. httptools itself refuses a Content-Length beside a Transfer-Encoding."""
     headers: Headers = {}
     for name, value in pairs:
         if name in headers and name in _SENT_ONCE:

@@ -23,7 +23,7 @@ from rollout_gateway.http.connection import Connection
 from rollout_gateway.http.errors import internal_error
 from rollout_gateway.http.request import Request, State
 
-log = get_logger("rollout_gateway.http.server")
+logger = get_logger("rollout_gateway.http.server")
 
 Handler = Callable[[Request], Awaitable[None]]
 
@@ -51,7 +51,7 @@ def checked_limits(config: HttpConfig) -> HttpConfig:
     possible = max(1, (soft - _OTHER_FILES) // 2)
     if soft == resource.RLIM_INFINITY or possible >= config.max_connections:
         return config
-    log.warning("fewer connections than gateway.http.max_connections", connections=possible, open_files=soft)
+    logger.warning("fewer connections than gateway.http.max_connections", connections=possible, open_files=soft)
     return msgspec.structs.replace(config, max_connections=possible)
 
 
@@ -81,7 +81,7 @@ async def _wait(tasks: set[asyncio.Task[None]], wait_s: float) -> list[asyncio.T
 async def _drain(tasks: set[asyncio.Task[None]], grace_s: float, cut_off: Callable[[], None]) -> None:
     """Wait for running handlers. Cut them off after `grace_s`, and cancel what runs after that."""
     if await _wait(tasks, grace_s):
-        log.warning("calls are cut off", calls=len(tasks))
+        logger.warning("calls are cut off", calls=len(tasks))
         cut_off()
         for task in await _wait(tasks, _CUT_OFF_S):
             task.cancel()
@@ -104,7 +104,7 @@ async def run_server(
         try:
             await handler(request)
         except Exception as error:  # noqa: BLE001 - a supervision edge: a request's fault does not end the service
-            log.error("a request failed", target=request.target[:200], exc=error)
+            logger.error("a request failed", target=request.target[:200], exc=error)
             if not request.started:
                 await request.answer(500, internal_error().body())
 

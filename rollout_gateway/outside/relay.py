@@ -34,7 +34,7 @@ from rollout_gateway.outside.providers import Provider, ProviderReply
 from rollout_gateway.outside.requests import OutsideCall, read_call
 from rollout_gateway.outside.shadow import Shadows
 
-log = get_logger("rollout_gateway.outside.relay")
+logger = get_logger("rollout_gateway.outside.relay")
 
 _ERROR_BYTES = 2000
 """Bytes that the record keeps of an answer which is no JSON."""
@@ -187,7 +187,7 @@ class Relay:
                 failure = _as_api_error(call, error)
                 if error.sent:
                     raise failure from error
-                log.warning("provider failed", url=provider.url, error=str(error))
+                logger.warning("provider failed", url=provider.url, error=str(error))
             else:
                 # An agent that followed a redirection would show the gateway's key to another server.
                 redirects, failed = 300 <= reply.status < 400, reply.status == 429 or reply.status >= 500
@@ -286,7 +286,7 @@ class Relay:
         """Begin the record of a call in a task, which goes on if the caller is cancelled; `None` if the call belongs to
         no run."""
         if status == "failed":
-            log.warning("call of an outside model failed", url=exchange.replica, error=answer.error)
+            logger.warning("call of an outside model failed", url=exchange.replica, error=answer.error)
         if not exchange.captured:
             return None
         exchange.usage = answer.usage()

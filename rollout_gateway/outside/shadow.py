@@ -32,7 +32,7 @@ from rollout_gateway.outside.answers import UNREADABLE
 from rollout_gateway.serving.replicas import Fleet, Lease
 from rollout_gateway.serving.routing import VersionRouter
 
-log = get_logger("rollout_gateway.outside.shadow")
+logger = get_logger("rollout_gateway.outside.shadow")
 
 _MAX_WAITING, _MAX_WAITING_BYTES = 256, 64 << 20
 """Shadow calls that wait, and bytes of their requests and of the outside model's answers, at most."""
@@ -184,7 +184,7 @@ class Shadows:
     def _count_failure(self, run: Trajectory, seq: int, error: Exception) -> None:
         """Count and log a shadow call that has no answer on the log."""
         self.counts["failed"] += 1
-        log.warning("shadow call failed", trajectory=run.id, call=seq, error=str(error)[:500])
+        logger.warning("shadow call failed", trajectory=run.id, call=seq, error=str(error)[:500])
 
 
 def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:

@@ -12,7 +12,7 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import Upstream
 from rollout_gateway.sampler.adapter_files import AdapterError
 
-log = get_logger("rollout_gateway.sampler.adapter_api")
+logger = get_logger("rollout_gateway.sampler.adapter_api")
 
 _PROMPTS = tuple(tuple(range(first, first + 16)) for first in (3, 35, 67, 99))
 """Prompts of the probe, as token ids. The ids are small, so that every vocabulary has them."""
@@ -51,7 +51,7 @@ async def unload(server: Upstream, version: str) -> None:
     status, body = await server.fetch("POST", "/v1/unload_lora_adapter", request, timeout_s=60)
     if status not in (200, 404):
         text = body[:300].decode(errors="replace")
-        log.warning("adapter not unloaded", version=version, server=server.url, status=status, answer=text)
+        logger.warning("adapter not unloaded", version=version, server=server.url, status=status, answer=text)
 
 
 async def next_logprobs(server: Upstream, model: str) -> list[dict[str, float]]:

@@ -25,7 +25,7 @@ from pipeline.names import subject_token
 from pipeline.streams import ADAPTERS_BUCKET
 from pipeline.telemetry.logs import get_logger
 
-log = get_logger("rollout_gateway.sampler.adapter_files")
+logger = get_logger("rollout_gateway.sampler.adapter_files")
 
 _ADAPTER = re.compile(r"(?P<name>.+@[0-9]+-[0-9a-f]{16})(\.part)?|unused-.+\.deleted")
 """Names of the folders of this module: of an adapter, complete or not, or of adapters that are being deleted. What a
@@ -70,7 +70,7 @@ class AdapterFiles:
             if path.is_dir():
                 if await anyio.to_thread.run_sync(_unchanged, path, files):
                     return path
-                log.error("adapter folder was changed; downloading the adapter again", version=version)
+                logger.error("adapter folder was changed; downloading the adapter again", version=version)
                 await anyio.to_thread.run_sync(shutil.rmtree, path)
             try:
                 data = await self._broker.get_object(ADAPTERS_BUCKET, name)
@@ -103,7 +103,7 @@ class AdapterFiles:
                 with suppress(FileNotFoundError):  # another deletion was first
                     path.rename(gone / path.name)
         except OSError as error:
-            log.warning("adapters that no server uses were not deleted", error=str(error))
+            logger.warning("adapters that no server uses were not deleted", error=str(error))
             return
         await anyio.to_thread.run_sync(partial(shutil.rmtree, gone, ignore_errors=True))
 

@@ -37,7 +37,7 @@ from rollout_gateway.serving import server_state
 from rollout_gateway.serving.fleet_records import SamplerRecord
 from rollout_gateway.serving.policies import Checkpoint, Policies
 
-log = get_logger("rollout_gateway.sampler.controller")
+logger = get_logger("rollout_gateway.sampler.controller")
 
 _RETRY_S = 0.5
 """Pause before a load or unload that did not succeed is tried again."""
@@ -54,7 +54,7 @@ def _as_adapter_error(version: str) -> Iterator[None]:
     except OSError as error:  # such as a full disk
         raise AdapterError(f"{type(error).__name__}: {error}", permanent=False) from error
     except Exception as error:
-        log.error("unexpected error while an adapter was loaded", version=version, exc=error)
+        logger.error("unexpected error while an adapter was loaded", version=version, exc=error)
         message = f"loading failed unexpectedly ({type(error).__name__}); the agent's log has the traceback"
         raise AdapterError(message, permanent=True) from error
 
@@ -156,13 +156,13 @@ class ServerController:
                 pause_s = settings.health_interval_s if done else _RETRY_S
             except (UpstreamError, msgspec.DecodeError) as error:
                 if self._up:
-                    log.warning("inference server can't be reached", replica=self.name, error=str(error))
+                    logger.warning("inference server can't be reached", replica=self.name, error=str(error))
                 self._up = self._complete = False
                 await self._registration.remove()
                 pause_s = settings.health_retry_s
             except BrokerError as error:
                 why = "log unavailable; adapters are loaded when it is back"
-                log.warning(why, replica=self.name, error=str(error))
+                logger.warning(why, replica=self.name, error=str(error))
                 pause_s = 1.0
             with anyio.move_on_after(pause_s):
                 await self.wake.wait()
@@ -202,7 +202,7 @@ class ServerController:
             names = [version_name(model, 0) for model in self._policies.models]
             await server_state.check_base_names(self._server, self.name, names)
             if self.server_start:
-                log.warning("inference server restarted", replica=self.name, server_start=server_start)
+                logger.warning("inference server restarted", replica=self.name, server_start=server_start)
             self._complete = False
             self._base_logprobs.clear()
             self.loaded.clear()
@@ -210,7 +210,9 @@ class ServerController:
         self._folders_to_adopt = set(folders.values())  # none of them is deleted before it is adopted
         self.server_start, self._checked_at = server_start, time.monotonic()
         for version in self._expected_versions() - folders.keys():
-            log.warning("the inference server lacks an adapter that it had loaded", replica=self.name, version=version)
+            logger.warning(
+                "the inference server lacks an adapter that it had loaded", replica=self.name, version=version
+            )
             # Until the log says so, gateways send the server no calls. The log may have lost its end, and with it that
             # the adapter was unloaded.
             await self._publish_unloaded(version)
@@ -240,7 +242,7 @@ class ServerController:
                 return
             except AdapterError as error:
                 why = "adapter found in the server failed a check; unloading it"
-                log.warning(why, version=version, error=str(error))
+                logger.warning(why, version=version, error=str(error))
         await adapter_api.unload(self._server, version)
 
     # -- versions --------------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class ServerController:
             try:
                 await self._load(checkpoint)
             except AdapterError as error:
-                log.error("adapter not loaded", version=version, replica=self.name, error=str(error))
+                logger.error("adapter not loaded", version=version, replica=self.name, error=str(error))
                 if error.permanent:
                     self._refused[version] = checkpoint.event.adapter_sha256, str(error)
                 else:
@@ -321,7 +323,7 @@ class ServerController:
             return False
         await adapter_api.unload(self._server, version)
         del self.loaded[version], self._unloading[version]
-        log.info("adapter unloaded", version=version, replica=self.name)
+        logger.info("adapter unloaded", version=version, replica=self.name)
         return True
 
     async def _load(self, checkpoint: Checkpoint) -> None:
@@ -371,4 +373,4 @@ class ServerController:
         crash.point("sampler.adapter_loaded")
         self._loaded_seq = (await self._context.broker.publish(event)).seq
         self.loaded[version] = folder
-        log.info("adapter loaded", version=version, replica=self.name, delta=delta, load_s=event.load_s)
+        logger.info("adapter loaded", version=version, replica=self.name, delta=delta, load_s=event.load_s)

@@ -16,7 +16,7 @@ from pipeline.streams import gateway_key
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.serving.fleet_records import GatewayRecord
 
-log = get_logger("rollout_gateway.sampler.gateway_records")
+logger = get_logger("rollout_gateway.sampler.gateway_records")
 
 
 class GatewayRecords:
@@ -40,7 +40,7 @@ class GatewayRecords:
         try:
             self._records[key] = msgspec.json.decode(value, type=GatewayRecord)
         except msgspec.DecodeError as error:
-            log.error("record of a gateway ignored: it can't be decoded", key=key, error=str(error))
+            logger.error("record of a gateway ignored: it can't be decoded", key=key, error=str(error))
 
     def wanted(self) -> list[str]:
         """Return the versions that calls wait for."""

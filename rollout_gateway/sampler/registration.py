@@ -16,7 +16,7 @@ from pipeline.streams import sampler_key
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.serving.fleet_records import SamplerRecord
 
-log = get_logger("rollout_gateway.sampler.registration")
+logger = get_logger("rollout_gateway.sampler.registration")
 
 
 class Registration:
@@ -35,7 +35,7 @@ class Registration:
         if record == self._record:
             return
         if self._record is None:
-            log.info("inference server registered", replica=self._name, server_start=record.server_start)
+            logger.info("inference server registered", replica=self._name, server_start=record.server_start)
         self._record = record
         await self._write()
 
@@ -47,7 +47,7 @@ class Registration:
             try:
                 await self._write()
             except BrokerError as error:
-                log.warning("the server's record was not renewed", replica=self._name, error=str(error))
+                logger.warning("the server's record was not renewed", replica=self._name, error=str(error))
 
     async def remove(self) -> None:
         """Remove the server's record."""
@@ -58,7 +58,7 @@ class Registration:
             try:
                 await key_value.delete(self._broker, streams.FLEET.name, self._key)
             except BrokerError as error:
-                log.warning("the server's record stays until it expires", replica=self._name, error=str(error))
+                logger.warning("the server's record stays until it expires", replica=self._name, error=str(error))
 
     async def _write(self) -> None:
         """Write the record, unless it was removed meanwhile. Raises `BrokerError`."""

@@ -15,7 +15,7 @@ from rollout_gateway.sampler.controller import SamplerContext, ServerController
 from rollout_gateway.sampler.gateway_records import GatewayRecords
 from rollout_gateway.serving.policies import Policies
 
-log = get_logger("rollout_gateway.sampler")
+logger = get_logger("rollout_gateway.sampler")
 
 
 def check(config: Config) -> None:
@@ -34,9 +34,9 @@ async def serve(config: Config, ready: Ready) -> None:
     `ready` is called once the agent has read the policy versions on the log.
     Waits for servers that are not up yet."""
     trust = Trust(config.signing)
-    if not trust.checks:
+    if not trust.is_enforced:
         why = "signatures of checkpoints are not checked: an adapter of any client of the log is loaded"
-        log.warning(why, setting="signing")
+        logger.warning(why, setting="signing")
     async with Broker.connect(config.nats, name="sampler") as broker:
         models, apprentices = (m.name for m in config.models), config.apprentices()
         policies = Policies(config.project, models, trust, apprentices=apprentices, dead_letters=False)

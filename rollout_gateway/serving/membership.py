@@ -30,7 +30,7 @@ from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, Replica
 from rollout_gateway.serving.routing import VersionRouter
 
-log = get_logger("rollout_gateway.serving.membership")
+logger = get_logger("rollout_gateway.serving.membership")
 
 _BUCKET = streams.FLEET.name
 _WANTED_S = 3.0
@@ -68,7 +68,7 @@ class Membership:
                 try:
                     await key_value.delete(self._broker, _BUCKET, self._key)
                 except BrokerError as error:
-                    log.warning("the gateway's record stays until it expires", error=str(error))
+                    logger.warning("the gateway's record stays until it expires", error=str(error))
 
     def policies_changed(self, event: Event) -> None:
         """Update the replicas after `policies` has applied `event`."""
@@ -100,7 +100,7 @@ class Membership:
             record = msgspec.json.decode(value, type=SamplerRecord)
             replica = self._fleet.add(record.url)
         except (msgspec.DecodeError, ValueError) as error:
-            log.error("record of a sampler agent ignored: it is not valid", key=key, error=str(error))
+            logger.error("record of a sampler agent ignored: it is not valid", key=key, error=str(error))
             return
         if key in self._registered and self._registered[key][0] is not replica:
             self._remove(key)  # the URL has changed, but not the name in the key, which leaves out the scheme
@@ -111,7 +111,7 @@ class Membership:
         replica.loaded = self._policies.loaded(replica.name, record.server_start)
         self._policies.refused = self._fleet.refused()
         if not known:
-            log.info("replica joined", replica=replica.name, server_start=record.server_start)
+            logger.info("replica joined", replica=replica.name, server_start=record.server_start)
             scope = anyio.CancelScope()
             self._registered[key] = replica, scope
             tasks.start_soon(self._check, replica, scope)
@@ -124,7 +124,7 @@ class Membership:
         registered = self._registered.pop(key, None)
         if registered is not None:
             replica, scope = registered
-            log.warning(
+            logger.warning(
                 "replica left: its sampler agent has stopped, can't reach its server, or names another URL",
                 replica=replica.name,
             )
@@ -146,7 +146,7 @@ class Membership:
                     pause_s = self._settings.health_interval_s
                 except (UpstreamError, msgspec.DecodeError) as error:
                     if replica.problem != str(error):
-                        log.warning("replica takes no calls", replica=replica.name, error=str(error))
+                        logger.warning("replica takes no calls", replica=replica.name, error=str(error))
                     replica.ready, replica.problem = False, str(error)
                     pause_s = self._settings.health_retry_s
                 self._replicas_changed()
@@ -165,7 +165,7 @@ class Membership:
             raise UpstreamError("it was restarted, and its sampler agent has not registered it since")
         if lost := replica.loaded.keys() - loaded.keys():
             raise UpstreamError(f"it lost {', '.join(sorted(lost))}; its sampler agent loads it again")
-        log.info("replica ready", replica=replica.name, server_start=replica.server_start)
+        logger.info("replica ready", replica=replica.name, server_start=replica.server_start)
         replica.ready, replica.problem = True, ""
 
     # -- this gateway's record ---------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Membership:
                 record = msgspec.json.encode(self._own_record())
                 await key_value.put(self._broker, _BUCKET, self._key, record, self._ttl_s)
             except BrokerError as error:
-                log.warning("the gateway's record was not renewed", error=str(error))
+                logger.warning("the gateway's record was not renewed", error=str(error))
             with anyio.move_on_after(self._ttl_s / 3):
                 await self._fleet.use_changed.wait()
 

@@ -35,7 +35,7 @@ from pipeline.security.signing import Trust
 from pipeline.telemetry.logs import get_logger
 from pipeline.versions.loaded import LoadedVersions
 
-log = get_logger("rollout_gateway.serving.policies")
+logger = get_logger("rollout_gateway.serving.policies")
 
 _FOLLOWED = (CheckpointPublished, PolicyPromoted, PolicyRetired, PolicyLoaded, PolicyUnloaded)
 
@@ -240,7 +240,7 @@ class Policies:
         for recorded in events:
             self.apply(recorded)
         await self._report_unsigned(broker)
-        log.info("policies rebuilt", events=len(events), newest=[self.newest(m) for m in self.models])
+        logger.info("policies rebuilt", events=len(events), newest=[self.newest(m) for m in self.models])
 
     async def follow(self, broker: Broker, changed: Callable[[LogEntry[Event]], None]) -> None:
         """Apply further events as they arrive. Call `changed` with each for which `apply` returns true. Never
@@ -256,7 +256,7 @@ class Policies:
         letter however many gateways publish it."""
         while self._unsigned:
             recorded, why = self._unsigned.pop()
-            log.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)
+            logger.error("checkpoint refused", reason=why, subject=recorded.subject, seq=recorded.seq)
             if not self._dead_letters:
                 continue
             place = recorded.place
@@ -279,5 +279,5 @@ def _are_versions(names: set[str], seq: int) -> bool:
     log may write any name."""
     if all(is_version(name) for name in names if name):
         return True
-    log.error("event ignored: it names no policy version", versions=sorted(names), seq=seq)
+    logger.error("event ignored: it names no policy version", versions=sorted(names), seq=seq)
     return False

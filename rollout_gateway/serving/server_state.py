@@ -9,7 +9,7 @@ import msgspec
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.http.upstream import Upstream, UpstreamError
 
-log = get_logger("rollout_gateway.serving.server_state")
+logger = get_logger("rollout_gateway.serving.server_state")
 
 
 class _ModelCard(msgspec.Struct):
@@ -44,7 +44,7 @@ async def check_base_names(server: Upstream, replica: str, names: list[str]) -> 
             "the inference server does not serve its base model under the name that calls have, so they fail; "
             "start it with --served-model-name and the missing names"
         )
-        log.error(message, replica=replica, missing=missing, served=served)
+        logger.error(message, replica=replica, missing=missing, served=served)
 
 
 async def process_start_time(server: Upstream) -> str:

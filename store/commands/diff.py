@@ -3,11 +3,11 @@
     journeywork diff --a branch=main --b branch=colder
     journeywork diff --a judge=3f2c… --b judge=91ab… --format json
 
-A side is selected by `branch=`, `judge=` (hash of a judge configuration), `judge_model=` (that model's mean scores
-instead of the groups' final rewards; with `rubric=`, the hash of a rubric, if it judged by several), or several of them
-joined by commas. The groups and trajectories that both sides have are compared: advantages whose sign flips and the
-checkpoints that were trained on them, Spearman's rank correlation within groups, groups without variance on each side.
-With `--calls` it is the rewards of single calls that are compared.
+A side is selected by `branch=`, `judge=` (a verdict set), `judge_model=` (that model's mean scores instead of the
+groups' final rewards; with `rubric=`, the hash of a rubric, if it judged by several), or several of them joined by
+commas. The groups and trajectories that both sides have are compared: advantages whose sign flips and the checkpoints
+that were trained on them, Spearman's rank correlation within groups, groups without variance on each side. With
+`--calls` it is the rewards of single calls that are compared.
 """
 
 from __future__ import annotations

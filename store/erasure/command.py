@@ -108,7 +108,7 @@ async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter,
     write_whole(journal, msgspec.json.encode(plan), durable=True, mode=0o600)
     crash.point("erase.planned")
     await on_log.erase(broker, config.project, plan)
-    await _until_written(broker)  # the discards of groups that waited for the trainer
+    await _until_written(broker)  # the store must hold the discards before its rows are rewritten
     crash.point("erase.log_done")
     for folder in plan.folders:
         folders.remove(Path(folder))

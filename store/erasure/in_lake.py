@@ -2,9 +2,10 @@
 summary, and then erases them.
 
 Rows of the runs' own events are left out. A scored group keeps its row, because the other runs' rewards and the steps'
-figures rest on it, without its texts: explanations and hints, and its task if all of its runs are erased. A file that
-is replaced is deleted at once, not after `store.compact_grace_s`, and so is every file in a table's folder that holds
-such rows and is not part of the table, as after a merge.
+figures rest on it, without texts: the explanations and hints in its verdicts, which may speak of any of its runs, the
+hints of the erased runs, and its task if all of its runs are erased. A file that is replaced is deleted at once, not
+after `store.compact_grace_s`, and so is every file in a table's folder that holds such rows and is not part of the
+table, as after a merge.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Rewriter:
         return rows.take(np.delete(np.arange(rows.num_rows), affected))
 
     def _without_texts(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row of a scored group; without the judges' words, if it is of the plan."""
+        """The row of a scored group; without the judges' words and the erased runs' hints, if it is of the plan."""
         if row["project"] != self._project or (row["model"], row["group"]) not in self._groups:
             return row
         erased = [member["trajectory"] in self._runs for member in row["members"]]

@@ -263,7 +263,7 @@ def _until_answered(request: Callable[[], T], once: bool, every: float) -> T:
         try:
             return request()
         except GatewayError as error:
-            if once or error.status not in (0, 502, 503):
+            if once or error.status not in (0, 502, 503, 504):
                 raise
             sys.stderr.write(visible(f"{error} (asked again in {every:g} s)\n"))
             time.sleep(every)

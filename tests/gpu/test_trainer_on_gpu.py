@@ -123,7 +123,7 @@ def test_families_compute_what_their_own_forward_pass_computes(
 ) -> None:
     engine = make_engine(family, dtype=dtype)
     bound = logprob_bound_for(TrainerConfig(), engine.model.dtype)
-    for found in (engine.passes.verified.padded, engine.passes.verified.packed):
+    for found in (engine.passes.verified.padded, engine.passes.verified.prefix_shared):
         assert found is not None
         assert (found.largest if dtype == "float32" else found.mean) <= bound, str(found)
 

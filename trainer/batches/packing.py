@@ -294,8 +294,8 @@ _CAUSAL = 0.75
 """Share of a row's pairs that a causal kernel computes: half, and the waste of its blocks."""
 
 
-@dataclass(frozen=True)
-class RowLimits:
+@dataclass(frozen=True, kw_only=True)
+class SharingLimits:
     """What may share a pass, and a row."""
 
     of_pass: int = sys.maxsize
@@ -307,12 +307,12 @@ class RowLimits:
     of its own."""
 
 
-NO_LIMITS = RowLimits()
+NO_SHARED_ROWS = SharingLimits()
 """Each group has a row of its own."""
 
 
 def sharing_pays(
-    sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost, limits: RowLimits = NO_LIMITS
+    sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost, limits: SharingLimits = NO_SHARED_ROWS
 ) -> bool:
     """Whether prefix trees cost less than padded rows. A tree has fewer tokens, and needs masks. `groups[s]` is the
     group of sequence s."""
@@ -329,7 +329,7 @@ def micro_batches(
     groups: Sequence[int],
     budget: int,
     packing: Packing,
-    limits: RowLimits = NO_LIMITS,
+    limits: SharingLimits = NO_SHARED_ROWS,
 ) -> list[MicroBatch]:
     """The batch as passes of at most about `budget` tokens, padding included. A single sequence may exceed it.
 
@@ -366,7 +366,7 @@ Row = tuple[int, list[int]]
 
 
 def _prefix_rows(
-    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, limits: RowLimits
+    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, limits: SharingLimits
 ) -> list[Row]:
     """The rows with shared prefixes. A row is a group, a part of a group whose tree exceeds the budget, or several
     groups that begin alike, as all runs of an agent do that has a system prompt."""

@@ -1,7 +1,7 @@
 """The commit protocol: a step that is on disk goes to the object store and to the log.
 
-Adapter and training state first, then the event, then the discards of what did not fit into memory. Each
-part can be repeated, so recovery publishes a step that a crash interrupted by the same calls (`trainer.recovery`).
+Adapter and training state are uploaded first, then the event is published, then the discards of what did not fit into
+memory. Each part can be repeated: after a crash, `trainer.recovery` makes the same calls again.
 """
 
 from __future__ import annotations

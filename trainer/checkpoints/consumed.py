@@ -39,6 +39,8 @@ class Consumed:
         """Add the groups that a checkpoint learned from, but for those before `first_seq`, the first message that
         retention left in the stream: the log can neither deliver nor lose them."""
         seqs, times = unpack_seqs(event.group_seqs).tolist(), unpack_seqs(event.group_times).tolist()
+        # Not strict: events from before sequences and stream times were recorded have none. `decode` checks that the
+        # numbers agree otherwise.
         for seq, at, group in zip(seqs, times, event.groups, strict=False):
             if seq >= first_seq:
                 self._places.add(Place(seq, at))

@@ -76,7 +76,7 @@ def _compared(verified: Verified) -> dict[str, Any]:
     """The findings of the comparison with the model's own forward pass."""
     return {
         "padded_difference": verified.padded.largest,
-        "packed_difference": verified.packed.largest if verified.packed else None,
+        "packed_difference": verified.prefix_shared.largest if verified.prefix_shared else None,
         "images_difference": verified.images.largest if verified.images else None,
         "layout": verified.layout,
         "attention": verified.attention,

@@ -1,7 +1,8 @@
 """Runs passes in the available memory: retries with smaller passes when memory runs out, and drops sequences that do
 not fit even alone.
 
-The token budget of a pass halves when a pass of several sequences runs out of memory, and stays so until the trainer
+The first resort is gradient checkpointing, if the settings leave that to the trainer (`Budget.save_memory`). After it,
+the token budget of a pass halves when a pass of several sequences runs out of memory, and stays so until the trainer
 starts again. A sequence that runs out of memory in a pass of its own does not halve it, and is dropped when that
 happens twice. Then the budget is again what it was before that batch, because the sequence may have caused the batch's
 halvings.
@@ -60,8 +61,8 @@ class Budget:
     """The token budget of a pass over one engine's model. `limit` is `trainer.memory.tokens_per_batch`."""
 
     def __init__(self, limit: int, save_memory: Callable[[], bool] = lambda: False) -> None:
-        """`save_memory` is tried before the budget is halved: it makes passes smaller some other way, and returns
-        whether it could."""
+        """`save_memory` is tried before the budget is halved: it makes passes need less memory (gradient
+        checkpointing), and returns whether it changed anything."""
         self._limit, self.save_memory = limit, save_memory
         self.tokens = limit
         """The current budget."""

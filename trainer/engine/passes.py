@@ -21,7 +21,7 @@ from pipeline.config import ConfigError, TrainerConfig
 from pipeline.config.checks import check_trainer
 from pipeline.telemetry.logs import get_logger
 from trainer.batches.examples import Example
-from trainer.batches.packing import Cost, MicroBatch, Packing, RowLimits, micro_batches, sharing_pays
+from trainer.batches.packing import Cost, MicroBatch, Packing, SharingLimits, micro_batches, sharing_pays
 from trainer.distillation import teacher
 from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.fitting import Budget, detect_out_of_memory
@@ -177,11 +177,12 @@ class Passes:
         return "prefix" if sharing_pays(sequences, groups, self.cost, self._limits) else "padded"
 
     @property
-    def _limits(self) -> RowLimits:
+    def _limits(self) -> SharingLimits:
+        """What may share a pass or a row on this device. With eager attention no two groups share a row."""
         if self.model.device.type == "cpu":
-            limits = RowLimits(_CPU_TOKENS, _CPU_TOKENS)
+            limits = SharingLimits(of_pass=_CPU_TOKENS, of_row=_CPU_TOKENS)
         else:
-            limits = RowLimits(of_row=sys.maxsize, in_common=_IN_COMMON_ON_GPU)
+            limits = SharingLimits(of_row=sys.maxsize, in_common=_IN_COMMON_ON_GPU)
         # Eager attention computes all pairs of a row.
         return replace(limits, of_row=0) if self.model.forward.attention == "eager" else limits
 

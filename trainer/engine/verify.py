@@ -68,7 +68,7 @@ class Verified:
     """The result of `verify`."""
 
     padded: Difference
-    packed: Difference | None
+    prefix_shared: Difference | None
     """With shared prefixes. `None` if no such pass could be run."""
     layout: Literal["prefix", "padded"]
     """`prefix`: both layouts give right logprobs; `padded`: only padded rows do."""
@@ -205,18 +205,18 @@ def verify(model: PolicyModel) -> Verified:
     with model.with_adapter(_random_adapter(model)), _in_float32(model):
         samples = _samples_for(model)
         reference = _reference_logprobs(model, samples)
-        rows = _verify_rows(model, samples, reference)
-        packed, why = _verify_prefix_sharing(model, samples, reference)
+        in_rows = _verify_padded(model, samples, reference)
+        in_tree, why = _verify_prefix_sharing(model, samples, reference)
         if why and model.config.memory.packing == "prefix":
             raise RefusedError(
                 f"trainer.memory.packing: prefixes can't be shared with {model.base} "
                 f"({type(model.forward.model).__name__}): {why}; use `padded` or `auto`",
-                Verified(rows, packed, "padded", model.forward.attention, why),
+                Verified(in_rows, in_tree, "padded", model.forward.attention, why),
             )
         if why:
             logger.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
         images = None if model.images is None else _verify_images(model, model.images)
-    return Verified(rows, packed, "padded" if why else "prefix", model.forward.attention, why, images)
+    return Verified(in_rows, in_tree, "padded" if why else "prefix", model.forward.attention, why, images)
 
 
 @contextmanager
@@ -255,27 +255,30 @@ def _samples_for(model: PolicyModel) -> list[TokenSequence]:
     return sequences(model.vocabulary, max(32, min(*at_most, positions)), span)
 
 
-def _verify_rows(model: PolicyModel, samples: Sequence[TokenSequence], reference: Sequence[torch.Tensor]) -> Difference:
+def _verify_padded(
+    model: PolicyModel, samples: Sequence[TokenSequence], reference: Sequence[torch.Tensor]
+) -> Difference:
     """Compare padded rows, first with the model's fast attention. Where that is wrong, eager attention is set, which
-    computes all that a model asks for. Raises `RefusedError` if that is wrong, too."""
+    computes all that a model asks for. Unsloth's attention can't be changed: there, a difference refuses the model at
+    once. Raises `RefusedError` if eager attention is wrong, too."""
     config, forward = model.config, model.forward
-    rows = _difference(model, padded(samples), samples, reference)
-    if not rows.within_bound(config, forward.trunk.dtype) and config.engine != "unsloth":
+    difference = _difference(model, padded(samples), samples, reference)
+    if not difference.within_bound(config, forward.trunk.dtype) and config.engine != "unsloth":
         logger.warning(
             "SDPA gives other logprobs than this model's own attention; eager attention is used instead",
             model=model.base,
-            difference=str(rows),
+            difference=str(difference),
         )
         forward.model.set_attn_implementation("eager")
-        rows = _difference(model, padded(samples), samples, reference)
-    if not rows.within_bound(config, forward.trunk.dtype):
+        difference = _difference(model, padded(samples), samples, reference)
+    if not difference.within_bound(config, forward.trunk.dtype):
         raise RefusedError(
             f"{model.base} ({type(forward.model).__name__}) can't be trained: the logprobs of a training pass differ "
-            f"from the model's own by {rows}; trainer.logprob_bound is "
+            f"from the model's own by {difference}; trainer.logprob_bound is "
             f"{logprob_bound_for(config, forward.trunk.dtype):g}",
-            Verified(rows, None, "padded", forward.attention),
+            Verified(difference, None, "padded", forward.attention),
         )
-    return rows
+    return difference
 
 
 def _verify_images(model: PolicyModel, images: ImageInputs) -> Difference | None:

@@ -32,7 +32,7 @@ class Gateway:
             try:
                 return list((await self._ask(key, "GET", "/v1/policies"))["data"])
             except PageError as error:
-                if error.status != 503:
+                if error.status not in (502, 503, 504):  # a proxy may answer for a gateway that does not
                     raise
         return None
 
@@ -55,4 +55,4 @@ class Gateway:
         try:
             return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
         except GatewayError as error:
-            raise PageError(error.status or 503, str(error)) from error
+            raise PageError(error.status if error.status >= 400 else 503, str(error)) from error

@@ -78,7 +78,7 @@ async def test_on_main_each_group_trains_once_under_each_verdict_set(broker: Bro
         await broker.publish(SignalGiven(project="p", model="m", trajectory=run, value=value, **about))
     later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
     with pytest.raises(ConfigError, match="only groups of main can be judged again on main"):
-        Rejudge(broker, later, None, branch="main", source="b")
+        Rejudge(broker, later, None, branch="main", from_branch="b")
     async with open_composer_on_log(later, broker) as judge:
         done = []
         for verdicts, limit in (("one", 1), ("one", 0), ("two", 0), ("one", 0), ("two", 0)):
@@ -181,8 +181,8 @@ async def test_a_batch_on_a_branch_does_not_wait_for_groups_that_no_judge_could_
     assert {m.trajectory: m.outcome for m in scored["few"].members} == {"few-0": "scored", "few-1": "masked"}
     found = [g for g in await groups(broker, 3, "discarded") if g.by == "rejudge"]
     assert {(g.group, g.reason, g.branch, g.judge) for g in found} == {
-        ("failing", "unscored", "b", report.judge),
-        ("small", "too_small", "b", report.judge),
+        ("failing", "unscored", "b", report.verdict_set),
+        ("small", "too_small", "b", report.verdict_set),
     }
     requested = RequestedBatches(broker, "trainer", 60.0)
     await requested.begin(scored["good"])
@@ -205,4 +205,4 @@ async def test_groups_whose_history_is_gone_are_recorded_as_discarded(broker: Br
     assert (report.rejudged, report.gone) == (1, 1)
     (gone,) = await groups(broker, 1, "discarded")
     assert (gone.reason, gone.branch, gone.by) == ("history_gone", "b", "rejudge")
-    assert gone.judge == report.judge
+    assert gone.judge == report.verdict_set

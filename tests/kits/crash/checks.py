@@ -99,7 +99,7 @@ async def check(broker: Broker, config: Config, agents: Agents, upstream: Upstre
     assert len({e.group for e in scored} - set(ends)) < 2
     assert len(steps) > least[1]
     trust = signing.Trust(config.signing)
-    assert trust.checks
+    assert trust.is_enforced
     assert [objection for e in steps if (objection := trust.objection(e))] == []
     assert {e.reason for e in history if isinstance(e, events.DeadLettered)} <= {"undecodable"}
 

@@ -27,7 +27,10 @@ from tests.kits.settings import with_values
         ("teacher.url=http://teacher/v1", "teacher: url and model belong together"),
         ("vllm.max_loras=1", "vllm.max_loras is 1: it must be larger than the number of models"),
         ("vllm.max_loras=2", "vllm.max_loras is 2: it must be at least trainer.max_staleness + 2"),
-        ("trainer.lora.rank=64", "trainer.lora.rank is 64: an adapter of vllm.max_lora_rank = 8 at most would load"),
+        (
+            "trainer.lora.rank=64",
+            "trainer.lora.rank is 64, above vllm.max_lora_rank = 8: vLLM would refuse the adapter",
+        ),
         ("trainer.lora.rank=1024", "vLLM serves adapters up to rank 512"),
         ("vllm.max_lora_rank=24", "vllm.max_lora_rank is 24: vLLM takes 1, 8, 16, 32, 64, 128, 256, 320, 512"),
         (

@@ -19,6 +19,6 @@ async def test_a_base_model_that_has_not_the_name_of_its_calls_is_an_error(
 ) -> None:
     told: list[dict[str, Any]] = []
     server: Any = SimpleNamespace(fetch=AsyncMock(return_value=(200, msgspec.json.encode(CARDS))))
-    monkeypatch.setattr(server_state.log, "error", lambda event, **fields: told.append(fields))
+    monkeypatch.setattr(server_state.logger, "error", lambda event, **fields: told.append(fields))
     await server_state.check_base_names(server, "here:1", names)
     assert [fields["missing"] for fields in told] == ([missing] if missing else [])

@@ -140,8 +140,10 @@ def test_a_watch_asks_again_while_the_gateway_is_away(capsys: pytest.CaptureFixt
         return request
 
     gone, no_log, refused = GatewayError("gone"), GatewayError("no log", 503), GatewayError("unknown", 404)
-    assert decide._until_answered(away(gone, no_log), once=False, every=0.0) == "answered"
-    assert capsys.readouterr().err == "gone (asked again in 0 s)\nno log (asked again in 0 s)\n"
+    by_proxy = GatewayError("no gateway", 504)
+    assert decide._until_answered(away(gone, no_log, by_proxy), once=False, every=0.0) == "answered"
+    again = "gone (asked again in 0 s)\nno log (asked again in 0 s)\nno gateway (asked again in 0 s)\n"
+    assert capsys.readouterr().err == again
     for once, error in ((True, gone), (False, refused)):
         with pytest.raises(GatewayError):
             decide._until_answered(away(error), once, every=0.0)

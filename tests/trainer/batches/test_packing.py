@@ -14,7 +14,7 @@ from trainer.batches.packing import (
     FULL,
     AttentionSpan,
     Cost,
-    RowLimits,
+    SharingLimits,
     attended_pairs,
     micro_batches,
     padded,
@@ -119,7 +119,7 @@ def test_groups_that_begin_alike_share_a_row() -> None:
     sequences = [sequence([*p, 7, reply, 3], [len(p) + 1, len(p) + 2]) for p in prompts for reply in (4, 5)]
 
     def shape(of_row: int) -> tuple[int, ...]:
-        (batch,) = micro_batches(sequences, [0, 0, 1, 1, 2, 2, 3, 3], 10_000, "prefix", RowLimits(of_row=of_row))
+        (batch,) = micro_batches(sequences, [0, 0, 1, 1, 2, 2, 3, 3], 10_000, "prefix", SharingLimits(of_row=of_row))
         assert sorted(batch.indices) == list(range(8))
         return (batch.layout.tokens, *batch.layout.ids_RL.shape)
 
@@ -147,7 +147,7 @@ def test_groups_with_a_system_prompt_go_to_several_processes_whole(
             return batches
 
     monkeypatch.setattr(engine.passes, "_process_group", Four())
-    monkeypatch.setattr(Passes, "_limits", RowLimits(of_row=16_384))
+    monkeypatch.setattr(Passes, "_limits", SharingLimits(of_row=16_384))
     job = Job(0, engine.config, {}, examples, groups, 16_384, "prefix", "scores", False)
     batches = engine.passes._own_batches(job)
     assert [b.layout.tokens for b in batches] == [550 + 8 * 59] * 4
@@ -176,7 +176,7 @@ def test_gradients_do_not_depend_on_the_layout(tiny_base: str, monkeypatch: pyte
     sequences, groups = tree_of_conversations(3)
     advantages = np.random.default_rng(1).normal(size=len(sequences))
     batch = [Example(s, float(a)) for s, a in zip(sequences, advantages, strict=True)]
-    monkeypatch.setattr(Passes, "_limits", RowLimits(1024, 1024, in_common=1))
+    monkeypatch.setattr(Passes, "_limits", SharingLimits(of_pass=1024, of_row=1024, in_common=1))
     gradients = []
     for packing, budget in (("padded", 10_000), ("prefix", 10_000), ("prefix", 30), ("padded", 30)):
         config = TrainerConfig(

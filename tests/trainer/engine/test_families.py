@@ -142,8 +142,8 @@ def test_a_mask_without_the_models_window_is_not_used(
     monkeypatch.setattr(forward, "attention_spans", blind)
     base = make(family, tmp_path)
     verified = Engine(base, TrainerConfig(lora=LoraConfig(rank=4))).passes.verified
-    assert verified.packed is not None
-    assert verified.packed.largest > 0.1
+    assert verified.prefix_shared is not None
+    assert verified.prefix_shared.largest > 0.1
     assert verified.layout == "padded"
     assert "differ from the model's own" in verified.why_padded
     with pytest.raises(ConfigError, match=r"trainer\.memory\.packing: prefixes can't be shared"):
@@ -174,8 +174,8 @@ def test_a_bfloat16_model_is_compared_in_float32_and_keeps_its_weights(tmp_path:
     engine = engine_of("qwen3", tmp_path, dtype="bfloat16")
     verified = engine.passes.verified
     assert (verified.layout, verified.attention) == ("prefix", "sdpa")
-    assert verified.packed is not None
-    assert max(verified.padded.largest, verified.packed.largest) < 1e-4
+    assert verified.prefix_shared is not None
+    assert max(verified.padded.largest, verified.prefix_shared.largest) < 1e-4
     base = AutoModelForCausalLM.from_pretrained(engine.model.base, dtype=torch.bfloat16)
     loaded = dict(engine.model.peft.get_base_model().named_parameters())
     for name, weight in base.named_parameters():

@@ -99,8 +99,8 @@ def test_media_of_a_request() -> None:
         image("data:image/png;base64,é"),
         {"type": "image_url", "uuid": "1"},
     ):
-        assert media_of(asking(part)) == Media(missing="image_url")
-    assert media_of(asking({"type": "input_audio", "input_audio": {"data": ""}})) == Media(missing="input_audio")
+        assert media_of(asking(part)) == Media(unusable="image_url")
+    assert media_of(asking({"type": "input_audio", "input_audio": {"data": ""}})) == Media(unusable="input_audio")
     for text in (
         b"no json",
         b'{"messages": 3, "a_url": 1}',

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from pipeline.config import Config, ModelConfig
+from pipeline.config import Config, ModelConfig, UiConfig
 from pipeline.events import pack_mask, pack_seqs
+from pipeline.running.gateway_api import GatewayApi, GatewayError
 from store.showing.dashboard.gateway import Gateway
 from store.showing.dashboard.server import _SINGLE
 from store.showing.pages import groups as reading_groups
@@ -271,3 +272,17 @@ def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> Non
     client = open_dashboard()
     for page in ("decisions", "overview", "checkpoint/m@1"):
         assert client.get(f"/{page}").text.count("<pre>Play &lt;well&gt;.</pre>") == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("status", [0, 502, 503, 504])
+async def test_pages_about_versions_do_without_a_gateway_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """A proxy may say so for it."""
+
+    def away(*_: object) -> None:
+        raise GatewayError("away", status)
+
+    monkeypatch.setattr(GatewayApi, "ask", away)
+    assert await Gateway(Config(ui=UiConfig(gateway_url="http://gateway"))).policies("key") is None
