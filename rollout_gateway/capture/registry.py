@@ -136,7 +136,7 @@ class Registry:
         return run.opened if run is not None else None
 
     async def opening_for(self, trajectory: str, access: Access) -> TrajectoryOpened:
-        """The event that opened a trajectory which the caller may use. Not for a trajectory's token, which has no owner.
+        """The event that opened a trajectory which the caller may use. Not for a run's token, which has no owner.
         Raises a 404 `ApiError`."""
         opened = await self.opening(trajectory)
         if opened is None or not access.owns(opened.owner):
