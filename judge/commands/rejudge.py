@@ -29,19 +29,11 @@ from typing import Any
 import anyio
 import msgspec
 
+from judge import scoring
 from judge.errors import UnscoredError
 from judge.feedback import counted_signals
 from judge.groups import Group, GroupKey
 from judge.rewards.compose import open_composer_on_log
-from judge.scoring import (
-    AskTeacher,
-    Compose,
-    agent_rewards,
-    judge_hash,
-    make_member,
-    score_closed,
-    with_hints_and_answers,
-)
 from judge.teacher import open_teacher
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config, ConfigError
@@ -79,8 +71,8 @@ class Rejudge:
         self,
         broker: Broker,
         config: Config,
-        compose: Compose | None,
-        teach: AskTeacher | None = None,
+        compose: scoring.Compose | None,
+        teach: scoring.AskTeacher | None = None,
         *,
         branch: str = "",
         from_branch: str = "main",
@@ -91,7 +83,7 @@ class Rejudge:
         `branch` is `main` and `from_branch` is not."""
         self._broker, self._config, self._compose, self._from_branch = broker, config, compose, from_branch
         self._teach = teach
-        verdict_set = verdicts or judge_hash(config.judge)
+        verdict_set = verdicts or scoring.judge_hash(config.judge)
         self._judged_again: set[tuple[str, str]] = set()
         """Model and id of the groups that `run` judges again."""
         self.report = RejudgeReport(branch or f"judge-{verdict_set}", verdict_set)
@@ -158,7 +150,9 @@ class Rejudge:
         completions = [await self._completed(event, trajectory) for trajectory in event.trajectories]
         members = tuple(sorted(completions, key=lambda completion: completion.seq))
         group = Group(key, members, signals=await self._signals(event))
-        result = await score_closed(group, self._config.judge, self.report.verdict_set, self._compose, self._teach)
+        result = await scoring.score_closed(
+            group, self._config.judge, self.report.verdict_set, self._compose, self._teach
+        )
         if isinstance(result, GroupScored):
             await self._publish_scored(seq, result)
             self.report.rescued += 1
@@ -176,15 +170,15 @@ class Rejudge:
         if self._compose is not None and scorable:
             rewards = await self._compose(scorable, signals)
         else:
-            rewards = agent_rewards(scorable)
+            rewards = scoring.agent_rewards(scorable)
         rewards = replace(rewards, taught={m.trajectory: m.teacher for m in event.members if m.teacher})
-        rewards = await with_hints_and_answers(rewards, scorable, signals, self._config.judge, self._teach)
+        rewards = await scoring.with_hints_and_answers(rewards, scorable, signals, self._config.judge, self._teach)
         needed = 1 if event.split == "val" else self._config.judge.min_size
         # The trainer gets every group of a batch, as from the judge.
         if len(rewards.final) < needed and self._batch_of(event) is None:
             raise UnscoredError(rewards.missing or f"{len(rewards.final)} have a reward, {needed} are needed")
         rejudged = tuple(
-            make_member(members[m.trajectory], m.completed_seq, rewards) if m.trajectory in members else m
+            scoring.make_member(members[m.trajectory], m.completed_seq, rewards) if m.trajectory in members else m
             for m in event.members
         )
         new = {"members": rejudged, "verdicts": rewards.verdicts}
