@@ -22,7 +22,7 @@ from judge.errors import UnscoredError
 from judge.feedback import hint_of
 from judge.models.params import read_key
 from judge.ruler.ruler import LlmRuler
-from judge.ruler.transcripts import render_message
+from judge.ruler.transcripts import indented, render_message
 from pipeline import crash
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.config import Config
@@ -171,7 +171,7 @@ class Healer:
             return calls[0]
         last = msgspec.json.decode(calls[-1].request).get("messages") or ()
         shown = [render_message(message) for message in last if message.get("role") != "assistant"]
-        replies = [f"Reply {call.seq}: {_reply_text(call.response)}" for call in calls]
+        replies = [f"Reply {call.seq}: {indented(_reply_text(call.response))}" for call in calls]
         text = "\n".join([*shown, *replies])[-_SHOWN_CHARACTERS:]
         answer = _reply_text(await self._ask({"messages": [{"role": "user", "content": _FAULT_QUESTION + text}]}, paid))
         try:

@@ -31,7 +31,7 @@ from pipeline.events import GroupDiscarded, GroupScored, Member, Score, SignalGi
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
-PROMPT_VERSION = 9
+PROMPT_VERSION = 10
 """Part of the judge configuration's hash. Raise it when the prompt or the parsing of replies changes."""
 DiscardReason = Literal["too_small", "late", "unscored", "over_budget"]
 

@@ -57,13 +57,23 @@ async def load_transcript(broker: Broker, project: str, trajectory: str, at_leas
     return from_exchanges(trajectory, exchanges)
 
 
+def indented(text: str) -> str:
+    """Return a text whose further lines begin with a space: it can't look like the beginning of a message or a call."""
+    return "\n ".join(text.splitlines())
+
+
 def render_message(message: Message) -> str:
-    """Return a message as text, with everything in it that a model may have sampled."""
-    parts = [text_of(message.get("content"))]
+    """Return a message as text, with everything in it that a model may have sampled. Only its role and the words
+    (thinking), (refuses) and (calls NAME) begin lines; what was written into it stands behind them, or behind a space.
+    Else a reply could show tool results and calls that there never were."""
+    name = f" {message['name']}" if message.get("name") else ""
+    text = indented(f"[{message.get('role', '?')}{name}]")
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-        parts.insert(0, f"(thinking) {text_of(reasoning)}")
+        text += f"\n(thinking) {indented(text_of(reasoning))}"
+    if content := text_of(message.get("content")):
+        text += ("\n " if reasoning else " ") + indented(content)
     if refusal := message.get("refusal"):
-        parts.append(f"(refuses) {text_of(refusal)}")
+        text += f"\n(refuses) {indented(text_of(refusal))}"
     calls = message.get("tool_calls")
     functions: list[Any] = [
         (c.get("function") or c.get("custom")) if isinstance(c, dict) else None
@@ -74,9 +84,8 @@ def render_message(message: Message) -> str:
     for function in functions:
         called = function if isinstance(function, dict) else {}
         arguments = text_of(called.get("arguments", called.get("input")))
-        parts.append(f"(calls {called.get('name', '?')}) {arguments}")
-    name = f" {message['name']}" if message.get("name") else ""
-    return f"[{message.get('role', '?')}{name}] " + "\n".join(p for p in parts if p)
+        text += "\n" + indented(f"(calls {called.get('name', '?')}) {arguments}")
+    return text
 
 
 def render_tools(tools: Sequence[dict[str, Any]]) -> str:
@@ -96,7 +105,7 @@ def shorten(text: str, limit: int) -> str:
     whole = text.encode("utf-8", "replace")
     if len(whole) <= limit:
         return text
-    mark = f"\n(… {len(whole) - limit} bytes left out …)\n"
+    mark = f"\n(… {len(whole) - limit} bytes left out …)\n…"
     room = max(limit - len(mark.encode()), 0)
     head = room // 4
     tail = whole[len(whole) - (room - head) :] if room > head else b""
