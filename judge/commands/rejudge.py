@@ -80,14 +80,14 @@ class Rejudge:
     ) -> None:
         """The groups of `from_branch` are judged again, and published on `branch`, by default `judge-<verdict set>`.
         `verdicts` names the verdict set, by default the hash of the judge configuration. Raises `ConfigError` if
-        `branch` is `main` and `from_branch` is not."""
+        `branch` is `from_branch`, unless both are `main`, or if it is `main` alone."""
         self._broker, self._config, self._compose, self._from_branch = broker, config, compose, from_branch
         self._teach = teach
         verdict_set = verdicts or scoring.judge_hash(config.judge)
         self._judged_again: set[tuple[str, str]] = set()
         """Model and id of the groups that `run` judges again."""
         self.report = RejudgeReport(branch or f"judge-{verdict_set}", verdict_set)
-        if (self.report.branch == "main") != (from_branch == "main") and self.report.branch in (from_branch, "main"):
+        if from_branch != "main" and self.report.branch in (from_branch, "main"):
             raise ConfigError(
                 f"--branch {self.report.branch}: name a branch other than the one that is judged again; only groups of "
                 "main can be judged again on main"

@@ -77,8 +77,9 @@ async def test_on_main_each_group_trains_once_under_each_verdict_set(broker: Bro
         about = {"group": "g1", "name": "label", "by": "ann", "signal": run}
         await broker.publish(SignalGiven(project="p", model="m", trajectory=run, value=value, **about))
     later = msgspec.structs.replace(config, judge=JudgeConfig(group_size=3, rewards=labels))
-    with pytest.raises(ConfigError, match="only groups of main can be judged again on main"):
-        Rejudge(broker, later, None, branch="main", from_branch="b")
+    for branch in ("main", "b"):
+        with pytest.raises(ConfigError, match="only groups of main can be judged again on main"):
+            Rejudge(broker, later, None, branch=branch, from_branch="b")
     async with open_composer_on_log(later, broker) as judge:
         done = []
         for verdicts, limit in (("one", 1), ("one", 0), ("two", 0), ("one", 0), ("two", 0)):
