@@ -28,7 +28,8 @@ RUN = "run/"
 def with_art_names(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the trainer's metrics as `trainer/<name>`, and those that ART has a name for under that name too."""
     both: dict[str, float] = {}
-    for name, value in metrics.items():
+    # Agents' first: a metric that one of them calls "reward" takes no name of the trainer's.
+    for name, value in sorted(metrics.items(), key=lambda metric: not metric[0].startswith(RUN)):
         alias = ALIASES.get(name)
         if name.startswith(RUN):
             own = re.sub(r"[^A-Za-z0-9_.-]+", ".", name.removeprefix(RUN)).strip(".")

@@ -14,7 +14,7 @@ import msgspec
 
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrajectoryCompleted, TrajectoryOpened, decode
 from pipeline.names import check_name
-from pipeline.statistics.metric_names import with_art_names
+from pipeline.statistics.metric_names import RUN, with_art_names
 from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.demonstrations import check_demonstration, demonstrated_calls, record_demonstration
 from rollout_gateway.api.gateway import ControlRequest, Gateway
@@ -146,7 +146,9 @@ async def _outcome_of(gateway: Gateway, access: Access, model: str, group: str) 
     for checkpoint in reversed(state.checkpoints.values() if state is not None else ()):
         event = checkpoint.event
         if group in event.groups and event.branch == "main":
-            told = {"version": event.version, "metrics": with_art_names(event.metrics)}
+            # The means of agents' metrics are of all keys' runs in the step.
+            metrics = {n: m for n, m in event.metrics.items() if access.operator or not n.startswith(RUN)}
+            told = {"version": event.version, "metrics": with_art_names(metrics)}
             return {"status": "trained", **(told if access.sees(model) else {})}  # else the model has taken over
     discards = await gateway.broker.read(GroupDiscarded, project=gateway.project, model=model, group=group)
     for discard in (recorded.event for recorded in reversed(discards)):

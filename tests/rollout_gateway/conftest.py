@@ -236,7 +236,13 @@ def published_files(seed: int) -> dict[str, bytes]:
 
 
 async def publish_adapter(
-    broker: Broker, step: int, *, seed: int | None = None, groups: tuple[str, ...] = (), branch: str = "main"
+    broker: Broker,
+    step: int,
+    *,
+    seed: int | None = None,
+    groups: tuple[str, ...] = (),
+    branch: str = "main",
+    metrics: dict[str, float] | None = None,
 ) -> str:
     """Put a checkpoint on the log as a trainer does; its version."""
     files = published_files(step if seed is None else seed)
@@ -248,6 +254,6 @@ async def publish_adapter(
     adapter = {"adapter": name, "adapter_sha256": digest, "adapter_bytes": len(data)}
     # Without digests, a sampler agent takes a folder that another server loads from for one that was changed.
     digests = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
-    more = {"groups": groups, "branch": branch, "files": digests, **adapter}
+    more = {"groups": groups, "branch": branch, "files": digests, "metrics": metrics or {}, **adapter}
     await broker.publish(checkpoint(step, "tictactoe", project=PROJECT, **more))
     return version

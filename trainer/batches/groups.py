@@ -46,6 +46,10 @@ class Refusal:
     none was read."""
 
 
+_RUN_METRICS = 256
+"""Names of agents' metrics in a step."""
+
+
 @dataclass(eq=False)
 class AdmittedGroup:
     """A group that the intake took from the log. If it is delivered again, the intake renews place and delivery."""
@@ -288,9 +292,11 @@ def group_metrics(batch: Sequence[GroupWithHistory], discarded: Sequence[Discard
 
 
 def _run_metrics(members: Sequence[Member]) -> dict[str, float]:
-    """Return the mean of each metric that agents gave to runs, over the runs that have it, as `run/<name>`."""
+    """Return the mean of each metric that agents gave to runs, over the runs that have it, as `run/<name>`: of the
+    first `_RUN_METRICS` names, as every service keeps a step's metrics in memory."""
     values: dict[str, list[float]] = {}
     for member in members:
         for name, value in member.metrics.items():
-            values.setdefault(f"run/{name}", []).append(value)
-    return {name: float(np.mean(of_name)) for name, of_name in values.items()}
+            if name in values or len(values) < _RUN_METRICS:
+                values.setdefault(name, []).append(value)
+    return {f"run/{name}": float(np.mean(of_name)) for name, of_name in values.items()}

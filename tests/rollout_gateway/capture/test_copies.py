@@ -20,6 +20,7 @@ from rollout_gateway.capture import copies
 from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError
 from tests.kits.events import exchange, letter, opened
+from tests.kits.waiting import until_true
 from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
 from tests.rollout_gateway.kit import ASK, exchanges, key_config, registry_of, serves
@@ -183,6 +184,20 @@ async def test_what_became_of_a_group(gateway: GatewayProcess, broker: Broker) -
     assert state("g5") == waiting
     unknown = httpx.get(f"{gateway.url}/v1/groups/g1", params={"model": "nope"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_step_tells_an_agents_key_no_metrics_of_other_agents(start_front: StartGateway, broker: Broker) -> None:
+    """The fault that was: it told the means of all keys' metrics, and one named `reward` in place of the reward."""
+    gateway = start_front(keys=(key_config("agent"), key_config("boss", role="operator")))
+    agent, boss = Caller(gateway, "agent"), Caller(gateway, "boss")
+    agent.open(group="g")
+    metrics = {"reward_mean_all": 0.5, "run/price": 41.0, "run/reward": 1e15}
+    await publish_adapter(broker, 1, groups=("g",), metrics=metrics)
+    await until_true(lambda: boss.ask("GET", "/v1/groups/g?model=tictactoe").json()["status"] == "trained")
+    own = {"trainer/reward_mean_all": 0.5, "train/reward": 0.5}
+    of_runs = {"trainer/run/price": 41.0, "train/price": 41.0, "trainer/run/reward": 1e15}
+    assert boss.ask("GET", "/v1/groups/g?model=tictactoe").json()["metrics"] == own | of_runs
+    assert agent.ask("GET", "/v1/groups/g?model=tictactoe").json()["metrics"] == own
 
 
 async def test_settings_of_a_batch_need_an_operator(start_front: StartGateway) -> None:

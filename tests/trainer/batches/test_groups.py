@@ -9,7 +9,7 @@ from pipeline.config.checks import check_trainer
 from pipeline.events import GroupScored
 from tests.trainer.kit import exchange, group, played, training_group
 from trainer.batches.examples import make_examples
-from trainer.batches.groups import GroupWithHistory, Refusal, trainable_members
+from trainer.batches.groups import GroupWithHistory, Refusal, group_metrics, trainable_members
 from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns
 from trainer.sequences import build
 
@@ -159,3 +159,14 @@ def test_a_supervised_step_takes_each_groups_own_rewards() -> None:
     sets = [played(group("g", [reward, 0.5], judge=judge)) for judge, reward in (("a", 1.0), ("b", 0.0))]
     out = make_examples(sets, TrainerConfig(loss=LossConfig(type="sft")))
     assert [e.advantage for e in out] == [1.0, 0.5, 0.0, 0.5]
+
+
+def test_a_step_has_the_means_of_a_bounded_number_of_agents_metrics() -> None:
+    """The fault that was: every name of every run was a metric of the step, which all services keep in memory."""
+    runs = group("g", [0.0, 1.0])
+    named = {f"m{n}": 1.0 for n in range(200)}, {f"m{n}": 3.0 for n in range(100, 400)}
+    members = tuple(msgspec.structs.replace(m, metrics=of) for m, of in zip(runs.members, named, strict=True))
+    metrics = group_metrics([played(msgspec.structs.replace(runs, members=members))], [])
+    of_runs = {name: value for name, value in metrics.items() if name.startswith("run/")}
+    assert len(of_runs) == 256
+    assert (of_runs["run/m0"], of_runs["run/m100"], of_runs["run/m200"]) == (1.0, 2.0, 3.0)
