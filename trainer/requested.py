@@ -17,7 +17,7 @@ import anyio
 
 from pipeline.events import DeadLettered, GroupDiscarded, GroupScored, TrainingBatch
 from pipeline.log.broker import Broker
-from pipeline.log.subjects import subject_filter
+from pipeline.log.subjects import stream_of, subject_filter
 from pipeline.names import is_name
 from trainer.batches.groups import AdmittedGroup
 
@@ -66,12 +66,17 @@ class RequestedBatches:
         batch = self._batches[_key(request)] = RequestedBatch(request)
         names = [name for name in request.groups if is_name(name)]
         batch.settled.update(set(request.groups).difference(names))  # no group can have such a name
+        keys: dict[str, Any] = {"project": event.project, "model": event.model}
+        # Asked once: a batch may name thousands of groups, and others wait for the intake meanwhile.
+        of_model = subject_filter(GroupDiscarded, **keys)
+        discarded = set(await self._broker.subjects(stream_of(GroupDiscarded), of_model)) if len(names) > 1 else set()
         for name in names:
-            keys: dict[str, Any] = {"project": event.project, "model": event.model, "group": name}
+            keys |= {"group": name, "branch": event.branch}
+            if subject_filter(GroupDiscarded, **keys) not in discarded:
+                continue
             discards = [r.event for r in await self._broker.read(GroupDiscarded, **keys)]
-            where = event.branch, event.split
             # A `too_large` discard is about some runs of a group; the group itself trained.
-            if any((e.branch, e.split) == where and e.reason != "too_large" for e in discards):
+            if any(e.split == event.split and e.reason != "too_large" for e in discards):
                 batch.settled.add(name)
         letters = await self._broker.read(DeadLettered, stream="GROUPS", consumer=self._consumer)
         subjects = [letter.event.original_subject for letter in letters]
