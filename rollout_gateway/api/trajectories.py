@@ -18,6 +18,9 @@ from rollout_gateway.capture.registry import Completion
 from rollout_gateway.http.errors import ApiError, check_group_size, retired_version
 from rollout_gateway.http.request import Headers
 
+_NAMES_BYTES = 16 * 1024
+"""Bytes of the names of a run's rewards and metrics: the event of its group holds those of up to 1,024 runs."""
+
 # -- opening -------------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +103,9 @@ async def check_completion(gateway: Gateway, completion: Completion, access: Acc
                 check_name(name)
             except InvalidNameError as error:
                 raise ApiError(400, "invalid_name", f"In `{field}`: {error}.", param=field) from error
+    if (size := len("".join((*completion.rewards, *completion.metrics)).encode())) > _NAMES_BYTES:
+        message = f"The names in `rewards` and `metrics` have {size:,} bytes together, at most {_NAMES_BYTES:,} may be."
+        raise ApiError(400, "invalid_name", message, param="metrics")
     batch = completion.batch
     if access.trajectory and (completion.exchanges or batch is not None):
         message = "A trajectory's key can't set `exchanges` or `batch`. Use the opener's key."

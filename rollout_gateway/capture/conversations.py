@@ -12,6 +12,7 @@ is what the client runs, told by its tools or its system prompt.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +25,8 @@ _MIN_QUOTE_CHARS = 40
 """Shorter texts may be the same in two runs by chance."""
 _MAX_COMPARED = 64
 """Messages of a history that are compared, the newest ones."""
+_HISTORIES = 64
+"""Histories of a call that are looked up, the longest ones: clients change what is near a conversation's end."""
 _MAX_LOOKED_UP = 32
 """Lines of a call, the longest first, that are looked up as quotations."""
 _ANALYSIS_TAG = "analysis"
@@ -90,13 +93,15 @@ class CallMessages:
 
     def possible_histories(self) -> list[str]:
         """Histories that a call with these messages may continue, the longest first: they end with an answer. An empty
-        answer is left out of a history, so all but the last message are one, too."""
+        answer is left out of a history, so all but the last message are one, too. They are `_HISTORIES` at most, as the
+        log is asked about each."""
         histories = self.histories[:-1]
-        return [
+        possible = (
             history
             for index, history in reversed(list(enumerate(histories)))
             if self.messages[index].role == "assistant" or index == len(histories) - 1
-        ]
+        )
+        return list(itertools.islice(possible, _HISTORIES))
 
     @cached_property
     def up_to_answer(self) -> list[Message]:

@@ -34,7 +34,7 @@ from pipeline.log.broker import BrokerError
 from pipeline.names import InvalidNameError, new_dated_id, new_id
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.conversations import CallMessages, Match, Quote, quotes
-from rollout_gateway.capture.registry import Completion, Registry
+from rollout_gateway.capture.registry import DETECTED, Completion, Registry
 from rollout_gateway.capture.trajectory import Trajectory
 from rollout_gateway.capture.waiting_runs import WaitingRun, WaitingRuns, no_history
 from rollout_gateway.dialects.calls import Answer, Call, Fields, decode_field
@@ -49,8 +49,6 @@ _RESTART_S = 60.0
 """How much longer quotes are kept than runs wait, for the time in which no gateway may be there."""
 _MAX_PROGRAMS = 8
 """Programs of a run that are remembered, the newest ones."""
-_PREFIX = "i"
-"""Ids of detected trajectories begin with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +99,7 @@ class TrajectoryDetector:
         alike = ("i-part-" if is_part else "i-") + self._registry.tokens.group_name(conversation.group)
         event = TrajectoryOpened(
             project=self._project,
-            trajectory=new_dated_id(_PREFIX),
+            trajectory=new_dated_id(DETECTED),
             model=model,
             group=alike if self._grouped else "",
             metadata=b'{"inferred":true,"part":true}' if is_part else b'{"inferred":true}',
@@ -245,7 +243,7 @@ class TrajectoryDetector:
         while True:
             try:
                 waiting = await self._waiting.names()
-                unfinished = await self._registry.log.unfinished(f"{_PREFIX}-")
+                unfinished = await self._registry.log.unfinished(f"{DETECTED}-")
                 break
             except BrokerError as error:
                 logger.warning("detected trajectories wait for the log", error=str(error))

@@ -38,6 +38,8 @@ _OWNER_BYTES = 64 * 1024 * 1024
 """Bytes that the runs of one key take in memory, by their openings."""
 _SETTLE_S = 30.0
 """How long a completion waits for the calls that are in flight."""
+DETECTED = "i"
+"""Prefix of the ids of runs that the gateway detected. A gateway that starts reads the open ones."""
 NOT_RECORDED = "exchanges_not_recorded"
 """Metric of a completed trajectory: calls that can't be read from the log, because what they continue is gone."""
 Numbers = Annotated[dict[str, Number], msgspec.Meta(max_length=256)]
@@ -260,6 +262,9 @@ class Registry:
         event = await self.log.masks.apply(event)
         event = event if assigned else self.assign(event)
         if named:
+            if event.trajectory.startswith(f"{DETECTED}-"):
+                message = f"The id {event.trajectory!r} begins as those of detected runs do. Choose another id."
+                raise ApiError(400, "invalid_name", message, param="id")
             await self.log.check_new(event)
         if paced and self.pacing is not None and not event.asked:  # its agent never waited for training
             group = event.group or event.trajectory

@@ -183,6 +183,8 @@ def test_rewards_have_a_bound(start_front: StartGateway) -> None:
     ):
         refused = gateway.complete("r", **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
+    refused = gateway.complete("r", metrics={f"{n:03}{'é' * 180}": 0 for n in range(50)})  # each group holds them all
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_name")
     for text, said in (
         ('{"metrics": {"a": 1e999}}', "$.metrics[...]"),
         ('{"metrics": {"a": 1, "b": 1e308}}', "$.metrics[...]"),

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
+import httpx
 import msgspec
 import pytest
 
@@ -21,6 +22,7 @@ from rollout_gateway.dialects.calls import Answer, SampledChoice
 from rollout_gateway.dialects.endpoints import read_chat
 from tests.kits.events import exchange
 from tests.kits.waiting import until
+from tests.rollout_gateway.conftest import StartGateway
 
 
 async def test_a_run_goes_on_with_calls_of_its_own_key_only(broker: Broker) -> None:
@@ -191,6 +193,20 @@ def test_a_tag_that_is_never_closed_takes_linear_time(tag: str) -> None:
     conversation = CallMessages.read("alice", "m", told, [])
     assert conversation.user_texts == {text}
     assert quotes(conversation, [])
+
+
+def test_a_call_of_thousands_of_answers_asks_the_log_about_few_histories() -> None:
+    """The fault that was: a body of 16,000 answers was 16,000 requests to the log."""
+    said = [{"role": "assistant", "content": str(n)} for n in range(1000)]
+    messages = CallMessages.read("", "m", [*said, {"role": "user", "content": "go on"}], [])
+    assert messages.possible_histories() == messages.histories[-2:-66:-1]
+
+
+def test_no_client_opens_a_run_that_looks_detected(start_front: StartGateway) -> None:
+    """The fault that was: a gateway that started read them all as its own before it answered a detected run."""
+    gateway = start_front()
+    refused = httpx.post(f"{gateway.url}/v1/trajectories", json={"model": "tictactoe", "id": "i-20261130-x"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_name")
 
 
 def test_what_a_client_adds_to_a_text_is_left_out() -> None:
