@@ -22,6 +22,7 @@ from rollout_gateway.capture.answer_ids import new_answer_id
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
+from rollout_gateway.capture.masking import maybe_in_thread
 from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.dialects.endpoints import MALFORMED, merged, read_answer
 from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
@@ -75,7 +76,7 @@ class CallHandler:
                 await sink.end()
                 return 200, b""
             try:
-                exchange.answer = read_answer(attempt.body, call)
+                exchange.answer = await maybe_in_thread(len(attempt.body), read_answer, attempt.body, call)
             except MALFORMED as error:
                 if exchange.captured:
                     await self._record(exchange, "failed")

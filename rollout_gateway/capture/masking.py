@@ -69,14 +69,14 @@ class Masks:
     async def check_call(self, body: bytes) -> None:
         """Raise a 400 `ApiError` for a call that could not be recorded with its texts masked."""
         if self._masks:
-            await _maybe_in_thread(len(body), self._check_call, body)
+            await maybe_in_thread(len(body), self._check_call, body)
 
     async def apply(self, event: E) -> E:
         """Return the event as it may be recorded. Raises a 400 `ApiError` if a mask matches the person that
         `metadata` names."""
         if not self._masks:
             return event
-        return await _maybe_in_thread(sum(len(getattr(event, name, b"")) for name in _JSON_FIELDS), self._apply, event)
+        return await maybe_in_thread(sum(len(getattr(event, name, b"")) for name in _JSON_FIELDS), self._apply, event)
 
     def _check_call(self, body: bytes) -> None:
         """What `check_call` does, maybe in a thread."""
@@ -272,6 +272,6 @@ def _containers(document: list[Any]) -> list[Any]:
     return containers
 
 
-async def _maybe_in_thread(size: int, work: Callable[..., T], *args: Any) -> T:
+async def maybe_in_thread(size: int, work: Callable[..., T], *args: Any) -> T:
     """Call `work`, in a thread if it is about many bytes: the event loop goes on."""
     return await anyio.to_thread.run_sync(work, *args) if size > _LARGE_BYTES else work(*args)

@@ -107,8 +107,9 @@ class StreamCapture:
             return msgspec.json.encode(fields)
         if not self._head:
             self._head = {k: v for k, v in fields.items() if k not in ("choices", "usage", *ADDED)}
-        if not self._prompt_ids and "prompt_token_ids" in fields:
-            self._prompt_ids = pack_ids(fields["prompt_token_ids"])
+        if "prompt_token_ids" in fields:  # read again where they are known: what can't be read may not be passed on
+            ids = pack_ids(fields["prompt_token_ids"])
+            self._prompt_ids = self._prompt_ids or ids
         clean(fields, self._params)
         if not is_null(fields.get("usage")):
             self._usage = fields["usage"]

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.chat.conversations import build_conversations
@@ -157,6 +157,9 @@ def test_any_reply_is_an_answer_or_malformed(body: bytes, logprobs: bool) -> Non
 
 @many
 @given(st.lists(st.sampled_from(STREAM).flatmap(odd), max_size=6), st.booleans(), st.booleans())
+@example(
+    [json.dumps(chunk({}, "stop", prompt_token_ids=n)).replace('"@"', "1e400").encode() for n in ([1], "@")], True, True
+)
 def test_any_stream_is_an_answer_or_malformed(events: list[bytes], logprobs: bool, ids: bool) -> None:
     asked = {"logprobs": logprobs, "return_token_ids": ids, "stream": True}
     call = read_chat(json.dumps({"model": "m", "messages": [], **asked}).encode())
