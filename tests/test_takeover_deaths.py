@@ -62,8 +62,8 @@ _DECIDE = (
 class Callers(Agents):
     """Agents in groups, of one call each. The apprentice's runs get better rewards than the master's."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
-        super().__init__(url, client)
+    def __init__(self, url: str, client: httpx.AsyncClient, log: Path) -> None:
+        super().__init__(url, client, log)
         self.sent: dict[str, float] = {}
         """Run to the time, in seconds since 1970, at which its opening was first asked for."""
         self.places = anyio.Semaphore(LANES)
@@ -194,7 +194,7 @@ async def test_a_takeover_survives_the_death_of_each_service(
             installed(settings(nats, tiny_base, tmp_path), server, provider) as here,
             httpx.AsyncClient(timeout=60) as client,
         ):
-            agents = Callers(f"http://127.0.0.1:{here.config.gateway.port}", client)
+            agents = Callers(f"http://127.0.0.1:{here.config.gateway.port}", client, here.config.path("gateway.log"))
             for number in range(2):  # a step of the trainer
                 await agents.group(f"before.{number}", "tiny")
             with anyio.fail_after(120):

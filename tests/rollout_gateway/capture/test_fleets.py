@@ -127,7 +127,9 @@ async def front(start: StartGateway, model: FakeVllm, **settings: Any) -> AsyncI
 async def completed(gateway: GatewayProcess) -> list[TrajectoryCompleted]:
     """Start the gateway again with a short time of silence, and wait until it has completed every run that was opened.
     Return the completions, the longest run first."""
-    await anyio.to_thread.run_sync(lambda: gateway.restart(**{"detection.idle_s": NO_TIME_S}))
+    # A run whose gateway is killed between its answer and the word that it waits is restored, and waits longer.
+    times = {"detection.idle_s": NO_TIME_S, "replicas.timeout_s": 10.0}
+    await anyio.to_thread.run_sync(lambda: gateway.restart(**times))
     async with Broker.connect(gateway.config.nats) as broker:
 
         async def all_completed() -> list[Any]:
