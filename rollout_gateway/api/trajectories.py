@@ -19,7 +19,7 @@ from rollout_gateway.http.errors import ApiError, check_group_size, retired_vers
 from rollout_gateway.http.request import Headers
 
 _NAMES_BYTES = 16 * 1024
-"""Bytes of the names of a run's rewards and metrics: the event of its group holds those of up to 1,024 runs."""
+"""Limit on the names of a run's rewards and metrics, in bytes: the event of its group has those of up to 1,024 runs."""
 
 # -- opening -------------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ async def check_completion(gateway: Gateway, completion: Completion, access: Acc
             except InvalidNameError as error:
                 raise ApiError(400, "invalid_name", f"In `{field}`: {error}.", param=field) from error
     if (size := len("".join((*completion.rewards, *completion.metrics)).encode())) > _NAMES_BYTES:
-        message = f"The names in `rewards` and `metrics` have {size:,} bytes together, at most {_NAMES_BYTES:,} may be."
+        message = f"The names in `rewards` and `metrics` have {size:,} bytes: {_NAMES_BYTES:,} are allowed together."
         raise ApiError(400, "invalid_name", message, param="metrics")
     batch = completion.batch
     if access.trajectory and (completion.exchanges or batch is not None):

@@ -263,7 +263,7 @@ class Registry:
         event = event if assigned else self.assign(event)
         if named:
             if event.trajectory.startswith(f"{DETECTED}-"):
-                message = f"The id {event.trajectory!r} begins as those of detected runs do. Choose another id."
+                message = f"Ids that begin with {DETECTED}- are for runs that the gateway detects. Choose another id."
                 raise ApiError(400, "invalid_name", message, param="id")
             await self.log.check_new(event)
         if paced and self.pacing is not None and not event.asked:  # its agent never waited for training

@@ -47,7 +47,7 @@ class Refusal:
 
 
 _RUN_METRICS = 256
-"""Names of agents' metrics in a step."""
+"""Limit on the names of agents' metrics in a step."""
 
 
 @dataclass(eq=False)
