@@ -29,7 +29,7 @@ class App:
     """Answers every request."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway, self._identity, self._model_calls = gateway, gateway.identity, ModelCalls(gateway)
+        self._gateway, self._call_identifier, self._model_calls = gateway, gateway.call_identifier, ModelCalls(gateway)
         self._max_calls = gateway.config.gateway.max_calls or sys.maxsize
         self._running: set[Request] = set()
         """Model calls under way, and requests to the control API."""
@@ -55,9 +55,9 @@ class App:
 
     def _admit(self, request: Request, wanted: KeyKind, trajectory: str) -> Access:
         """Check the key of a request by its head. Before the key is known to be good, nothing is read from the log or
-        of the body. `wanted`, `trajectory`: as in `Identity.admit`, whose errors it raises."""
+        of the body. `wanted`, `trajectory`: as in `CallIdentifier.admit`, whose errors it raises."""
         announced = request.announced if request.announced <= request.max_body else 0  # a longer body is not read
-        access = self._identity.admit(request.headers, wanted, trajectory, announced)
+        access = self._call_identifier.admit(request.headers, wanted, trajectory, announced)
         request.owner = self._owner(access)
         return access
 
@@ -108,8 +108,8 @@ class App:
         if route.opens and self._stopping:
             raise stopping()
         if route.auth != "none":
-            await self._identity.charge_body(access, request)
-            access = await self._identity.authorize(access, route.auth, values[0] if values else "")
+            await self._call_identifier.charge_body(access, request)
+            access = await self._call_identifier.authorize(access, route.auth, values[0] if values else "")
         self._running.add(request)
         try:
             if route.auth == "call":
@@ -133,7 +133,7 @@ class App:
         try:
             self._check_calls(request.owner)
             await request.read()
-            await self._identity.charge_body(access, request)
+            await self._call_identifier.charge_body(access, request)
             return await self._model_calls.answer(ModelRequest(request, access, path, trajectory))
         finally:
             self._running.discard(request)

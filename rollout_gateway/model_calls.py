@@ -23,7 +23,7 @@ from rollout_gateway.api.gateway import Gateway
 from rollout_gateway.api.trajectories import traceparent
 from rollout_gateway.capture.exchange import Caller
 from rollout_gateway.capture.handler import UnsureError
-from rollout_gateway.capture.identity import name_in, named_run
+from rollout_gateway.capture.identity import decode_header, named_run
 from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
 from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, error_body
@@ -75,7 +75,7 @@ class ModelCalls:
     """Answers model calls."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway, self._calls, self._identity = gateway, gateway.calls, gateway.identity
+        self._gateway, self._calls, self._call_identifier = gateway, gateway.calls, gateway.call_identifier
         self._large_bodies = anyio.CapacityLimiter(1)
 
     async def answer(self, asked: ModelRequest) -> int:
@@ -162,7 +162,9 @@ class ModelCalls:
         """Find the trajectory of a call, check that the call may name its model, and read the request's headers.
         `detect`: whether the call's messages may tell the trajectory. Raises `ApiError`."""
         headers = asked.request.headers
-        trajectory = await self._identity.trajectory(asked.access, asked.trajectory, headers, call, detect=detect)
+        trajectory = await self._call_identifier.find_trajectory(
+            asked.access, asked.trajectory, headers, call, detect=detect
+        )
         self._gateway.router.check(call.params.model, trajectory.opened if trajectory is not None else None)
         if trajectory is not None:
             self._gateway.router.check_agents_name(call.params.model, trajectory.opened)
@@ -238,5 +240,5 @@ def _check_apprentice_answered(caller: Caller, status: int) -> None:
 
 def _role(headers: Headers) -> str:
     """Return the agent that calls, escaped as in URLs; empty where none is named. Raises `InvalidNameError`."""
-    name = name_in(headers, ROLE_HEADER)
+    name = decode_header(headers, ROLE_HEADER)
     return check_name(name) if name else ""

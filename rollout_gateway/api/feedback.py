@@ -26,7 +26,7 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import LONGEST_TEXT, AnswerFeedback, Feedback, RunFeedback
 from rollout_gateway.capture.answer_ids import trajectory_of
-from rollout_gateway.capture.identity import check_own
+from rollout_gateway.capture.identity import check_own_trajectory
 from rollout_gateway.capture.trajectory import size_of
 from rollout_gateway.http.errors import ApiError, check_repeated_text, unknown_trajectory
 from rollout_gateway.serving.idempotency import publish_once, refuse_different
@@ -233,7 +233,7 @@ async def _opening_to_grade(gateway: Gateway, trajectory: str, access: Access) -
     if the log no longer holds all of it, 403 for a trajectory's key of another run."""
     check_name(trajectory)
     if access.trajectory:
-        check_own(trajectory, access.trajectory)
+        check_own_trajectory(trajectory, access.trajectory)
     opened = await gateway.registry.opening(trajectory)
     gateway.registry.log.check_age(trajectory, opened.at if opened is not None else 0)
     may_grade_any = access.trajectory or access.feedback_only

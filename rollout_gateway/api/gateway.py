@@ -20,7 +20,7 @@ from rollout_gateway.api.log_health import LogHealth
 from rollout_gateway.api.metrics import Metrics
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.handler import CallHandler
-from rollout_gateway.capture.identity import Identity
+from rollout_gateway.capture.identity import CallIdentifier
 from rollout_gateway.capture.registry import Registry
 from rollout_gateway.dialects.permitted import Permitted
 from rollout_gateway.http.body import read_body
@@ -64,7 +64,7 @@ class Gateway:
         self.router = VersionRouter(policies, self.fleet, {m.name: m.base for m in config.models}, outside)
         enabled = settings.detection.enabled
         self.detector = TrajectoryDetector(project, registry, settings) if enabled else None
-        self.identity = Identity(project, api_keys, registry, self.router, self.detector)
+        self.call_identifier = CallIdentifier(project, api_keys, registry, self.router, self.detector)
         registry.assign = self.router.assign
         self.members = Membership(config, broker, policies, self.fleet, self.router, new_id("gw"))
         self.promotion = Promotion(project, broker, policies, self.fleet, self.router)

@@ -49,8 +49,8 @@ class NamedRun(NamedTuple):
         return next(filter(None, self.names), "")
 
 
-class Identity:
-    """Finds the trajectory of a call and checks its key."""
+class CallIdentifier:
+    """Identifies who sends a request, by its key, and the trajectory that a model call belongs to."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Identity:
             if wanted not in ("call", "trajectory", "completion", "feedback"):
                 message = "A trajectory's key can only make the trajectory's calls, read it, complete it and rate it."
                 raise ApiError(403, "wrong_role", message)
-            check_own(trajectory, own)
+            check_own_trajectory(trajectory, own)
             run = self._registry.get(own)
             if run is not None:
                 self._api_keys.charge(run.opened.owner, run.opened.named, 1 + size // _CALL_BYTES)
@@ -128,16 +128,16 @@ class Identity:
         elif calls and b"content-length" not in request.headers:
             self._api_keys.spend(request.owner, calls, feedback_only=access.feedback_only)
 
-    async def trajectory(
+    async def find_trajectory(
         self, access: Access, url: str, headers: Headers, call: Call, *, detect: bool = True
     ) -> Trajectory | None:
-        """The open trajectory of a call, opened if the call may open it; `None` if the call belongs to none. `url`: the
-        one that the path names, or empty. `detect`: whether the call's messages, which are all there, may tell it.
-        Raises `ApiError`."""
+        """Return the open trajectory of a call, opened if the call may open it; `None` if the call belongs to none.
+        `url`: the trajectory that the path names, or empty. `detect`: whether the detector may tell the trajectory by
+        the call's messages, which must be complete then. Raises `ApiError`."""
         named = named_run(url, headers, call.params.metadata)
         if access.trajectory:
             for name in named.names:
-                check_own(name, access.trajectory)
+                check_own_trajectory(name, access.trajectory)
             return await self._registry.find(access.trajectory)
         model = self._router.name(call.params.model)
         access.check_model(model)
@@ -149,7 +149,8 @@ class Identity:
         return None
 
     async def _find_or_open(self, named: NamedRun, call: Call, access: Access) -> Trajectory:
-        """The named trajectory. One that does not exist is opened if the call names a group too."""
+        """Return the named trajectory. One that does not exist is opened if the call names a group too. Raises a 404
+        `ApiError` if it names none."""
         try:
             if not access.operator:
                 await self._registry.opening_for(named.trajectory, access)
@@ -171,27 +172,29 @@ class Identity:
 
 
 def _key_of(headers: Headers) -> str:
-    """The bearer token, or `x-api-key` as Anthropic's clients send it."""
+    """Return the API key of a request: the bearer token, or `x-api-key` as Anthropic's clients send it."""
     scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     return key if scheme.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
 
 
-def check_own(named: str, own: str) -> None:
-    """Raises a 403 `ApiError` if a request with the key of the trajectory `own` names another one."""
+def check_own_trajectory(named: str, own: str) -> None:
+    """Raise a 403 `ApiError` if a request with the token of the trajectory `own` names another one. `named` is empty if
+    it names none."""
     if named and named != own:
         raise ApiError(403, "wrong_key", "This API key belongs to another trajectory.")
 
 
 def named_run(url: str, headers: Headers, metadata: dict[str, Any] | None) -> NamedRun:
-    """Return what a call names. `url`: the trajectory in its path, or empty; `metadata`: that of its body.
-
-    The group is that of the header, else of the body. No name is checked."""
+    """Return the trajectory and group that a call names, unchecked. `url`: the trajectory in its path, or empty;
+    `metadata`: that of its body. The group is that of the header, else of the body."""
     body = metadata or {}
-    names = (url, str(body.get("journeywork_trajectory") or ""), name_in(headers, TRAJECTORY_HEADER))
-    group = name_in(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or "")
+    names = (url, str(body.get("journeywork_trajectory") or ""), decode_header(headers, TRAJECTORY_HEADER))
+    group = (
+        decode_header(headers, GROUP_HEADER) if GROUP_HEADER in headers else str(body.get("journeywork_group") or "")
+    )
     return NamedRun(names, group)
 
 
-def name_in(headers: Headers, header: bytes) -> str:
-    """Return the percent-encoded name in a header; empty if the header is missing."""
+def decode_header(headers: Headers, header: bytes) -> str:
+    """Return the name that a header holds percent-encoded, decoded; empty if the header is missing."""
     return unquote(headers.get(header, b"").decode("latin-1"))
