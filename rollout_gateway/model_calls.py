@@ -27,7 +27,7 @@ from rollout_gateway.capture.identity import decode_header, named_run
 from rollout_gateway.dialects.calls import CHAT, COMPLETIONS, Call
 from rollout_gateway.dialects.endpoints import read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation, error_body
-from rollout_gateway.dialects.prompts import Sent, read_sent, with_prompt
+from rollout_gateway.dialects.prompts import OriginalFields, read_original, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation, unknown_reference
 from rollout_gateway.dialects.translate import TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError
@@ -59,7 +59,7 @@ ROLE_HEADER = b"x-journeywork-role"
 class ModelRequest:
     """A model call whose key is checked."""
 
-    request: Request
+    http: Request
     access: Access
     path: str
     """Path of the URL, without the trajectory that it may begin with."""
@@ -67,8 +67,8 @@ class ModelRequest:
     """The trajectory that the URL names; empty if it names none."""
     prompt: str = ""
     """Id of the promoted prompt that was put into the call; empty if none was."""
-    sent: Sent | None = None
-    """What the call said before that."""
+    original: OriginalFields | None = None
+    """Fields of the body before the promoted prompt was put in; `None` if none was."""
 
 
 class ModelCalls:
@@ -78,18 +78,18 @@ class ModelCalls:
         self._gateway, self._calls, self._call_identifier = gateway, gateway.calls, gateway.call_identifier
         self._large_bodies = anyio.CapacityLimiter(1)
 
-    async def answer(self, asked: ModelRequest) -> int:
+    async def answer(self, model_request: ModelRequest) -> int:
         """Answer a model call. Returns the status. Raises `ApiError`, `BrokerError` and `ClientGoneError`."""
-        await self._put_prompt(asked)
-        call, translation = await self._read_large_in_thread(asked, partial(self._read_call, asked))
+        await self._put_promoted_prompt(model_request)
+        call, translation = await self._read_large_in_thread(model_request, partial(self._read_call, model_request))
         if translation is not None:
-            return await self._translated_call(asked, translation, call)
-        caller = await self._caller(call, asked)
+            return await self._translated_call(model_request, translation, call)
+        caller = await self._caller(call, model_request)
         if isinstance(call, OutsideCall):
-            ask = partial(self._ask_apprentice, asked, call, caller)
+            ask = partial(self._ask_apprentice, model_request, call, caller)
             apprentice = ask if _apprentice_has_run(caller, call) else None
-            return await self._gateway.relay.answer(asked.request, call, caller, asked.access, apprentice)
-        return await self._plain_call(asked.request, call, caller)
+            return await self._gateway.relay.answer(model_request.http, call, caller, model_request.access, apprentice)
+        return await self._plain_call(model_request.http, call, caller)
 
     async def _plain_call(self, request: Request, call: Call, caller: Caller) -> int:
         """Answer a call of vLLM's own API. Returns the status."""
@@ -99,7 +99,7 @@ class ModelCalls:
             await request.answer(status, answer)
         return status
 
-    async def _ask_apprentice(self, asked: ModelRequest, call: OutsideCall, caller: Caller) -> int:
+    async def _ask_apprentice(self, model_request: ModelRequest, call: OutsideCall, caller: Caller) -> int:
         """Answer a call of an outside model by the apprentice that has its run. Returns the status.
 
         Raises `NotAnsweredError` if its master is to answer, because the apprentice is unsure, late or refused; and
@@ -107,63 +107,70 @@ class ModelCalls:
         assert caller.trajectory is not None
         opened, wait_s = caller.trajectory.opened, call.tables[0].apprentice_wait_s
         try:
-            own, translation = await self._read_large_in_thread(asked, partial(self._read_for_policy, asked))
-            own.params.model, own.held = opened.model, opened.min_logprob is not None and own.stream
-            own.detected = call.detected
+            policy_call, translation = await self._read_large_in_thread(
+                model_request, partial(self._read_for_policy, model_request)
+            )
+            policy_call.params.model, policy_call.asks_whole = (
+                opened.model,
+                opened.min_logprob is not None and policy_call.stream,
+            )
+            policy_call.detected = call.detected
             caller = replace(caller, wait_s=wait_s, min_logprob=opened.min_logprob)
             if translation is not None:
-                return await self._translated_call(asked, translation, own, caller)
-            return await self._plain_call(asked.request, own, caller)
+                return await self._translated_call(model_request, translation, policy_call, caller)
+            return await self._plain_call(model_request.http, policy_call, caller)
         except (ApiError, UnsureError) as error:
             final = isinstance(error, ApiError) and (not wait_s or error.code in _NOT_FOR_MASTER)
-            if asked.request.started or final:
+            if model_request.http.started or final:
                 raise
             raise NotAnsweredError(f"{opened.pinned or opened.model}: {error}") from error
 
-    async def _put_prompt(self, asked: ModelRequest) -> None:
-        """Put a promoted prompt in place of the agent's, if a decision in force has one for the call."""
+    async def _put_promoted_prompt(self, model_request: ModelRequest) -> None:
+        """Replace the agent's system prompt in the request's body by a promoted one, if a decision in force has one for
+        the call."""
         if not self._gateway.router.has_prompts():
             return
-        request, access = asked.request, asked.access
-        sent = await self._read_large_in_thread(asked, partial(read_sent, request.body))
-        metadata = None if asked.path in _TRANSLATIONS else sent.metadata  # its `metadata` names no run
-        run = access.trajectory or named_run(asked.trajectory, request.headers, metadata).trajectory
+        request, access = model_request.http, model_request.access
+        original = await self._read_large_in_thread(model_request, partial(read_original, request.body))
+        metadata = None if model_request.path in _TRANSLATIONS else original.metadata  # its `metadata` names no run
+        run = access.trajectory or named_run(model_request.trajectory, request.headers, metadata).trajectory
         opening = await self._gateway.registry.opening(run) if run else None
         if opening is not None and not (access.trajectory or access.owns(opening.owner)):
             return  # the call is refused, as for a run that does not exist
-        decision = self._gateway.router.prompt_for(sent.model, opening)
+        decision = self._gateway.router.prompt_for(original.model, opening)
         if decision is None:
             return
-        put = partial(with_prompt, asked.path, request.body, decision.replaces, decision.prompt)
-        if (body := await self._read_large_in_thread(asked, put)) is not None:
-            request.body, asked.prompt, asked.sent = body, decision.prompt_id, sent
+        put = partial(with_prompt, model_request.path, request.body, decision.replaces, decision.prompt)
+        if (body := await self._read_large_in_thread(model_request, put)) is not None:
+            request.body, model_request.prompt, model_request.original = body, decision.prompt_id, original
 
-    def _read_for_policy(self, asked: ModelRequest) -> tuple[Call, Translation | None]:
-        """Read and check the body of a call that a policy answers."""
-        path, body = asked.path, asked.request.body
+    def _read_for_policy(self, model_request: ModelRequest) -> tuple[Call, Translation | None]:
+        """Read and check the body of a call that a policy answers. Returns as `_read_call`. Raises a 400 `ApiError`."""
+        path, body = model_request.path, model_request.http.body
         translation = _TRANSLATIONS[path](body) if path in _TRANSLATIONS else None
         call = translation.call() if translation is not None else _READERS[path](body)
         self._gateway.permitted.check(call.fields)
         return call, translation
 
-    def _read_call(self, asked: ModelRequest) -> tuple[Call, Translation | None]:
-        """Read and check the body of a model call."""
-        outside = self._gateway.relay.read(asked.path, asked.request.body)
-        return (outside, None) if outside is not None else self._read_for_policy(asked)
+    def _read_call(self, model_request: ModelRequest) -> tuple[Call, Translation | None]:
+        """Read and check the body of a model call. Returns the call, and its translation if it is of an API that is
+        translated."""
+        outside = self._gateway.relay.read(model_request.path, model_request.http.body)
+        return (outside, None) if outside is not None else self._read_for_policy(model_request)
 
-    async def _read_large_in_thread(self, asked: ModelRequest, read: Callable[[], _Read]) -> _Read:
+    async def _read_large_in_thread(self, model_request: ModelRequest, read: Callable[[], _Read]) -> _Read:
         """Return what `read` makes of the request's body. Large bodies are decoded in a thread, one at a time, so that
         other requests are answered meanwhile."""
-        if len(asked.request.body) < _LARGE_BODY:
+        if len(model_request.http.body) < _LARGE_BODY:
             return read()
         return await anyio.to_thread.run_sync(read, limiter=self._large_bodies)
 
-    async def _caller(self, call: Call, asked: ModelRequest, *, detect: bool = True) -> Caller:
+    async def _caller(self, call: Call, model_request: ModelRequest, *, detect: bool = True) -> Caller:
         """Find the trajectory of a call, check that the call may name its model, and read the request's headers.
         `detect`: whether the call's messages may tell the trajectory. Raises `ApiError`."""
-        headers = asked.request.headers
+        headers = model_request.http.headers
         trajectory = await self._call_identifier.find_trajectory(
-            asked.access, asked.trajectory, headers, call, detect=detect
+            model_request.access, model_request.trajectory, headers, call, detect=detect
         )
         self._gateway.router.check(call.params.model, trajectory.opened if trajectory is not None else None)
         if trajectory is not None:
@@ -173,23 +180,23 @@ class ModelCalls:
             traceparent(headers),
             headers.get(b"x-stainless-retry-count", b"0") != b"0",
             headers.get(SIDE_CALL_HEADER, b"") in (b"1", b"true"),
-            _role(headers),
-            asked.request.cancellation,
-            prompt=asked.prompt,
+            _agent_role(headers),
+            model_request.http.cancellation,
+            prompt=model_request.prompt,
         )
 
     async def _translated_call(
-        self, asked: ModelRequest, translation: Translation, call: Call, known: Caller | None = None
+        self, model_request: ModelRequest, translation: Translation, call: Call, known_caller: Caller | None = None
     ) -> int:
         """Answer a call of `/v1/responses` or `/v1/messages` as the chat completion `call` that it was translated into.
-        `known`: its caller, if that was found already. Returns the status."""
-        request = asked.request
-        if asked.sent is not None:
-            translation.instructions = asked.sent.instructions
-        if translation.continued:
-            caller = await self._continued_call(translation, call, asked, known)
+        `known_caller`: its caller, if that was found already. Returns the status."""
+        request = model_request.http
+        if model_request.original is not None:
+            translation.instructions = model_request.original.instructions
+        if translation.referenced_ids:
+            caller = await self._add_referenced_answers(translation, call, model_request, known_caller)
         else:
-            caller = known or await self._caller(call, asked)
+            caller = known_caller or await self._caller(call, model_request)
         translation.stored = caller.trajectory is not None
         if translation.left_out:
             types = ", ".join(translation.left_out)[:500]
@@ -205,24 +212,26 @@ class ModelCalls:
         if status == 200 and not call.stream:
             await request.answer(200, msgspec.json.encode(translation.answer(msgspec.json.decode(answer))))
         if not request.started:
-            await request.answer(status, error_body(asked.path, answer, status))
+            await request.answer(status, error_body(model_request.path, answer, status))
         return status
 
-    async def _continued_call(
-        self, translation: Translation, call: Call, asked: ModelRequest, known: Caller | None
+    async def _add_referenced_answers(
+        self, translation: Translation, call: Call, model_request: ModelRequest, known_caller: Caller | None
     ) -> Caller:
-        """Put the recorded answers that a call refers to into it, from the log. Return its caller: `known`, or the one
-        found by what the call names, or else by its messages once they are complete."""
+        """Put the recorded answers that a call refers to into its messages, from the log. Returns the call's caller:
+        `known_caller`, or the one found by what the call names, or else by its messages once they are complete."""
         # The trajectory that URL, headers, metadata or token name is found first: a call that is refused for it reads
         # no recorded answer.
-        caller = known or await self._caller(call, asked, detect=False)
-        async with self._gateway.api_keys.reading(asked.request.owner) as read:
-            exchanges = await self._gateway.registry.exchanges_of(translation.continued, asked.access, read)
-        for missing in translation.continued - exchanges.keys():
+        caller = known_caller or await self._caller(call, model_request, detect=False)
+        async with self._gateway.api_keys.reading(model_request.http.owner) as read:
+            exchanges = await self._gateway.registry.exchanges_of(
+                translation.referenced_ids, model_request.access, read
+            )
+        for missing in translation.referenced_ids - exchanges.keys():
             raise unknown_reference(missing)
         whole = translation.call(exchanges)
         call.body, call.fields = whole.body, whole.fields  # the same object: it holds `detected`
-        return await self._caller(call, asked) if caller.trajectory is None else caller
+        return await self._caller(call, model_request) if caller.trajectory is None else caller
 
 
 def _apprentice_has_run(caller: Caller, call: OutsideCall) -> bool:
@@ -232,13 +241,14 @@ def _apprentice_has_run(caller: Caller, call: OutsideCall) -> bool:
 
 
 def _check_apprentice_answered(caller: Caller, status: int) -> None:
-    """Raise an `ApiError` for an error of the inference server, if an apprentice is asked: its master answers then.
-    Other clients get the error as it is."""
+    """Raise an `ApiError` for an error status of the inference server if the caller has a `wait_s`: then an apprentice
+    was asked, and its master answers instead. Other clients get the server's error as it is."""
     if status != 200 and caller.wait_s:
         raise ApiError(status, "apprentice_refused", f"the inference server answered {status}")
 
 
-def _role(headers: Headers) -> str:
-    """Return the agent that calls, escaped as in URLs; empty where none is named. Raises `InvalidNameError`."""
+def _agent_role(headers: Headers) -> str:
+    """Return the name of the agent that calls, which the header `ROLE_HEADER` holds percent-encoded; empty if it is
+    missing. Raises `InvalidNameError`."""
     name = decode_header(headers, ROLE_HEADER)
     return check_name(name) if name else ""

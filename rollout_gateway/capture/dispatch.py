@@ -13,7 +13,7 @@ from pipeline.events import now_us
 from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.exchange import Exchange
 from rollout_gateway.dialects.endpoints import upstream_body
-from rollout_gateway.dialects.shape import malformed
+from rollout_gateway.dialects.shape import shape_problem
 from rollout_gateway.http.errors import ApiError, answer_too_long, timed_out
 from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, UpstreamReply, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet, Lease, least_loaded, replica_of
@@ -62,7 +62,7 @@ class Dispatcher:
                 status = attempt.reply.status
                 if failed or (status < 500 and status != 404):
                     return attempt
-                if reason := malformed(exchange.call.fields):
+                if reason := shape_problem(exchange.call.fields):
                     raise ApiError(400, "invalid_body", f"The inference server can't read the call: {reason}.")
                 # Not its body, which may repeat the call: the server's own log has more.
                 logger.warning("server suspected", replica=replica.name, status=status)
@@ -95,7 +95,7 @@ class Dispatcher:
             body = upstream_body(call, lease.version, answer_id=exchange.answer_id)
             reply = await upstream.request("POST", call.served_by, body, timeout_s=self._gateway.replicas.timeout_s)
             exchange.mark_sent(lease, started_at)
-            streamed = call.stream and not call.held and reply.status == 200
+            streamed = call.stream and not call.asks_whole and reply.status == 200
             return Attempt(lease, reply, b"" if streamed else await reply.read())
         except asyncio.CancelledError:
             exchange.mark_sent(lease, started_at)  # the server may have received the call

@@ -121,5 +121,5 @@ class Exchange:
             "prompt_ids": choice.prompt_ids or self.answer.prompt_ids,
             "sampled_ids": choice.ids,
             "logprobs": choice.logprobs,
-            "forced": self.call.forced(choice),
+            "forced": self.call.forced_mask(choice),
         }

@@ -24,7 +24,7 @@ from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
 from rollout_gateway.capture.masking import maybe_in_thread
 from rollout_gateway.dialects.calls import Answer, Call, Fields
-from rollout_gateway.dialects.endpoints import MALFORMED, merged, read_answer
+from rollout_gateway.dialects.endpoints import MALFORMED, merge_responses, read_answer
 from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
 from rollout_gateway.dialects.translate import TranslatedSink
 from rollout_gateway.http.errors import ApiError, ClientGoneError, answer_too_long, bad_answer, timed_out
@@ -65,12 +65,12 @@ class CallHandler:
             caller.trajectory.begin()
         try:
             exchange = await self._new_exchange(call, caller)
-            if caller.is_retry and (before := await self.answered_before(exchange)) is not None:
-                return await _deliver(msgspec.json.encode(before), sink)
+            if caller.is_retry and (reply := await self.recorded_reply(exchange)) is not None:
+                return await _deliver(msgspec.json.encode(reply), sink)
             attempt = await self._answer_or_record_failure(exchange)
             if attempt.reply.status != 200:
                 return attempt.reply.status, attempt.body
-            if sink is not None and not call.held:
+            if sink is not None and not call.asks_whole:
                 await sink.start()
                 await self._stream(exchange, attempt, sink)
                 await sink.end()
@@ -142,8 +142,8 @@ class CallHandler:
             with exchange.caller.cancellation:
                 while data := await attempt.reply.read_some():
                     attempt.reply.check_size(size := size + len(data))
-                    if seen := capture.take(data):
-                        await sink.write(seen)
+                    if for_client := capture.feed(data):
+                        await sink.write(for_client)
             if not capture.ended:
                 raise UpstreamError("the stream ended without its last event")
         except ClientGoneError:
@@ -187,7 +187,7 @@ class CallHandler:
         finally:
             exchange.recorded_in.end()
 
-    async def answered_before(self, exchange: Exchange) -> Fields | None:
+    async def recorded_reply(self, exchange: Exchange) -> Fields | None:
         """The recorded reply to the same request, for a client that repeats it; `None` if there is none."""
         if not exchange.captured:
             return None
@@ -196,7 +196,7 @@ class CallHandler:
         if not events:
             return None
         logger.info("answered from the log", trajectory=trajectory.id, seq=events[0].seq)
-        return merged([e.response for e in events])
+        return merge_responses([e.response for e in events])
 
     async def _report_answer(self, exchange: Exchange) -> None:
         """Tell the detector, which finds the run's next call by this answer."""

@@ -139,7 +139,7 @@ class Answer:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A model call."""
+    """A model call: a chat completion or completion that an inference server is to answer."""
 
     body: bytes
     """The body for the log: the client's, or the chat completion that a call of another API was translated into."""
@@ -149,13 +149,14 @@ class Call:
     """Path that the client posted it to."""
     choices: int = 1
     """How many choices the reply will have."""
-    held: bool = False
-    """Whether the inference server is asked for the whole answer although the client streams: it is not shown if the
-    model was unsure (`rollout_gateway.model_calls`, calls of an apprentice)."""
+    asks_whole: bool = False
+    """Whether the inference server is asked for the whole answer although the client streams. An apprentice's answer is
+    not shown if the model was unsure, which only the whole answer tells (`rollout_gateway.model_calls`)."""
     referenced_in: str = ""
     """The trajectory that records the call, if each choice of the reply is to name its exchange; else empty."""
     detected: object = None
-    """What `rollout_gateway.capture.detection`, which found the call's run, has to know when the answer comes."""
+    """The run that `rollout_gateway.capture.detection` took for the call, for when the answer comes; `None` if the call
+    was not detected. This room does not import its type."""
 
     @property
     def served_by(self) -> str:
@@ -181,7 +182,7 @@ class Call:
             digest.update(b"\0%b\0%b" % (name.encode(), self.fields[name]))
         return digest.hexdigest()
 
-    def forced(self, choice: SampledChoice) -> bytes:
+    def forced_mask(self, choice: SampledChoice) -> bytes:
         """Return a mask with one byte for each sampled token, 1 if it was sampled under a grammar ("forced"), which
         keeps it from being trained. Empty if no token was.
 
@@ -203,10 +204,10 @@ class Call:
             return "all"
         if is_null(tools):
             return ""
-        asked = decode_field(tool_choice, "tool_choice")
-        if isinstance(asked, dict) or asked == "required":
+        choice = decode_field(tool_choice, "tool_choice")
+        if isinstance(choice, dict) or choice == "required":
             return "all"
-        return "tool_calls" if asked != "none" and _STRICT.search(bytes(tools)) else ""
+        return "tool_calls" if choice != "none" and _STRICT.search(bytes(tools)) else ""
 
 
 def read_fields(body: bytes, kind: type[_P]) -> tuple[Fields, _P]:

@@ -42,7 +42,7 @@ _TRUE = Raw(b"true")
 _SAMPLED_ONLY = {CHAT: _TRUE, COMPLETIONS: Raw(b"0")}
 """JSON of `logprobs` in a request that asks for those of the sampled tokens only."""
 ADDED = ("prompt_token_ids", "prompt_text")
-"""Fields of a reply that are there because the gateway asked for token ids."""
+"""Fields of a reply, and of a chunk, that are there because the gateway asked for token ids."""
 _ADDED_TO_CHOICE = ("token_ids", "prompt_token_ids")
 
 
@@ -124,8 +124,8 @@ def read_completion(body: bytes) -> Call:
     if not isinstance(prompt, str | list):
         message = "prompt must be a string, a list of token ids, or a list of these."
         raise ApiError(400, "invalid_body", message, param="prompt")
-    many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    choices = (len(prompt) if many else 1) * (params.n or 1)
+    has_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    choices = (len(prompt) if has_several else 1) * (params.n or 1)
     if choices > MAX_CHOICES:
         message = f"The prompts ask for {choices} choices; one call may ask for {MAX_CHOICES}."
         raise ApiError(400, "invalid_body", message, param="prompt")
@@ -137,7 +137,7 @@ def upstream_body(call: Call, version: str, *, answer_id: str) -> bytes:
     the answer will have; empty if the call is not captured. A captured call asks for token ids and logprobs too."""
     fields = dict(call.fields)
     fields["model"] = Raw(msgspec.json.encode(version))
-    if call.held:
+    if call.asks_whole:
         fields = {name: raw for name, raw in fields.items() if name not in ("stream", "stream_options")}
     if answer_id:
         fields["request_id"] = Raw(msgspec.json.encode(answer_id))
@@ -180,8 +180,8 @@ def read_answer(body: bytes, call: Call) -> Answer:
 
 
 def check_values(fields: Fields) -> None:
-    """Raise one of `MALFORMED` if a reply, chunk or choice holds what can't be decoded: it would be found only when the
-    record is read, or end a translation."""
+    """Raise one of `MALFORMED` if a reply, chunk or choice holds a value that can't be decoded. Undetected, the value
+    would fail only when the record is read, or in the middle of a translation."""
     for name, raw in fields.items():
         if name not in _TYPED:
             _value_decoder.decode(raw)
@@ -226,9 +226,9 @@ def pack_logprobs(raw: Raw | None) -> bytes:
     return array("f", logprobs.token_logprobs or [entry.logprob for entry in logprobs.content or ()]).tobytes()
 
 
-def merged(bodies: list[bytes]) -> Fields:
-    """Merge the recorded responses of one call, an event for each choice, into the reply that they were, for a client's
-    retry."""
+def merge_responses(bodies: list[bytes]) -> Fields:
+    """Return the whole reply to a call, from the recorded responses of its events, of which each holds one choice. For
+    a client's retry."""
     replies = [decode_object(body) for body in bodies]
     choices = [choice for reply in replies for choice in choices_decoder.decode(reply["choices"])]
     return {**replies[0], "choices": Raw(msgspec.json.encode(choices))}

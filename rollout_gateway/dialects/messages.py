@@ -47,7 +47,7 @@ _FORMATS_BY_TYPE = {form.type: form for form in _BLOCK_FORMATS.values()}
 _ABOUT_CALLER = ("billing_policy", "diagnostics", "fallback_credit_token", "user_profile_id", "workspace_id")
 _OF_ANTHROPICS_MODELS = ("cache_control", "context_management", "inference_geo", "speed", "thinking")
 _ERROR_BYTES = 500
-"""Number of bytes of an answer in an unknown format that become the message of the error."""
+"""Bytes of an answer in an unknown format that become the message of the error."""
 
 
 class _OpenAiError(msgspec.Struct):
@@ -62,11 +62,11 @@ class MessagesTranslation(Translation):
     dropped = frozenset((*_ABOUT_CALLER, *_OF_ANTHROPICS_MODELS))
     request: MessagesRequest
     _system_first = False
-    """Whether system messages further on are put into the first one, since the server refused the call without
+    """Whether later system messages are put into the first one, since the server refused the call as it was
     (`merge_system`)."""
 
     def merge_system(self) -> bool:
-        """Have system messages further on put into the first one. Returns whether that changes the call."""
+        """Have the next `call` put later system messages into the first one. Returns whether that changes the call."""
         changes = not self._system_first and any(m.role == "system" for m in self.request.messages)
         self._system_first = True
         return changes

@@ -19,7 +19,7 @@ _ATTRIBUTION = "x-anthropic-billing-header"
 
 
 class _Source(msgspec.Struct):
-    """Of an image or a document."""
+    """The `source` of an image or a document."""
 
     type: str = ""
     media_type: str = "image/png"
@@ -145,7 +145,7 @@ def _arguments_text(value: Any) -> str:
 
 
 def tools_of(request: MessagesRequest) -> tuple[_Tools, set[str]]:
-    """All tools of a request, also those that a system message further on added, and the names of those that one
+    """Return all tools of a request, also those that a later system message added, and the names of those that one
     removed. Raises a 400 `ApiError` for a name that the request does not define."""
     tools, removed = {tool.name: tool for tool in request.tools or ()}, set[str]()
     for block in (b for m in request.messages if not isinstance(m.content, str) for b in m.content):
@@ -164,8 +164,8 @@ def tools_of(request: MessagesRequest) -> tuple[_Tools, set[str]]:
 
 
 def system_text(content: str | list[_Block] | None) -> str:
-    """The text of a system prompt, without the line that begins with `_ATTRIBUTION`: it would change the prompt with
-    each call. vLLM leaves it out too."""
+    """Return the text of a system prompt, without the line that begins with `_ATTRIBUTION`: it would change the prompt
+    with each call. vLLM leaves it out too."""
     texts = [content] if isinstance(content, str) else [b.text for b in content or () if b.type == "text"]
     return "\n".join(
         rest
@@ -202,12 +202,12 @@ def chat_messages(message: InputMessage, tools: _Tools) -> list[dict[str, Any]]:
     if parts or message.role == "assistant":
         # The assistant's text is one in a chat completion, and in blocks where it came between calls.
         content = message_content(parts, "" if message.role == "assistant" else "\n")
-        said: dict[str, Any] = {"role": message.role, "content": content}
+        chat_message: dict[str, Any] = {"role": message.role, "content": content}
         if reasoning:
-            said["reasoning"] = reasoning  # the model's chat template decides whether it is shown
+            chat_message["reasoning"] = reasoning  # the model's chat template decides whether it is shown
         if calls:
-            said["tool_calls"] = calls
-        out.append(said)
+            chat_message["tool_calls"] = calls
+        out.append(chat_message)
     return out
 
 
@@ -234,8 +234,8 @@ def _chat_part(block: _Block, tools: _Tools) -> dict[str, Any]:
 
 
 def _result_content(block: _Block, tools: _Tools) -> str | list[dict[str, Any]]:
-    """The content of a tool's result. A chat completion has no field for a failed tool, so the text says it. Raises a
-    400 `ApiError` for a block that `_chat_part` does not support."""
+    """Return the content of a tool's result for a chat message. A chat completion has no field for a failed tool, so
+    the text says it. Raises a 400 `ApiError` for a block that `_chat_part` does not support."""
     if isinstance(block.content, str):
         content: str | list[dict[str, Any]] = block.content
     else:

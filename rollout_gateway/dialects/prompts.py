@@ -18,30 +18,30 @@ from rollout_gateway.http.body import read_body
 from rollout_gateway.http.errors import ApiError
 
 _FIELD = {MessagesTranslation.path: "system", ResponsesTranslation.path: "instructions"}
-"""Field of the prompt, in the APIs that have one."""
+"""By path, the field of the system prompt, in the APIs that have one."""
 _MESSAGES = {CHAT: "messages", ResponsesTranslation.path: "input"}
-"""Field of the messages, in the APIs whose first message may be the prompt."""
+"""By path, the field of the messages, in the APIs whose first message may be the system prompt."""
 
 
-class Sent(msgspec.Struct):
-    """What a body says before a prompt is put into it."""
+class OriginalFields(msgspec.Struct):
+    """Fields of a body as the client sent them, before a prompt is put into it."""
 
     model: str = ""
     metadata: dict[str, Any] | None = None
     instructions: Any = None
 
 
-def read_sent(body: bytes) -> Sent:
-    """Read a body; one that can't be read says nothing."""
+def read_original(body: bytes) -> OriginalFields:
+    """Read the fields of a body. All are empty if it can't be read: whoever reads the call refuses it."""
     try:
-        return read_body(body, Sent)  # bounds its values and depth first
+        return read_body(body, OriginalFields)  # bounds its values and depth first
     except ApiError:
-        return Sent()
+        return OriginalFields()
 
 
 def with_prompt(path: str, body: bytes, replaces: str, prompt: str) -> bytes | None:
-    """Return the body of a model call with `prompt` as its system prompt; `None` if that is not exactly `replaces`. The
-    bytes of the other fields stay, without the space between them."""
+    """Return the body of a model call posted to `path`, with `prompt` in place of its system prompt. Returns `None` if
+    that is not exactly `replaces`. The bytes of the other fields stay, without the space between them."""
     try:
         fields = decode_object(body)
         for name, change in ((_FIELD.get(path), _replace_in_content), (_MESSAGES.get(path), _replace_in_first_message)):
@@ -53,8 +53,8 @@ def with_prompt(path: str, body: bytes, replaces: str, prompt: str) -> bytes | N
 
 
 def _replace_in_content(raw: Raw, replaces: str, prompt: str) -> bytes | None:
-    """Return a content, a text or a list of parts, with the prompt in place of `replaces`; `None` if that is not in
-    it."""
+    """Return a message's content, a text or a list of parts, with `prompt` in place of the text `replaces`; `None` if
+    that text is not in it."""
     value = msgspec.json.decode(raw)
     if not isinstance(value, list):
         return msgspec.json.encode(prompt) if value == replaces else None
@@ -66,7 +66,7 @@ def _replace_in_content(raw: Raw, replaces: str, prompt: str) -> bytes | None:
 
 
 def _replace_in_first_message(raw: Raw, replaces: str, prompt: str) -> bytes | None:
-    """Return messages with the prompt in the first one; `None` if that is not a system message of exactly
+    """Return messages with `prompt` as the content of the first one; `None` if that is not a system message of exactly
     `replaces`."""
     if not bytes(raw).lstrip().startswith(b"["):
         return None

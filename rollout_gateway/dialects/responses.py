@@ -24,8 +24,8 @@ from rollout_gateway.dialects.responses_input import (
     add_item,
     add_reasoning,
     add_text,
+    encode_reasoning,
     response_format,
-    seal,
 )
 from rollout_gateway.dialects.translate import Translation, parse_object
 from rollout_gateway.http.errors import ApiError
@@ -39,7 +39,7 @@ count as one kind), and the chat completion's id."""
 _RESPONSE_ID = re.compile(r"resp_([in])-(.+)")
 """Whether the recorded request begins with the call's `instructions` (i) or has none (n), and the chat completion's
 id."""
-_INCLUDE_SEALED = "reasoning.encrypted_content"
+_INCLUDE_ENCODED = "reasoning.encrypted_content"
 _ABOUT_CALLER = ("client_metadata", "prompt_cache_options", "stream_options")
 _OF_OPENAIS_MODELS = ("context_management", "max_tool_calls", "reasoning", "truncation")
 _PARTS = {
@@ -69,14 +69,14 @@ class ResponsesTranslation(Translation):
         self._tools = Tools(self.request.tools or ())
         self.left_out = self._tools.left_out
         self._prefix = "resp_i-" if self.request.instructions else "resp_n-"
-        self.continued = self._continued()
+        self.referenced_ids = self._find_referenced_ids()
         self._created = int(time.time())
         self._event_number = 0
         """Sequence number of the next event."""
 
-    def _continued(self) -> frozenset[str]:
-        """Ids of the chat completions that `previous_response_id` and references to items name. Raises a 400 `ApiError`
-        for an id that is of neither form."""
+    def _find_referenced_ids(self) -> frozenset[str]:
+        """Return the ids of the chat completions that `previous_response_id` and references to items name. Raises a 400
+        `ApiError` for an id that is of neither form."""
         named = []
         if previous := self.request.previous_response_id:
             named.append(_match_id(_RESPONSE_ID, previous))
@@ -85,29 +85,29 @@ class ResponsesTranslation(Translation):
         return frozenset(match[match.re.groups] for match in named)
 
     def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
-        """Return the chat completion request. `exchanges`: the recorded calls that `continued` names, by chat
+        """Return the chat completion request. `exchanges`: the recorded calls that `referenced_ids` names, by chat
         completion id; without them the messages lack what the call refers to."""
         request = self.request
         messages: list[dict[str, Any]] = []
         if request.instructions:
             messages.append({"role": "system", "content": request.instructions})
         if exchanges and request.previous_response_id:
-            messages += _messages_through(request.previous_response_id, exchanges)
+            messages += _conversation_of(request.previous_response_id, exchanges)
         if isinstance(request.input, str):
             messages.append({"role": "user", "content": request.input})
         else:
-            before = ""
+            type_before = ""
             for item in request.input:
                 if item.type != "item_reference":
-                    add_item(messages, item, before)
+                    add_item(messages, item, type_before)
                 elif exchanges:
-                    before = _add_reference(messages, item.id or "", exchanges, before)
+                    type_before = _add_referenced_item(messages, item.id or "", exchanges, type_before)
                     continue
-                before = item.type
+                type_before = item.type
         chat = self._chat(messages, request.max_output_tokens)
         if self._tools.chat:
             chat["tools"] = self._tools.chat
-        if (choice := self._tools.choice(request.tool_choice if request.tools else None)) is not None:
+        if (choice := self._tools.chat_tool_choice(request.tool_choice if request.tools else None)) is not None:
             chat["tool_choice"] = choice
         if (form := response_format(request.text)) is not None:
             chat["response_format"] = form
@@ -242,8 +242,8 @@ class ResponsesTranslation(Translation):
                 item["input"] = str((parse_object(text) or {}).get(CUSTOM_INPUT, text))
             case kind:
                 item[_PARTS[kind][0]][0]["text"] = text
-                if kind == "reasoning" and _INCLUDE_SEALED in (self.request.include or ()):
-                    item["encrypted_content"] = seal(text)
+                if kind == "reasoning" and _INCLUDE_ENCODED in (self.request.include or ()):
+                    item["encrypted_content"] = encode_reasoning(text)
         return item
 
     def _response(self, status: str, **changed: Any) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class ResponsesTranslation(Translation):
 
 
 def _match_id(pattern: re.Pattern[str], name: str) -> re.Match[str]:
-    """Raises a 400 `ApiError` if `name` is no id of this gateway."""
+    """Match an id with the `pattern` of this gateway's ids. Raises a 400 `ApiError` if it does not match."""
     if match := pattern.fullmatch(name):
         return match
     raise unknown_reference(name)
@@ -299,12 +299,13 @@ def _answer_message(exchange: ExchangeRecorded) -> dict[str, Any]:
     return message
 
 
-def _messages_through(response_id: str, exchanges: Mapping[str, ExchangeRecorded]) -> list[dict[str, Any]]:
+def _conversation_of(response_id: str, exchanges: Mapping[str, ExchangeRecorded]) -> list[dict[str, Any]]:
     """Return the chat messages of a recorded call and its answer, without the call's instructions, which OpenAI does
     not carry over either.
 
-    `exchanges`: by chat completion id; they hold that of `response_id`, as the gateway reads all that
-    `Translation.continued` names. Raises a 400 `ApiError` if `response_id` has not the form of this gateway's ids."""
+    `exchanges`: by chat completion id. That of `response_id` is among them, since the gateway reads all that
+    `Translation.referenced_ids` names. Raises a 400 `ApiError` if `response_id` has not the form of this gateway's
+    ids."""
     instructed, completion = _match_id(_RESPONSE_ID, response_id).groups()
     exchange = exchanges[completion]
     messages: list[dict[str, Any]] = msgspec.json.decode(exchange.request)["messages"]
@@ -314,10 +315,12 @@ def _messages_through(response_id: str, exchanges: Mapping[str, ExchangeRecorded
     return [*messages, {"role": "assistant", "content": answer.get("content"), **said}]
 
 
-def _add_reference(
-    messages: list[dict[str, Any]], name: str, exchanges: Mapping[str, ExchangeRecorded], before: str
+def _add_referenced_item(
+    messages: list[dict[str, Any]], name: str, exchanges: Mapping[str, ExchangeRecorded], type_before: str
 ) -> str:
-    """Add an output item of a recorded response, after an item of the type `before`. Returns its type."""
+    """Add the output item of a recorded response that a client names by its id (`name`) to the messages of a chat
+    completion. `type_before`: the type of the item before it. Returns the item's own type. Raises a 400 `ApiError` if
+    there is no such item."""
     prefix, number, completion = _match_id(_ITEM_ID, name).groups()
     answer, index = _answer_message(exchanges[completion]), int(number)
     match prefix:
@@ -325,7 +328,7 @@ def _add_reference(
         case "rs" if not index:
             add_reasoning(messages, answer.get("reasoning") or "")
         case "msg" if not index:
-            add_text(messages, answer.get("content") or "", before)
+            add_text(messages, answer.get("content") or "", type_before)
         case "fc" | "ctc":
             calls = answer.get("tool_calls") or []
             if index >= len(calls):

@@ -143,7 +143,7 @@ class Tools:
             raise ApiError(400, "unsupported_tool", message, param="tools")
 
     def _add_function(self, tool: ToolParam, namespace: str) -> None:
-        """Add a function, or a custom tool as a function with one argument."""
+        """Add a function, or a custom tool as a function with one argument. `namespace`: empty if it is in none."""
         custom = tool.type == "custom"
         parameters = tool.parameters or {"type": "object"}
         if custom:
@@ -162,28 +162,29 @@ class Tools:
             function["strict"] = tool.strict
         self.chat.append({"type": "function", "function": function})
 
-    def choice(self, asked: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    def chat_tool_choice(self, tool_choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
         """Convert `tool_choice` to that of the chat completion; `None` for the default, or if there is no tool to
         choose. Raises a 400 `ApiError` for a choice that does not name a tool of the request."""
-        if asked is None or isinstance(asked, str):
-            return asked if self.chat else None
-        kind = str(asked.get("type", ""))
+        if tool_choice is None or isinstance(tool_choice, str):
+            return tool_choice if self.chat else None
+        kind = str(tool_choice.get("type", ""))
         if kind == "allowed_tools":
             raise _invalid_choice("allowed_tools is not supported: send in `tools` what the model may call")
         if kind in self.left_out:
             raise _invalid_choice(f"tools of type {kind!r} are not supported")
-        return {"type": "function", "function": {"name": self._name(asked)}}
+        return {"type": "function", "function": {"name": self._shown_name(tool_choice)}}
 
-    def _name(self, tool: dict[str, Any]) -> str:
-        """The name under which the model is shown a tool that a choice names."""
+    def _shown_name(self, tool: dict[str, Any]) -> str:
+        """Return the name under which the model is shown a tool that a choice names. Raises a 400 `ApiError` unless it
+        is one of the request's tools."""
         name, namespace = str(tool.get("name", "")), tool.get("namespace")
         flat = flat_name(namespace, name)
         if flat in self.names:
             return flat
-        fitting = [] if namespace else [n for n, t in self.names.items() if t.name == name]
-        if len(fitting) != 1:
-            raise _invalid_choice(f"{len(fitting)} of the tools are named {name!r}, and it must be one")
-        return fitting[0]
+        candidates = [] if namespace else [n for n, t in self.names.items() if t.name == name]
+        if len(candidates) != 1:
+            raise _invalid_choice(f"{len(candidates)} of the tools are named {name!r}, and it must be one")
+        return candidates[0]
 
 
 def _invalid_choice(why: str) -> ApiError:
@@ -191,29 +192,32 @@ def _invalid_choice(why: str) -> ApiError:
 
 
 _GOES_ON_IN_TURN = frozenset(("reasoning", "function_call", "custom_tool_call"))
-"""Types of items after which a text of the assistant belongs to the same turn. A text after a text begins another."""
+"""Types of items after which a text of the assistant belongs to the same message. A text after a text begins
+another."""
 
 
-def add_item(messages: list[dict[str, Any]], item: InputItem, before: str = "") -> None:
-    """Add an input item, which comes after one of the type `before`, to the messages of a chat completion. Raises a 400
-    `ApiError` for an unknown type.
+def add_item(messages: list[dict[str, Any]], item: InputItem, type_before: str = "") -> None:
+    """Add an input item to the messages of a chat completion. `type_before`: the type of the item before it; empty for
+    the first. Raises a 400 `ApiError` for an unknown type.
 
     Reasoning, text and tool calls of a turn are items of their own here, and one message in a chat completion."""
     match item.type:
         case "message" if item.role == "assistant":
-            add_text(messages, _content(item.content), before)
+            add_text(messages, _chat_content(item.content), type_before)
         case "message":
             # vLLM makes a system message of a developer's if the chat template knows no developer.
-            messages.append({"role": item.role or "user", "content": _content(item.content)})
+            messages.append({"role": item.role or "user", "content": _chat_content(item.content)})
         case "function_call":
             add_call(messages, item.call_id, flat_name(item.namespace, item.name), item.arguments)
         case "custom_tool_call":
             arguments = msgspec.json.encode({CUSTOM_INPUT: item.input}).decode()
             add_call(messages, item.call_id, flat_name(item.namespace, item.name), arguments)
         case "function_call_output" | "custom_tool_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(_output(item))})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(_tool_output(item))}
+            )
         case "reasoning":
-            add_reasoning(messages, _reasoning(item))
+            add_reasoning(messages, _reasoning_text(item))
         case kind if kind.removesuffix("_call") in HOSTED:
             # Where the server ran the tool, the text that follows holds the result. What a client itself ran comes as
             # an item of its own, such as `shell_call_output`, and is refused below.
@@ -228,48 +232,50 @@ def add_item(messages: list[dict[str, Any]], item: InputItem, before: str = "") 
             raise ApiError(400, "unsupported_content", message, param="input")
 
 
-def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of the assistant at the end; a new one if there is none."""
+def _last_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message of the assistant at the end of `messages`, added now if another message or none is there."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
 def add_reasoning(messages: list[dict[str, Any]], text: str) -> None:
-    """Add reasoning to the assistant's turn. The model's chat template decides whether it is shown."""
+    """Add reasoning to the last message of the assistant. The model's chat template decides whether it is shown."""
     if not text:
         return
-    turn = _turn(messages)
-    goes_on = turn["content"] is not None or "tool_calls" in turn
-    turn["reasoning"] = ("" if goes_on else "\n\n").join(filter(None, (turn.get("reasoning"), text)))
+    message = _last_assistant_message(messages)
+    # Items of reasoning in a row are paragraphs. One that follows text or a call is appended as it is.
+    after_output = message["content"] is not None or "tool_calls" in message
+    message["reasoning"] = ("" if after_output else "\n\n").join(filter(None, (message.get("reasoning"), text)))
 
 
-def add_text(messages: list[dict[str, Any]], content: str | list[dict[str, Any]], before: str) -> None:
-    """Add text to the assistant's turn. `before`: the type of the item before it."""
-    turn = _turn(messages)
-    said = turn["content"]
-    if said is None:
-        turn["content"] = content
-    elif before in _GOES_ON_IN_TURN and isinstance(said, str) and isinstance(content, str):
-        turn["content"] = said + content
+def add_text(messages: list[dict[str, Any]], content: str | list[dict[str, Any]], type_before: str) -> None:
+    """Add text to the last message of the assistant. `type_before`: the type of the item before it."""
+    message = _last_assistant_message(messages)
+    content_before = message["content"]
+    if content_before is None:
+        message["content"] = content
+    elif type_before in _GOES_ON_IN_TURN and isinstance(content_before, str) and isinstance(content, str):
+        message["content"] = content_before + content
     else:
         messages.append({"role": "assistant", "content": content})
 
 
 def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
-    """Add a tool call to the assistant's turn."""
+    """Add a tool call to the last message of the assistant."""
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    _turn(messages).setdefault("tool_calls", []).append(call)
+    _last_assistant_message(messages).setdefault("tool_calls", []).append(call)
 
 
-def seal(reasoning: str) -> str:
-    """Write reasoning as a client keeps it that stores nothing (`reasoning.encrypted_content`). The client may read
-    it: it got the same text as the summary."""
+def encode_reasoning(reasoning: str) -> str:
+    """Return reasoning in base64, for a client that asks for `reasoning.encrypted_content` to send it back. It is not
+    encrypted: the client got the same text as the summary."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
-def _reasoning(item: InputItem) -> str:
-    """The text of a reasoning item: some clients keep the summary, others only what `seal` wrote."""
+def _reasoning_text(item: InputItem) -> str:
+    """Return the text of a reasoning item. Some clients keep the summary, others only what `encode_reasoning` wrote.
+    Raises a 400 `ApiError` if that was written by another server."""
     parts = item.content if item.content and isinstance(item.content, list) else item.summary
     text = "".join(part.text for part in parts)
     if text or not item.encrypted_content:
@@ -281,7 +287,7 @@ def _reasoning(item: InputItem) -> str:
         raise ApiError(400, "invalid_body", message, param="input") from error
 
 
-def _output(item: InputItem) -> str | list[ContentPart]:
+def _tool_output(item: InputItem) -> str | list[ContentPart]:
     """Return the output of a tool call. Raises a 400 `ApiError` for another form than a text or parts."""
     try:
         return msgspec.json.decode(item.output, type=str | list[ContentPart])
@@ -290,7 +296,7 @@ def _output(item: InputItem) -> str | list[ContentPart]:
         raise ApiError(400, "invalid_body", message, param="input.output") from error
 
 
-def _content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:
+def _chat_content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:
     """Convert an item's content to that of a chat message."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -61,7 +61,7 @@ class _Call(Struct):
     prompt: str | list[int | str | list[int]] | None = None
 
 
-def malformed(fields: Fields) -> str:
+def shape_problem(fields: Fields) -> str:
     """Return what is wrong with the messages, tools or prompt of a call; empty if nothing is."""
     raw = {name: fields[name] for name in ("messages", "tools", "prompt") if name in fields}
     try:

@@ -31,7 +31,7 @@ class _ToolCall:
     name: str = ""
     arguments: str = ""
     place: int | None = None
-    """Of its block."""
+    """Place of its block; `None` while it has none."""
 
 
 class Translation(ABC):
@@ -48,7 +48,7 @@ class Translation(ABC):
     """Fields of the API that ask nothing of a vLLM server, but for those that no call sends (`permitted.DROPPED`)."""
     left_out: Sequence[str] = ()
     """Types of the request's tools that the model was not shown."""
-    continued: frozenset[str] = frozenset()
+    referenced_ids: frozenset[str] = frozenset()
     """Ids of recorded chat completions that the call refers to instead of repeating what was said."""
     stored = False
     """Whether the log keeps the answer, so that later calls can refer to it."""
@@ -90,13 +90,13 @@ class Translation(ABC):
 
     @abstractmethod
     def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:
-        """Return the chat completion request. `exchanges`: the recorded calls that `continued` names, by the ids of
-        their chat completions. `None` until they have been looked up: the request can be checked by then, but its
-        messages lack what the call refers to."""
+        """Return the chat completion request. `exchanges`: the recorded calls that `referenced_ids` names, by the ids
+        of their chat completions. `None` before they are looked up: the request can be checked then, but its messages
+        lack what the call refers to."""
 
     def merge_system(self) -> bool:
-        """Put what the next `call` says as the system into its first message, for a chat template that refuses system
-        messages further on. Returns whether that changes the call."""
+        """Have the next `call` put all system texts into its first message, for a chat template that refuses later
+        system messages. Returns whether that changes the call."""
         return False
 
     def call(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> Call:
@@ -117,7 +117,7 @@ class Translation(ABC):
     # -- the answer ------------------------------------------------------------------------------------------------
 
     def answer(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """Convert a whole chat completion."""
+        """Return the API's whole answer, made of a whole chat completion."""
         self.read_choices(completion, "message")
         self.close_blocks()
         return self.whole_answer()
@@ -130,31 +130,31 @@ class Translation(ABC):
             out = self.first_events() if self.streams else b""
         self.usage = completion.get("usage") or self.usage
         for choice in completion.get("choices") or ():
-            said = choice.get(part) or {}
+            message = choice.get(part) or {}
             for kind in ("reasoning", "content"):
-                if said.get(kind):
-                    out += self._write_text(kind, said[kind])
-            for position, call in enumerate(said.get("tool_calls") or ()):
+                if message.get(kind):
+                    out += self._write_text(kind, message[kind])
+            for position, call in enumerate(message.get("tool_calls") or ()):
                 out += self._write_call(call.get("index", position), call)
             if choice.get("finish_reason"):
                 self.ended = choice
         return out
 
     def _write_text(self, kind: str, text: str) -> bytes:
-        """Add a piece of reasoning or content to the block of its kind that is open, else to a new one."""
+        """Add a piece of reasoning or content to the open block of its kind, else to a new one. Returns the events."""
         out = b""
         if self._text_block is None or self._text_block[0] != kind:
             out = self._close_text() + self._begin_block(kind)
             self._text_block = kind, len(self.blocks) - 1
         return out + self._write(self._text_block[1], text)
 
-    def _write_call(self, index: int, said: dict[str, Any]) -> bytes:
-        """Add a piece of a tool call. Its block is opened when the first of its arguments come, since its name is
-        complete then, and after those of the calls that began before it."""
-        function = said.get("function") or {}
+    def _write_call(self, index: int, piece: dict[str, Any]) -> bytes:
+        """Add a piece of a tool call. The call's block begins with the first piece of its arguments, as its name is
+        complete then, and after the blocks of the calls that began before it. Returns the events."""
+        function = piece.get("function") or {}
         call = self._calls.get(index)
         if call is None:
-            call = self._calls[index] = _ToolCall(said.get("id") or "")
+            call = self._calls[index] = _ToolCall(piece.get("id") or "")
             self._waiting.append(call)
         if call.place is not None:
             return self._write(call.place, function.get("arguments") or "")
@@ -166,25 +166,26 @@ class Translation(ABC):
         return out
 
     def _open_call(self, call: _ToolCall) -> bytes:
-        """Begin the block of a tool call, with the arguments that have come."""
+        """Begin the block of a tool call, with the arguments that have come. Returns the events."""
         out = self._close_text() + self._begin_block("tool", call.id, call.name)
         call.place = len(self.blocks) - 1
         return out + self._write(call.place, call.arguments)
 
     def _begin_block(self, kind: str, call_id: str = "", name: str = "") -> bytes:
-        """Begin a block and note that it is open."""
+        """Begin a block and note that it is open. Returns the events."""
         self.open_blocks.append(len(self._texts))
         self._texts.append([])
         return self.begin_block(kind, call_id, name)
 
     def _write(self, place: int, text: str) -> bytes:
-        """Add a piece of text to a block."""
+        """Add a piece of text to the block at `place`. Returns the events."""
         self._texts[place].append(text)
         return self.text_delta(place, text) if self.streams and text else b""
 
     def _close_text(self) -> bytes:
-        """End the block of reasoning or content. It is complete now if no other block is open; else `close_blocks` ends
-        it after the calls before it, since clients want blocks to end in their order."""
+        """Add no more text to the block of reasoning or content. If no other block is open, end it now; else
+        `close_blocks` ends it after the tool calls before it, since clients want blocks to end in their order. Returns
+        the events."""
         (_, place), self._text_block = self._text_block or ("", -1), None
         if self.open_blocks != [place]:
             return b""
@@ -248,8 +249,8 @@ def parse_object(text: str) -> dict[str, Any] | None:
 
 
 def message_content(parts: list[dict[str, Any]], between: str = "\n") -> str | list[dict[str, Any]] | None:
-    """The content of a chat message with these parts: one text if all of them are texts, `None` if it would be empty,
-    else the list."""
+    """Return the content of a chat message with these parts: if all are texts, one text with `between` between them, or
+    `None` if it would be empty; else the list."""
     if all(part["type"] == "text" for part in parts):
         return between.join(part["text"] for part in parts) or None
     return parts
@@ -267,8 +268,8 @@ class TranslatedSink:
         await self._request.start()
 
     def translated(self, data: bytes) -> bytes:
-        """Translate whole events of the chat completion's stream, each of one line of data, as `StreamCapture` and
-        `replay` write them. Nothing comes after an error."""
+        """Return whole events of the chat completion's stream as events of the other API. Each has one line of data, as
+        `StreamCapture` and `replay` write them. Nothing comes after an error."""
         out = b""
         for event in data.split(b"\n\n"):
             payload = event.removeprefix(b"data: ")

@@ -121,7 +121,7 @@ class Relay:
         run.begin()
         try:
             await run.log.masks.check_call(call.body)
-            if caller.is_retry and (before := await self._calls.answered_before(exchange)) is not None:
+            if caller.is_retry and (before := await self._calls.recorded_reply(exchange)) is not None:
                 return await _repeat(request, call, before)
             if apprentice is not None:
                 try:

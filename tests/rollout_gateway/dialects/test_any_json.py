@@ -18,9 +18,9 @@ from rollout_gateway.dialects.calls import CHAT, Call
 from rollout_gateway.dialects.endpoints import MALFORMED, read_answer, read_chat, read_completion
 from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.permitted import Permitted
-from rollout_gateway.dialects.prompts import read_sent, with_prompt
+from rollout_gateway.dialects.prompts import read_original, with_prompt
 from rollout_gateway.dialects.responses import ResponsesTranslation
-from rollout_gateway.dialects.shape import malformed
+from rollout_gateway.dialects.shape import shape_problem
 from rollout_gateway.dialects.streaming import DONE, StreamCapture
 from rollout_gateway.dialects.translate import TranslatedSink, Translation
 from rollout_gateway.http.errors import ApiError
@@ -149,7 +149,7 @@ def test_any_reply_is_an_answer_or_malformed(body: bytes, logprobs: bool) -> Non
     except MALFORMED:
         return
     message = msgspec.json.decode(answer.client_body())["choices"][0]["message"]
-    call.forced(answer.choices[0])
+    call.forced_mask(answer.choices[0])
     follow(call, message)
     for translation in translations():
         msgspec.json.encode(translation.answer(msgspec.json.decode(answer.client_body())))
@@ -167,7 +167,7 @@ def test_any_stream_is_an_answer_or_malformed(events: list[bytes], logprobs: boo
     sinks = [TranslatedSink(Mock(), translation) for translation in translations(stream=True)]
     try:
         for event in events:
-            seen = capture.take(b"data: %b\n\n" % event)
+            seen = capture.feed(b"data: %b\n\n" % event)
             for sink in sinks:
                 sink.translated(seen)
     except MALFORMED:
@@ -186,7 +186,7 @@ def test_any_stream_is_an_answer_or_malformed(events: list[bytes], logprobs: boo
 def test_any_body_is_a_call_or_a_400(endpoint: str, data: st.DataObject) -> None:
     read, shapes = BODIES[endpoint]
     body = data.draw(st.sampled_from([{"model": "m", **shape} for shape in shapes]).flatmap(odd))
-    read_sent(body)
+    read_original(body)
     for path in (CHAT, *(kind.path for kind in KINDS)):
         changed = with_prompt(path, body, "s", "t")
         assert changed is None or json.loads(changed).keys() == json.loads(body).keys()
@@ -202,7 +202,7 @@ def test_any_body_is_a_call_or_a_400(endpoint: str, data: st.DataObject) -> None
         if error.status not in (400, 413):
             raise
         return
-    malformed(call.fields)
+    shape_problem(call.fields)
     assert call.hash()
     follow(call, {"role": "assistant", "content": "ok"})
 

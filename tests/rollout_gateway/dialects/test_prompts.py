@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollout_gateway.dialects.prompts import Sent, read_sent, with_prompt
+from rollout_gateway.dialects.prompts import OriginalFields, read_original, with_prompt
 
 OLD, NEW = "Play.", 'Play "well".\n'
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -47,5 +47,5 @@ def test_the_agents_prompt_is_replaced_and_nothing_else(path: str, body: Any) ->
     ids=["deep", "no UTF-8", "many objects"],
 )
 def test_a_body_beyond_the_bounds_names_no_model(body: bytes) -> None:
-    assert read_sent(body) == Sent()
+    assert read_original(body) == OriginalFields()
     assert with_prompt(CHAT, body[:500], OLD, NEW) is None

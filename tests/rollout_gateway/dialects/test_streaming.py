@@ -23,7 +23,7 @@ def test_openai_client_reads_a_call_whose_parts_share_a_chunk(parts: list[str]) 
     capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
     choice = {"index": 0, "delta": {"role": "assistant", "tool_calls": [name, *arguments]}}
     shown = b"".join(
-        capture.take(b"data: %b\n\n" % json.dumps({**HEAD, "choices": [said]}).encode())
+        capture.feed(b"data: %b\n\n" % json.dumps({**HEAD, "choices": [said]}).encode())
         for said in (choice, {"index": 0, "delta": {}, "finish_reason": "tool_calls"})
     )
     state = ChatCompletionStreamState(input_tools=[MOVE])
@@ -40,4 +40,4 @@ def test_an_event_of_which_nothing_is_left_is_not_sent() -> None:
     capture = StreamCapture(read_chat(b'{"model":"m","messages":[],"stream":true}'))
     silent = {"index": 0, "delta": {}, "finish_reason": None, "token_ids": [7]}
     event = json.dumps({**HEAD, "choices": [silent], "usage": None}).encode()
-    assert capture.take(b"data: %b\n\n" % event) == b""
+    assert capture.feed(b"data: %b\n\n" % event) == b""

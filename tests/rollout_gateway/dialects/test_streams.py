@@ -127,7 +127,7 @@ def captured(data: bytes, size: int, sink: TranslatedSink) -> tuple[Answer, byte
     written = b""
     capture = StreamCapture(sink._translation.call())
     for at in range(0, len(data), size):
-        if seen := capture.take(data[at : at + size]):
+        if seen := capture.feed(data[at : at + size]):
             assert all(event.count(b"\n") == 0 for event in seen.split(b"\n\n"))
             assert b"token_ids" not in seen
             written += sink.translated(seen)
@@ -225,7 +225,7 @@ def test_an_error_of_null_is_none_and_any_other_ends_the_stream() -> None:
         sink = TranslatedSink(Mock(), translation_of(ResponsesTranslation, [USER], stream=True))
         capture = StreamCapture(sink._translation.call())
         for event in events:
-            written += sink.translated(capture.take(b"data: %b\n\n" % json.dumps(event).encode()))
+            written += sink.translated(capture.feed(b"data: %b\n\n" % json.dumps(event).encode()))
         written += sink.last_events()
         return capture, [json.loads(e.partition(b"data: ")[2]) for e in written.split(b"\n\n") if e]
 

@@ -76,7 +76,7 @@ def test_responses_give_the_model_its_own_turn_again(turn: tuple[str, str, int],
         asked["previous_response_id"], back = answer["id"], []
     back += [{"type": "function_call_output", "call_id": f"call_{i}", "output": "ok"} for i in range(turn[2])]
     translation = translated(ResponsesTranslation, input=back, **asked)
-    assert translation.continued == ({"chatcmpl-7f"} if way in ("references", "previous") else set())
+    assert translation.referenced_ids == ({"chatcmpl-7f"} if way in ("references", "previous") else set())
     chat = translation.chat({"chatcmpl-7f": exchange})
     system = {"role": "system", "content": "Play."}
     assert chat["messages"] == [system, USER, message, *results(turn[2])]
