@@ -15,7 +15,7 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import GroupMember
 from rollout_gateway.api.tokens import token_ids
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, invalid_body
 
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Recorded with a demonstration: its tokens are trained under the model's own distribution."""
@@ -29,11 +29,10 @@ def check_demonstration(member: GroupMember, access: Access) -> None:
         raise ApiError(403, "wrong_role", message, param="demonstration")
     where = f"Trajectory {member.id!r}"
     if member.exchanges:
-        message = f"{where}: give `demonstration` or `exchanges`, not both."
-        raise ApiError(400, "invalid_body", message, param="demonstration")
+        raise invalid_body(f"{where}: give `demonstration` or `exchanges`, not both.", "demonstration")
     if not any(demonstrated_replies(member.demonstration.messages)):
         message = f"{where}: the demonstration has no message of the assistant after its first, so nothing to train."
-        raise ApiError(400, "invalid_body", message, param="demonstration")
+        raise invalid_body(message, "demonstration")
 
 
 async def demonstrated_calls(
@@ -60,8 +59,7 @@ async def demonstrated_calls(
         try:
             reply_ids = reply.reply_ids(prompt, whole)
         except UntrainableReplyError as error:
-            message = f"Trajectory {member.id!r}: {error}."
-            raise ApiError(400, "invalid_body", message, param="demonstration") from error
+            raise invalid_body(f"Trajectory {member.id!r}: {error}.", "demonstration") from error
         asked = {"model": model, **reply.request, **_SAMPLING}
         choice = {"index": 0, "message": reply.message, "finish_reason": "stop"}
         now = now_us()

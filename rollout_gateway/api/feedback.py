@@ -28,7 +28,7 @@ from rollout_gateway.api.schemas import LONGEST_TEXT, AnswerFeedback, Feedback, 
 from rollout_gateway.capture.answer_ids import trajectory_of
 from rollout_gateway.capture.identity import check_own_trajectory
 from rollout_gateway.capture.trajectory import size_of
-from rollout_gateway.http.errors import ApiError, check_repeated_text, unknown_trajectory
+from rollout_gateway.http.errors import ApiError, check_repeated_text, invalid_body, unknown_trajectory
 from rollout_gateway.serving.idempotency import publish_once, refuse_different
 
 _LONG_TEXT = 4096
@@ -79,7 +79,7 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
         raise ApiError(error.status, error.code, f"{error} {_RUN_ADVICE}", param="trajectory") from error
     if bool(body.answer) == bool(body.ranking):
         message = "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first."
-        raise ApiError(400, "invalid_body", f"{message} {_RUN_ADVICE}", param="answer")
+        raise invalid_body(f"{message} {_RUN_ADVICE}", "answer")
     if body.answer:
         trajectory = trajectory_of(body.answer)
         if trajectory is None:
@@ -98,9 +98,9 @@ def _grade(body: Feedback, limit: float) -> _Grade:
             "Say one thing: `value`, `thumb`, `ranking`, `correction`, `corrected_by` or `text`. `text` may comment on "
             "a value or a thumb. Send the rest as further feedback, with a `key` of its own."
         )
-        raise ApiError(400, "invalid_body", message)
+        raise invalid_body(message)
     if body.scale is not None and body.value is None:
-        raise ApiError(400, "invalid_body", "`scale` needs a `value`.", param="scale")
+        raise invalid_body("`scale` needs a `value`.", "scale")
     if body.correction or body.corrected_by:
         return _Grade("correction", None, body.correction)
     if body.thumb is not None:
@@ -109,8 +109,7 @@ def _grade(body: Feedback, limit: float) -> _Grade:
         return _Grade("text", None, body.text)
     low, high = body.scale or (-limit, limit)
     if not low < high:
-        message = f"`scale` is [{low:g}, {high:g}]: send the lowest number first, then the highest."
-        raise ApiError(400, "invalid_body", message, param="scale")
+        raise invalid_body(f"`scale` is [{low:g}, {high:g}]: send the lowest number first, then the highest.", "scale")
     if not low <= body.value <= high:
         what = "`scale`" if body.scale else "gateway.max_reward"
         message = f"`value` is {body.value:g}. It must be from {low:g} to {high:g} ({what})."
@@ -124,10 +123,10 @@ def _targets_of_ranking(body: AnswerFeedback) -> list[_Target]:
     others = (body.value, body.scale, body.thumb, body.correction or None, body.corrected_by or None)
     if any(other is not None for other in others):
         message = "A `ranking` says what it thinks of each run. Leave the other fields out, except `text`."
-        raise ApiError(400, "invalid_body", message, param="ranking")
+        raise invalid_body(message, "ranking")
     last = len(body.ranking) - 1
     if not last:
-        raise ApiError(400, "invalid_body", "A `ranking` has two members or more.", param="ranking")
+        raise invalid_body("A `ranking` has two members or more.", "ranking")
     check_repeated_text("text", body.text, len(body.ranking), _RANKING_BYTES)
     targets = []
     for place, name in enumerate(body.ranking):
@@ -135,8 +134,7 @@ def _targets_of_ranking(body: AnswerFeedback) -> list[_Target]:
         targets.append(_Target(run, name, grade, body.about == "run") if run else _Target(name, -1, grade))
     run, times = Counter(target.trajectory for target in targets).most_common(1)[0]
     if times > 1:
-        message = f"`ranking` names the run {run!r} more than once: name one answer of each run."
-        raise ApiError(400, "invalid_body", message, param="ranking")
+        raise invalid_body(f"`ranking` names the run {run!r} more than once: name one answer of each run.", "ranking")
     return targets
 
 
@@ -170,7 +168,7 @@ async def _checked_signal(
     by = opened.owner if access.trajectory else access.owner
     grade, source = target.grade._asdict(), body.source
     if source == "healing" or is_outside(source):
-        raise ApiError(400, "invalid_body", f"`source` {source!r} is the installation's own.", param="source")
+        raise invalid_body(f"`source` {source!r} is the installation's own.", "source")
     if body.corrected_by:
         grade["text"], source = await _last_answer_of(request, body.corrected_by, opened.owner)
     call = await _call_number(request, opened, target.call)

@@ -12,7 +12,7 @@ import msgspec
 from rollout_gateway.api.gateway import ControlRequest, RawAnswer
 from rollout_gateway.dialects.calls import Call, Fields, RequestParams, read_fields
 from rollout_gateway.dialects.messages import MessagesTranslation, error_body
-from rollout_gateway.http.errors import ApiError, bad_answer
+from rollout_gateway.http.errors import ApiError, bad_answer, invalid_body
 from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.serving.replicas import least_loaded
 
@@ -55,7 +55,7 @@ async def token_ids(request: ControlRequest, model: str, prompt: Mapping[str, An
     answer = await _tokenize(request, model, prompt)
     if answer.status != 200:
         text = answer.body.decode(errors="replace")
-        raise ApiError(400, "invalid_body", f"The inference server refuses the prompt: {text}", param="messages")
+        raise invalid_body(f"The inference server refuses the prompt: {text}", "messages")
     return _read_tokens(answer.body).tokens
 
 

@@ -14,7 +14,7 @@ from pipeline.telemetry.logs import get_logger
 from rollout_gateway.capture.exchange import Exchange
 from rollout_gateway.dialects.endpoints import upstream_body
 from rollout_gateway.dialects.shape import shape_problem
-from rollout_gateway.http.errors import ApiError, answer_too_long, timed_out
+from rollout_gateway.http.errors import ApiError, answer_too_long, invalid_body, timed_out
 from rollout_gateway.http.upstream import UpstreamError, UpstreamInvalidError, UpstreamReply, UpstreamTimeoutError
 from rollout_gateway.serving.replicas import Fleet, Lease, least_loaded, replica_of
 from rollout_gateway.serving.routing import VersionRouter
@@ -63,7 +63,7 @@ class Dispatcher:
                 if failed or (status < 500 and status != 404):
                     return attempt
                 if reason := shape_problem(exchange.call.fields):
-                    raise ApiError(400, "invalid_body", f"The inference server can't read the call: {reason}.")
+                    raise invalid_body(f"The inference server can't read the call: {reason}.")
                 # Not its body, which may repeat the call: the server's own log has more.
                 logger.warning("server suspected", replica=replica.name, status=status)
                 replica.suspect()

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from rollout_gateway.http.body import read_body
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import invalid_body
 
 Raw = msgspec.Raw
 Fields = dict[str, msgspec.Raw]
@@ -222,7 +222,7 @@ def decode_field(raw: msgspec.Raw, name: str) -> Any:
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
-        raise ApiError(400, "invalid_body", f"`{name}` is not valid: {error}.", param=name) from error
+        raise invalid_body(f"`{name}` is not valid: {error}.", name) from error
 
 
 def is_null(raw: msgspec.Raw | None) -> bool:

@@ -33,7 +33,7 @@ from rollout_gateway.dialects.calls import (
     pack_ids,
     read_fields,
 )
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, invalid_body
 
 choices_decoder = msgspec.json.Decoder(list[Fields])
 _index_decoder = msgspec.json.Decoder(int)
@@ -109,8 +109,7 @@ def read_chat(body: bytes) -> Call:
     fields, params = read_fields(body, _ChatParams)
     # vLLM would accept it, since the gateway asks for logprobs.
     if params.top_logprobs and not params.logprobs:
-        message = "top_logprobs needs logprobs to be true."
-        raise ApiError(400, "invalid_body", message, param="top_logprobs")
+        raise invalid_body("top_logprobs needs logprobs to be true.", "top_logprobs")
     return Call(body, fields, params, CHAT, params.n or 1)
 
 
@@ -122,13 +121,11 @@ def read_completion(body: bytes) -> Call:
         raise ApiError(400, "unsupported", message, param="stream")
     prompt = decode_field(params.prompt, "prompt")
     if not isinstance(prompt, str | list):
-        message = "prompt must be a string, a list of token ids, or a list of these."
-        raise ApiError(400, "invalid_body", message, param="prompt")
+        raise invalid_body("prompt must be a string, a list of token ids, or a list of these.", "prompt")
     has_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     choices = (len(prompt) if has_several else 1) * (params.n or 1)
     if choices > MAX_CHOICES:
-        message = f"The prompts ask for {choices} choices; one call may ask for {MAX_CHOICES}."
-        raise ApiError(400, "invalid_body", message, param="prompt")
+        raise invalid_body(f"The prompts ask for {choices} choices; one call may ask for {MAX_CHOICES}.", "prompt")
     return Call(body, fields, params, COMPLETIONS, choices)
 
 

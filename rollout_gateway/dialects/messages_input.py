@@ -12,7 +12,7 @@ import msgspec
 
 from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Seed
 from rollout_gateway.dialects.translate import message_content
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, invalid_body
 
 _ATTRIBUTION = "x-anthropic-billing-header"
 """How the line begins in which Claude Code names its version and a hash of the call."""
@@ -154,7 +154,7 @@ def tools_of(request: MessagesRequest) -> tuple[_Tools, set[str]]:
         added = change.definition or tools.get(change.name)
         if added is None:
             message = f"A {block.type} names the tool {change.name!r}, which `tools` does not define."
-            raise ApiError(400, "invalid_body", message, param="messages")
+            raise invalid_body(message, "messages")
         if block.type == "tool_addition":
             tools[added.name] = msgspec.structs.replace(added, defer_loading=False)
             removed.discard(added.name)

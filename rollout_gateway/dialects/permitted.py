@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rollout_gateway.dialects.calls import GRAMMAR_FIELDS, Fields, decode_field, is_null
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, invalid_body
 
 _PENALTIES = ("frequency_penalty", "length_penalty", "presence_penalty", "repetition_penalty")
 _TOKEN_CHOICE = ("allowed_token_ids", "bad_words", "logit_bias", "min_p", "min_tokens", "stop_token_ids", "top_k")
@@ -90,7 +90,7 @@ class Permitted:
             values = msgspec.json.decode(raw, type=dict[str, _TEMPLATE_VALUES] | None) or {}
         except msgspec.ValidationError as error:
             message = f"`chat_template_kwargs` takes numbers, strings, true, false and null only: {error}."
-            raise ApiError(400, "invalid_body", message, param="chat_template_kwargs") from error
+            raise invalid_body(message, "chat_template_kwargs") from error
         for name in values.keys() & _NO_TEMPLATE_VALUES:
             param = f"chat_template_kwargs.{name}"
             raise ApiError(400, "field_not_permitted", f"`{param}` is not permitted. Leave it out.", param=param)

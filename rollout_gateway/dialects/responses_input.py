@@ -16,7 +16,7 @@ import msgspec
 
 from rollout_gateway.dialects.calls import MAX_MESSAGES, MAX_TOOLS, Seed
 from rollout_gateway.dialects.translate import message_content
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, invalid_body
 
 CUSTOM_INPUT = "input"
 """The only argument of a tool of type `custom`, which takes a text."""
@@ -188,7 +188,7 @@ class Tools:
 
 
 def _invalid_choice(why: str) -> ApiError:
-    return ApiError(400, "invalid_body", f"tool_choice is invalid: {why}.", param="tool_choice")
+    return invalid_body(f"tool_choice is invalid: {why}.", "tool_choice")
 
 
 _GOES_ON_IN_TURN = frozenset(("reasoning", "function_call", "custom_tool_call"))
@@ -284,7 +284,7 @@ def _reasoning_text(item: InputItem) -> str:
         return base64.b64decode(item.encrypted_content, validate=True).decode()
     except ValueError as error:
         message = "A reasoning item's encrypted_content is none that this gateway wrote. Leave the item out."
-        raise ApiError(400, "invalid_body", message, param="input") from error
+        raise invalid_body(message, "input") from error
 
 
 def _tool_output(item: InputItem) -> str | list[ContentPart]:
@@ -292,8 +292,7 @@ def _tool_output(item: InputItem) -> str | list[ContentPart]:
     try:
         return msgspec.json.decode(item.output, type=str | list[ContentPart])
     except msgspec.ValidationError as error:
-        message = f"The output of call {item.call_id!r} is not valid: {error}."
-        raise ApiError(400, "invalid_body", message, param="input.output") from error
+        raise invalid_body(f"The output of call {item.call_id!r} is not valid: {error}.", "input.output") from error
 
 
 def _chat_content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, invalid_body
 
 _T = TypeVar("_T")
 
@@ -39,8 +39,7 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
     except msgspec.ValidationError as error:
         where, field = _WHERE.search(str(error)), _FIELD.search(str(error))
         param = ".".join(match[1] for match in (where, field) if match) or None
-        message = f"The body is not valid: {error}.{_advice(str(error), param, kind)}"
-        raise ApiError(400, "invalid_body", message, param=param) from error
+        raise invalid_body(f"The body is not valid: {error}.{_advice(str(error), param, kind)}", param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         hint = " JSON has no NaN and no Infinity." if b"NaN" in body or b"Infinity" in body else ""
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}.{hint}") from error

@@ -56,6 +56,11 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
+def invalid_body(message: str, param: str | None = None) -> ApiError:
+    """Return the 400 about a body that is JSON and not valid. `param`: the field that is wrong, if it is one."""
+    return ApiError(400, "invalid_body", message, param=param)
+
+
 def check_repeated_text(field: str, text: str, runs: int, most: int) -> None:
     """Raise a 413 `ApiError` if `text`, the value of the body's `field`, takes more than `most` bytes on the log when
     it is recorded for each of so many runs."""

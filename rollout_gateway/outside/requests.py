@@ -21,7 +21,7 @@ from rollout_gateway.dialects.messages import MessagesTranslation
 from rollout_gateway.dialects.responses import ResponsesTranslation
 from rollout_gateway.dialects.translate import Translation
 from rollout_gateway.http.body import read_body
-from rollout_gateway.http.errors import ApiError
+from rollout_gateway.http.errors import ApiError, invalid_body
 from rollout_gateway.http.request import Headers
 
 PATHS = {"chat": CHAT, "responses": ResponsesTranslation.path, "messages": MessagesTranslation.path}
@@ -142,7 +142,7 @@ def _find_model(body: bytes, fields: Fields) -> tuple[int, int]:
     place = _SPACE.match(body).end()  # type: ignore[union-attr]  # also of nothing
     for name, value in fields.items() if len(fields) <= _MAX_FIELDS else ():
         if name != "model" and name.lower() == "model":
-            raise ApiError(400, "invalid_body", f"The body has {name!r} beside `model`: leave it out.", param=name)
+            raise invalid_body(f"The body has {name!r} beside `model`: leave it out.", name)
         found, raw = _NAME.match(body, place), bytes(value)
         if found is None or not body.startswith(raw, found.end()):
             break
@@ -151,8 +151,7 @@ def _find_model(body: bytes, fields: Fields) -> tuple[int, int]:
             start, end = found.end(), place
         place = _SPACE.match(body, place).end()  # type: ignore[union-attr]
     if not start or body[place:].strip() != b"}":
-        message = f"The body has a field twice, or more than {_MAX_FIELDS:,} fields: send each once."
-        raise ApiError(400, "invalid_body", message)
+        raise invalid_body(f"The body has a field twice, or more than {_MAX_FIELDS:,} fields: send each once.")
     return start, end
 
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
 from pipeline.names import MAX_NAME, check_name, new_id, outside_version, parse_version
-from rollout_gateway.http.errors import ApiError, retired_version, unknown_model
+from rollout_gateway.http.errors import ApiError, invalid_body, retired_version, unknown_model
 from rollout_gateway.serving.idempotency import refuse_different
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.replicas import Fleet, least_loaded
@@ -127,11 +127,11 @@ class Promotion:
             raise unknown_model(model, list(self._policies.routed))
         if model in self._policies.models and fields.get("min_logprob") is not None:
             message = f"{model!r} is no outside model: nobody else can answer where its answers are not shown."
-            raise ApiError(400, "invalid_body", message, param="min_logprob")
+            raise invalid_body(message, "min_logprob")
         prompt = fields.get("prompt")
         if bool(prompt) != bool(fields.get("replaces")) or (prompt and action == "split"):
             message = "A prompt needs `replaces`, the agent's prompt in whose place it is put, and goes to all runs."
-            raise ApiError(400, "invalid_body", message, param="prompt")
+            raise invalid_body(message, "prompt")
         check_name(fields["request"])
 
     async def _last_decision(self, model: str, expected: str, request: str) -> int:
