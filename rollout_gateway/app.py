@@ -36,16 +36,16 @@ class App:
         self._stopping = False
 
     def stop(self) -> None:
-        """From now on, answer model calls and openings with a 503 `stopping`: the gateway ends once the others did."""
+        """From now on, answer new model calls and openings with a 503 `stopping`. Calls under way go on."""
         self._stopping = True
 
     def cut_off(self) -> None:
-        """End the calls that are under way. Each is answered with an error and recorded."""
+        """Cancel the requests that are under way. A call among them is answered with an error and recorded."""
         for request in list(self._running):
             request.cancellation.cancel(stopping())
 
     def _check_head(self, request: Request) -> None:
-        """Check the origin and the coding of a request. Raises `ApiError`."""
+        """Check the origin and the content encoding of a request. Raises `ApiError`."""
         self._gateway.origins.check(request)
         coding = request.headers.get(b"content-encoding", b"").strip().lower()
         if coding not in (b"", b"identity"):
@@ -54,16 +54,18 @@ class App:
             raise ApiError(415, "unsupported_encoding", message)
 
     def _admit(self, request: Request, wanted: KeyKind, trajectory: str) -> Access:
-        """Check the key of a request by its head. Before the key is known to be good, nothing is read from the log or
-        of the body. `wanted`, `trajectory`: as in `CallIdentifier.admit`, whose errors it raises."""
+        """Check and charge the key of a request by its head, and set `request.owner`. Returns the key's permissions.
+        Nothing is read from the log or of the body before. `wanted`, `trajectory`: as in `CallIdentifier.admit`, whose
+        errors it raises."""
         announced = request.announced if request.announced <= request.max_body else 0  # a longer body is not read
         access = self._call_identifier.admit(request.headers, wanted, trajectory, announced)
-        request.owner = self._owner(access)
+        request.owner = self._owner_of(access)
         return access
 
     def _owner(self, access: Access) -> str:
-        """The key by which a request is sent: of a trajectory's key, the one that opened the trajectory. All
-        trajectories that are not in memory count as one, as nothing is read from the log here."""
+        """Return the name of the API key that sends a request; for a trajectory's token, of the key that opened the
+        trajectory. Empty if the trajectory is not in memory, as nothing is read from the log here: such requests count
+        as those of one key."""
         if not access.trajectory:
             return access.owner
         run = self._gateway.registry.get(access.trajectory)
@@ -71,7 +73,7 @@ class App:
 
     async def __call__(self, request: Request) -> None:
         """Answer a request whose head has come. Model calls are counted with their status, refused ones too."""
-        started, status, (segment, path) = time.perf_counter(), 500, _split_path(request)
+        started, status, (segment, path) = time.perf_counter(), 500, _split_trajectory(request)
         duration_s: float | None = None
         try:
             self._check_head(request)
@@ -113,7 +115,7 @@ class App:
         self._running.add(request)
         try:
             if route.auth == "call":
-                self._check_calls(request.owner)
+                self._check_call_limit(request.owner)
             answer = await route.handler(ControlRequest(self._gateway, request, access, values))
         finally:
             self._running.discard(request)
@@ -131,16 +133,16 @@ class App:
             raise stopping()
         self._running.add(request)
         try:
-            self._check_calls(request.owner)
+            self._check_call_limit(request.owner)
             await request.read()
             await self._call_identifier.charge_body(access, request)
             return await self._model_calls.answer(ModelRequest(request, access, path, trajectory))
         finally:
             self._running.discard(request)
 
-    def _check_calls(self, owner: str) -> None:
-        """Raise a 429 `ApiError` if `gateway.max_calls` is exceeded, and `owner` has more than its share: the limit
-        divided by the number of owners with calls. So calls that take long hold up their own key alone."""
+    def _check_call_limit(self, owner: str) -> None:
+        """Raise a 429 `ApiError` if more requests than `gateway.max_calls` are under way, and `owner` has more than its
+        share: the limit divided by the number of owners with requests. So slow calls hold up their own key alone."""
         if len(self._running) <= self._max_calls:
             return
         calls = Counter(request.owner for request in self._running)
@@ -148,8 +150,9 @@ class App:
             raise ApiError(429, "too_many_calls", "The gateway has reached gateway.max_calls. Try again.")
 
 
-def _split_path(request: Request) -> tuple[str, str]:
-    """The trajectory that the path of a request begins with, encoded as in URLs, or an empty string; and the rest."""
+def _split_trajectory(request: Request) -> tuple[str, str]:
+    """Return the trajectory that the path of a request begins with (`/t/<trajectory>`), percent-encoded, and the rest
+    of the path. The trajectory is empty if the path names none."""
     path = request.target.partition("?")[0]
     if not path.startswith("/t/"):
         return "", path
@@ -158,7 +161,7 @@ def _split_path(request: Request) -> tuple[str, str]:
 
 
 def _as_api_error(error: ApiError | BrokerError | InvalidNameError) -> ApiError:
-    """The error that a client gets."""
+    """Return the error that a client gets for an exception of a handler."""
     match error:
         case BrokerError():
             return ApiError(503, "log_unavailable", f"The log does not answer: {error}")

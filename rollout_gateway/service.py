@@ -41,8 +41,8 @@ _SETTLE_S = 10
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket that does not block. Port 0 takes a free one. Raises `ConfigError` if the address can't
-    be had."""
+    """Return a non-blocking socket that listens at the address. Port 0 takes a free one. Raises `ConfigError` if the
+    address is not free."""
     ipv6 = ":" in host
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
     try:
@@ -57,8 +57,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def key_secret(config: Config) -> bytes:
-    """The secret of trajectory tokens: from the environment variable that the settings name, else from a file in the
-    run directory.
+    """Return the secret of trajectory tokens: from the environment variable that the settings name, else from a file in
+    the run directory, which the first start makes.
 
     Raises `ConfigError` if the variable is too short, or the file empty."""
     name = config.gateway.key_secret_env
@@ -99,7 +99,7 @@ async def _gateway_from_log(
     tokens = TrajectoryTokens(key_secret(config), project)
     registry = Registry(broker, project, tokens, pacing, masks=Masks(settings.masks))
     # Before the first call, the order does not matter: the registry knows no run yet, and reads each from the log.
-    await registry.mark_position()
+    await registry.note_log_end()
     return Gateway(config, broker, api_keys, origins, policies, pacing, registry)
 
 
@@ -108,6 +108,7 @@ async def _follow_log(gateway: Gateway) -> None:
     `LogShrankError`."""
 
     def policy_changed(recorded: LogEntry[Event]) -> None:
+        """Tell the parts of the gateway of an event that `policies` has applied."""
         event = recorded.event
         gateway.members.policies_changed(event)
         if isinstance(event, CheckpointPublished):
@@ -163,8 +164,8 @@ async def serve(config: Config, ready: Ready) -> None:
 
 
 def _freeze_garbage() -> None:
-    """Keep the objects that exist now out of garbage collections, which then look at those of calls only. They are
-    seldom, because few of these are in cycles."""
+    """Keep the objects that exist now out of garbage collections, which then look only at what calls make. Have
+    collections run seldom: few of these objects are in cycles, so reference counts free nearly all."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -21,15 +21,15 @@ def new_answer_id(trajectory: str) -> str:
     return f"{subject_token(trajectory)}.{secrets.token_hex(8)}"
 
 
-def unwrapped(name: str) -> str:
-    """Return the id in any of an answer's names. The id of an answer that was not captured is the server's own."""
+def without_prefix(name: str) -> str:
+    """Return an answer's id without the prefixes that the APIs put before it. `name`: any of the answer's names."""
     match = _PREFIX.match(name)
     return name[match.end() :] if match is not None else name
 
 
 def trajectory_of(name: str) -> str | None:
-    """Return the trajectory that an answer's name holds. `None` if it is the name of no captured answer."""
-    match = _ID.fullmatch(unwrapped(name))
+    """Return the trajectory of a captured answer, which any of the answer's names holds; `None` if it holds none."""
+    match = _ID.fullmatch(without_prefix(name))
     try:
         return name_of_token(match[1]) if match is not None else None
     except ValueError:  # not what `new_answer_id` makes

@@ -61,7 +61,8 @@ class CallMessages:
 
     @classmethod
     def read(cls, owner: str, model: str, messages: Any, tools: Any) -> CallMessages:
-        """`messages` and `tools` are those of a chat completion, decoded and of any form: no server has read them."""
+        """Read the messages of a chat completion. `messages` and `tools`: its decoded fields, which may have any form,
+        as no server has checked them; what has another form is left out."""
         valid = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
         users = [m.get("content") for m in valid if m.get("role") == "user"]
         names = {str(_function(t).get("name")) for t in tools} if isinstance(tools, list) else set()
@@ -76,7 +77,7 @@ class CallMessages:
         )
 
     def with_answer(self, message: dict[str, Any]) -> CallMessages:
-        """The conversation with an answer at its end."""
+        """Return the conversation with an answer at its end. `message`: the answer's, of any form."""
         answer = _messages([message])
         ids = _tool_call_ids(message) if answer else self.tool_call_ids
         return replace(self, messages=(*self.messages, *answer), tool_call_ids=ids)
@@ -92,9 +93,9 @@ class CallMessages:
         return out
 
     def possible_histories(self) -> list[str]:
-        """Histories that a call with these messages may continue, the longest first: they end with an answer. An empty
-        answer is left out of a history, so all but the last message are one, too. They are `_HISTORIES` at most, as the
-        log is asked about each."""
+        """Return the histories that a call with these messages may continue, the longest first: those that end with an
+        answer, and that of all messages but the last, since an empty answer is left out of `messages`. They are
+        `_HISTORIES` at most, as the log is asked about each."""
         histories = self.histories[:-1]
         possible = (
             history
@@ -105,7 +106,7 @@ class CallMessages:
 
     @cached_property
     def up_to_answer(self) -> list[Message]:
-        """The messages without instructions, up to the last answer."""
+        """The messages without instructions, up to the last answer. Empty if there is none."""
         messages = self._without_instructions()
         while messages and messages[-1].role != "assistant":
             messages.pop()
@@ -128,18 +129,19 @@ class CallMessages:
 
     @cached_property
     def user_lines(self) -> frozenset[str]:
-        """The long lines of the user."""
+        """The lines of the user's texts that are long enough to be told from others (`_long_lines`)."""
         return frozenset(line for text in self.user_texts for line in _long_lines(text))
 
     def fingerprints(self) -> list[str]:
-        """Fingerprints of the quotes that may be in these messages. That of a history is the first one."""
+        """Return the fingerprints by which quotes in these messages are looked up. If there is an answer, the first one
+        is that of a `history` quote."""
         history = [self.digest("history", self.up_to_answer[-2:])] if self.up_to_answer else []
         longest = sorted(self.user_lines, key=len, reverse=True)[:_MAX_LOOKED_UP]
         return [*history, *(self.digest("line", line) for line in longest)]
 
-    def digest(self, *what: Any) -> str:
-        """A hash of anything in the messages. Those of other owners or models hash differently."""
-        data = msgspec.msgpack.encode((self.owner, self.model, what))
+    def digest(self, *parts: Any) -> str:
+        """Return a hash of `parts`, anything in the messages. It differs for other owners and models."""
+        data = msgspec.msgpack.encode((self.owner, self.model, parts))
         return hashlib.sha256(data).hexdigest()[:20]
 
 
@@ -163,13 +165,14 @@ class Quote(msgspec.Struct, array_like=True):
     """Hashes of the programs that made the run's calls."""
 
     def match(self, call: CallMessages, *, newest: bool) -> Match:
-        """What a call with this quote's fingerprint is to the run. `newest`: the run has not gone on since the quote.
-        If it has, the call steps back to an earlier answer, which only ids of tool calls tell; and a branch may begin
-        at any time."""
+        """Return what a call with this quote's fingerprint is to the run. `newest`: the run has had no call since the
+        quote. If it has, the call steps back to an earlier answer, which only ids of tool calls make certain; and a
+        branch may begin at any time."""
         match = self._match(call)
         return match if newest or match in ("certain", "branch") else "none"
 
     def _match(self, call: CallMessages) -> Match:
+        """Return what a call is to the run, as if the run had had no call since the quote."""
         match self.kind:
             case "history":
                 return self._match_history(call)
@@ -183,10 +186,10 @@ class Quote(msgspec.Struct, array_like=True):
                 return "copy" if call.program in self.programs else "branch"
 
     def _match_history(self, call: CallMessages) -> Match:
-        """The fingerprint says that the last two messages are the same. Here the ones before are compared: all of them,
-        or, where the client cut or cleared some, the answers that it still sends. Example: of `user, answer 1, user,
-        answer 2` a client that trims its history sends `user, answer 2` again: that answer is the end of both, so the
-        run may go on."""
+        """Return what a call is to the run, by a quote of kind `history`. The fingerprint says that the last two
+        messages are the same. The ones before are compared: all of them, or, where the client cut or cleared some, the
+        answers that it still sends. Example: of `user, answer 1, user, answer 2` a client that trims its history sends
+        `user, answer 2` again: that answer is the end of both, so the run may go on."""
         sent = _message_hashes(call)
         # No two runs share ids of tool calls.
         same_ids = bool(call.tool_call_ids) and call.tool_call_ids == self.tool_call_ids
@@ -200,26 +203,27 @@ class Quote(msgspec.Struct, array_like=True):
         return "likely" if sum(len(m.text) for m in call.up_to_answer[-2:]) >= _MIN_QUOTE_CHARS else "copy"
 
 
-def quotes(answered: CallMessages, programs: list[str]) -> list[Quote]:
-    """What later calls may quote of a conversation whose last message is an answer. `programs`: as in `Quote`."""
-    if not answered.up_to_answer or answered.messages[-1].role != "assistant":
+def quotes(conversation: CallMessages, programs: list[str]) -> list[Quote]:
+    """Return what later calls may quote of a conversation whose last message is an answer; nothing if it is not.
+    `programs`: as in `Quote`."""
+    if not conversation.up_to_answer or conversation.messages[-1].role != "assistant":
         return []
-    *earlier, answer = answered.messages
+    *earlier, answer = conversation.messages
     before = "\n".join(f"{m.text}\n{m.calls}" for m in earlier)
 
     def quote(kind: Literal["history", "summary", "task"], fingerprint: str, quoted: list[str]) -> Quote:
-        return Quote(kind, fingerprint, quoted, answered.tool_call_ids, programs)
+        return Quote(kind, fingerprint, quoted, conversation.tool_call_ids, programs)
 
-    out = [quote("history", answered.fingerprints()[0], _message_hashes(answered))]
+    out = [quote("history", conversation.fingerprints()[0], _message_hashes(conversation))]
     # A text that the run was given may be in the prompt of any other run of its task.
     new = [line for line in _long_lines(_without_tagged(_ANALYSIS_TAG, answer.text)) if line not in before]
     if new and not answer.calls:
-        longest = answered.digest("line", max(new, key=len))
-        out.append(quote("summary", longest, [answered.digest("line", line) for line in new]))
+        longest = conversation.digest("line", max(new, key=len))
+        out.append(quote("summary", longest, [conversation.digest("line", line) for line in new]))
     for task in {t.strip() for _, arguments in msgspec.json.decode(answer.calls or "[]") for t in _strings(arguments)}:
         if (lines := _long_lines(task)) and task not in before:
-            longest = answered.digest("line", max(lines, key=len))
-            out.append(quote("task", longest, [answered.digest("text", task)]))
+            longest = conversation.digest("line", max(lines, key=len))
+            out.append(quote("task", longest, [conversation.digest("text", task)]))
     return out
 
 
@@ -304,11 +308,11 @@ def _as_javascript(value: Any) -> Any:
 
 
 def _without_tagged(tag: str, text: str) -> str:
-    """Return `text` without what stands between a tag and its end, in time in proportion to its length, which a regular
-    expression would not take."""
+    """Return `text` without each `<tag>`, its `</tag>` and what stands between them. Takes linear time, which a regular
+    expression would not."""
     begin, end = f"<{tag}>", f"</{tag}>"
-    kept, at = list[str](), 0
-    while (tagged := text.find(begin, at)) >= 0 and (ends := text.find(end, tagged)) >= 0:
-        kept.append(text[at:tagged])
-        at = ends + len(end)
-    return "".join((*kept, text[at:]))
+    pieces, at = list[str](), 0
+    while (tag_at := text.find(begin, at)) >= 0 and (end_at := text.find(end, tag_at)) >= 0:
+        pieces.append(text[at:tag_at])
+        at = end_at + len(end)
+    return "".join((*pieces, text[at:]))

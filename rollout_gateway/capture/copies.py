@@ -60,14 +60,14 @@ async def copy_calls(into: Trajectory, references: Sequence[tuple[Trajectory, Re
 
 
 def no_such_call(reference: Reference) -> ApiError:
-    """The log has no complete call that `reference` names."""
+    """Return the 404 for a reference to a call that the log does not hold complete."""
     reply = f"choice {reference.choice} of a reply {reference.reply!r}"
     message = f"Trajectory {reference.trajectory!r} has no recorded {reply}."
     return ApiError(404, "exchange_not_found", message, param="exchanges")
 
 
 def _holds_other_calls_error(into: Trajectory) -> ApiError:
-    """The error for a trajectory that has calls which the references do not name in this order: its own, or copies of
-    other calls."""
+    """Return the 409 for a trajectory that has calls which the references do not name in this order: its own, or copies
+    of other calls."""
     message = f"Trajectory {into.id!r} holds calls that `exchanges` does not name in this order. Open a new one."
     return ApiError(409, "calls_of_its_own", message)

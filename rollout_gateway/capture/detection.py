@@ -79,22 +79,24 @@ class TrajectoryDetector:
         """Runs that are to wait and whose message the log did not take yet."""
         self._ready = asyncio.Event()
         """Set once unfinished runs are restored: a call before that could be taken for the beginning of a new run."""
-        self._began = 0.0
+        self._serving_since = 0.0
         """Unix time at which this process began to serve calls. The idle time of a run counts from then at the
         earliest, because agents could not call before."""
 
     async def find(self, call: Call, model: str, owner: str = "") -> Trajectory:
-        """The run that this call continues, or a new one. A run continues only with calls of the key that began it,
-        `owner`. Raises `BrokerError`."""
+        """Return the run that a call continues, or a new one. A run continues only with calls of the key that began it,
+        named `owner`. Raises `BrokerError`."""
         await self._ready.wait()
         conversation = _conversation(owner, model, call.fields)
         for history in conversation.possible_histories():
             while (waiting := await self._waiting.find(f"{history}.*")) is not None:
                 if (run := await self._take(call, conversation, waiting)) is not None:
                     return run
-        run, is_part = await self._find_quoted(call, conversation)
-        if run is not None:
+        quoted_runs = await self._quoted_runs(conversation)
+        if (run := await self._take_quoted(call, conversation, quoted_runs)) is not None:
             return run
+        # It quotes a run, or has an answer of a model in it, so its beginning was recorded elsewhere.
+        is_part = bool(quoted_runs.keys() - {"none"} or conversation.up_to_answer)
         # If another key could predict the name, it could open the group first, and the calls would be refused.
         alike = ("i-part-" if is_part else "i-") + self._registry.tokens.group_name(conversation.group)
         event = TrajectoryOpened(
@@ -110,70 +112,71 @@ class TrajectoryDetector:
         return self._keep_for(call, _TakenRun(run, conversation, WaitingRun(run.id, no_history(run.id), 0), 0))
 
     def _keep_for(self, call: Call, taken: _TakenRun) -> Trajectory:
-        """Keep a run until a call of it is answered. Returns the run."""
+        """Note that a run was taken for a call, until the call is answered or fails. Returns the run."""
         taken.run.used_at = time.monotonic()
         call.detected = taken
         self._taken[taken] = None
         return taken.run
 
-    async def _find_quoted(self, call: Call, conversation: CallMessages) -> tuple[Trajectory | None, bool]:
-        """Return the run whose answer the messages quote, and `False`. If there is none, or several may be meant,
-        return `None`, and whether the call begins a part: whether it quotes a run, or has an answer of a model in
-        it."""
-        quoting = await self._quoted_runs(conversation)
-        continued = quoting.get("certain") or quoting.get("likely") or []
-        branches = {waiting.subject_end: waiting for _, waiting in quoting.get("branch", ())}
+    async def _take_quoted(
+        self, call: Call, conversation: CallMessages, quoted_runs: dict[Match, list[tuple[str, WaitingRun]]]
+    ) -> Trajectory | None:
+        """Take the run whose answer the messages quote, or begin a branch of it. Returns `None` if there is none, or if
+        several may be meant. `quoted_runs`: as `_quoted_runs` returns them."""
+        continued = quoted_runs.get("certain") or quoted_runs.get("likely") or []
+        branches = {waiting.subject_end: waiting for _, waiting in quoted_runs.get("branch", ())}
         if len({waiting.history for _, waiting in continued}) == 1:
             # Runs with the same history are equal up to here, so any of them is right.
             for _, waiting in continued:
                 if (run := await self._take(call, conversation, waiting)) is not None:
-                    return run, False
+                    return run
         elif len({fingerprint for fingerprint, _ in continued}) == 1:
             # Several runs said the same in the end. None is whole from now on: the rest of one is recorded elsewhere.
             for _, waiting in continued:
                 if await self._waiting.take(waiting):
-                    await self._let_wait(replace(waiting, cut=True))
+                    await self._publish_waiting(replace(waiting, cut=True))
         elif len(branches) == 1 and not continued:
             (parent,) = branches.values()
-            if (run := await self._branch(call, conversation, parent)) is not None:
-                return run, False
-        return None, bool(quoting.keys() - {"none"} or conversation.up_to_answer)
+            return await self._begin_branch(call, conversation, parent)
+        return None
 
     async def _quoted_runs(self, conversation: CallMessages) -> dict[Match, list[tuple[str, WaitingRun]]]:
-        """Return the waiting runs of which a call has a quote, by what the call is to them, each with the quote's
-        fingerprint."""
-        quoting: dict[Match, list[tuple[str, WaitingRun]]] = {}
+        """Return the waiting runs of which a call has a quote, by how well the call matches the quote, each with the
+        quote's fingerprint."""
+        runs: dict[Match, list[tuple[str, WaitingRun]]] = {}
         for fingerprint in conversation.fingerprints():
-            for quoted in await self._waiting.quoted(fingerprint):
+            for quoted in await self._waiting.find_quoted(fingerprint):
                 match = quoted.quote.match(conversation, newest=quoted.newest)
-                quoting.setdefault(match, []).append((fingerprint, quoted.run))
-        return quoting
+                runs.setdefault(match, []).append((fingerprint, quoted.run))
+        return runs
 
     async def _take(self, call: Call, conversation: CallMessages, waiting: WaitingRun) -> Trajectory | None:
         """Take a waiting run for a call. Returns `None` if another gateway took it, or it can't go on."""
-        number = await self._waiting.begin_branch(waiting.run) if waiting.branch else 0
+        branch_number = await self._waiting.begin_branch(waiting.run) if waiting.branch else 0
         run = await self._resume(waiting) if await self._waiting.take(waiting) else None
         if run is None:
-            await self._waiting.end_branch(number)
+            await self._waiting.end_branch(branch_number)
             return None
         waits_again_as = replace(waiting, calls=run.recorded.next_seq, restored=False)
-        return self._keep_for(call, _TakenRun(run, conversation, waits_again_as, number))
+        return self._keep_for(call, _TakenRun(run, conversation, waits_again_as, branch_number))
 
-    async def _branch(self, call: Call, conversation: CallMessages, parent: WaitingRun) -> Trajectory | None:
-        """Begin a branch of a run that waits for it. Returns `None` if the run waits no longer."""
-        number = await self._waiting.begin_branch(parent.run)
+    async def _begin_branch(self, call: Call, conversation: CallMessages, parent: WaitingRun) -> Trajectory | None:
+        """Begin a branch of the run that waits as `parent`, with this call. Returns the run; `None` if it waits no
+        longer."""
+        branch_number = await self._waiting.begin_branch(parent.run)
         # From now on no gateway completes the run, unless one took it before.
         still_waiting = await self._waiting.find(parent.subject_end)
         run = await self._resume(replace(still_waiting, restored=False)) if still_waiting is not None else None
         if run is None:
-            await self._waiting.end_branch(number)
+            await self._waiting.end_branch(branch_number)
             return None
         waits_again_as = WaitingRun(run.id, no_history(new_id("branch")), 0, branch=True)
-        return self._keep_for(call, _TakenRun(run, conversation, waits_again_as, number))
+        return self._keep_for(call, _TakenRun(run, conversation, waits_again_as, branch_number))
 
     async def _resume(self, waiting: WaitingRun) -> Trajectory | None:
-        """Return the run that was taken, up to date with the log; `None` if it can't go on: it was completed, or it was
-        restored although its process lived, and went on with another call."""
+        """Return the run of a waiting run that was taken, up to date with the log. Returns `None` if it can't go on: it
+        was completed, or it was restored although its process lived, and has had another call since. Raises
+        `BrokerError`; then the run waits again later."""
         try:
             run = await self._registry.find(waiting.run)
             if waiting.restored or run.recorded.next_seq != waiting.calls:
@@ -186,22 +189,23 @@ class TrajectoryDetector:
             raise
         return None if waiting.restored and run.recorded.next_seq > waiting.calls else run
 
-    async def answered(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
-        """Have a detected run wait for its next call, which begins with this answer."""
+    async def note_answer(self, trajectory: Trajectory, call: Call, answer: Answer) -> None:
+        """Note the answer to a call: its run waits from now on for a call whose messages begin with the conversation up
+        to this answer. Nothing happens for a call whose run was not detected."""
         taken = call.detected
         if not isinstance(taken, _TakenRun) or taken not in self._taken or not answer.choices:
             return
         del self._taken[taken]
-        said = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
-        answered = taken.conversation.with_answer(said)
+        message = msgspec.json.decode(answer.choices[0].fields.get("message", msgspec.Raw(b"{}")))
+        answered = taken.conversation.with_answer(message)
         programs = [*dict.fromkeys([*taken.waits_again_as.programs, answered.program])][-_MAX_PROGRAMS:]
         history, calls = answered.histories[-1], trajectory.recorded.next_seq
         waiting = replace(taken.waits_again_as, history=history, calls=calls, programs=programs, cut=False)
-        await self._let_wait(waiting, quotes(answered, programs))
+        await self._publish_waiting(waiting, quotes(answered, programs))
         await self._waiting.end_branch(taken.branch_number)
 
-    async def _let_wait(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
-        """Have a run wait, now or, if the log does not answer, in a later turn of `run`."""
+    async def _publish_waiting(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
+        """Publish that a run waits, and `quotes` of it. If the log does not answer, `run` publishes the run later."""
         try:
             await self._waiting.put(waiting, quotes)
         except BrokerError as error:
@@ -211,17 +215,17 @@ class TrajectoryDetector:
     # -- completing ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Restore runs that no process has, then, for ever, put back those whose call failed and complete those that
-        were silent for too long. `service` starts it; calls wait until runs are restored."""
+        """Restore the runs that no process has. Then, for ever, have runs whose call failed wait again, and complete
+        runs without a call for too long. `service` starts it; calls wait until runs are restored."""
         await self._restore()
-        self._began = time.time()
+        self._serving_since = time.time()
         self._ready.set()
         while True:
             # Not all gateways at the same moment: they would try to complete the same runs.
             await asyncio.sleep(min(_CHECK_S, self._idle_s / 2) * random.uniform(0.5, 1.0))
             unpublished, self._unpublished = self._unpublished, []
             for waiting in unpublished:
-                await self._let_wait(waiting)
+                await self._publish_waiting(waiting)
             await self._put_back_failed()
             try:
                 await self._complete_idle()
@@ -229,20 +233,21 @@ class TrajectoryDetector:
                 logger.warning("detected trajectories are completed later", error=str(error))
 
     async def _put_back_failed(self) -> None:
-        """Have the runs whose call ended without an answer wait for a call again."""
+        """Publish again as waiting the runs whose call ended without an answer."""
         before = time.monotonic() - _CALL_FAILED_S
         for taken in list(self._taken):
             # A call may have been answered while another run was put back.
             if taken in self._taken and not taken.run.in_flight and taken.run.used_at < before:
                 del self._taken[taken]
-                await self._let_wait(replace(taken.waits_again_as, calls=taken.run.recorded.next_seq))
+                await self._publish_waiting(replace(taken.waits_again_as, calls=taken.run.recorded.next_seq))
                 await self._waiting.end_branch(taken.branch_number)
 
     async def _restore(self) -> None:
-        """Have the unfinished runs wait that do not. Tries until the log answers."""
+        """Publish as waiting all detected runs that are neither completed nor waiting: the processes that had them are
+        gone. Tries until the log answers."""
         while True:
             try:
-                waiting = await self._waiting.names()
+                waiting = await self._waiting.run_ids()
                 unfinished = await self._registry.log.unfinished(f"{DETECTED}-")
                 break
             except BrokerError as error:
@@ -261,7 +266,7 @@ class TrajectoryDetector:
             except (ApiError, BrokerError, InvalidNameError) as error:
                 logger.warning("detected trajectory not restored", trajectory=name, error=str(error))
                 continue
-            await self._let_wait(WaitingRun(name, history, trajectory.recorded.next_seq, restored=True))
+            await self._publish_waiting(WaitingRun(name, history, trajectory.recorded.next_seq, restored=True))
             restored += 1
         logger.info("detected trajectories", waiting=len(waiting), restored=restored)
 
@@ -269,7 +274,7 @@ class TrajectoryDetector:
         """Complete the runs of the project that have waited for too long, whichever process had them last."""
         after = 0
         while (waiting := await self._waiting.next(after)) is not None:
-            waited_s = time.time() - max(waiting.since, self._began)
+            waited_s = time.time() - max(waiting.since, self._serving_since)
             if waited_s < self._idle_s:
                 return  # so have all that come after it
             after = waiting.seq
@@ -279,14 +284,15 @@ class TrajectoryDetector:
                 await self._complete(waiting)
 
     async def _complete(self, waiting: WaitingRun) -> None:
-        """Complete a run that was taken, unless another process had a call of it or of a branch meanwhile."""
+        """Complete a run that was taken. If another process had a call of it or of a branch meanwhile, it waits
+        again."""
         try:
             run = await self._resume(waiting)
             if run is None:
                 return
             await run.refresh()
             if run.recorded.next_seq > waiting.calls or await self._waiting.has_branch(run.id):
-                await self._let_wait(replace(waiting, calls=run.recorded.next_seq))
+                await self._publish_waiting(replace(waiting, calls=run.recorded.next_seq))
                 return
             completion = Completion(outcome="masked" if waiting.cut else self._outcome)
             await self._registry.complete(waiting.run, completion, inferred=True)
@@ -299,7 +305,7 @@ class TrajectoryDetector:
 
 
 def _history_of(trajectory: Trajectory, last: ExchangeRecorded) -> str:
-    """The history of a run that ends with its last answer."""
+    """Return the history of a run up to its `last` answer, as `CallMessages.histories` computes it."""
     opened, asked = trajectory.opened, msgspec.json.decode(last.request, type=Fields)
     (choice,) = msgspec.json.decode(last.response)["choices"]
     answered = _conversation(opened.owner, opened.named, asked).with_answer(choice.get("message") or {})
@@ -307,6 +313,6 @@ def _history_of(trajectory: Trajectory, last: ExchangeRecorded) -> str:
 
 
 def _conversation(owner: str, model: str, fields: Fields) -> CallMessages:
-    """The messages of a call with these fields. Raises a 400 `ApiError` if they can't be decoded."""
+    """Return the messages of a chat completion with these fields. Raises a 400 `ApiError` if they can't be decoded."""
     messages, tools = (decode_field(fields.get(n, msgspec.Raw(b"null")), n) for n in ("messages", "tools"))
     return CallMessages.read(owner, model, messages, tools)

@@ -39,7 +39,8 @@ class Caller:
     cancellation: Cancellation = field(default_factory=Cancellation)
     """Cancels the call while it waits for an inference server."""
     wait_s: float = 0.0
-    """Seconds until the answer has to come or its stream to begin. 0: as long as the inference server may take."""
+    """Seconds until an apprentice's answer has to come or its stream to begin; then its master answers. 0: no limit but
+    that of the inference server."""
     min_logprob: float | None = None
     """Least mean logprob of an answer that is shown; `None`: any is."""
     prompt: str = ""
@@ -85,10 +86,11 @@ class Exchange:
         self.version, self.replica, self.started_at = lease.version, lease.replica.name, started_at
 
     def events(self) -> list[ExchangeRecorded]:
-        """One event for each choice, for `Trajectory.record`. A call without an answer has one, too."""
+        """Return one event for each choice, for `Trajectory.record`. A call without an answer has one event, too."""
         return [self._event(choice) for choice in self.answer.choices or [SampledChoice(0)]]
 
     def _event(self, choice: SampledChoice) -> ExchangeRecorded:
+        """Return the event of one choice. `Trajectory.record` sets its `seq`."""
         opened, answer, call = self.recorded_in.opened, self.answer, self.call
         return ExchangeRecorded(
             project=opened.project,
@@ -115,7 +117,7 @@ class Exchange:
         )
 
     def _own_fields(self, choice: SampledChoice) -> dict[str, Any]:
-        """Return the fields of an event that only a policy's answer has. Providers' models have others."""
+        """Return the fields of a choice's event that depend on who answered, a policy here: its step and its tokens."""
         return {
             "step": parse_version(self.version)[1],
             "prompt_ids": choice.prompt_ids or self.answer.prompt_ids,

@@ -22,12 +22,12 @@ _REMEMBERED = 10_000
 
 
 class Groups:
-    """The groups of a project. All raise `BrokerError`."""
+    """The groups of a project. All methods raise `BrokerError`."""
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
         self._openings: dict[str, GroupOpened] = {}
-        """By subject."""
+        """Openings by their subject."""
 
     async def join(self, opened: TrajectoryOpened, access: Access) -> TrajectoryOpened:
         """Open the group of a trajectory that is about to be opened, or add the trajectory to it. Returns the event
@@ -47,7 +47,8 @@ class Groups:
         return msgspec.structs.replace(opened, group_size=group.group_size)
 
     async def _open(self, opened: TrajectoryOpened) -> GroupOpened:
-        """Return the opening of a trajectory's group, published now if the group is new."""
+        """Return the opening of a trajectory's group. If the group is new, publish its opening with the trajectory's
+        owner and group size."""
         event = GroupOpened(
             project=opened.project,
             model=opened.model,
@@ -60,9 +61,9 @@ class Groups:
             return known
         if opened.group not in ("", opened.trajectory) and time_of_id(event.group):
             # The name looks like a run's id: it may be the group of a run that was opened without naming a group.
-            named = await self._log.opening(event.group)
-            if named is not None and (named.event.group, named.event.model) == (event.group, event.model):
-                event = msgspec.structs.replace(event, owner=named.event.owner, group_size=named.event.group_size)
+            run = await self._log.opening(event.group)
+            if run is not None and (run.event.group, run.event.model) == (event.group, event.model):
+                event = msgspec.structs.replace(event, owner=run.event.owner, group_size=run.event.group_size)
         owner = await self._owner_by_outcome(keys_of(event))
         if owner is not None:
             event = msgspec.structs.replace(event, owner=owner)
@@ -78,8 +79,9 @@ class Groups:
         return event
 
     async def _owner_by_outcome(self, keys: dict[str, Any]) -> str | None:
-        """Return the owner of a group by what became of it; `None` if the log has no outcome of it. The stream
-        ROLLOUTS, which has its opening, keeps days; GROUPS, which has its outcome, keeps months."""
+        """Return the owner of a group by its outcome (scored or discarded); `None` if the log has none. The stream
+        ROLLOUTS, which has the group's opening, keeps days; GROUPS, which has the outcome, keeps months. `keys`:
+        project, model and group."""
         broker = self._log.broker
         recorded: LogEntry[GroupScored] | LogEntry[GroupDiscarded] | None = await broker.read_last(
             GroupScored, **keys

@@ -22,7 +22,7 @@ from rollout_gateway.capture.answer_ids import new_answer_id
 from rollout_gateway.capture.detection import TrajectoryDetector
 from rollout_gateway.capture.dispatch import Attempt, Dispatcher
 from rollout_gateway.capture.exchange import Caller, Exchange, Status
-from rollout_gateway.capture.masking import maybe_in_thread
+from rollout_gateway.capture.masking import in_thread_if_large
 from rollout_gateway.dialects.calls import Answer, Call, Fields
 from rollout_gateway.dialects.endpoints import MALFORMED, merge_responses, read_answer
 from rollout_gateway.dialects.streaming import DONE, StreamCapture, replay
@@ -49,7 +49,8 @@ class CallHandler:
     def __init__(
         self, gateway: GatewayConfig, fleet: Fleet, router: VersionRouter, detector: TrajectoryDetector | None = None
     ) -> None:
-        """`detector` is told of every captured call that was answered, before the client gets the answer."""
+        """`detector` is told of every captured call that was answered, before the client gets the answer; `None` if
+        runs are not detected."""
         self._detector = detector
         self._dispatcher = Dispatcher(gateway, fleet, router)
         self._recording: set[asyncio.Task[None]] = set()
@@ -76,7 +77,7 @@ class CallHandler:
                 await sink.end()
                 return 200, b""
             try:
-                exchange.answer = await maybe_in_thread(len(attempt.body), read_answer, attempt.body, call)
+                exchange.answer = await in_thread_if_large(len(attempt.body), read_answer, attempt.body, call)
             except MALFORMED as error:
                 if exchange.captured:
                     await self._record(exchange, "failed")
@@ -91,7 +92,8 @@ class CallHandler:
                 caller.trajectory.end()
 
     async def _new_exchange(self, call: Call, caller: Caller) -> Exchange:
-        """Raises a 400 `ApiError` for a call that could not be recorded masked."""
+        """Return the exchange of a call that begins; for a captured one with the id that the answer will have. Raises a
+        400 `ApiError` for a call that could not be recorded masked."""
         exchange = Exchange(call, caller)
         if exchange.captured:
             await exchange.recorded_in.log.masks.check_call(call.body)
@@ -131,8 +133,8 @@ class CallHandler:
     # -- streams -------------------------------------------------------------------------------------------------
 
     async def _stream(self, exchange: Exchange, attempt: Attempt, sink: Sink) -> None:
-        """Pass the server's stream on to the client, record what came of it, and then write its last events: a client
-        that knows the end finds the call on the log. However the stream ends, what was sampled is recorded."""
+        """Pass the server's stream on to the client, record it, and then write its last events: a client that has got
+        the end finds the call on the log. However the stream ends, what was sampled is recorded."""
         capture = StreamCapture(exchange.call)
         status: Status = "failed"
         failure: ApiError | None = None
@@ -170,7 +172,8 @@ class CallHandler:
     # -- records -------------------------------------------------------------------------------------------------
 
     def begin_record(self, exchange: Exchange, answer: Answer, status: Status) -> asyncio.Task[None]:
-        """Record a captured call with its answer, also if the caller is cancelled. `settle` waits for it."""
+        """Begin to record a captured call with its answer, in a task that goes on if the caller is cancelled. Returns
+        the task, which raises as `_record_and_report`. `settle` waits for it."""
         exchange.answer = answer
         exchange.recorded_in.begin_work()
         recording = asyncio.ensure_future(self._record_and_report(exchange, status))
@@ -179,7 +182,8 @@ class CallHandler:
         return recording
 
     async def _record_and_report(self, exchange: Exchange, status: Status) -> None:
-        """What the task of `begin_record` does. Raises a 503 `ApiError`."""
+        """Record a call, report a complete one to the detector, and end the work that `begin_record` began. Raises a
+        503 `ApiError` if the log does not take the call."""
         try:
             await self._record(exchange, status)
             if status == "complete":
@@ -188,7 +192,8 @@ class CallHandler:
             exchange.recorded_in.end()
 
     async def recorded_reply(self, exchange: Exchange) -> Fields | None:
-        """The recorded reply to the same request, for a client that repeats it; `None` if there is none."""
+        """Return the recorded reply to an equal request of the same run, for a client that repeats it; `None` if there
+        is none."""
         if not exchange.captured:
             return None
         trajectory = exchange.recorded_in
@@ -199,9 +204,9 @@ class CallHandler:
         return merge_responses([e.response for e in events])
 
     async def _report_answer(self, exchange: Exchange) -> None:
-        """Tell the detector, which finds the run's next call by this answer."""
+        """Tell the detector of a recorded answer, by which it finds the run's next call."""
         if self._detector is not None:
-            await self._detector.answered(exchange.recorded_in, exchange.call, exchange.answer)
+            await self._detector.note_answer(exchange.recorded_in, exchange.call, exchange.answer)
 
     async def _record(self, exchange: Exchange, status: Status) -> None:
         """Put the call on the log. Raises a 503 `ApiError` if the log does not take it."""
@@ -230,7 +235,8 @@ async def _deliver(body: bytes, sink: Sink | None) -> tuple[int, bytes]:
 
 
 def _stream_error(attempt: Attempt, error: Exception) -> ApiError:
-    """The error that ends a stream early. Only `upstream_broke_off` is the server's failure."""
+    """Return the error that a client gets in place of a stream's end. Only one with the code `upstream_broke_off` is
+    the inference server's failure, and logged."""
     match error:
         case ApiError():
             return error

@@ -62,24 +62,27 @@ class Masks:
         self._masks = [(mask.pattern, "[" + mask.name.replace("\\", r"\\") + "]") for mask in masks]
         for mask in masks:
             try:
-                _replaced([""], (mask.pattern, ""))
+                _replace([""], (mask.pattern, ""))
             except ValueError as error:  # pyarrow's is one
                 raise ConfigError(f"gateway.masks: the pattern of {mask.name!r} can't be used: {error}") from error
 
     async def check_call(self, body: bytes) -> None:
         """Raise a 400 `ApiError` for a call that could not be recorded with its texts masked."""
         if self._masks:
-            await maybe_in_thread(len(body), self._check_call, body)
+            await in_thread_if_large(len(body), self._check_call, body)
 
     async def apply(self, event: E) -> E:
         """Return the event as it may be recorded. Raises a 400 `ApiError` if a mask matches the person that
         `metadata` names."""
         if not self._masks:
             return event
-        return await maybe_in_thread(sum(len(getattr(event, name, b"")) for name in _JSON_FIELDS), self._apply, event)
+        return await in_thread_if_large(
+            sum(len(getattr(event, name, b"")) for name in _JSON_FIELDS), self._apply, event
+        )
 
     def _check_call(self, body: bytes) -> None:
-        """What `check_call` does, maybe in a thread."""
+        """Raise a 400 `ApiError` for a body that is no JSON, for a prompt of token ids, and for a person's name that a
+        mask matches. May run in a thread."""
         try:
             fields = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -104,11 +107,13 @@ class Masks:
             raise ApiError(400, "person_masked", message, param=".".join(path))
 
     def _apply(self, event: E) -> E:
-        """What `apply` does, maybe in a thread. Example: of a call whose request holds an address, the request is
-        recorded with `[mail]`, the response without its tokens, and ids and logprobs are empty."""
+        """Return the event with all its texts masked; a call with masked text has no tokens. Example: if a call's
+        request holds an address, the request is recorded with `[mail]`, the response without its tokens, and ids and
+        logprobs are empty. May run in a thread. Raises as `apply`."""
         changed = self._masked_text_fields(event)
         rewritten: dict[str, Any] = {}
-        """Fields in which a mask matched only what no reader of the JSON sees. The call keeps its tokens."""
+        """Fields in which a mask matched only a value that no reader of the JSON sees, so that the call keeps its
+        tokens."""
         response: Any = {}
         for name in _JSON_FIELDS:
             if raw := bytes(getattr(event, name, b"")):
@@ -123,7 +128,7 @@ class Masks:
         return msgspec.structs.replace(event, **changed) if changed else event
 
     def _masked_text_fields(self, event: Event) -> dict[str, Any]:
-        """Return the fields of an event with texts of clients in which a mask matched, masked."""
+        """Return those of `_TEXT_FIELDS` in which a mask matched, by name, masked."""
         changed: dict[str, Any] = {}
         for name in _TEXT_FIELDS:
             if value := getattr(event, name, None):
@@ -134,8 +139,9 @@ class Masks:
         return changed
 
     def _masked_json(self, name: str, raw: bytes) -> tuple[bytes, bool, Any]:
-        """Mask the field `name`, which holds JSON. Returns what is recorded of it, whether a mask matched something
-        that its readers see, and the decoded value. Of what can't be searched, `{}` is recorded."""
+        """Mask `raw`, the JSON in the field `name`. Returns the JSON to record; whether a mask matched a value that
+        readers of it see, so that tokens must go; and the decoded value. For JSON that can't be decoded: `{}`, true and
+        an empty object."""
         try:
             document = [msgspec.json.decode(raw)]
             if name == "metadata":
@@ -166,7 +172,7 @@ class Masks:
                 places += [(container, at) for at, value in enumerate(container) if isinstance(value, kinds)]
         texts = [str(container[key]) for container, key in places] + [key for _, key in keys]
         masked = self._mask_texts(texts)
-        # `masked` holds the values first, then the keys, which the next loop takes.
+        # `masked` has the values first. Then come the keys, which the second loop takes.
         for (container, key), text, new in zip(places, texts, masked, strict=False):
             if new != text:
                 container[key] = new
@@ -176,16 +182,17 @@ class Masks:
         return masked != texts
 
     def _mask_texts(self, texts: list[str]) -> list[str]:
-        """Mask texts. JSON, such as the arguments of a tool call, stays valid JSON."""
+        """Return texts with all masks applied, in their order. JSON, such as the arguments of a tool call, stays valid
+        JSON."""
         for mask in self._masks:
-            texts = _masked_texts(texts, mask)
+            texts = _apply_mask(texts, mask)
         return texts
 
 
-def _masked_texts(texts: list[str], mask: _Mask) -> list[str]:
+def _apply_mask(texts: list[str], mask: _Mask) -> list[str]:
     """Apply one mask to texts. A text that is JSON, such as the arguments of a tool call, stays JSON: `{"to":"a@b.c"}`
     becomes `{"to":"[mail]"}`. If the mask matches more than single values, it becomes `{"_raw": <the masked text>}`."""
-    masked = _replaced_also_decoded(texts, mask)
+    masked = _replace_also_decoded(texts, mask)
     matching_json = {i: text for i, text in enumerate(texts) if masked[i] != text and _is_json(text)}
     by_value = _with_masked_values({i: text for i, text in matching_json.items() if len(text) <= _LARGE_JSON}, mask)
     for i in matching_json:
@@ -195,16 +202,17 @@ def _masked_texts(texts: list[str], mask: _Mask) -> list[str]:
 
 
 def _with_masked_values(texts: dict[int, str], mask: _Mask) -> dict[int, str]:
-    """Apply a mask to each text and number in JSON by itself, then to the whole, as it may match across values still:
-    then the result is no JSON any more. What matches nothing keeps its bytes. `texts`: by any number."""
+    """Apply a mask to each text and number in JSON by itself, then to the whole. Where the mask matches across values,
+    the result is no JSON any more. What matches nothing keeps its bytes. `texts`: JSON by its place in a list, as the
+    result has it."""
     written = list({value for text in texts.values() for value in _JSON_VALUE.findall(text)})
     values = [str(msgspec.json.decode(value)) for value in written]
     new = {
         before: before if text == value else msgspec.json.encode(text).decode()
-        for before, value, text in zip(written, values, _replaced(values, mask), strict=True)
+        for before, value, text in zip(written, values, _replace(values, mask), strict=True)
     }
     with_new_values = [_JSON_VALUE.sub(lambda match: new[match[0]], text) for text in texts.values()]
-    return dict(zip(texts, _replaced_also_decoded(with_new_values, mask), strict=True))
+    return dict(zip(texts, _replace_also_decoded(with_new_values, mask), strict=True))
 
 
 def _without_tokens(event: ExchangeRecorded | ShadowAnswered, response: Any) -> dict[str, Any]:
@@ -227,18 +235,19 @@ def _is_json(text: str) -> bool:
         return False
 
 
-def _replaced_also_decoded(texts: list[str], mask: _Mask) -> list[str]:
-    """Apply a mask to texts with escapes of JSON decoded once, of which a match would else leave the part before an
-    escape, then as they are. A text that matches when decoded comes back decoded, so it may be JSON no more."""
+def _replace_also_decoded(texts: list[str], mask: _Mask) -> list[str]:
+    """Apply a mask to texts with JSON's escapes decoded once, then to the texts as they are. Undecoded, a match could
+    begin behind an escape: of `m\\u00fcller@example.com` it would leave `m\\u00fc`. A text that matches when decoded
+    comes back decoded, so it may be no JSON any more."""
     masked = list(texts)
-    plains = {i: plain for i, text in enumerate(texts) if (plain := _decoded(text)) != text}
-    for i, new in zip(plains, _replaced(list(plains.values()), mask), strict=True):
+    plains = {i: plain for i, text in enumerate(texts) if (plain := _without_escapes(text)) != text}
+    for i, new in zip(plains, _replace(list(plains.values()), mask), strict=True):
         if new != plains[i]:
             masked[i] = new
-    return _replaced(masked, mask)
+    return _replace(masked, mask)
 
 
-def _replaced(texts: list[str], mask: _Mask) -> list[str]:
+def _replace(texts: list[str], mask: _Mask) -> list[str]:
     """Apply a mask to texts as they are. Raises a `ValueError` for a pattern that RE2 does not know."""
     if not texts:
         return []
@@ -251,15 +260,16 @@ def _replaced(texts: list[str], mask: _Mask) -> list[str]:
     return [str(text) for text in column.to_pylist()]
 
 
-def _decoded(text: str) -> str:
-    """Return a text with its escapes of JSON decoded once, as the value of JSON that holds the text."""
+def _without_escapes(text: str) -> str:
+    """Return a text with JSON's escapes in it decoded once: `a\\u0040b` becomes `a@b`."""
     if "\\" not in text:
         return text
-    return _ESCAPE.sub(lambda match: _character(match[0]), text)
+    return _ESCAPE.sub(lambda match: _unescape(match[0]), text)
 
 
 @functools.lru_cache(maxsize=65536)
-def _character(escape: str) -> str:
+def _unescape(escape: str) -> str:
+    """Return the character that an escape of JSON, such as `\\u0040`, stands for."""
     return str(json.loads(f'"{escape}"'))
 
 
@@ -272,6 +282,7 @@ def _containers(document: list[Any]) -> list[Any]:
     return containers
 
 
-async def maybe_in_thread(size: int, work: Callable[..., T], *args: Any) -> T:
-    """Call `work`, in a thread if it is about many bytes: the event loop goes on."""
+async def in_thread_if_large(size: int, work: Callable[..., T], *args: Any) -> T:
+    """Return what `work(*args)` returns. If it is about more than `_LARGE_BYTES` bytes (`size`), it runs in a thread,
+    so that the event loop goes on."""
     return await anyio.to_thread.run_sync(work, *args) if size > _LARGE_BYTES else work(*args)

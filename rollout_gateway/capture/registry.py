@@ -110,11 +110,12 @@ class Registry:
     # -- finding -------------------------------------------------------------------------------------------------
 
     def get(self, trajectory: str) -> Trajectory | None:
-        """An open trajectory in memory, or `None`."""
+        """Return an open trajectory that is in memory, or `None`."""
         return self._known.get(trajectory)
 
     async def find(self, trajectory: str) -> Trajectory:
-        """An open trajectory. Raises an `ApiError`: 404 if it is unknown, 409 if it is completed, 410 if it expired."""
+        """Return an open trajectory, from memory or the log. Raises an `ApiError`: 404 if it is unknown, 409 if it is
+        completed, 410 if it expired."""
         if run := self._known.get(trajectory):
             return run
         self.log.check_age(trajectory)
@@ -125,33 +126,33 @@ class Registry:
         return await asyncio.shield(task)
 
     async def find_to_read(self, trajectory: str) -> Trajectory:
-        """An open or completed trajectory, for its recorded calls only. One that is not in memory comes without them,
-        until its `refresh`. Raises a 404 `ApiError`."""
+        """Return an open or completed trajectory, to read its opening and recorded calls, not to add calls. One that is
+        not in memory has no recorded calls before its `refresh`. Raises a 404 `ApiError`."""
         run = await self._find_opened(trajectory)
         if run is None:
             raise unknown_trajectory(trajectory)
         return run
 
     async def opening(self, trajectory: str) -> TrajectoryOpened | None:
-        """The event that opened an open or completed trajectory, or `None`. Reads at most one event."""
+        """Return the event that opened an open or completed trajectory, or `None`. Reads at most one event."""
         run = await self._find_opened(trajectory)
         return run.opened if run is not None else None
 
     async def opening_for(self, trajectory: str, access: Access) -> TrajectoryOpened:
-        """The event that opened a trajectory which the caller may use. Not for a run's token, which has no owner.
-        Raises a 404 `ApiError`."""
+        """Return the event that opened a trajectory which the caller's key may use. `access` is not that of a run's
+        token, which has no owner. Raises a 404 `ApiError`."""
         opened = await self.opening(trajectory)
         if opened is None or not access.owns(opened.owner):
             raise unknown_trajectory(trajectory)
         return opened
 
     async def exchanges_of(
-        self, answers: Iterable[str], access: Access, read: Callable[[int], None]
+        self, answers: Iterable[str], access: Access, count_bytes: Callable[[int], None]
     ) -> dict[str, ExchangeRecorded]:
-        """The complete exchanges of answers, by the answers' ids. `read`: as for `Trajectory.exchanges_of`. Left out
-        are those that the log does not hold, and those of runs that the caller may not use. Each run is read once at
-        most, and none after one that lacks an answer: a request that names thousands of runs costs no more than its
-        first wrong one."""
+        """Return the complete exchanges of answers, by the answers' ids. `count_bytes`: as for
+        `Trajectory.exchanges_of`. Left out are those that the log does not hold, and those of runs that the caller may
+        not use. Each run is read once at most, and none after one that lacks an answer: a request that names thousands
+        of runs costs no more than its first wrong one."""
         of_run: defaultdict[str, list[str]] = defaultdict(list)
         for answer in answers:
             trajectory = trajectory_of(answer)
@@ -161,15 +162,14 @@ class Registry:
         for trajectory, wanted in of_run.items():
             run = await self._find_opened(trajectory)
             if run is not None and (access.trajectory or access.owns(run.opened.owner)):
-                out |= await run.exchanges_of(wanted, read)
+                out |= await run.exchanges_of(wanted, count_bytes)
             if not out.keys() >= set(wanted):
                 break
         return out
 
     async def describe(self, trajectory: str) -> tuple[TrajectoryOpened, TrajectoryCompleted | None, int]:
-        """How a trajectory was opened and completed, and how many exchange events it has.
-
-        Reads two events and a count, however long the run is. Raises a 404 `ApiError`."""
+        """Return the event that opened a trajectory, the one that completed it (`None` if it is open), and the number
+        of its exchange events. Reads two events and a count, however long the run is. Raises a 404 `ApiError`."""
         opened = (await self.find_to_read(trajectory)).opened
         completed = await self.log.completion(opened)
         if completed is not None:
@@ -178,7 +178,7 @@ class Registry:
         return opened, None, exchanges
 
     async def _find_opened(self, trajectory: str) -> Trajectory | None:
-        """The trajectory in memory, else without its calls from the log; `None` if it was never opened."""
+        """Return a trajectory from memory, else from the log without its calls; `None` if it was never opened."""
         if run := self._known.get(trajectory):
             return run
         opening = await self.log.opening(trajectory)
@@ -198,8 +198,8 @@ class Registry:
         return self._remember(run)
 
     def _remember(self, run: Trajectory) -> Trajectory:
-        """Keep a trajectory in memory. If its key has too many there, forget those unused longest that are not in use:
-        the log knows them."""
+        """Keep a trajectory in memory, and return the one that is in memory by now. If the openings of its key's
+        trajectories exceed `_OWNER_BYTES`, forget those unused longest that are not in use: the log has them."""
         known = self._known.setdefault(run.id, run)
         known.used_at = time.monotonic()
         owner = run.opened.owner
@@ -221,8 +221,8 @@ class Registry:
 
     # -- completions by other replicas ---------------------------------------------------------------------------
 
-    async def mark_position(self) -> None:
-        """Note the log's present end. `follow_completions` begins there."""
+    async def note_log_end(self) -> None:
+        """Note the present end of the stream, where `follow_completions` begins."""
         self._followed_from = (await self.log.broker.stream_info(STREAM)).state.last_seq + 1
 
     async def follow_completions(self) -> None:
@@ -307,7 +307,7 @@ class Registry:
                 sources = await self._sources(trajectory, run.opened.named, completion.exchanges)
                 await copy_calls(run, [(sources[r.trajectory], r) for r in completion.exchanges])
             await run.refresh()
-            event = await _completed(run, completion, inferred)
+            event = await _completion_event(run, completion, inferred)
             ack = await self.log.publish(event, {"traceparent": run.traceparent})
             run.completed = True
         finally:
@@ -325,7 +325,8 @@ class Registry:
                 raise no_such_call(reference)
 
     async def _sources(self, trajectory: str, model: str, references: Sequence[Reference]) -> dict[str, Trajectory]:
-        """The trajectories that recorded these calls, by name. Raises as `check_references`."""
+        """Return the trajectories that recorded the calls of `references`, by id. `trajectory`, `model`: of the
+        trajectory that is to be made of the calls. Raises as `check_references`."""
         sources: dict[str, Trajectory] = {}
         for name in dict.fromkeys(reference.trajectory for reference in references):
             try:
@@ -344,11 +345,10 @@ class Registry:
         return sources
 
     async def _wait_until_idle(self, run: Trajectory) -> None:
-        """Wait until no call is in flight. Once more where one began before this task had its turn. Raises a 409
-        `ApiError`."""
+        """Wait until no call of the run is in flight, for `_SETTLE_S` at most; then raise a 409 `ApiError`."""
         try:
             async with asyncio.timeout(_SETTLE_S):
-                while run.in_flight:
+                while run.in_flight:  # again, if a call began before this task had its turn
                     await run.idle.wait()
         except TimeoutError:
             message = f"Trajectory {run.id!r} still has {run.in_flight} calls in flight. Complete it after they end."
@@ -360,7 +360,9 @@ class Registry:
         run = Trajectory(self.log, opened)
         if before is not None:  # its calls are not read again
             run.recorded.not_whole = int(before.metrics.get(NOT_RECORDED, 0))
-        if before is None or _results(before) != _results(await _completed(run, body, inferred)):
+        if before is None or _repeatable_fields(before) != _repeatable_fields(
+            await _completion_event(run, body, inferred)
+        ):
             raise already_completed(trajectory, "it can't be completed again with other results")
         return before
 
@@ -370,15 +372,15 @@ def _opening_bytes(run: Trajectory) -> int:
     return 1024 + len(run.opened.metadata) + len(run.opened.task)
 
 
-def _results(completed: TrajectoryCompleted) -> tuple[object, ...]:
-    """What a repeated completion has to say again."""
+def _repeatable_fields(completed: TrajectoryCompleted) -> tuple[object, ...]:
+    """Return the fields that a repeated completion must have too; a completion that differs in one is refused."""
     c = completed
     return c.outcome, c.reward, c.rewards, c.metrics, c.batch, bytes(c.metadata)
 
 
-async def _completed(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
-    """The event that completes a run with these results. `inferred`: the gateway completes a detected run, and no
-    client asked for it."""
+async def _completion_event(run: Trajectory, body: Completion, inferred: bool) -> TrajectoryCompleted:
+    """Return the event that completes a run with the results in `body`, masked. `inferred`: the gateway completes a
+    detected run, and no client asked for it."""
     opened, outcome, metrics, calls = run.opened, body.outcome, body.metrics, run.recorded
     if missing := calls.not_whole:
         # Calls that can't be read can't be trained. That is a failure of infrastructure, which never becomes a reward.

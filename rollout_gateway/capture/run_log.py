@@ -31,7 +31,7 @@ _END_CHECK_S = 0.5
 
 
 class RunLog:
-    """The openings and completions of a project's runs."""
+    """Reads and publishes events of a project's runs, and checks that the log did not lose its end."""
 
     def __init__(self, broker: Broker, project: str, masks: Masks | None = None) -> None:
         self.broker, self.project = broker, project
@@ -54,13 +54,14 @@ class RunLog:
         """Publish an event of a run. Raises `BrokerError`."""
         await self.check_end()
         ack = await self.broker.publish(event, headers)
-        if not ack.duplicate:  # else the log may hold another replica's, which says the same at another time
+        if not ack.duplicate:  # else the log may hold the same event of another replica, with another time
             self.note(event, ack.seq)
         return ack
 
     def note(self, event: Event, seq: int) -> None:
-        """Note that the log holds `event` at `seq`: it was published or read. After a reconnection `check_end` checks
-        what was noted before it, so nothing replaces that: a log that lost its end may have grown past it."""
+        """Note that the log holds `event` at `seq`, because it was published or read, if that is the newest event
+        noted. Between a reconnection and `check_end`, which checks the newest event noted before, nothing replaces it:
+        a log that lost its end may have grown past it."""
         if self._newest is None or (self._is_checked() and seq > self._newest[0]):
             self._newest = seq, event
 
@@ -128,11 +129,11 @@ class RunLog:
     # -- reading -------------------------------------------------------------------------------------------------
 
     async def opening(self, trajectory: str) -> LogEntry[TrajectoryOpened] | None:
-        """The event that opened a trajectory. `None` if it was never opened."""
+        """Return the event that opened a trajectory; `None` if it was never opened."""
         return await self.broker.read_last(TrajectoryOpened, project=self.project, trajectory=trajectory)
 
     async def completion(self, opened: TrajectoryOpened) -> TrajectoryCompleted | None:
-        """The event that completed a trajectory. `None` if it is open."""
+        """Return the event that completed a trajectory; `None` if it is open."""
         recorded = await self.broker.read_last(
             TrajectoryCompleted,
             project=self.project,
@@ -154,7 +155,7 @@ class RunLog:
                 yield recorded.event
 
     async def unfinished(self, prefix: str) -> list[str]:
-        """Ids of the open trajectories whose id begins with `prefix`. Reads all subjects of the project."""
+        """Return the ids of the open trajectories whose id begins with `prefix`. Reads all subjects of the project."""
         ids: list[set[str]] = []
         for event in (TrajectoryOpened, TrajectoryCompleted):
             subjects = await self.broker.subjects(STREAM, subject_filter(event, project=self.project))

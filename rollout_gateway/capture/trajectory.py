@@ -20,7 +20,7 @@ from pipeline.events import Continuation, ExchangeRecorded, TrajectoryOpened
 from pipeline.events.continuation import Form
 from pipeline.log.broker import BrokerError, HistoryGoneError
 from pipeline.telemetry.logs import get_logger
-from rollout_gateway.capture.answer_ids import unwrapped
+from rollout_gateway.capture.answer_ids import without_prefix
 from rollout_gateway.capture.run_log import STREAM, RunLog
 from rollout_gateway.http.errors import ApiError, already_completed
 
@@ -33,7 +33,7 @@ _CALL_BYTES = 1024 * 1024
 
 
 def size_of(event: ExchangeRecorded) -> int:
-    """Return the bytes of an exchange: its texts and prompt tokens."""
+    """Return the size of an exchange in bytes: of its texts and prompt tokens."""
     return len(event.request) + len(event.response) + len(event.prompt_ids)
 
 
@@ -66,7 +66,7 @@ class RecordedCalls:
     references. `None` in any other run."""
 
     def add(self, event: ExchangeRecorded, stream_seq: int) -> None:
-        """Count an exchange that was published or read. They come in the order of the log."""
+        """Count an exchange that was published or read. Exchanges must be added in the order of the log."""
         self.exchanges += 1
         self.bytes += size_of(event)
         self.next_seq = max(self.next_seq, event.seq + 1)
@@ -104,9 +104,9 @@ class Trajectory:
     used_at: float = 0.0
     """Time of the last call, by `time.monotonic`."""
     completions: int = 0
-    """Completions under way in this process, which publish what `recorded` says."""
+    """Number of completions under way in this process: no call may begin meanwhile, as they publish `recorded`."""
     completed: bool = False
-    """It is completed, here or by another gateway process: what is not recorded yet would come too late."""
+    """Whether it was completed, here or by another gateway process: no call may be recorded any more."""
     uncounted_bytes: int = 0
     """Bytes that this process added to the log and that have not counted as a call yet."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -129,8 +129,8 @@ class Trajectory:
         return self.completed or self.completions > 0
 
     def begin(self) -> None:
-        """Count a call that begins. Raises an `ApiError`: 409 if the trajectory is being completed, 410 if it
-        expired."""
+        """Count a call that begins; `end` must follow. Raises an `ApiError`: 409 if the trajectory is being completed,
+        410 if it expired, 413 if its calls have `gateway.max_run_bytes`."""
         self.log.check_age(self.id, self.opened.at)
         if self.completing:
             raise already_completed(self.id, "it takes no further calls")
@@ -245,55 +245,56 @@ class Trajectory:
     # -- reading calls -------------------------------------------------------------------------------------------
 
     async def recorded_call(self, request_hash: str) -> list[ExchangeRecorded]:
-        """The events of a recent complete call, one for each choice. Empty if there is none."""
+        """Return the events of the newest complete call with this hash, one for each choice; none if it is no recent
+        one."""
         return await self._events_at(self.recorded.recent.get(request_hash, []))
 
     async def _events_at(self, stream_seqs: Iterable[int]) -> list[ExchangeRecorded]:
-        """The exchanges at these stream sequences; none if one of them is gone, another event or not whole."""
+        """Return the exchanges at these stream sequences; none if one of them is gone, another event or not whole."""
         try:
             return [(await self.log.broker.read_at(ExchangeRecorded, seq)).event for seq in stream_seqs]
         except HistoryGoneError:
             return []
 
     async def last_answer(self) -> ExchangeRecorded | None:
-        """The first choice of the newest complete call, or `None`."""
+        """Return the event of the first choice of the newest complete call, or `None`."""
         for request_hash in reversed(self.recorded.recent):
             if call := await self.recorded_call(request_hash):
                 return call[0]
         return None
 
     async def stream_seq_of(self, reply: str, choice: int) -> int | None:
-        """The stream sequence of the complete exchange that a reference names by the id of the answer (`reply`) and the
-        choice, or `None`. The run must have been opened with `references`."""
+        """Return the stream sequence of the complete exchange that a reference names by the id of the answer (`reply`)
+        and the choice, or `None`. The run must have been opened with `references`."""
         assert self.recorded.replies is not None
         if (reply, choice) not in self.recorded.replies:
             await self.refresh()  # another replica may have answered
         return self.recorded.replies.get((reply, choice))
 
     async def exchange_referenced(self, reply: str, choice: int) -> ExchangeRecorded | None:
-        """The exchange that `stream_seq_of` finds, or `None`."""
+        """Return the exchange that a reference names, as `stream_seq_of` finds it, or `None`."""
         seq = await self.stream_seq_of(reply, choice)
         events = await self._events_at([seq] if seq is not None else [])
         return events[0] if events else None
 
     async def exchanges_of(
-        self, replies: Iterable[str], read: Callable[[int], None], *, complete: bool = True
+        self, replies: Iterable[str], count_bytes: Callable[[int], None], *, complete: bool = True
     ) -> dict[str, ExchangeRecorded]:
-        """The exchanges whose answers have these ids, by id. An id may have the prefix of any API (`unwrapped`).
-        `complete`: only if the answer was complete. Reads the whole run, once, if one of them is not a recent one, and
-        then calls `read` with the size of each exchange, for which the caller's key pays."""
-        left, out = defaultdict[str, list[str]](list), dict[str, ExchangeRecorded]()
+        """Return the exchanges whose answers have the ids `replies`, by these ids, which may have the prefix of any
+        API. `complete`: only those whose answer was complete. If one of them is not a recent one, reads the whole run,
+        once, and calls `count_bytes` with the size of each exchange, for which the caller's key pays."""
+        missing, out = defaultdict[str, list[str]](list), dict[str, ExchangeRecorded]()
         for reply in replies:
-            left[unwrapped(reply)].append(reply)
+            missing[without_prefix(reply)].append(reply)
         for request_hash in reversed(self.recorded.recent):
-            call = await self.recorded_call(request_hash) if left else []
+            call = await self.recorded_call(request_hash) if missing else []
             if call:
-                out |= dict.fromkeys(left.pop(unwrapped(_reply_id(call[0])), ()), call[0])
-        if left:
+                out |= dict.fromkeys(missing.pop(without_prefix(_reply_id(call[0])), ()), call[0])
+        if missing:
             async for event in self.log.calls(self.id):
-                read(size_of(event))
+                count_bytes(size_of(event))
                 if event.status == "complete" or not complete:
-                    out |= dict.fromkeys(left.pop(unwrapped(_reply_id(event)), ()), event)
+                    out |= dict.fromkeys(missing.pop(without_prefix(_reply_id(event)), ()), event)
         return out
 
 
@@ -302,4 +303,5 @@ class _ReplyId(msgspec.Struct):
 
 
 def _reply_id(event: ExchangeRecorded) -> str:
+    """Return the id of the answer that an exchange recorded; empty if it has none."""
     return msgspec.json.decode(event.response, type=_ReplyId).id

@@ -27,23 +27,24 @@ from rollout_gateway.capture.conversations import Quote
 _BRANCH = "~"
 """End of the last token of a branch's subject."""
 _MOST_QUOTED = 32
-"""Runs and quotes that are looked at for one fingerprint. What more runs have said does not tell which one is meant."""
+"""Runs and quotes that are looked at for one fingerprint. If more runs have said the same, a call that repeats it tells
+nothing about which of them it continues."""
 
 
 class WaitingRun(msgspec.Struct, frozen=True, array_like=True):
-    """A detected run, or a branch of one, that waits for its next call: what its message holds."""
+    """A message of the stream: a detected run, or a branch of one, that waits for its next call."""
 
     run: str
     history: str
-    """Hash of its messages."""
+    """Hash of its messages and answers so far."""
     calls: int
     """Calls that the run has made."""
     restored: bool = False
-    """A gateway that started put it there, because no other seemed to have it."""
+    """Whether a gateway that started published it, because no other gateway seemed to have the run."""
     branch: bool = False
-    """It is a branch of the run. The run does not end with it."""
+    """Whether this is a branch of the run. The run is not completed with it."""
     cut: bool = False
-    """The rest of the run may be recorded as another run, so it is not trained."""
+    """Whether the rest of the run may be recorded as another run, so that this one is not trained."""
     programs: list[str] = []
     """`CallMessages.program` of the calls so far, at most eight."""
     since: float = 0.0
@@ -53,7 +54,7 @@ class WaitingRun(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def subject_end(self) -> str:
-        """History and run, as its subject ends with them, and so do those of its quotes."""
+        """The last two tokens, history and run, of its subject and of the subjects of its quotes."""
         return f"{self.history}.{subject_token(self.run)}{_BRANCH if self.branch else ''}"
 
 
@@ -68,7 +69,7 @@ class Quoted(NamedTuple):
 
 
 def no_history(run: str) -> str:
-    """The history of a run without an answer: no call continues it."""
+    """Return a history for a run or branch without an answer. No call's messages have this history."""
     return hashlib.sha256(f"none\0{run}".encode()).hexdigest()[:32]
 
 
@@ -82,7 +83,7 @@ class WaitingRuns:
         self._branches_expire = {"Nats-TTL": f"{int(branches_s) + 1}s"}
 
     async def put(self, waiting: WaitingRun, quotes: Iterable[Quote] = ()) -> None:
-        """Have a run wait, with what calls may quote of it. If it waits there already, nothing is published:
+        """Publish that a run waits, with `quotes` of it. If it waits with this history already, nothing changes:
         `publish_raw` writes only to an empty subject."""
         for quote in quotes:
             hint = f"{self._prefix}.quoted.{quote.fingerprint}.{waiting.subject_end}"
@@ -92,15 +93,17 @@ class WaitingRuns:
         await self._broker.publish_raw(subject, msgspec.msgpack.encode(waiting), {}, message_id=new_id("waits"))
 
     async def find(self, subject_end: str) -> WaitingRun | None:
-        """The run that waits at this `WaitingRun.subject_end`, in which history or run may be `*`; of several, the one
-        that came last."""
+        """Return the run that waits with this `WaitingRun.subject_end`, in which history or run may be `*`; of several,
+        the one that was published last; `None` if there is none."""
         return await self._get({"last_by_subj": f"{self._prefix}.{subject_end}"})
 
     async def next(self, after: int) -> WaitingRun | None:
-        """The run that waits longest of those whose message comes after sequence `after`."""
+        """Return the run that waits longest of those whose message comes after sequence `after`; `None` if there is
+        none."""
         return await self._get({"seq": after + 1, "next_by_subj": f"{self._prefix}.*.*"})
 
     async def _get(self, request: dict[str, Any]) -> WaitingRun | None:
+        """Return the waiting run that a direct get of JetStream with this `request` finds; `None` if there is none."""
         message = await self._broker.leader_get(streams.DETECTED.name, request)
         if message is None:
             return None
@@ -108,26 +111,26 @@ class WaitingRuns:
         return msgspec.structs.replace(waiting, since=message.place.at / 1e6, seq=message.seq)
 
     async def take(self, waiting: WaitingRun) -> bool:
-        """Take this run, so that it waits no longer. Returns false if another gateway took it first."""
+        """Delete the run's message, so that it waits no longer. Returns false if another gateway took it first."""
         return await self._broker.delete(streams.DETECTED.name, waiting.seq)
 
-    async def names(self) -> set[str]:
-        """Ids of all runs that wait, other than with a branch."""
+    async def run_ids(self) -> set[str]:
+        """Return the ids of all runs that wait. A run whose branch alone waits is not among them."""
         tokens = {_run_token(end) for end in await self._subject_ends("*.*")}
         return {name_of_token(token) for token in tokens if not token.endswith(_BRANCH)}
 
     # -- hints -----------------------------------------------------------------------------------------------------
 
-    async def quoted(self, fingerprint: str) -> list[Quoted]:
-        """Find the runs that a call with this fingerprint may continue although its messages differ from theirs. The
-        run that waits longest comes first. Runs that wait no longer are left out."""
+    async def find_quoted(self, fingerprint: str) -> list[Quoted]:
+        """Return the quotes with this fingerprint of runs that still wait, the run that waits longest first. Returns
+        none if more than `_MOST_QUOTED` runs have such a quote."""
         quoted = await self._subject_ends(f"quoted.{fingerprint}.*.*")
         run_tokens = {_run_token(end) for end in quoted}
         if not run_tokens:
             return []
         waiting = await self._subject_ends(f"*.{run_tokens.pop() if len(run_tokens) == 1 else '*'}")
         waiting_tokens = {_run_token(end) for end in waiting}
-        # Runs that went on since. What another branch of the same run says tells nothing of this one.
+        # Quotes of runs that have had calls since and wait again. A branch's quote counts only while the branch waits.
         earlier = (end for end in quoted - waiting if not end.endswith(_BRANCH) and _run_token(end) in waiting_tokens)
         ends = [*(quoted & waiting), *earlier]
         if len({_run_token(end) for end in ends}) > _MOST_QUOTED:
@@ -143,10 +146,11 @@ class WaitingRuns:
             if message is not None and run is not None:
                 quote = msgspec.msgpack.decode(message.payload, type=Quote)
                 out.append(Quoted(quote, run, run.subject_end == end))
-        return sorted(out, key=lambda found: found.run.seq)
+        return sorted(out, key=lambda quoted: quoted.run.seq)
 
     async def _subject_ends(self, pattern: str) -> set[str]:
-        """The last two tokens, history and run, of the subjects that match `pattern` after the project's prefix."""
+        """Return the last two tokens, history and run, of the subjects that match `pattern` after the project's
+        prefix."""
         subjects = await self._broker.subjects(streams.DETECTED.name, f"{self._prefix}.{pattern}")
         return {".".join(subject.split(".")[-2:]) for subject in subjects}
 
@@ -170,5 +174,5 @@ class WaitingRuns:
 
 
 def _run_token(subject_end: str) -> str:
-    """The last token of a subject, which names the run, and says whether it is a branch of it."""
+    """Return the last token of a subject: the run's id, with `_BRANCH` at its end for a branch of the run."""
     return subject_end.partition(".")[2]

@@ -44,9 +44,9 @@ def read_body(body: bytes, kind: type[_T]) -> _T:
         hint = " JSON has no NaN and no Infinity." if b"NaN" in body or b"Infinity" in body else ""
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}.{hint}") from error
     except RecursionError as error:
-        raise _too_deep() from error
-    if _is_deep(outline):
-        raise _too_deep()
+        raise _too_deep_error() from error
+    if _is_too_deep(outline):
+        raise _too_deep_error()
     return read
 
 
@@ -71,7 +71,7 @@ def _outline(body: bytes) -> bytes:
     return outline
 
 
-def _is_deep(outline: bytes) -> bool:
+def _is_too_deep(outline: bytes) -> bool:
     """Whether a valid body with this outline has more than `_MAX_DEPTH` lists and objects within each other."""
     if outline.count(b"[") <= _MAX_DEPTH:
         return False
@@ -79,18 +79,20 @@ def _is_deep(outline: bytes) -> bool:
     return max(depths) > _MAX_DEPTH
 
 
-def _too_deep() -> ApiError:
+def _too_deep_error() -> ApiError:
+    """Return the 400 for a body that is nested too deeply."""
     message = f"The body is nested too deeply: at most {_MAX_DEPTH} lists and objects within each other"
     return ApiError(400, "invalid_json", message)
 
 
 def _advice(error: str, param: str | None, kind: type) -> str:
-    """Say which fields a body of this kind has, after msgspec's `error` about an unknown one at its top level; or which
-    values the field `param` may have, if it takes only some."""
+    """Return a sentence to add to msgspec's `error` about a body of this kind: the fields of the body, if the error is
+    about an unknown one at its top level; or the values that the field `param` may have, if it takes only some. Empty
+    otherwise."""
     fields = getattr(msgspec.inspect.type_info(kind), "fields", ())
     if "unknown field" in error and "`$" not in error:
         return f" The fields are {', '.join(f.encode_name for f in fields)}."
     types = [f.type for f in fields if f.encode_name == param]
-    alternatives = [t for one in types for t in getattr(one, "types", (one,))]
+    alternatives = [t for field_type in types for t in getattr(field_type, "types", (field_type,))]
     values = [str(v) for t in alternatives if isinstance(t, msgspec.inspect.LiteralType) for v in t.values]
     return f" It is one of {', '.join(values)}." if values else ""

@@ -220,7 +220,8 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _closable(self) -> bool:
-        """Whether it may be closed to make room: it is idle, or its only request is still arriving."""
+        """Whether the connection may be closed to make room for another: it is idle, or its only request is still
+        arriving."""
         return not self._unanswered or (len(self._unanswered) == 1 and self._unanswered[0][0].more_body)
 
     def _make_room(self) -> bool:
@@ -257,6 +258,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _head_too_large() -> ApiError:
+    """Return the 431 for a request whose URL and headers are too long."""
     return ApiError(431, "headers_too_large", f"The URL and the headers are longer than {_HEAD_LIMIT} bytes.")
 
 

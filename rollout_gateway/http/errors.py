@@ -50,7 +50,7 @@ class ApiError(Exception):
         self.headers = (*headers, (b"retry-after", b"%d" % retry_after_s)) if retry_after_s else headers
 
     def body(self) -> bytes:
-        """The answer's body."""
+        """Return the body of the answer, in OpenAI's format."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
@@ -81,13 +81,15 @@ def check_group_size(field: str, runs: int, most: int) -> None:
 
 
 def unknown_model(model: str, known: Sequence[str], param: str = "model") -> ApiError:
-    """`known`: names that could be meant. `param`: the field that names the model."""
+    """Return the 404 for a model that does not exist. `known`: names that could be meant. `param`: the field that names
+    the model."""
     message = f"The model {model!r} does not exist. Available models: {', '.join(known)}."
     return ApiError(404, "model_not_found", message, param=param)
 
 
 def retired_version(version: str, known: Sequence[str], param: str) -> ApiError:
-    """`known`: versions that can be named instead. `param`: the field that names the version."""
+    """Return the 404 for a version whose adapter is deleted. `known`: versions that can be named instead. `param`: the
+    field that names the version."""
     message = (
         f"The adapter of {version} is no longer kept (`retention.adapters`). Name a version that is: "
         f"{', '.join(known)}. To serve this one again, make it the newest: `journeywork train --adopt`."
@@ -96,7 +98,8 @@ def retired_version(version: str, known: Sequence[str], param: str) -> ApiError:
 
 
 def unknown_trajectory(trajectory: str, advice: str = "Open one with POST /v1/trajectories.") -> ApiError:
-    """The same error for a trajectory of another key, so that ids of others can't be tried out."""
+    """Return the 404 for a trajectory that does not exist or belongs to another key: one error for both, so that nobody
+    can find out which ids other keys use."""
     message = (
         f"Trajectory {trajectory!r} is unknown: it was not opened in this project, or another API key opened it. "
         + advice
@@ -105,7 +108,7 @@ def unknown_trajectory(trajectory: str, advice: str = "Open one with POST /v1/tr
 
 
 def expired_trajectory(trajectory: str, max_age_h: float) -> ApiError:
-    """`max_age_h`: hours that the log keeps runs."""
+    """Return the 410 for a trajectory that is older than the log keeps runs, which is `max_age_h` hours."""
     message = (
         f"Trajectory {trajectory!r} expired: it was opened more than {max_age_h:g} hours ago, so the log no longer "
         "holds all of it (nats.rollouts_max_age_h). It takes no calls and no feedback, it can't be completed, and its "
@@ -115,7 +118,7 @@ def expired_trajectory(trajectory: str, max_age_h: float) -> ApiError:
 
 
 def invalid_key() -> ApiError:
-    """The same error for every invalid key, so that trying keys reveals nothing."""
+    """Return the 401 for an invalid key: one error for every reason, so that trying keys reveals nothing."""
     message = (
         "The API key is missing, unknown, expired or revoked. Send `Authorization: Bearer KEY` (`api_key` of an OpenAI "
         "client, JOURNEYWORK_API_KEY of the SDK). `journeywork keys list` shows keys, `journeywork keys add` makes one."
@@ -124,33 +127,37 @@ def invalid_key() -> ApiError:
 
 
 def already_completed(trajectory: str, what: str) -> ApiError:
-    """`what`: what can't be done any more, as a sentence about the trajectory."""
+    """Return the 409 for a trajectory that is completed. `what`: what can't be done any more, as a sentence about
+    it."""
     return ApiError(409, "trajectory_completed", f"Trajectory {trajectory!r} is completed: {what}.")
 
 
 def stopping() -> ApiError:
-    """The gateway was told to stop: another one, or this one after its restart, takes the call."""
+    """Return the 503 of a gateway that was told to stop. The client may try again: another gateway takes the call, or
+    this one after its restart."""
     return ApiError(503, "stopping", "The gateway is stopping. Try again.", retry_after_s=1)
 
 
 def timed_out(wait_s: float = 0.0) -> ApiError:
-    """`wait_s`: the time that an apprentice had, if that passed; 0: the inference server's time passed."""
+    """Return the 504 for an answer that did not come in time. `wait_s`: the time that an apprentice had, if that
+    passed; 0 if the inference server's time passed."""
     limit = f"outside.apprentice_wait_s ({wait_s:g} s)" if wait_s else "gateway.replicas.timeout_s"
     message = f"The inference server did not answer within {limit}."
     return ApiError(504, "upstream_timeout", message)
 
 
 def bad_answer(path: str, error: Exception) -> ApiError:
-    """The inference server answered a request to `path` with status 200 and a body that can't be decoded."""
+    """Return the 502 for an answer of the inference server to `path`, with status 200, that can't be decoded."""
     return ApiError(502, "bad_upstream", f"The inference server's answer to {path} can't be read: {error}.")
 
 
 def answer_too_long(why: Exception) -> ApiError:
-    """The inference server answered with more bytes than one answer may have. It would do so again."""
+    """Return the 502 for an answer of the inference server that is too long. Its header tells clients not to try again,
+    as the next answer would be too long too."""
     message = f"The inference server's answer is not taken: {why}. Ask for fewer choices, tokens or logprobs."
     return ApiError(502, "bad_upstream", message, headers=((b"x-should-retry", b"false"),))
 
 
 def internal_error() -> ApiError:
-    """An unexpected exception, which was logged."""
+    """Return the 500 for an unexpected exception, which was logged."""
     return ApiError(500, "internal_error", "Internal error. The gateway's log has the details.")

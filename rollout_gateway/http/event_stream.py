@@ -21,7 +21,7 @@ class EventBuffer:
     def add(self, data: bytes) -> list[bytes]:
         """Add the next part of the stream. Returns the events that are whole now, each with the blank line behind it.
         Raises `UpstreamError` for an event of more than 64 MiB."""
-        # An event's end may lie across two parts. What is before was searched already.
+        # An event's end has up to four bytes, which may lie across two parts. What is before was searched already.
         events, start, searched = list[bytes](), 0, max(0, len(self.rest) - 3)
         self.rest += data
         for end in _EVENT_END.finditer(self.rest, searched):

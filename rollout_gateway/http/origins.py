@@ -45,11 +45,11 @@ class OriginPolicy:
         if origin is not None:
             # The scheme is not compared: TLS may end at a proxy, so the gateway does not know the scheme of its pages.
             if not host or origin.partition(b"://")[2] != host:
-                raise _foreign(f"web pages at {origin.decode('latin-1')[:200]!r}")
+                raise _foreign_origin(f"web pages at {origin.decode('latin-1')[:200]!r}")
         elif headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin") and (
             request.method != "GET" or headers.get(b"sec-fetch-mode") != b"navigate"
         ):
-            raise _foreign("other web pages")
+            raise _foreign_origin("other web pages")
 
     def _check_host(self, host: bytes) -> None:
         """Raise a 400 `ApiError` for a `Host` that is none, and a 421 one for one that is not the gateway's."""
@@ -71,6 +71,6 @@ class OriginPolicy:
         return self._public or f"http://{request.headers.get(b'host', b'').decode('latin-1') or self._address}"
 
 
-def _foreign(source: str) -> ApiError:
-    """`source`: whose requests are refused, for the message."""
+def _foreign_origin(source: str) -> ApiError:
+    """Return the 403 for a request of another web page. `source`: whose requests are refused, for the message."""
     return ApiError(403, "foreign_origin", f"Requests of {source} are refused: the gateway serves programs only.")

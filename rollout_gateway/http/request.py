@@ -134,8 +134,8 @@ class Request:
         self.body = bytes(body)
 
     async def _receive(self, deadline: float) -> bytes:
-        """Wait for the next part of the body. `deadline`: by the loop's time. Raises `TimeoutError`,
-        `ClientGoneError`, and what the request is cancelled with."""
+        """Wait for the next part of the body, and return it. `deadline`: by the event loop's time. Raises
+        `TimeoutError`, `ClientGoneError`, and the error with which the request is cancelled."""
         async with asyncio.timeout_at(deadline):
             with self.cancellation:
                 message = await self.receive()
@@ -170,7 +170,7 @@ class Request:
             await self.send({"type": "http.response.body"})
 
     async def _start(self, status: int, headers: HeaderList, last: bool = False) -> None:
-        """Write the head of an answer. `last`: the connection ends with this answer."""
+        """Write the head of an answer. `last`: whether the connection ends with this answer."""
         close = (CLOSE,) if last or self._state.closing else ()
         await self.send({"type": "http.response.start", "status": status, "headers": (*headers, *close)})
         self.started = True

@@ -28,6 +28,7 @@ logger = get_logger("rollout_gateway.http.server")
 Handler = Callable[[Request], Awaitable[None]]
 
 _CHECK_S = 1.0
+"""Seconds at most between two checks of the deadlines."""
 _OTHER_FILES = 128
 """File descriptors that the process needs for anything but connections."""
 _CUT_OFF_S = 10.0
@@ -56,7 +57,8 @@ def checked_limits(config: HttpConfig) -> HttpConfig:
 
 
 async def _check_deadlines(state: State) -> None:
-    """Close connections that are silent or slow, for ever. One task for all costs less than a timer for each."""
+    """Close connections whose client is silent or slow for too long. Never returns. One task for all connections costs
+    less than a timer for each."""
     limits = state.limits
     timeouts = (limits.head_timeout_s, limits.idle_timeout_s, limits.write_timeout_s)
     pause_s = min(_CHECK_S, *(timeout / 4 for timeout in timeouts))
@@ -68,9 +70,9 @@ async def _check_deadlines(state: State) -> None:
             connection.check_deadlines(now)
 
 
-async def _wait(tasks: set[asyncio.Task[None]], wait_s: float) -> list[asyncio.Task[None]]:
-    """Wait until `tasks`, the handlers that run, is empty, for at most `wait_s`. Handlers leave it when they end, and
-    new ones join it. Returns those that still run."""
+async def _wait_until_empty(tasks: set[asyncio.Task[None]], wait_s: float) -> list[asyncio.Task[None]]:
+    """Wait until `tasks`, the set of running handlers, is empty, for at most `wait_s` seconds. Handlers leave the set
+    when they end, and new ones join it. Returns those that still run."""
     with suppress(TimeoutError):
         async with asyncio.timeout(wait_s):
             while tasks:
@@ -79,13 +81,14 @@ async def _wait(tasks: set[asyncio.Task[None]], wait_s: float) -> list[asyncio.T
 
 
 async def _drain(tasks: set[asyncio.Task[None]], grace_s: float, cut_off: Callable[[], None]) -> None:
-    """Wait for running handlers. Cut them off after `grace_s`, and cancel what runs after that."""
-    if await _wait(tasks, grace_s):
+    """Wait for running handlers. After `grace_s` seconds call `cut_off`, which has to end them; after `_CUT_OFF_S`
+    more, cancel those that still run."""
+    if await _wait_until_empty(tasks, grace_s):
         logger.warning("calls are cut off", calls=len(tasks))
         cut_off()
-        for task in await _wait(tasks, _CUT_OFF_S):
+        for task in await _wait_until_empty(tasks, _CUT_OFF_S):
             task.cancel()
-        await _wait(tasks, _CUT_OFF_S)
+        await _wait_until_empty(tasks, _CUT_OFF_S)
 
 
 @asynccontextmanager

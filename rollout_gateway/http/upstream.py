@@ -37,7 +37,7 @@ class UpstreamInvalidError(UpstreamError):
 
 @contextmanager
 def upstream_errors(url: str) -> Iterator[None]:
-    """Raise what aiohttp raises in the block as an `UpstreamError`."""
+    """Raise an `UpstreamError` for what aiohttp raises in the block. `url`: of the server, for the message."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -55,7 +55,7 @@ def upstream_errors(url: str) -> Iterator[None]:
 class UpstreamReply:
     """A reply whose head has come. Read it to its end, or `close` it."""
 
-    most_bytes = 256 << 20
+    max_bytes = 256 << 20
     """Bytes of a whole answer at most: 128 choices of 1,000 tokens with 20 `top_logprobs` fit."""
 
     def __init__(self, response: aiohttp.ClientResponse, url: str) -> None:
@@ -75,12 +75,12 @@ class UpstreamReply:
         return bytes(body)
 
     def check_size(self, size: int) -> None:
-        """Raise an `UpstreamInvalidError` if so many bytes are more than `most_bytes`."""
-        if size > self.most_bytes:
-            raise UpstreamInvalidError(f"it is longer than {self.most_bytes >> 20} MiB")
+        """Raise an `UpstreamInvalidError` if a reply of `size` bytes is longer than `max_bytes`."""
+        if size > self.max_bytes:
+            raise UpstreamInvalidError(f"it is longer than {self.max_bytes >> 20} MiB")
 
     async def read_some(self) -> bytes:
-        """Return what has arrived of the body since the last call, once something has; nothing at its end. Raises
+        """Wait until a part of the body arrives, and return it; empty bytes at the body's end. Raises
         `UpstreamError`."""
         with upstream_errors(self._url):
             return await self._response.content.readany()
@@ -140,6 +140,7 @@ class Upstream:
     async def _send(
         self, session: aiohttp.ClientSession, method: str, path: str, body: bytes, timeout_s: float
     ) -> UpstreamReply:
+        """Send a request once, by a session. Raises `UpstreamError`."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
         with upstream_errors(self.url):
             response = await session.request(

@@ -96,7 +96,7 @@ class Provider:
 class ProviderReply(UpstreamReply):
     """A provider's reply whose head has come."""
 
-    most_bytes = 64 << 20
+    max_bytes = 64 << 20
 
     def __init__(self, response: aiohttp.ClientResponse, provider: Provider) -> None:
         super().__init__(response, provider.url)

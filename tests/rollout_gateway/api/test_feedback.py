@@ -14,7 +14,7 @@ from pipeline.config import Config, FeedbackConfig, JudgeConfig, ModelConfig, Na
 from pipeline.events import GroupDiscarded, GroupScored, Member, SignalGiven, TrajectoryOpened
 from pipeline.log.broker import Broker
 from rollout_gateway.api.feedback import _use_of
-from rollout_gateway.capture.answer_ids import new_answer_id, trajectory_of, unwrapped
+from rollout_gateway.capture.answer_ids import new_answer_id, trajectory_of, without_prefix
 from tests.judge.kit import completed
 from tests.kits.clients import closed_after_test
 from tests.kits.settings import with_values
@@ -38,7 +38,7 @@ def test_an_answers_names_hold_its_run() -> None:
     for run in ("t-20261122T093012Z-5f1c", "a.b/c d", "chatcmpl-x.0123456789abcdef", "é%41"):
         name = new_answer_id(run)
         for prefix in ("chatcmpl-", "cmpl-", "resp_i-chatcmpl-", "resp_n-chatcmpl-", "fc_12-chatcmpl-", "msg_"):
-            assert (trajectory_of(prefix + name), unwrapped(prefix + name)) == (run, name)
+            assert (trajectory_of(prefix + name), without_prefix(prefix + name)) == (run, name)
     for foreign in ("chatcmpl-5f", "msg_", "t-1", "chatcmpl-%GG.0123456789abcdef", "chatcmpl-%FF.0123456789abcdef"):
         assert trajectory_of(foreign) in (None, "%GG")
 

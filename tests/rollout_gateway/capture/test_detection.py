@@ -73,7 +73,7 @@ class Gateway:
         answer = {"role": "assistant", "content": said}
         sampled = SampledChoice(0)
         sampled.fields["message"] = msgspec.Raw(msgspec.json.encode(answer))
-        await self.detector.answered(run, call, Answer({}, b"", [sampled]))
+        await self.detector.note_answer(run, call, Answer({}, b"", [sampled]))
         run.end()
         return run, [*messages, answer]
 
@@ -156,10 +156,10 @@ async def test_the_time_without_any_gateway_is_no_silence(nats_config: NatsConfi
         run, history = await before.ask([user("task")], "one")
     async with gateways(nats_config, 1, idle_s=600) as (after,):
         await asyncio.wait_for(after.detector._ready.wait(), 60)
-        after.detector._began -= 599  # it has been there for nearly as long
+        after.detector._serving_since -= 599  # it has been there for nearly as long
         await after.detector._complete_idle()
         assert await after.registry.log.completion(run.opened) is None
-        after.detector._began -= 3600
+        after.detector._serving_since -= 3600
         await after.detector._complete_idle()
         assert await after.registry.log.completion(run.opened) is None  # and the run has been silent for less
         assert (await after.ask([*history, user("more")], "two"))[0].id == run.id

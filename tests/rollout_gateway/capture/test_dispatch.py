@@ -50,7 +50,7 @@ async def test_an_answer_that_is_too_long_is_the_callers_doing(
     server = FakeVllm()
     async with parts(nats_config, tmp_path, [server]) as gateway:
         await gateway.open("t")
-        monkeypatch.setattr(UpstreamReply, "most_bytes", 150)
+        monkeypatch.setattr(UpstreamReply, "max_bytes", 150)
         with pytest.raises(ApiError, match="Ask for fewer choices") as refused:
             await gateway.call("t")
         assert (refused.value.status, refused.value.code, len(server.calls)) == (502, "bad_upstream", 1)

@@ -58,7 +58,7 @@ async def test_a_completion_elsewhere_is_heeded_though_it_came_while_this_replic
 ) -> None:
     async with Broker.connect(nats_config) as one, Broker.connect(nats_config) as two:
         here, there = registry_of(one), registry_of(two)
-        await here.mark_position()
+        await here.note_log_end()
         await there.open(opened("t"), "")
         found = await here.find("t")
         await there.complete("t", Completion(reward=1.0))

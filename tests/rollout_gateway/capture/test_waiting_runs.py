@@ -51,7 +51,7 @@ async def test_a_run_that_said_the_same_often_is_found_where_it_waits(broker: Br
         gone = await runs.find(f"history.gone-{call}")
         assert gone is not None
         assert await runs.take(gone)
-    found = await runs.quoted("fingerprint")
+    found = await runs.find_quoted("fingerprint")
     assert [waiting.calls for _, waiting, newest in found if newest] == [calls - 1]
     assert {waiting.run for _, waiting, _ in found} == {"run"}
 
@@ -61,7 +61,7 @@ async def test_what_too_many_runs_said_tells_none_of_them(broker: Broker) -> Non
     quote = Quote("history", "fingerprint", [], (), [])
     for number in range(32):
         await runs.put(WaitingRun(f"run-{number}", f"history-{number}", 1), [quote])
-    found = await runs.quoted("fingerprint")
+    found = await runs.find_quoted("fingerprint")
     assert [waiting.run for _, waiting, _ in found] == [f"run-{number}" for number in range(32)]
     await runs.put(WaitingRun("one-more", "history", 1), [quote])
-    assert await runs.quoted("fingerprint") == []
+    assert await runs.find_quoted("fingerprint") == []
