@@ -112,7 +112,7 @@ async def _follow_log(gateway: Gateway) -> None:
         event = recorded.event
         gateway.members.policies_changed(event)
         if isinstance(event, CheckpointPublished):
-            gateway.pacing.done(event.model, event.groups, recorded.place.at)
+            gateway.pacing.mark_done(event.model, event.groups, recorded.place.at)
         if isinstance(event, PolicyLoaded):
             gateway.metrics.loads.inc()
 

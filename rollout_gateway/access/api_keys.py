@@ -29,6 +29,7 @@ from rollout_gateway.http.errors import ApiError, invalid_key
 logger = get_logger("rollout_gateway.access.api_keys")
 
 _FILE_CHECK_S = 1.0
+"""Seconds between two looks at the file of keys."""
 _FileVersion = tuple[int, ...] | None
 """Modification time, size and inode of the file of keys. `None` if there is no file."""
 
@@ -84,9 +85,9 @@ class _Account:
     expires_at: float
 
     def spend(self, name: str, calls: int = 1, counted: int = 0) -> None:
-        """Count so many calls of the keys named `name`, of which `counted` were counted before. Raises a 429 `ApiError`
-        if no call is left. One that is left is enough for any number: `left` falls below 0, and later requests wait
-        longer."""
+        """Count so many calls, of which `counted` were counted before. Raises a 429 `ApiError` if no call is left. If
+        one is left, any number may be spent: `left` falls below 0, and later requests wait longer. `name`: of the keys,
+        for the error."""
         if not self.per_minute:
             return
         now, rate = time.monotonic(), self.per_minute / 60
@@ -99,7 +100,7 @@ class _Account:
         self.left -= calls
 
     def extend(self, key: KeyConfig, models: frozenset[str]) -> None:
-        """Add a key of the name, and have all calls left. Of different limits the widest holds."""
+        """Add a key of this name, and set `left` to a minute's calls. Of different limits the widest holds."""
         limited = self.per_minute and key.calls_per_minute
         self.per_minute = max(self.per_minute, key.calls_per_minute) if limited else 0
         self.left = float(self.per_minute)
@@ -124,7 +125,7 @@ class ApiKeys:
         self._reading: defaultdict[tuple[str, bool], asyncio.Lock] = defaultdict(asyncio.Lock)
         """As `_accounts`; each is held while a run is read for a request of these keys."""
         if not self.reload():
-            self._use(())
+            self._replace_keys(())
         if not self.required and not is_loopback(config.host):
             raise ConfigError(
                 f"gateway.host is {config.host}, but without API keys the gateway listens on 127.0.0.1 only: add "
@@ -145,8 +146,8 @@ class ApiKeys:
         return access
 
     def _account(self, owner: str, feedback_only: bool = False) -> _Account:
-        """The account of the keys named `owner`. It is to be looked up again after each `await`: another file of keys
-        makes others. If there is no key of the name any more, an account without a limit, which nothing else uses."""
+        """Return the account of the keys named `owner`; if there is no such key any more, a new one without a limit.
+        Look it up again after each `await`, since a changed file of keys replaces all accounts."""
         return self._accounts.get((owner, feedback_only)) or _Account(0, 0.0, 0.0, frozenset(), -math.inf)
 
     def spend(self, owner: str, calls: int, *, feedback_only: bool = False) -> None:
@@ -174,8 +175,8 @@ class ApiKeys:
             self._account(access.owner, access.feedback_only).spend(access.owner, runs, counted=1)
 
     def count_calls(self, owner: str, calls: int) -> None:
-        """Count further calls of the keys named `owner`, for a call that was let in already: it is not refused, and
-        later ones wait longer."""
+        """Count further calls of the keys named `owner`, for a call that was admitted already. Raises nothing: if no
+        call is left, later requests wait longer."""
         self._account(owner).left -= calls
 
     def charge(self, owner: str, model: str, calls: int = 1) -> None:
@@ -211,10 +212,10 @@ class ApiKeys:
             return None if self._file_version is None else (None, ())
 
     def _apply(self, changed: tuple[_FileVersion, tuple[KeyConfig, ...]] | None) -> bool:
-        """Use what `_read_changed` returned. Returns whether the file has changed."""
+        """Replace the keys by those that `_read_changed` returned, if it returned any. Returns whether it did."""
         if changed is None:
             return False
-        self._use(changed[1])
+        self._replace_keys(changed[1])
         self._file_version, self.required = changed[0], True
         return True
 
@@ -232,9 +233,9 @@ class ApiKeys:
                     logged = str(error)
                     logger.error("cannot read the file of API keys: the keys stay as they were", error=logged)
 
-    def _use(self, from_file: Iterable[KeyConfig]) -> None:
-        """Replace the keys by those of the settings and `from_file`. A name whose rate is unchanged keeps the
-        calls that it has left."""
+    def _replace_keys(self, from_file: Iterable[KeyConfig]) -> None:
+        """Replace all keys and accounts by those of the settings and of the file. A name whose rate is unchanged keeps
+        the calls that it has left."""
         now = time.monotonic()
         keys: dict[str, tuple[Access, float]] = {}
         accounts: dict[tuple[str, bool], _Account] = {}

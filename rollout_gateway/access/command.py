@@ -127,6 +127,7 @@ def _editing(path: Path) -> Iterator[list[KeyConfig]]:
 
 
 def _add(args: argparse.Namespace) -> None:
+    """`journeywork keys add`: make a key, add it to the file, and print it once, to standard error."""
     key, settings = _new_key(args)
     path = _path(args)
     with _editing(path) as keys:
@@ -136,6 +137,7 @@ def _add(args: argparse.Namespace) -> None:
 
 
 def _revoke(args: argparse.Namespace) -> None:
+    """`journeywork keys revoke`: remove keys from the file. Exits with 1 if no key matches, or several match a hash."""
     if not (args.name or args.sha256):
         raise ConfigError("--name or --sha256 is empty: say which keys to remove (`journeywork keys list`)")
     path = _path(args)
@@ -151,6 +153,7 @@ def _revoke(args: argparse.Namespace) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
+    """`journeywork keys list`: print a line for each key in the file."""
     path = _path(args)
     if not path.exists():
         sys.stderr.write(f"no keys: there is no file {path}\n")

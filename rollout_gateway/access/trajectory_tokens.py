@@ -24,11 +24,12 @@ class TrajectoryTokens:
         return f"{self.prefix}{name}.{base64.urlsafe_b64encode(mac[:24]).decode()}"
 
     def group_name(self, text: str) -> str:
-        """Return the name of a detected group for a text that its runs share: always the same one, and one that no
-        client can predict, as whoever opens a group first owns it."""
+        """Return the name of the detected group whose runs share `text`: the same name for the same text. No client can
+        predict it, as whoever opens a group first owns it."""
         return self._mac(f"group\0{text}").hex()[:20]
 
     def _mac(self, text: str) -> bytes:
+        """Return the HMAC-SHA256 of the project and `text`."""
         return hmac.digest(self._secret, f"{self._project}\0{text}".encode(), "sha256")
 
     def verify(self, token: str) -> str | None:

@@ -38,9 +38,9 @@ def check_demonstration(member: GroupMember, access: Access) -> None:
 async def demonstrated_calls(
     request: ControlRequest, model: str, group: str, member: GroupMember
 ) -> list[ExchangeRecorded]:
-    """Return the replies of a member's demonstration as calls of its trajectory, in the tokens of the model's chat
-    template: each with the prompt that the model would have got, and without logprobs. There is none to record for a
-    completed trajectory, which a retry may name.
+    """Return the replies of a member's demonstration as calls of its trajectory: each with the token ids of the prompt
+    that the model would have got, by its chat template, and of the reply, without logprobs. Returns none for a
+    trajectory that is completed, as a client's retry may name it.
 
     Raises an `ApiError`: 400 for a conversation that the template can't render so, 502 or 503 where no inference server
     answers."""
@@ -60,7 +60,7 @@ async def demonstrated_calls(
             reply_ids = reply.reply_ids(prompt, whole)
         except UntrainableReplyError as error:
             raise invalid_body(f"Trajectory {member.id!r}: {error}.", "demonstration") from error
-        asked = {"model": model, **reply.request, **_SAMPLING}
+        recorded_request = {"model": model, **reply.request, **_SAMPLING}
         choice = {"index": 0, "message": reply.message, "finish_reason": "stop"}
         now = now_us()
         calls.append(
@@ -72,14 +72,14 @@ async def demonstrated_calls(
                 policy_version=version,
                 step=parse_version(version)[1],
                 group=group,
-                request=msgspec.json.encode(asked),
+                request=msgspec.json.encode(recorded_request),
                 response=msgspec.json.encode({"object": "chat.completion", "choices": [choice]}),
                 prompt_ids=pack_ids(prompt),
                 sampled_ids=pack_ids(reply_ids),
                 logprobs=b"",
                 finish_reason="stop",
                 endpoint="demonstration",
-                request_hash=hashlib.sha256(msgspec.json.encode([asked, reply.message])).hexdigest()[:32],
+                request_hash=hashlib.sha256(msgspec.json.encode([recorded_request, reply.message])).hexdigest()[:32],
                 started_at=now,
                 first_token_at=now,
             )
@@ -88,8 +88,8 @@ async def demonstrated_calls(
 
 
 async def record_demonstration(gateway: Gateway, trajectory: str, calls: Sequence[ExchangeRecorded]) -> None:
-    """Record the calls of a demonstration in its trajectory, which is open, but for those that are recorded already:
-    the request may be a retry."""
+    """Record the calls of a demonstration in its open trajectory. Those that are recorded already are left out, as the
+    request may be a client's retry."""
     if not calls:
         return
     run = await gateway.registry.find(trajectory)

@@ -42,7 +42,7 @@ _RUN_ADVICE = "Feedback on a run by its id goes to POST /v1/trajectories/<id>/fe
 
 
 class _Grade(NamedTuple):
-    """What the feedback says, in the form of a signal's fields."""
+    """What the feedback says, as three fields of a signal."""
 
     kind: Literal["number", "text", "correction"]
     value: float | None
@@ -90,10 +90,11 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
 
 
 def _grade(body: Feedback, limit: float) -> _Grade:
-    """Read what a body says. `limit`: `gateway.max_reward`. Raises a 400 `ApiError` unless it says one thing, within
-    its bounds."""
-    said = (body.value is not None, body.thumb is not None, bool(body.correction), bool(body.corrected_by))
-    if sum(said) > 1 or not (any(said) or body.text) or (any(said[2:]) and body.text):
+    """Return the grade that a body gives: a number (of a `thumb`, 1 or -1; of a `scale`, mapped to 0..1), a text or a
+    correction. `limit`: `gateway.max_reward`. Raises a 400 `ApiError` unless it gives exactly one, within its
+    bounds."""
+    gradings = (body.value is not None, body.thumb is not None, bool(body.correction), bool(body.corrected_by))
+    if sum(gradings) > 1 or not (any(gradings) or body.text) or (any(gradings[2:]) and body.text):
         message = (
             "Say one thing: `value`, `thumb`, `ranking`, `correction`, `corrected_by` or `text`. `text` may comment on "
             "a value or a thumb. Send the rest as further feedback, with a `key` of its own."
@@ -119,7 +120,8 @@ def _grade(body: Feedback, limit: float) -> _Grade:
 
 
 def _targets_of_ranking(body: AnswerFeedback) -> list[_Target]:
-    """Return the members of a ranking as numbers in equal steps, from 1 for the first to 0 for the last."""
+    """Return the runs and answers of a ranking, each with a number as its grade, in equal steps from 1 for the first to
+    0 for the last. Raises a 400 `ApiError` for an invalid ranking."""
     others = (body.value, body.scale, body.thumb, body.correction or None, body.corrected_by or None)
     if any(other is not None for other in others):
         message = "A `ranking` says what it thinks of each run. Leave the other fields out, except `text`."
@@ -162,10 +164,11 @@ async def _record_signals(request: ControlRequest, body: Feedback, targets: list
 async def _checked_signal(
     request: ControlRequest, body: Feedback, key: str, target: _Target
 ) -> tuple[SignalGiven, dict[str, Any]]:
-    """Return a signal as it may be recorded, and what its sender is told about it."""
+    """Check what is to be recorded about a target. Returns its signal, masked, and the fields that the sender gets
+    about it. `key`: the idempotency id of the feedback. Raises `ApiError`."""
     gateway, access = request.gateway, request.access
     opened = await _opening_to_grade(gateway, target.trajectory, access)
-    by = opened.owner if access.trajectory else access.owner
+    grader = opened.owner if access.trajectory else access.owner
     grade, source = target.grade._asdict(), body.source
     if source == "healing" or is_outside(source):
         raise invalid_body(f"`source` {source!r} is the installation's own.", "source")
@@ -175,7 +178,7 @@ async def _checked_signal(
     event = SignalGiven(
         project=gateway.project,
         # The `:` of a key's name is escaped, so no two names make the same id.
-        signal=check_name(f"{quote(by, safe='')}:{key}"),
+        signal=check_name(f"{quote(grader, safe='')}:{key}"),
         trajectory=opened.trajectory,
         model=opened.model,
         group=group_key(opened.group, opened.trajectory),
@@ -183,7 +186,7 @@ async def _checked_signal(
         call=-1 if target.of_run else call,
         name=body.name,
         **grade,
-        by=by,
+        by=grader,
         source=source,
         copied_from=body.corrected_by,
     )
@@ -195,9 +198,9 @@ async def _checked_signal(
 
 
 async def _last_answer_of(request: ControlRequest, trajectory: str, owner: str) -> tuple[str, str]:
-    """Return the last answer of a run of `owner` as text, with its tool calls as JSON, and the version that gave it: it
-    is what another run's call should have answered (`corrected_by`). Raises an `ApiError`: 404 if there is none, 403 if
-    nothing may learn from it."""
+    """Return the last answer of a run as text, with its tool calls as JSON, and the version that gave it. It is what a
+    call of another run, which `owner` opened, should have answered (`corrected_by`). Raises an `ApiError`: 404 if there
+    is none or the run is another key's, 403 if nothing may learn from it."""
     gateway, access, last = request.gateway, request.access, None
     opened = await _opening_to_grade(gateway, trajectory, access)
     if opened.owner != owner and not access.operator:
@@ -333,7 +336,7 @@ async def _state_of(gateway: Gateway, opened: TrajectoryOpened) -> dict[str, str
 
 
 def _unknown_answer(answer: str, where: str = "The log") -> ApiError:
-    """`where`: what was searched for the answer."""
+    """Return the 404 for an id of no recorded answer. `where`: what was searched for the answer."""
     message = (
         f"{where} has no answer {answer!r}. Send the id as the client got it. An answer is recorded only if its call "
         "belongs to a run (docs/gateway.md says how a call names its run), and the log keeps it for "

@@ -116,8 +116,8 @@ async def _open_member(
 
 
 async def get_group(request: ControlRequest) -> dict[str, Any]:
-    """What became of a group: `GET /v1/groups/{group}`. `model` in the query may be left out if there is one model
-    only."""
+    """Return what became of a group: `GET /v1/groups/{group}?model={model}`. `model` may be left out if there is one
+    model only."""
     gateway, access, (group,) = request.gateway, request.access, request.values
     models = gateway.models_of(access)
     query = dict(parse_qsl(request.http.target.partition("?")[2], keep_blank_values=True))
@@ -127,29 +127,30 @@ async def get_group(request: ControlRequest) -> dict[str, Any]:
     owners = {
         name: await gateway.registry.groups.owner(name, group) for name in gateway.policies.answering_models(model)
     }
-    own = [name for name, owner in owners.items() if owner is not None and access.owns(owner)]
-    if not own and not access.operator:
+    own_models = [name for name, owner in owners.items() if owner is not None and access.owns(owner)]
+    if not own_models and not access.operator:
         message = f"Group {group!r} is unknown: it was not opened here, or another API key opened it."
         raise ApiError(404, "group_not_found", message)
     unknown = {"version": "", "metrics": {}, "reason": "", "detail": ""}
-    outcomes = [await _outcome_of(gateway, access, name, group) for name in own or [model]]
+    outcomes = [await _outcome_of(gateway, access, name, group) for name in own_models or [model]]
     # Of a group that was opened around a decision, one part may be decided later.
     outcome = next((o for o in outcomes if o["status"] == "waiting"), outcomes[-1])
     return {"group": group, "model": model, **unknown, **outcome}
 
 
 async def _outcome_of(gateway: Gateway, access: Access, model: str, group: str) -> dict[str, Any]:
-    """What the log says of a group, as the answer's fields. `status` is `trained`, `discarded`, `dead` (the trainer
-    could not use it, or the judge that scored it ended, and it is among the dead letters) or `waiting` (none of
-    these)."""
+    """Return what became of a group of `model`, by the log, as fields of the answer to `get_group`. `status` is
+    `trained`, `discarded`, `dead` (the trainer could not use it, or the judge that scored it ended, and it is among the
+    dead letters) or `waiting` (none of these)."""
     state = gateway.policies.models.get(model)  # `None`: an outside model
     for checkpoint in reversed(state.checkpoints.values() if state is not None else ()):
         event = checkpoint.event
         if group in event.groups and event.branch == "main":
             # The means of agents' metrics are of all keys' runs in the step.
             metrics = {n: m for n, m in event.metrics.items() if access.operator or not n.startswith(RUN)}
-            told = {"version": event.version, "metrics": with_art_names(metrics)}
-            return {"status": "trained", **(told if access.sees(model) else {})}  # else the model has taken over
+            fields = {"version": event.version, "metrics": with_art_names(metrics)}
+            # A key of an outside model alone is told nothing of its apprentice.
+            return {"status": "trained", **(fields if access.sees(model) else {})}
     discards = await gateway.broker.read(GroupDiscarded, project=gateway.project, model=model, group=group)
     for discard in (recorded.event for recorded in reversed(discards)):
         # `late` and `too_large` concern single trajectories.
@@ -166,8 +167,8 @@ async def _outcome_of(gateway: Gateway, access: Access, model: str, group: str) 
 
 
 def _group_in(payload: bytes) -> tuple[str, str, str] | None:
-    """The project, model and group that a dead letter is about; `None` for an event about no group, and for what can't
-    be decoded, which may be why the letter is dead."""
+    """Return the project, model and group of the event in a dead letter; `None` for an event about no group, and for a
+    payload that can't be decoded, which may be the reason of the letter."""
     try:
         event = decode(payload)
     except msgspec.DecodeError:

@@ -12,6 +12,7 @@ from rollout_gateway.capture.run_log import STREAM
 logger = get_logger("rollout_gateway.api.log_health")
 
 PROBE_EVERY_S = 5.0
+"""Seconds between two probes."""
 
 
 class LogHealth:

@@ -34,11 +34,12 @@ class Metrics(Collector):
         self._seconds.observe(seconds)
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._collectors)
 
     def collect(self) -> Iterator[Metric]:
-        """The state now. `generate_latest` calls it."""
+        """Yield the metrics that are read only when they are asked for: of runs in memory, shadow calls and inference
+        servers. `generate_latest` calls it."""
         yield GaugeMetricFamily(
             "journeywork_trajectories_known", "Open trajectories in this replica's memory.", len(self._registry)
         )

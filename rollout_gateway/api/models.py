@@ -19,42 +19,43 @@ _OPERATOR_FIELDS = ("request", "evidence")
 
 
 def _visible_names(gateway: Gateway, access: Access) -> list[str]:
-    """What a key may put into `model`."""
+    """Return the names that a key may put into a call's `model`: models, exact versions and outside models."""
     names = (*gateway.policies.names(), *sorted(gateway.router.outside))
     return [name for name in names if access.sees(gateway.router.name(name))]
 
 
-def _model(gateway: Gateway, name: str) -> dict[str, Any]:
-    """A model object of OpenAI's."""
+def _model_object(gateway: Gateway, name: str) -> dict[str, Any]:
+    """Return OpenAI's object for the model or version `name`."""
     owner = "outside" if name in gateway.router.outside else "journeywork"
     return {"id": name, "object": "model", "created": 0, "owned_by": owner}
 
 
 async def get_models(request: ControlRequest) -> dict[str, Any]:
-    """OpenAI's list: names that follow the newest version, and exact versions."""
+    """`GET /v1/models`: OpenAI's list of the names that calls may use, those of models and of exact versions."""
     names = _visible_names(request.gateway, request.access)
-    return {"object": "list", "data": [_model(request.gateway, name) for name in names]}
+    return {"object": "list", "data": [_model_object(request.gateway, name) for name in names]}
 
 
 async def get_model(request: ControlRequest) -> dict[str, Any]:
-    """One of them, or a version that is no longer listed: calls that use it continue. A model that the key does not
-    permit is a 404, like one that does not exist."""
+    """`GET /v1/models/{model}`: one object of the list of `get_models`, or of a version that is no longer listed and
+    still answers the calls that use it. A model that the key does not permit is a 404, like one that does not
+    exist."""
     gateway, access, (name,) = request.gateway, request.access, request.values
     names = _visible_names(gateway, access)
     if name in names or (gateway.policies.knows(name) and access.sees(gateway.router.name(name))):
-        return _model(gateway, name)
+        return _model_object(gateway, name)
     raise unknown_model(name, names)
 
 
 async def get_policies(request: ControlRequest) -> dict[str, Any]:
-    """The version that each model's name is routed to, and why."""
+    """`GET /v1/policies`: the version that each model's name is routed to, and why."""
     gateway, access = request.gateway, request.access
     names = [name for name in gateway.policies.routed if access.sees(name)]
-    return {"data": [_policy(gateway, name, access) for name in names]}
+    return {"data": [_routing_of(gateway, name, access) for name in names]}
 
 
-def _policy(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
-    """What `GET /v1/policies` tells of a policy's name, or of an outside model that has an apprentice."""
+def _routing_of(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
+    """Return the item of `GET /v1/policies` about a policy's name, or about an outside model that has an apprentice."""
     policies, version = gateway.policies, gateway.router.current(model)
     decided = policies.routed[model].decided
     trained = policies.apprentices.get(model, model)
@@ -88,12 +89,12 @@ async def decide(request: ControlRequest, action: Action) -> dict[str, Any]:
 
 
 async def get_health(request: ControlRequest) -> dict[str, Any]:
-    """Always `ok`, since the gateway answers. `serving` says whether calls can be answered, `log` why the log takes no
-    writes. The state of each inference server is among the metrics."""
+    """`GET /health`: `status` is always `ok`, since the gateway answers. `serving` says whether calls can be answered,
+    `log` why the log takes no writes. The state of each inference server is among the metrics."""
     ready, trouble = request.gateway.fleet.ready(), request.gateway.log_health.trouble
     return {"status": "ok", "serving": bool(ready) and not trouble, "log": trouble or "ok"}
 
 
 async def get_metrics(request: ControlRequest) -> RawAnswer:
-    """The gateway's metrics in Prometheus' text format."""
+    """`GET /metrics`: the gateway's metrics in Prometheus' text format."""
     return RawAnswer(200, request.gateway.metrics.text(), CONTENT_TYPE)

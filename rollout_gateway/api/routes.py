@@ -93,7 +93,7 @@ def decode_segment(segment: str) -> str:
 
 
 def not_allowed(*allowed: str) -> ApiError:
-    """The URL exists for other methods, which are `allowed`."""
+    """Return the 405 for a URL that exists for other methods, which are `allowed`."""
     methods = ", ".join(dict.fromkeys(allowed))
     headers = ((b"allow", methods.encode()),)
     return ApiError(405, "method_not_allowed", f"This URL takes {methods}.", headers=headers)

@@ -17,19 +17,21 @@ from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.serving.replicas import least_loaded
 
 _REPLICA_WAIT_S = 60.0
+"""Seconds that a request waits for an inference server that serves the model."""
 _TIMEOUT_S = 30.0
+"""Seconds that the server may take to answer."""
 
 
 async def tokenize(request: ControlRequest) -> RawAnswer:
-    """The tokens of a prompt."""
+    """`POST /tokenize`: the tokens of a prompt, as vLLM answers."""
     fields, params = read_fields(request.http.body, RequestParams)
     request.gateway.permitted.check(fields)
     return await _tokenize(request, params.model, fields)
 
 
 async def count_tokens(request: ControlRequest) -> RawAnswer:
-    """The tokens of a message's prompt, tools included, in Anthropic's format. An outside model's provider counts its
-    own."""
+    """`POST /v1/messages/count_tokens`: the number of tokens of a prompt, tools included, in Anthropic's format. For an
+    outside model, its provider counts."""
     if (outside := request.gateway.relay.read(MessagesTranslation.path, request.http.body)) is not None:
         request.access.check_model(outside.params.model)
         return RawAnswer(*await request.gateway.relay.pass_on(request.http, outside, "/count_tokens"))
@@ -43,15 +45,16 @@ async def count_tokens(request: ControlRequest) -> RawAnswer:
 
 
 async def _tokenize_call(request: ControlRequest, call: Call) -> RawAnswer:
-    """vLLM's answer about the prompt of a chat completion."""
+    """Return vLLM's answer at `/tokenize` about the prompt of a chat completion."""
     request.gateway.permitted.check(call.fields)
     prompt: Fields = {name: call.fields[name] for name in ("messages", "tools") if name in call.fields}
     return await _tokenize(request, call.params.model, prompt)
 
 
 async def token_ids(request: ControlRequest, model: str, prompt: Mapping[str, Any]) -> list[int]:
-    """The token ids of a prompt, by the inference server's template. Raises a 400 `ApiError` with what the server says
-    of a prompt that it refuses, and a 502 one."""
+    """Return the token ids of a prompt, by the inference server's chat template. `prompt`: the fields of a request to
+    vLLM's `/tokenize`, without the model. Raises an `ApiError`: 400 with the server's words for a prompt that it
+    refuses, 502 or 503 if no server answers."""
     answer = await _tokenize(request, model, prompt)
     if answer.status != 200:
         text = answer.body.decode(errors="replace")
@@ -65,7 +68,7 @@ class _Tokens(msgspec.Struct):
 
 
 def _read_tokens(body: bytes) -> _Tokens:
-    """Decode vLLM's answer. Raises a 502 `ApiError`."""
+    """Decode vLLM's answer to `/tokenize`. Raises a 502 `ApiError` if it is none."""
     try:
         return msgspec.json.decode(body, type=_Tokens)
     except msgspec.DecodeError as error:

@@ -87,8 +87,8 @@ async def complete_checked(gateway: Gateway, trajectory: str, completion: Comple
 
 
 def runs_named(completion: Completion) -> int:
-    """How many runs a completion makes the gateway look at, as its key pays for each: itself, or those whose calls it
-    names."""
+    """Return the number of runs that a completion makes the gateway read, as its key pays for each: those whose calls
+    `exchanges` names, else 1 for the run itself."""
     return len({reference.trajectory for reference in completion.exchanges}) or 1
 
 
@@ -157,7 +157,7 @@ def check_batch(gateway: Gateway, completion: Completion, access: Access, model:
 
 
 async def get_trajectory(request: ControlRequest) -> dict[str, Any]:
-    """What the log says of a trajectory: `GET /v1/trajectories/{trajectory}`."""
+    """`GET /v1/trajectories/{trajectory}`: how a trajectory was opened, and its results if it is completed."""
     opened, completed, exchanges = await request.gateway.registry.describe(*request.values)
     if not request.access.sees(opened.model):  # an apprentice, of which the key is told nothing
         opened = opened.as_asked()
@@ -178,6 +178,6 @@ async def get_trajectory(request: ControlRequest) -> dict[str, Any]:
 
 
 def traceparent(headers: Headers) -> str:
-    """The W3C trace context of a request; empty if it has none."""
+    """Return the W3C trace context of a request; empty if it has none, or one that is not 55 characters of ASCII."""
     value = headers.get(b"traceparent", b"").decode("latin-1")
     return value if len(value) == 55 and value.isascii() else ""

@@ -26,8 +26,8 @@ Document = dict[str, Any]
 UNREADABLE = (*MALFORMED, ApiError)
 """What reading an answer raises that is none of its dialect."""
 _SENT_WHOLE = frozenset(("id", "index", "name", "role", "type"))
-"""Texts of a delta that come whole, and perhaps again in each delta."""
-_FINISHES = {
+"""Fields of a delta whose text comes whole, and perhaps again in each delta."""
+_FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
     "max_tokens": "length",
@@ -37,6 +37,7 @@ _FINISHES = {
     "max_output_tokens": "length",
     "refusal": "content_filter",
 }
+"""The `finish_reason` of a chat completion, by Anthropic's stop reasons and by the states of OpenAI's Responses API."""
 
 
 class Usage(msgspec.Struct, array_like=True):
@@ -86,14 +87,14 @@ class OutsideAnswer:
                 self.error = f"the provider answered with an error: {_error_text(self.native['error'])}"
             self._choices()
 
-    def take(self, payload: bytes) -> bool:
+    def feed_event(self, payload: bytes) -> bool:
         """Read the data of a server-sent event. Returns whether the agent would have got it from the provider itself:
         not the usage that only the gateway asked for."""
         if payload == b"[DONE]":
             self.finishing = self.ended = True
         elif payload and not self.ended:
             with self._noting_unreadable():
-                return self._event(msgspec.json.decode(payload, type=Document))
+                return self._read_event(msgspec.json.decode(payload, type=Document))
         return True
 
     @contextmanager
@@ -104,38 +105,38 @@ class OutsideAnswer:
         except UNREADABLE as error:
             self.error = self.error or f"the answer can't be read: {type(error).__name__}: {error}"[:500]
 
-    def _event(self, event: Document) -> bool:
-        """Read an event of a stream. Returns as `take`."""
+    def _read_event(self, event: Document) -> bool:
+        """Read an event of a stream. Returns as `feed_event`."""
         if event.get("error") or event.get("type") == "error":  # the Responses API's has its message beside the type
             message = _error_text(event.get("error") or event)
             self.error, self.finishing = f"the provider ended the stream: {message}", True
             return True
         if self._call.dialect == "chat":
-            return self._chat_chunk(event)
+            return self._read_chat_chunk(event)
         if self._call.dialect == "messages":
-            self._messages_event(event)
+            self._read_messages_event(event)
         else:
-            self._responses_event(event)
+            self._read_responses_event(event)
         return True
 
-    def _chat_chunk(self, chunk: Document) -> bool:
-        """Merge a chunk of a chat completion into `native`, whose `choices` are by index meanwhile. Returns as
-        `take`."""
+    def _read_chat_chunk(self, chunk: Document) -> bool:
+        """Merge a chunk of a chat completion into `native`, whose `choices` are a dictionary by index meanwhile.
+        Returns as `take`."""
         choices, usage = chunk.pop("choices", None) or [], chunk.pop("usage", None)
         self.native = {**chunk, **self.native}
         if usage:
             self.native["usage"] = usage
-        told: dict[int, Document] = self.native.setdefault("choices", {})
+        merged: dict[int, Document] = self.native.setdefault("choices", {})
         for choice in choices:
-            said = told.setdefault(int(choice.get("index", 0)), {"message": {"role": "assistant", "content": None}})
-            _merge_delta(said["message"], choice.get("delta") or {})
-            said["finish_reason"] = choice.get("finish_reason") or said.get("finish_reason")
-        finished = sum(bool(said["finish_reason"]) for said in told.values())
+            so_far = merged.setdefault(int(choice.get("index", 0)), {"message": {"role": "assistant", "content": None}})
+            _merge_delta(so_far["message"], choice.get("delta") or {})
+            so_far["finish_reason"] = choice.get("finish_reason") or so_far.get("finish_reason")
+        finished = sum(bool(choice["finish_reason"]) for choice in merged.values())
         self.finishing = self.finishing or finished >= self._call.choices
         # False for the chunk with the usage alone, which only the gateway asked for.
         return bool(choices or not usage or not self._asks_usage)
 
-    def _messages_event(self, event: Document) -> None:
+    def _read_messages_event(self, event: Document) -> None:
         """Add an event of Anthropic's stream to `native`, the message so far."""
         kind, native = event["type"], self.native
         if kind == "message_start":
@@ -162,7 +163,7 @@ class OutsideAnswer:
         elif kind == "message_stop":
             self.finishing = self.ended = True
 
-    def _responses_event(self, event: Document) -> None:
+    def _read_responses_event(self, event: Document) -> None:
         """Add an event of a stream of OpenAI's Responses API to `native`, the response so far. Each item comes whole
         when it is done."""
         kind, items = event["type"], self.native.get("output", [])
@@ -174,32 +175,33 @@ class OutsideAnswer:
         elif kind in ("response.output_item.added", "response.output_item.done"):
             items[event["output_index"] : event["output_index"] + 1] = [event["item"]]
         elif kind == "response.output_text.delta":  # counts only until the item is done
-            said = items[event["output_index"]]["content"] or [{"type": "output_text", "text": ""}]
-            said[0]["text"] += event["delta"]
-            items[event["output_index"]]["content"] = said
+            parts = items[event["output_index"]]["content"] or [{"type": "output_text", "text": ""}]
+            parts[0]["text"] += event["delta"]
+            items[event["output_index"]]["content"] = parts
 
     # -- the record ------------------------------------------------------------------------------------------------
 
     def usage(self) -> Usage | None:
-        """The usage; `None` if the provider told none."""
+        """Return the usage that the provider counted; `None` if it sent none, or none that can be read."""
         try:
-            told = self.native.get("usage") or {}
+            native = self.native.get("usage") or {}
             if self._call.dialect == "messages":
-                cached, written = (told.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation"))
-                read = (told["input_tokens"] + cached + written, cached, written, told["output_tokens"])
+                cached, written = (native.get(f"cache_{what}_input_tokens") or 0 for what in ("read", "creation"))
+                counts = (native["input_tokens"] + cached + written, cached, written, native["output_tokens"])
             else:
                 first, second = ("prompt", "completion") if self._call.dialect == "chat" else ("input", "output")
-                cached = (told.get(f"{first}_tokens_details") or {}).get("cached_tokens") or 0
-                read = (told[f"{first}_tokens"], cached, 0, told[f"{second}_tokens"])
-            return msgspec.convert(read, Usage)
+                cached = (native.get(f"{first}_tokens_details") or {}).get("cached_tokens") or 0
+                counts = (native[f"{first}_tokens"], cached, 0, native[f"{second}_tokens"])
+            return msgspec.convert(counts, Usage)
         except UNREADABLE:
             return None
 
     def answer(self) -> Answer:
-        """The answer for the record, as far as it has come; without choices where it is none of its dialect."""
-        told: list[Document] = []
+        """Return the answer for the record, as far as it has come; without choices if it is no answer of its
+        dialect."""
+        documents: list[Document] = []
         with self._noting_unreadable():
-            told = self._choices()
+            documents = self._choices()
         native, used = self.native, self.usage()
         if self._call.dialect == "chat":
             fields = {name: value for name, value in native.items() if name != "choices"}
@@ -214,22 +216,24 @@ class OutsideAnswer:
         identity = native.get("id")
         fields |= {"id": identity if isinstance(identity, str) else "", "object": "chat.completion"}
         choices = []
-        for number, choice in enumerate(told):
+        for number, choice in enumerate(documents):
             reason, own = str(choice["finish_reason"] or ""), _encode_fields(choice | {"index": number})
             choices.append(SampledChoice(number, finish_reason=reason, fields=own))
         return Answer(_encode_fields(fields), b"", choices)
 
     def _choices(self) -> list[Document]:
-        """The choices of the answer as a chat completion has them: one, unless the provider speaks this dialect. Raises
-        one of `UNREADABLE`."""
+        """Return the choices of the answer in the form of a chat completion's: one, unless the provider's dialect is
+        chat completions. Raises one of `UNREADABLE`."""
         native = self.native
         if self._call.dialect == "chat":
-            told = native["choices"]
-            if len(told) > MAX_CHOICES:
-                raise ValueError(f"it has {len(told):,} choices; at most {MAX_CHOICES:,} are recorded")
+            choices = native["choices"]
+            if len(choices) > MAX_CHOICES:
+                raise ValueError(f"it has {len(choices):,} choices; at most {MAX_CHOICES:,} are recorded")
             return [
                 {**choice, "message": {**choice["message"]}, "finish_reason": choice.get("finish_reason")}
-                for choice in (told if isinstance(told, list) else [told[number] for number in sorted(told)])
+                for choice in (
+                    choices if isinstance(choices, list) else [choices[number] for number in sorted(choices)]
+                )
             ]
         messages: list[Document] = []
         if self._call.dialect == "messages":
@@ -254,7 +258,9 @@ class OutsideAnswer:
             if more.get("tool_calls"):
                 message["tool_calls"] = message.get("tool_calls", []) + more["tool_calls"]
         finish = (
-            "tool_calls" if message.get("tool_calls") and reason == "completed" else _FINISHES.get(str(reason), reason)
+            "tool_calls"
+            if message.get("tool_calls") and reason == "completed"
+            else _FINISH_REASONS.get(str(reason), reason)
         )
         return [{"message": message, "finish_reason": finish}]
 
@@ -273,7 +279,7 @@ def replay_answer(call: OutsideCall, recorded: Fields) -> bytes:
 
 
 def _responses_events(response: Document) -> list[Document]:
-    """The stream of a response."""
+    """Return the events of a stream that sends this whole response of OpenAI's Responses API."""
     begun = response | {"output": [], "status": "in_progress", "usage": None}
     events: list[Document] = [{"type": "response.created", "response": begun}]
     for place, item in enumerate(response["output"]):
@@ -287,11 +293,12 @@ def _responses_events(response: Document) -> list[Document]:
 
 
 def _events_of_item(item: Document) -> tuple[Document, list[Document]]:
-    """Return an item of a Responses answer as a stream begins it, and the events that fill it."""
+    """Return an item of a Responses answer as a stream's first event about it has it, without its texts, and the events
+    that send the texts."""
     if item["type"] == "function_call":
         kind, arguments = "response.function_call_arguments", item["arguments"]
-        told = [{"type": f"{kind}.delta", "delta": arguments}, {"type": f"{kind}.done", "arguments": arguments}]
-        return item | {"arguments": ""}, told
+        filling = [{"type": f"{kind}.delta", "delta": arguments}, {"type": f"{kind}.done", "arguments": arguments}]
+        return item | {"arguments": ""}, filling
     if item["type"] != "message":
         return item, []
     events: list[Document] = []
@@ -310,7 +317,7 @@ def _events_of_item(item: Document) -> tuple[Document, list[Document]]:
 
 
 def _messages_events(message: Document) -> list[Document]:
-    """The stream of one of Anthropic's messages."""
+    """Return the events of a stream that sends this whole message of Anthropic's API."""
     events: list[Document] = [{"type": "message_start", "message": message | {"content": [], "stop_reason": None}}]
     for place, block in enumerate(message["content"]):
         texts = {name: block[name] for name in ("text", "thinking", "signature") if isinstance(block.get(name), str)}
@@ -327,7 +334,7 @@ def _messages_events(message: Document) -> list[Document]:
 
 
 def _error_text(error: Any) -> str:
-    """Return the beginning of a provider's error message, which may be of any form."""
+    """Return the beginning of a provider's error message. `error`: the error as the provider sent it, of any form."""
     message = error.get("message") or error.get("type") if isinstance(error, dict) else error
     return str(message)[:200]
 

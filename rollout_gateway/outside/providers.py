@@ -74,8 +74,8 @@ class Provider:
         return reply
 
     def hide_key(self, data: bytes) -> bytes:
-        """Return what the provider said without its key, which it may have repeated. A JSON text that holds the key
-        with escapes is replaced as a whole."""
+        """Return what the provider sent with its key replaced by `_HIDDEN`: a provider may repeat the key. A JSON text
+        that holds the key with escapes is replaced as a whole."""
         if not self._key:
             return data
         data, key = data.replace(self._key.encode(), _HIDDEN), _unescaped(self._key.encode())
@@ -103,16 +103,15 @@ class ProviderReply(UpstreamReply):
         self._provider, self._closed, self.table = provider, False, provider.table
         self.hide_key = provider.hide_key
         headers = [(name.lower(), self.hide_key(value)) for name, value in response.raw_headers]
-        self.kind = dict(headers).get(b"content-type", b"")
-        """The content type."""
-        self.passed = [(n, value) for n, value in headers if is_passed_to_agent(n) and n != b"content-type"]
-        """The other headers that the agent gets."""
+        self.content_type = dict(headers).get(b"content-type", b"")
+        self.headers_for_agent = [(n, value) for n, value in headers if is_passed_to_agent(n) and n != b"content-type"]
+        """The headers that the agent gets besides `content-type`."""
 
     def invalid(self) -> str:
         """Return what is wrong with the head of the reply, or an empty string."""
         if not 200 <= self.status <= 599:
             return f"its status is {self.status}"
-        for name, value in [(b"content-type", self.kind), *self.passed]:
+        for name, value in [(b"content-type", self.content_type), *self.headers_for_agent]:
             if _CONTROL.search(value):
                 return f"its header {name.decode('latin-1')!r} has a control character"
         coding = self._response.headers.get("content-encoding", "identity").strip().lower()

@@ -49,7 +49,7 @@ class _OutsideExchange(Exchange):
     cost_usd: float | None = None
     error: str = ""
     failed: list[str] = field(default_factory=list)
-    """Who was asked before the provider that answered, with what happened."""
+    """For each provider or apprentice that was asked before and did not answer: its name or URL, and the reason."""
 
     def _own_fields(self, choice: SampledChoice) -> dict[str, Any]:
         """Return the fields of a choice's event: no tokens, and with the first choice what the whole call cost."""
@@ -121,8 +121,8 @@ class Relay:
         run.begin()
         try:
             await run.log.masks.check_call(call.body)
-            if caller.is_retry and (before := await self._calls.recorded_reply(exchange)) is not None:
-                return await _repeat(request, call, before)
+            if caller.is_retry and (recorded := await self._calls.recorded_reply(exchange)) is not None:
+                return await _repeat(request, call, recorded)
             if apprentice is not None:
                 try:
                     return await apprentice()
@@ -139,7 +139,7 @@ class Relay:
         with request.cancellation:
             reply = await self._ask(request, exchange, rest)
             try:
-                return reply.status, await reply.read(), reply.kind, reply.passed
+                return reply.status, await reply.read(), reply.content_type, reply.headers_for_agent
             except UpstreamError as error:
                 raise _as_api_error(call, error) from error
             finally:
@@ -158,10 +158,10 @@ class Relay:
                 await self._record_failure(exchange, OutsideAnswer(call, call.tables[-1]), error)
             raise
         try:
-            if call.stream and reply.status == 200 and reply.kind.startswith(b"text/event-stream"):
-                await self._stream(request, exchange, reply)
+            if call.stream and reply.status == 200 and reply.content_type.startswith(b"text/event-stream"):
+                await self._pass_on_stream(request, exchange, reply)
             else:
-                await self._whole(request, exchange, reply)
+                await self._pass_on_whole(request, exchange, reply)
             return reply.status
         finally:
             reply.close()
@@ -201,8 +201,9 @@ class Relay:
                 exchange.failed.append(f"{provider.url}: {failure.message}")
         raise failure
 
-    async def _whole(self, request: Request, exchange: _OutsideExchange, reply: ProviderReply) -> None:
-        """Pass on an answer that is not streamed, after its record."""
+    async def _pass_on_whole(self, request: Request, exchange: _OutsideExchange, reply: ProviderReply) -> None:
+        """Give the agent an answer that is not streamed, once it is recorded. Raises `ApiError` and
+        `ClientGoneError`."""
         answer = OutsideAnswer(exchange.call, reply.table)
         try:
             with request.cancellation:
@@ -217,27 +218,27 @@ class Relay:
         if not answer.native:
             answer.native = {"error": {"message": body[:_ERROR_BYTES].decode(errors="replace")}}
         await self._record(exchange, answer, "failed" if answer.error else "complete")
-        await request.answer(reply.status, body, reply.passed + _run_header(exchange), reply.kind)
+        await request.answer(reply.status, body, reply.headers_for_agent + _run_header(exchange), reply.content_type)
 
-    async def _stream(self, request: Request, exchange: _OutsideExchange, reply: ProviderReply) -> None:
-        """Pass on a stream. Its last events are held back until the call is recorded, however the stream ends. If it
-        broke off at the provider, or the log does not take the record, it ends for the agent without them, as a broken
-        connection."""
+    async def _pass_on_stream(self, request: Request, exchange: _OutsideExchange, reply: ProviderReply) -> None:
+        """Pass on a stream. Its last events are last_events back until the call is recorded, however the stream ends.
+        If it broke off at the provider, or the log does not take the record, it ends for the agent without them, as a
+        broken connection."""
         answer, events = OutsideAnswer(exchange.call, reply.table), EventBuffer()
-        held: list[bytes] = []
+        last_events: list[bytes] = []
         """The last events."""
         status: Status = "failed"
         broke_off = True
-        await request.start([(b"content-type", reply.kind), *reply.passed, *_run_header(exchange)])
+        await request.start([(b"content-type", reply.content_type), *reply.headers_for_agent, *_run_header(exchange)])
         try:
             with request.cancellation:
                 while not answer.ended and (data := await reply.read_some()):
                     for event in map(reply.hide_key, events.add(data)):
                         exchange.first_token_at = exchange.first_token_at or now_us()
-                        if not answer.take(event_data(event)):
+                        if not answer.feed_event(event_data(event)):
                             continue  # the usage, which the agent did not ask for
                         if answer.finishing:
-                            held.append(event)
+                            last_events.append(event)
                         else:
                             await request.write(event)
             broke_off = False
@@ -254,11 +255,13 @@ class Relay:
         if recording is not None:
             await asyncio.shield(recording)
         if not broke_off:
-            await self._end_stream(request, reply, b"".join(held), events)
+            await self._end_stream(request, reply, b"".join(last_events), events)
 
-    async def _end_stream(self, request: Request, reply: ProviderReply, held: bytes, events: EventBuffer) -> None:
-        """Write the events that were held back, and what the provider sends after them."""
-        await request.write(held)
+    async def _end_stream(
+        self, request: Request, reply: ProviderReply, last_events: bytes, events: EventBuffer
+    ) -> None:
+        """Write the last events, which were held back, and what the provider sends after them."""
+        await request.write(last_events)
         with suppress(ClientGoneError, ApiError, UpstreamError):
             with request.cancellation:
                 # In one piece with the rest that is no whole event: the key may come in two parts.
@@ -268,7 +271,7 @@ class Relay:
     # -- the record ------------------------------------------------------------------------------------------------
 
     async def _record_failure(self, exchange: _OutsideExchange, answer: OutsideAnswer, error: Exception) -> None:
-        """Record a call that was sent and not answered, if it belongs to a run."""
+        """Record a call that was sent and not answered, if it belongs to a run. `error`: why there is no answer."""
         gone = isinstance(error, ClientGoneError)
         answer.error = "the agent left before the answer" if gone else str(error)
         await self._record(exchange, answer, "cancelled" if gone else "failed")
@@ -298,14 +301,14 @@ class Relay:
         return self._calls.begin_record(exchange, answer.answer(), status)
 
 
-async def _repeat(request: Request, call: OutsideCall, before: Fields) -> int:
-    """Answer from the log, to a client that repeats a call whose answer was lost: a plain answer as the provider wrote
-    it, a stream with the same content in fewer events."""
+async def _repeat(request: Request, call: OutsideCall, recorded: Fields) -> int:
+    """Answer a client that repeats a call with the `recorded` answer, which it did not get: a plain answer as the
+    provider wrote it, a stream with the same content in fewer events. Returns the status."""
     if not call.stream:
-        await request.answer(200, bytes(before.get("native") or msgspec.json.encode(before)))
+        await request.answer(200, bytes(recorded.get("native") or msgspec.json.encode(recorded)))
         return 200
     await request.start()
-    await request.write(replay_answer(call, before))
+    await request.write(replay_answer(call, recorded))
     await request.end()
     return 200
 

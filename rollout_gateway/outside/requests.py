@@ -37,7 +37,7 @@ _HEADERS_NOT_TO_AGENT = frozenset(
 )
 """Headers of a provider that an agent does not get, besides those that begin with `x-journeywork-`: those of one
 connection, and cookies, which are another origin's."""
-_NAME = re.compile(rb'[{,]?\s*("(?:[^"\\]|\\.)*")\s*:\s*')
+_FIELD_NAME = re.compile(rb'[{,]?\s*("(?:[^"\\]|\\.)*")\s*:\s*')
 _SPACE = re.compile(rb"\s*")
 _MAX_FIELDS = 1000
 
@@ -61,7 +61,7 @@ class OutsideCall(Call):
     sent: bytes
     """The body as the agent sent it."""
     model_place: tuple[int, int]
-    """Where the value of `model` begins and ends in it."""
+    """Where the value of `model` begins and ends in `sent`."""
     tables: list[OutsideConfig]
     """The tables of the model that speak the call's dialect, in the order in which they are asked."""
 
@@ -135,20 +135,20 @@ def is_passed_to_agent(header: bytes) -> bool:
 
 
 def _find_model(body: bytes, fields: Fields) -> tuple[int, int]:
-    """Return where the value of `model` begins and ends in a body with these fields. Raises a 400 `ApiError` for a body
-    that two programs could read as two models: it has a field twice, or `model` in another case. So is one with too
-    many fields to look for that."""
+    """Return where the value of `model` begins and ends in a body, whose decoded fields are `fields`. Raises a 400
+    `ApiError` for a body that two programs could read as naming two models: it has a field twice, or `model` in another
+    case. A body with more than `_MAX_FIELDS` fields is refused too, since the check would take too long."""
     start = end = 0
     place = _SPACE.match(body).end()  # type: ignore[union-attr]  # also of nothing
     for name, value in fields.items() if len(fields) <= _MAX_FIELDS else ():
         if name != "model" and name.lower() == "model":
             raise invalid_body(f"The body has {name!r} beside `model`: leave it out.", name)
-        found, raw = _NAME.match(body, place), bytes(value)
-        if found is None or not body.startswith(raw, found.end()):
+        key, raw = _FIELD_NAME.match(body, place), bytes(value)
+        if key is None or not body.startswith(raw, key.end()):
             break
-        place = found.end() + len(raw)
+        place = key.end() + len(raw)
         if name == "model":
-            start, end = found.end(), place
+            start, end = key.end(), place
         place = _SPACE.match(body, place).end()  # type: ignore[union-attr]
     if not start or body[place:].strip() != b"}":
         raise invalid_body(f"The body has a field twice, or more than {_MAX_FIELDS:,} fields: send each once.")
@@ -156,17 +156,18 @@ def _find_model(body: bytes, fields: Fields) -> tuple[int, int]:
 
 
 def _as_chat(dialect: str, body: bytes) -> bytes:
-    """Return the body of a call as that of a chat completion; one that holds what a chat completion can't, as it is."""
+    """Return the body of a call, posted in `dialect`, as that of a chat completion for the record. One that can't be
+    translated is returned as it is."""
     if dialect == "chat":
         return body
     try:
         request = msgspec.json.decode(body)
-        made: Translation
+        translation: Translation
         if dialect == "messages":
             # What the provider runs itself has no schema.
             tools = request.get("tools") or []
             request["tools"] = [t for t in tools if t.get("input_schema") or t.get("type", "custom") == "custom"]
-            made = MessagesTranslation(msgspec.json.encode(request))
+            translation = MessagesTranslation(msgspec.json.encode(request))
         else:
             # The gateway wrote none of these ids and sealed none of this reasoning.
             for name in ("previous_response_id", "background"):
@@ -175,7 +176,7 @@ def _as_chat(dialect: str, body: bytes) -> bytes:
                 request["input"] = [item for item in request["input"] if item.get("type") != "item_reference"]
                 for item in request["input"]:
                     item.pop("encrypted_content", None)
-            made = ResponsesTranslation(msgspec.json.encode(request))
-        return made.call().body
+            translation = ResponsesTranslation(msgspec.json.encode(request))
+        return translation.call().body
     except (ApiError, msgspec.DecodeError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError):
         return body

@@ -48,8 +48,8 @@ class _Shadow:
 
     run: Trajectory
     seq: int
-    said: Any
-    """What the outside model said, as `said` returns it."""
+    outside_answer: Any
+    """What the outside model answered, as `comparable_answer` returns it."""
     table: OutsideConfig
     call: Call
     size: int
@@ -88,7 +88,7 @@ class Shadows:
         run, seq = exchange.recorded_in, exchange.seq
         try:
             call = apprentice_call(exchange.call, table.apprentice, self._permitted)
-            shadow = _Shadow(run, seq, said(exchange.answer), table, call, size, time.monotonic())
+            shadow = _Shadow(run, seq, comparable_answer(exchange.answer), table, call, size, time.monotonic())
         except UNREADABLE as error:
             self._count_failure(run, seq, error)
             return
@@ -130,7 +130,7 @@ class Shadows:
         try:
             with scope:
                 answer = await self._answer(shadow.call, lease)
-                same = said(answer) == shadow.said
+                same = comparable_answer(answer) == shadow.outside_answer
         except (UpstreamError, *MALFORMED) as error:
             self._count_failure(shadow.run, shadow.seq, error)
             return
@@ -188,17 +188,18 @@ class Shadows:
 
 
 def apprentice_call(call: Call, apprentice: str, permitted: Permitted) -> Call:
-    """Return a call of an outside model as one of the policy model `apprentice`: plain, with one choice, without fields
-    that no inference server here takes. Raises a 400 `ApiError` for what it can't be asked."""
+    """Return a call of an outside model as a call of the policy model `apprentice`: not streamed, with one choice, and
+    without fields that no inference server here takes. Raises a 400 `ApiError` if the apprentice can't be asked it."""
     fields = {name: raw for name, raw in call.fields.items() if name in SENT - _FIELDS_OF_FORM}
-    made = read_chat(msgspec.json.encode({**fields, "model": apprentice}))
-    permitted.check(made.fields)
-    return made
+    shadow_call = read_chat(msgspec.json.encode({**fields, "model": apprentice}))
+    permitted.check(shadow_call.fields)
+    return shadow_call
 
 
-def said(answer: Answer) -> Any:
-    """Return text and tool calls of an answer's first choice, in a form that is equal for answers that say the same.
-    Raises one of `UNREADABLE`: a provider may have said anything."""
+def comparable_answer(answer: Answer) -> Any:
+    """Return the text and the tool calls of an answer's first choice, in a form that is equal for two answers that
+    differ in white space or the order of JSON's fields only. Raises one of `UNREADABLE`: a provider may have said
+    anything."""
     fields = answer.choices[0].fields if answer.choices else {}
     message = msgspec.json.decode(fields.get("message", b"{}"))
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
@@ -207,8 +208,8 @@ def said(answer: Answer) -> Any:
 
 
 def _comparable(text: Any) -> Any:
-    """The value of JSON; other text without the space around it. Two answers that differ in spaces only are equal
-    so."""
+    """Return the value of a text that is JSON, and another text without the white space around it, so that texts are
+    equal which differ in white space only."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, TypeError):

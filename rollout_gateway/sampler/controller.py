@@ -87,6 +87,7 @@ class ServerController:
         """Name of the server. Gateways use the same name."""
         self._registration = Registration(context.broker, context.config, self.name)
         self._up = False
+        """Whether the server answered when it was last asked."""
         self._complete = False
         """Whether the server has loaded all adapters that were wanted when it started. It is not registered before."""
         self.server_start = ""
@@ -102,7 +103,7 @@ class ServerController:
         self._newest_folder = ""
         """Folder of the adapter that was or is loaded or checked last."""
         self._has_unused = True
-        """Whether adapters that are no longer loaded may lie on the disk."""
+        """Whether the disk may have adapters that are no longer loaded."""
         self._loaded_seq = 0
         """Sequence of this agent's last `policy.loaded`."""
         self._unloading: dict[str, int] = {}
@@ -170,7 +171,7 @@ class ServerController:
     def _refusals(self) -> dict[str, str]:
         """Return the versions that failed a check, with the reason. A version that was published again with another
         adapter since is left out."""
-        return {v: why for v, (sha256, why) in self._refused.items() if self._policies.published(v, sha256)}
+        return {v: why for v, (sha256, why) in self._refused.items() if self._policies.is_published(v, sha256)}
 
     # -- the server ------------------------------------------------------------------------------------------------
 
@@ -189,9 +190,9 @@ class ServerController:
         return {*self.loaded, *self._policies.loaded(self.name, self.server_start)}
 
     async def _handshake(self) -> None:
-        """Check the server's health, and read whether it was restarted and which adapters it has loaded.
-
-        Raises `UpstreamError`, `msgspec.DecodeError`, `BrokerError`."""
+        """Bring what this agent knows of the server up to date, at the first contact and after a failure: check its
+        health, read whether it was restarted and which adapters it has loaded, publish which ones it lost, and adopt
+        those that this agent did not load. Raises `UpstreamError`, `msgspec.DecodeError`, `BrokerError`."""
         await server_state.check_health(self._server)
         server_start = await server_state.process_start_time(self._server)
         folders = await server_state.loaded_adapters(self._server)
@@ -251,7 +252,7 @@ class ServerController:
         """Return the versions that the server should hold, the most important first: those that model names are routed
         to, then those that calls wait for."""
         refused = self._refusals()
-        out = self._policies.decided()
+        out = self._policies.decided_versions()
         out += [self._policies.newest(model, refused) for model in self._policies.models]
         out += self._context.gateways.wanted()
         loadable = (v for v in out if v not in refused and self._policies.checkpoint(v) is not None)
@@ -281,9 +282,8 @@ class ServerController:
         return done
 
     async def _free_slot(self) -> bool:
-        """If the server holds `vllm.max_loras` adapters, unload the oldest version that no call uses. A version that a
-        model name resolves to is not unloaded. Return whether there is place for one more adapter; false if there is
-        none to unload yet."""
+        """Make room for one more adapter: while the server holds `vllm.max_loras` adapters, unload the oldest version
+        that no call uses and no model name resolves to. Return false if there is no such version yet."""
         for version in list(self._unloading):
             await self._unload_released(version)
         wanted, gateways = self.wanted(), self._context.gateways

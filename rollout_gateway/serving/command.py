@@ -104,6 +104,7 @@ def _decide(gateway: GatewayApi, args: argparse.Namespace) -> str:
 
 
 def _list(gateway: GatewayApi, model: str | None) -> None:
+    """Print what each model name is routed to, and why; only about `model` if it is given."""
     for policy in gateway.ask("GET", "/v1/policies")["data"]:
         if model in (None, policy["model"]):
             sys.stdout.write(visible(_description(policy)) + "\n")
@@ -139,6 +140,7 @@ def _description(policy: dict[str, Any]) -> str:
 
 
 def _why(decision: dict[str, Any]) -> str:
+    """Return what was decided, by whom, when and for which reason. `decision`: of an item of `GET /v1/policies`."""
     at = datetime.fromtimestamp(decision["at"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
     by = f" by {decision['by']}" if decision["by"] else ""
     reason = f": {decision['reason']}" if decision["reason"] else ""

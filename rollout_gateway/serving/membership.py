@@ -120,7 +120,8 @@ class Membership:
         self._replicas_changed()
 
     def _remove(self, key: str) -> None:
-        """Take the replica of a sampler agent's record out of the fleet, if the record was applied."""
+        """Remove the replica of the sampler agent's record `key` from the fleet. Does nothing if the record was not
+        valid."""
         registered = self._registered.pop(key, None)
         if registered is not None:
             replica, scope = registered

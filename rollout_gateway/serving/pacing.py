@@ -90,7 +90,7 @@ class Pacing:
         while not self._is_ahead(state, group):
             async with state.admitting:
                 if self._must_refuse(state, owner):
-                    await self._read(model, state)  # another process may know better
+                    await self._read(model, state)  # another process may have admitted groups or dropped old ones
                 if self._is_ahead(state, group):
                     break
                 if self._must_refuse(state, owner):
@@ -135,8 +135,8 @@ class Pacing:
     # -- the log ---------------------------------------------------------------------------------------------------
 
     async def _publish(self, model: str, state: _GroupsAhead, group: str, owner: str) -> None:
-        """Publish an admission of `group`, which fails if there is a newer one than the last that was read. In either
-        case, read the newest one then."""
+        """Publish an admission of `group`, unless the log has a newer admission than the last one that was read. In
+        either case, then read the newest one."""
         event = GroupAdmitted(
             project=self._project, model=model, group=group, owner=owner, ahead=tuple(state.groups.values())
         )
@@ -144,12 +144,12 @@ class Pacing:
         await self._read(model, state)
 
     async def _read(self, model: str, state: _GroupsAhead) -> None:
-        """Read the newest admission."""
+        """Set the groups ahead of `model` to those in the newest admission on the log."""
         admitted = await self._broker.read_last(GroupAdmitted, project=self._project, model=model)
         if admitted is not None:
             state.apply(admitted)
 
-    def done(self, model: str, groups: tuple[str, ...], at: int) -> None:
+    def mark_done(self, model: str, groups: tuple[str, ...], at: int) -> None:
         """Stop counting groups that were trained or discarded. `at`: stream time of that event in microseconds."""
         if self._limit and model in self._models:
             for group in groups:
@@ -162,12 +162,12 @@ class Pacing:
         if not self._limit:
             return
         for trained in await broker.read(CheckpointPublished, project=project):
-            self.done(trained.event.model, trained.event.groups, trained.place.at)
+            self.mark_done(trained.event.model, trained.event.groups, trained.place.at)
         for model, state in self._models.items():
             await self._read(model, state)
             for group in list(state.groups):
                 for discarded in await broker.read(GroupDiscarded, project=project, model=model, group=group):
-                    if _ends(discarded.event):
+                    if _ends_waiting(discarded.event):
                         state.mark_done(group, discarded.place.at)
 
     async def follow(self) -> None:
@@ -175,10 +175,11 @@ class Pacing:
         discarded = follow_events(self._broker, [GroupDiscarded], lambda: self._next_seq, project=self._project)
         async for recorded in discarded:
             self._next_seq = recorded.seq + 1
-            if _ends(recorded.event):
-                self.done(recorded.event.model, (recorded.event.group,), recorded.place.at)
+            if _ends_waiting(recorded.event):
+                self.mark_done(recorded.event.model, (recorded.event.group,), recorded.place.at)
 
 
-def _ends(discarded: GroupDiscarded) -> bool:
-    """Whether a group does not wait for the trainer any more: `late` is about one run that came after its group."""
+def _ends_waiting(discarded: GroupDiscarded) -> bool:
+    """Whether a discard means that its group does not wait for the trainer any more. Discards of other branches and
+    splits do not count, nor does the reason `late`, which is about one run that came after its group."""
     return (discarded.branch, discarded.split) == ("main", "train") and discarded.reason != "late"

@@ -45,7 +45,7 @@ class Checkpoint:
     """A published version."""
 
     event: CheckpointPublished
-    """With the names of a branch's model and version under which they are served."""
+    """As published; of a branch, with the names of model and version under which it is served."""
     base: str
     """Name of the base version."""
 
@@ -133,8 +133,8 @@ class Policies:
         of an outside model."""
         return tuple(filter(None, (model, self.apprentices.get(model))))
 
-    def decided(self) -> list[str]:
-        """Return the policy versions that the decisions in force name."""
+    def decided_versions(self) -> list[str]:
+        """Return the policy versions that the decisions in force name, without outside models."""
         decisions = (state.promoted for state in self.routed.values())
         named = (version for d in decisions if d is not None for version in (d.version, d.other))
         return [version for version in named if version and not is_outside(version)]
@@ -155,7 +155,7 @@ class Policies:
         model = self.state(version.rpartition("@")[0])
         return model.checkpoints.get(version) if model is not None else None
 
-    def published(self, version: str, sha256: str) -> bool:
+    def is_published(self, version: str, sha256: str) -> bool:
         """Return whether `version` was published with the adapter that has this SHA-256."""
         checkpoint = self.checkpoint(version)
         return checkpoint is not None and checkpoint.event.adapter_sha256 == sha256
@@ -163,7 +163,7 @@ class Policies:
     def loaded(self, replica: str, server_start: str) -> dict[str, str]:
         """Return the SHA-256 by version of the published adapters that a server process has loaded."""
         loaded = self._loaded.at(replica, server_start)
-        return {version: sha256 for version, sha256 in loaded.items() if self.published(version, sha256)}
+        return {version: sha256 for version, sha256 in loaded.items() if self.is_published(version, sha256)}
 
     def newest(self, model: str, refused: Container[str] | None = None) -> str:
         """Return the newest version of a model that is not refused; the base version if there is none. Of a branch,
@@ -178,7 +178,7 @@ class Policies:
 
     def newest_loaded_anywhere(self, model: str) -> str:
         """Return the newest version of the model that any server has loaded; empty if there is none."""
-        loaded = {version for version, sha256 in self._loaded.anywhere() if self.published(version, sha256)}
+        loaded = {version for version, sha256 in self._loaded.anywhere() if self.is_published(version, sha256)}
         return next((version for version in self.models[model].newest_first() if version in loaded), "")
 
     def versions(self, model: str) -> list[str]:
@@ -275,8 +275,8 @@ class Policies:
 
 
 def _are_versions(names: set[str], seq: int) -> bool:
-    """Whether all names in an event but empty ones are policy versions. Log an error if not: whoever may write to the
-    log may write any name."""
+    """Return whether all names in an event, but empty ones, are policy versions. Log an error if not: whoever may write
+    to the log may write any name. `seq`: of the event, for the error."""
     if all(is_version(name) for name in names if name):
         return True
     logger.error("event ignored: it names no policy version", versions=sorted(names), seq=seq)

@@ -26,6 +26,7 @@ from rollout_gateway.serving.replicas import Fleet, least_loaded
 from rollout_gateway.serving.routing import VersionRouter
 
 _LOAD_WAIT_S = 60.0
+"""Seconds that a decision waits until enough servers have loaded its version."""
 
 Action = Literal["promote", "rollback", "split", "follow"]
 
@@ -112,7 +113,7 @@ class Promotion:
             event = PolicyPromoted(project=self._project, model=model, action=action, **fields | routing)
             for param, version in (("other", event.other), ("version", event.version)):
                 if version:
-                    await self._load(model, version, param)
+                    await self._wait_until_loaded(model, version, param)
             if await self._publish(event, last):
                 return {
                     "model": model,
@@ -146,8 +147,8 @@ class Promotion:
     async def _publish(self, event: PolicyPromoted, last: int | None) -> bool:
         """Publish a decision, if message `last` is still the last decision about its model; `None`: in any case.
 
-        Return false if another one came first, here or at another gateway. A decision that the log holds already is not
-        published again: its request is a repetition. Raises `ApiError` as `refuse_different` does."""
+        Return false if another decision came first, here or at another gateway. Return true without publishing if the
+        log holds this decision: its request is a repetition. Raises `ApiError` as `refuse_different` does."""
         ack = await self._broker.publish(event, after=last, message_id=event.message_id())
         if ack.duplicate:
             stored = (await self._broker.read_at(PolicyPromoted, ack.seq)).event
@@ -161,10 +162,10 @@ class Promotion:
         return True
 
     async def _routing_to_restore(self, model: str, request: str) -> tuple[dict[str, Any], int]:
-        """Return the routing (`_routing`) that a rollback restores, that of the decision before the last one that
-        stands, and the sequence of the last decision. Before the first decision a policy's name has no routing (empty),
-        and an outside model answers itself. If `request` was made before, return what it restored then. Raises a 409
-        `ApiError` if no decision stands."""
+        """Return the routing (`_routing`) that a rollback restores, and the sequence of the last decision. The routing
+        is that of the decision before the last one that was not taken back. If there is none, it is empty for a
+        policy's name, and the outside model itself for an outside model. For the `request` id of an earlier rollback,
+        it is what that restored. Raises a 409 `ApiError` if there is no decision to take back."""
         recorded = await self._broker.read(PolicyPromoted, project=self._project, model=model)
         decisions = [r.event for r in recorded]
         for event in decisions:
@@ -177,9 +178,10 @@ class Promotion:
         first = {"version": outside_version(model)} if model in self._policies.apprentices else {}
         return _routing(standing[-2]) if len(standing) > 1 else first, recorded[-1].seq
 
-    async def _load(self, model: str, version: str, param: str) -> None:
-        """Wait until enough replicas hold `version`. `param`: the field of the request that names it, for a 404
-        `ApiError`. Raises a 503 `ApiError` after 60 s."""
+    async def _wait_until_loaded(self, model: str, version: str, param: str) -> None:
+        """Wait until enough replicas hold `version`, which a decision about `model` names in the request's field
+        `param`. Raises an `ApiError`: 404 if it is no version that can be named, 503 after `_LOAD_WAIT_S`. An outside
+        model itself needs no loading."""
         if model in self._policies.apprentices and version == outside_version(model):
             return
         model = self._policies.apprentices.get(model, model)

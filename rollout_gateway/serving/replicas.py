@@ -65,6 +65,7 @@ class Replica:
         return version in self.loaded
 
     def serves_model(self, model: str) -> bool:
+        """Whether the server has the base model of `model`."""
         return not self.models or model in self.models
 
     def suspect(self) -> None:
@@ -142,7 +143,7 @@ class Fleet:
         self.changed()
 
     def close(self) -> None:
-        """Answer 503 from now on to calls that no replica can take at once."""
+        """From now on, refuse calls that no replica can take at once with a 503, instead of having them wait."""
         self.closing = True
         self.changed()
 

@@ -67,8 +67,8 @@ class VersionRouter:
             raise _mismatch(opening, self.name(model))
 
     def _names(self, opening: TrajectoryOpened | None) -> list[str]:
-        """Return the names that a call may use, for an error. The name of a run's apprentice is not told: the run's key
-        may not use it."""
+        """Return the names that a call of this opening's run may use, for an error message. For a run of an outside
+        model it is that model's name alone: the run's key may not use the apprentice's."""
         if opening is not None and opening.named in self.outside:
             return [opening.named]
         return self._policies.names(opening.model if opening else "")
@@ -171,20 +171,22 @@ class VersionRouter:
         return next(usable, version_name(model, 0))
 
     def serving(self) -> tuple[str, ...]:
-        """Return the versions that the model names resolve to, without base versions: sampler agents must keep them."""
+        """Return the versions that the model names resolve to, which sampler agents must keep loaded. Base versions,
+        which are always loaded, are left out."""
         models = self._policies.models.items()
         undecided = [self.current(model) for model, state in models if state.promoted is None]
-        return tuple(v for v in (*undecided, *self._policies.decided()) if not is_base_version(v))
+        return tuple(v for v in (*undecided, *self._policies.decided_versions()) if not is_base_version(v))
 
 
 def _mismatch(opening: TrajectoryOpened, model: str) -> ApiError:
-    """A call of a trajectory names `model`, which did not open it."""
+    """Return the 400 for a call of a trajectory that names `model`, for which the trajectory was not opened."""
     message = f"This trajectory was opened for the model {opening.named!r}, not {model!r}."
     return ApiError(400, "model_mismatch", message, param="model")
 
 
 def _version_in_split(promoted: PolicyPromoted, trajectory: str) -> str:
-    """In an A/B split, the same `trajectory` id always gets the same version."""
+    """Return the version that a decision gives to a trajectory. In an A/B split, the same id always gets the same
+    version."""
     if not promoted.other:
         return promoted.version
     # Raising `percent` only moves trajectories from `other` to `version`.

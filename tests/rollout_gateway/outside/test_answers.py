@@ -35,7 +35,7 @@ def answer_of(dialect: Any, *events: Any) -> OutsideAnswer:
     told = OutsideAnswer(call, call.tables[0])
     for event in stream(*events).body:
         assert isinstance(event, bytes)
-        told.take(event.partition(b"data: ")[2].strip())
+        told.feed_event(event.partition(b"data: ")[2].strip())
     return told
 
 

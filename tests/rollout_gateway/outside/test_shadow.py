@@ -38,7 +38,7 @@ from rollout_gateway.http.upstream import UpstreamError
 from rollout_gateway.outside import shadow
 from rollout_gateway.outside.answers import UNREADABLE
 from rollout_gateway.outside.requests import read_call
-from rollout_gateway.outside.shadow import Shadows, apprentice_call, said
+from rollout_gateway.outside.shadow import Shadows, apprentice_call, comparable_answer
 from rollout_gateway.serving.replicas import Fleet
 from tests.conftest import free_port
 from tests.judge.kit import IMPORTS_LITELLM
@@ -347,13 +347,13 @@ MALFORMED = (b"[]", b'{"tool_calls": [null]}', b'{"tool_calls": 5}', b'{"tool_ca
     ],
 )
 def test_answers_that_say_the_same(one: Answer, other: Answer, same: bool) -> None:
-    assert (said(one) == said(other)) is same
+    assert (comparable_answer(one) == comparable_answer(other)) is same
 
 
 @pytest.mark.parametrize("message", MALFORMED)
 def test_an_answer_that_is_no_chat_completion_says_nothing_to_compare(message: bytes) -> None:
     with pytest.raises(UNREADABLE):
-        said(Answer({}, b"", [SampledChoice(0, fields={"message": Raw(message)})]))
+        comparable_answer(Answer({}, b"", [SampledChoice(0, fields={"message": Raw(message)})]))
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ async def test_a_group_that_is_done_makes_room_at_every_gateway(nats_config: Nat
         await broker.publish(discard("one"))
         await until(lambda: admitted(b, "three"))
         assert not await admitted(a, "four")
-        a.done("m", ("two",), (await broker.read(GroupAdmitted, project="p", model="m"))[-1].place.at + 1)
+        a.mark_done("m", ("two",), (await broker.read(GroupAdmitted, project="p", model="m"))[-1].place.at + 1)
         assert await admitted(a, "four")
         assert not await admitted(b, "five")
 
@@ -122,6 +122,6 @@ async def test_a_group_may_begin_again_after_it_was_trained(nats_config: NatsCon
         assert await admitted(a, "one")
         (first,) = await broker.read(GroupAdmitted, project="p", model="m")
         for pacing in (a, b):
-            pacing.done("m", ("one",), first.place.at + 1)
+            pacing.mark_done("m", ("one",), first.place.at + 1)
         assert await admitted(b, "one")
         assert not await admitted(a, "two")

@@ -162,4 +162,4 @@ def test_a_decision_about_a_master_names_itself_or_policy_versions(versions: tup
     event = PolicyPromoted(project="p", model="master", version=versions[0], other=versions[1])
     assert policies.apply(LogEntry(event, "POLICY", Place(1, 0), event.subject())) == applied
     assert (policies.routed["master"].decided is not None) == applied
-    assert policies.decided() == (["m@1"] if applied and "m@1" in versions else [])
+    assert policies.decided_versions() == (["m@1"] if applied and "m@1" in versions else [])

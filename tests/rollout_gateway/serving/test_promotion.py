@@ -44,7 +44,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def load(*_: Any) -> None:
         """Every version is loaded."""
 
-    monkeypatch.setattr(Promotion, "_load", load)
+    monkeypatch.setattr(Promotion, "_wait_until_loaded", load)
 
 
 @pytest.mark.timeout(120)
