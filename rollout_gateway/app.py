@@ -62,7 +62,7 @@ class App:
         request.owner = self._owner_of(access)
         return access
 
-    def _owner(self, access: Access) -> str:
+    def _owner_of(self, access: Access) -> str:
         """Return the name of the API key that sends a request; for a trajectory's token, of the key that opened the
         trajectory. Empty if the trajectory is not in memory, as nothing is read from the log here: such requests count
         as those of one key."""

@@ -97,7 +97,7 @@ class StreamCapture:
                 (self._last_events if is_last else out).append(b"data: %b\n\n" % for_client)
         return b"".join(out)
 
-    def _decode(self, payload: bytes) -> bytes | None:
+    def _read_chunk(self, payload: bytes) -> bytes | None:
         """Read the data of an event. Returns the data for the client, or `None` if it held only what the gateway asked
         for."""
         fields = decode_object(payload)

@@ -221,9 +221,9 @@ class Relay:
         await request.answer(reply.status, body, reply.headers_for_agent + _run_header(exchange), reply.content_type)
 
     async def _pass_on_stream(self, request: Request, exchange: _OutsideExchange, reply: ProviderReply) -> None:
-        """Pass on a stream. Its last events are last_events back until the call is recorded, however the stream ends.
-        If it broke off at the provider, or the log does not take the record, it ends for the agent without them, as a
-        broken connection."""
+        """Pass a stream on to the agent. However it ends, its last events are held back until the call is recorded. If
+        it broke off at the provider, or the log does not take the record, the agent's connection breaks without
+        them."""
         answer, events = OutsideAnswer(exchange.call, reply.table), EventBuffer()
         last_events: list[bytes] = []
         """The last events."""
