@@ -1,11 +1,14 @@
 """A scriptable inference server."""
 
 import asyncio
-import contextlib
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from aiohttp import web
+
+from tests.rollout_gateway.http_server import serving
 
 
 class FakeVllm:
@@ -24,8 +27,7 @@ class FakeVllm:
         self.loading: asyncio.Event | None = None
         """If set, loading an adapter waits for it."""
         self.life = 1
-        self._server: asyncio.Server | None = None
-        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        self._serving = AsyncExitStack()
         self.port = 0
 
     @property
@@ -33,23 +35,11 @@ class FakeVllm:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = await self._serving.enter_async_context(serving(self._serve, self.port))
 
     async def stop(self) -> None:
-        """As a kill: every connection is reset. Returns once all are closed and nothing serves them any more."""
-        assert self._server is not None
-        # Nothing is accepted any more, and what just was begins: asyncio leaks a connection that begins after `close`.
-        asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
-        for _ in range(3):
-            await asyncio.sleep(0)
-        self._server.close()
-        self._server = None
-        serving = list(self._connections.values())
-        for writer, task in self._connections.items():
-            writer.transport.abort()
-            task.cancel()  # it may wait for `held`
-        await asyncio.gather(*serving, return_exceptions=True)
+        """As a kill: every connection ends, and what is under way is not answered."""
+        await self._serving.aclose()
         self.life += 1
         self.loaded.clear()
 
@@ -60,34 +50,16 @@ class FakeVllm:
                 self._called.clear()
                 await self._called.wait()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._server is None:  # the connection came with the end
-            writer.transport.abort()
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections[writer] = task
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                _, path, _ = head.split(b" ", 2)
-                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
-                body = msgspec.json.decode(await reader.readexactly(length) if length else b"{}")
-                await self.before(path.decode(), body)
-                if self.drop_next and path.startswith(b"/v1/chat"):
-                    self.drop_next = False
-                    return
-                status, answer = await self._answer(path.decode(), body)
-                data = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
-                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-            try:
-                with contextlib.suppress(ConnectionError):
-                    await writer.wait_closed()
-            finally:
-                del self._connections[writer]  # `stop` ends what is closing too
+    async def _serve(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read() or b"{}")
+        await self.before(request.path, body)
+        if self.drop_next and request.path.startswith("/v1/chat"):
+            self.drop_next = False
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        status, answer = await self._answer(request.path, body)
+        return web.Response(status=status, body=answer if isinstance(answer, bytes) else msgspec.json.encode(answer))
 
     async def before(self, path: str, body: Any) -> None:
         """Called with each request before it is answered."""

@@ -14,8 +14,8 @@ async def serving(handler: Handler, port: int = 0) -> AsyncIterator[int]:
     """Serve while the block runs. Yields the port. At the end all requests under way are cancelled."""
     app = web.Application(client_max_size=64 << 20)
     app.router.add_route("*", "/{path:.*}", handler)
-    # The handler of a client that leaves is cancelled.
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+    # The handler of a client that leaves is cancelled. With a timeout of 0, aiohttp would wait for handlers for ever.
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port).start()
