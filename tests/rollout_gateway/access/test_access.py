@@ -9,7 +9,7 @@ from pipeline.events import PolicyPromoted, TrajectoryOpened
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway
-from tests.rollout_gateway.kit import key_config
+from tests.rollout_gateway.kit import error, key_config
 
 KEYS = (key_config("alice"), key_config("bob"), key_config("boss", role="operator"))
 LET_IN = 503
@@ -172,8 +172,7 @@ def test_rewards_have_a_bound(start_front: StartGateway) -> None:
         {"rewards": {"a": -6, "b": -5}},
     ):
         gateway.open(id="r", group="g")
-        refused = gateway.complete("r", **body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "reward_out_of_range")
+        assert error(gateway.complete("r", **body)) == (400, "reward_out_of_range")
         group = {"trajectories": [{"id": "r", **body}]}
         assert httpx.post(f"{gateway.url}/v1/groups/g/complete", json=group).status_code == 400
     for body in (
@@ -181,8 +180,7 @@ def test_rewards_have_a_bound(start_front: StartGateway) -> None:
         {"metrics": {str(n): 0 for n in range(257)}},
         {"metrics": {"large": 1e308}},
     ):
-        refused = gateway.complete("r", **body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
+        assert error(gateway.complete("r", **body)) == (400, "invalid_body")
     refused = gateway.complete("r", metrics={f"{n:03}{'é' * 180}": 0 for n in range(50)})  # each group holds them all
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_name")
     for text, said in (

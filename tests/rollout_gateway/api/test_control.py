@@ -8,7 +8,7 @@ import pytest
 from pipeline.events import PolicyPromoted
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
-from tests.rollout_gateway.kit import ASK, serves
+from tests.rollout_gateway.kit import ASK, error, serves
 
 pytestmark = pytest.mark.inference
 
@@ -24,8 +24,7 @@ async def test_an_idempotency_id_stands_for_one_decision_which_holds_at_every_ga
     gateway = start_gateway()
     await publish_adapter(broker, 1)
     await serves(gateway, "tictactoe@1")
-    refused = await decide(gateway, "rollback")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "no_decision")
+    assert error(await decide(gateway, "rollback")) == (409, "no_decision")
     for version in ("tictactoe@0", "tictactoe@1"):
         await decide(gateway, "promote", version=version)
     for _ in range(2):  # the repeat takes back nothing more

@@ -8,7 +8,7 @@ import pytest
 from pipeline.events import ExchangeRecorded, PolicyEvaluated, TrajectoryCompleted, unpack_ids
 from pipeline.log.broker import Broker
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess
-from tests.rollout_gateway.kit import ASK
+from tests.rollout_gateway.kit import ASK, error
 
 pytestmark = pytest.mark.inference
 
@@ -31,8 +31,7 @@ async def test_an_evaluation_is_recorded_once(gateway: GatewayProcess, broker: B
     for _ in range(2):
         reply = post(gateway)
         assert (reply.status_code, reply.json()) == (201, {"evaluation": "e-1", "position": 0})
-    refused = post(gateway, runs=2)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
+    assert error(post(gateway, runs=2)) == (409, "request_exists")
     assert post(gateway, position=1, kind="external", model="litellm:a/b", version="").status_code == 201
     events = [r.event for r in await broker.read(PolicyEvaluated, project=PROJECT)]
     assert [(e.position, e.kind, e.model) for e in events] == [

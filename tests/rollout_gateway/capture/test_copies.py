@@ -23,7 +23,7 @@ from tests.kits.events import exchange, letter, opened
 from tests.kits.waiting import until_true
 from tests.rollout_gateway.access.test_access import Caller
 from tests.rollout_gateway.conftest import PROJECT, GatewayProcess, StartGateway, publish_adapter
-from tests.rollout_gateway.kit import ASK, exchanges, key_config, registry_of, serves
+from tests.rollout_gateway.kit import ASK, error, exchanges, key_config, registry_of, serves
 
 pytestmark = pytest.mark.inference
 
@@ -113,7 +113,7 @@ async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> No
         reply = complete_group(gateway, "g", {"id": "m", "reward": 1.0, **member}, **body)
         opened = httpx.get(f"{gateway.url}/v1/trajectories/{member.get('id', 'm')}")
         assert opened.status_code == (200 if member.get("id") == "own" else 404)  # nothing more is left open
-        return reply.status_code, reply.json()["error"]["code"]
+        return error(reply)
 
     assert refused({"exchanges": [{**good, "choice": 1}]}) == (404, "exchange_not_found")
     assert refused({"exchanges": [{**good, "trajectory": "plain"}]}) == (400, "wrong_reference")
@@ -129,11 +129,9 @@ async def test_what_cannot_be_referenced_is_named(gateway: GatewayProcess) -> No
     own = gateway.open(id="own", group="g", key_completes=True)
     gateway.agent(own).chat.completions.create(**ASK)
     assert refused({"id": "own", "exchanges": [good]}) == (409, "calls_of_its_own")
-    elsewhere = complete_group(gateway, "another", {"id": "own", "reward": 1.0})
-    assert (elsewhere.status_code, elsewhere.json()["error"]["code"]) == (400, "wrong_group")
+    assert error(complete_group(gateway, "another", {"id": "own", "reward": 1.0})) == (400, "wrong_group")
     completing = "POST", "/v1/trajectories/own/complete", {"reward": 1.0, "batch": BATCH}
-    with_token = Caller(gateway, own["api_key"]).ask(*completing)
-    assert (with_token.status_code, with_token.json()["error"]["code"]) == (403, "wrong_role")
+    assert error(Caller(gateway, own["api_key"]).ask(*completing)) == (403, "wrong_role")
 
 
 async def test_a_copy_that_broke_off_is_continued_by_another_replica(
@@ -182,8 +180,7 @@ async def test_what_became_of_a_group(gateway: GatewayProcess, broker: Broker) -
     assert state("g5")[0] == "dead"
     await broker.publish(msgspec.structs.replace(scored, group="g5"))  # it was retried
     assert state("g5") == waiting
-    unknown = httpx.get(f"{gateway.url}/v1/groups/g1", params={"model": "nope"})
-    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert error(httpx.get(f"{gateway.url}/v1/groups/g1", params={"model": "nope"})) == (404, "model_not_found")
 
 
 async def test_a_step_tells_an_agents_key_no_metrics_of_other_agents(start_front: StartGateway, broker: Broker) -> None:

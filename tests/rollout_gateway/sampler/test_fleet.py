@@ -112,31 +112,26 @@ async def test_swaps_while_a_server_joins_and_another_leaves(nats_config: NatsCo
 
 
 async def test_a_server_whose_agent_died_gets_no_calls_when_its_record_has_expired(
-    nats_config: NatsConfig, tmp_path: Path
+    nats_config: NatsConfig, tmp_path: Path, fake_vllm: FakeVllm
 ) -> None:
-    server = FakeVllm()
-    await server.start()
     config = fleet_config(nats_config, tmp_path)
     async with Broker.connect(nats_config) as log, gateway_parts(config, "gw") as gateway:
-        record = b'{"url": "%s", "models": ["tictactoe"], "server_start": "1"}' % server.url.encode()
-        key = sampler_key(PROJECT, replica_name(server.url))
+        record = b'{"url": "%s", "models": ["tictactoe"], "server_start": "1"}' % fake_vllm.url.encode()
+        key = sampler_key(PROJECT, replica_name(fake_vllm.url))
         await key_value.put(log, streams.FLEET.name, key, record, 6)
         await gateway.until(gateway.fleet.ready)
         assert (await gateway.call())[0] == 200
         await gateway.until(lambda: not gateway.fleet.replicas)
-    await server.stop()
 
 
 async def test_a_log_that_lost_an_unload_is_corrected_and_calls_are_answered(
-    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path
+    nats_server: NatsServer, nats_config: NatsConfig, tmp_path: Path, fake_vllm: FakeVllm
 ) -> None:
     """The log's server loses its last events in a power cut, while the inference server stays up."""
-    server, power = FakeVllm(), Power(nats_server, tmp_path)
-    await server.start()
+    power = Power(nats_server, tmp_path)
     config = fleet_config(nats_config, tmp_path, max_loras=2)
-    agent = SamplerThread(sampler_config(config, server.url, tmp_path / "disk"))
+    agent = SamplerThread(sampler_config(config, fake_vllm.url, tmp_path / "disk"))
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(server.stop)
         stack.push_async_callback(anyio.to_thread.run_sync, agent.stop)
         await anyio.to_thread.run_sync(agent.start)
         for step, lost in ((1, False), (2, False), (3, True)):
@@ -146,7 +141,7 @@ async def test_a_log_that_lost_an_unload_is_corrected_and_calls_are_answered(
                 version = await publish_adapter(gateway.broker, step)
                 await gateway.until(lambda g=gateway, v=version: g.router.current("tictactoe") == v)
         await anyio.to_thread.run_sync(agent.stop)
-        assert server.loaded.keys() == {"tictactoe@2", "tictactoe@3"}
+        assert fake_vllm.loaded.keys() == {"tictactoe@2", "tictactoe@3"}
         await power.cut()
         async with Broker.connect(nats_config) as log:
             assert [r.event.step for r in await log.read(PolicyLoaded)] == [1, 2]
@@ -160,13 +155,11 @@ async def test_a_log_that_lost_an_unload_is_corrected_and_calls_are_answered(
 
 
 async def test_adapters_that_the_server_does_not_have_loaded_are_deleted(
-    nats_config: NatsConfig, tmp_path: Path
+    nats_config: NatsConfig, tmp_path: Path, fake_vllm: FakeVllm
 ) -> None:
     """After a restart of the server, a failed check and a restart of the agent, too, they stayed on the disk."""
-    server = FakeVllm()
-    await server.start()
     config = fleet_config(nats_config, tmp_path, max_loras=2)
-    settings = sampler_config(config, server.url, tmp_path)
+    settings = sampler_config(config, fake_vllm.url, tmp_path)
     agent = SamplerThread(settings)
     folder = settings.path(settings.sampler.adapters)
 
@@ -185,23 +178,22 @@ async def test_adapters_that_the_server_does_not_have_loaded_are_deleted(
         for step in (1, 2, 3):
             await serve(step)
         await unpacked(2, 3)
-        await server.stop()  # it loses its adapters
-        await server.start()
+        await fake_vllm.stop()  # it loses its adapters
+        await fake_vllm.start()
         await serve(4)
         await unpacked(3, 4)
-        server.disk = tmp_path / "another"  # so it refuses the next adapter
+        fake_vllm.disk = tmp_path / "another"  # so it refuses the next adapter
         await publish_adapter(gateway.broker, 5)
         await gateway.until(lambda: any("tictactoe@5" in r.refused for r in gateway.fleet.replicas))
-        server.disk = None
+        fake_vllm.disk = None
         await serve(6)
         await unpacked(4, 6)
         await anyio.to_thread.run_sync(agent.stop)
-        await server.stop()
-        await server.start()
+        await fake_vllm.stop()
+        await fake_vllm.start()
         await anyio.to_thread.run_sync(agent.start)
         await unpacked(6)
         await anyio.to_thread.run_sync(agent.stop)
-    await server.stop()
 
 
 async def test_a_name_waits_for_the_version_that_it_resolved_to(nats_config: NatsConfig, tmp_path: Path) -> None:
