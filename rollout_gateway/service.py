@@ -119,7 +119,7 @@ async def _follow_log(gateway: Gateway) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(gateway.policies.follow, gateway.broker, policy_changed)
         tasks.start_soon(gateway.registry.follow_completions)
-        tasks.start_soon(gateway.registry.log.until_shrunk)
+        tasks.start_soon(gateway.registry.log.watch_log_end)
         tasks.start_soon(gateway.pacing.follow)
 
 

@@ -19,7 +19,7 @@ from rollout_gateway.access.api_keys import Access
 from rollout_gateway.api.demonstrations import check_demonstration, demonstrated_calls, record_demonstration
 from rollout_gateway.api.gateway import ControlRequest, Gateway
 from rollout_gateway.api.schemas import GroupCompletion, GroupMember
-from rollout_gateway.api.trajectories import check_batch, check_completion, complete_checked, runs_named
+from rollout_gateway.api.trajectories import check_batch, check_completion, complete_after_checks, count_runs
 from rollout_gateway.http.errors import ApiError, check_group_size, check_repeated_text, unknown_trajectory
 
 _TASK_BYTES = 16 * 1024 * 1024
@@ -40,7 +40,7 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
     if repeated := next((name for name, times in ids.items() if times > 1), None):
         message = f"Trajectory {repeated!r} is named twice. Name each trajectory once."
         raise ApiError(400, "invalid_body", message, param="trajectories")
-    request.charge_runs(sum(map(runs_named, body.trajectories)))
+    request.charge_runs(sum(map(count_runs, body.trajectories)))
     for member in body.trajectories:
         await _check_member(gateway, access, group, body.model, member)
     calls = {
@@ -53,7 +53,7 @@ async def complete_group(request: ControlRequest) -> dict[str, Any]:
         if _opened_by_completing(member):
             await _open_member(gateway, group, body, member, number, access)
         await record_demonstration(gateway, member.id, calls.get(member.id, ()))
-        data.append(await complete_checked(gateway, member.id, member))
+        data.append(await complete_after_checks(gateway, member.id, member))
     return {"group": group, "data": data}
 
 

@@ -59,7 +59,7 @@ def _routing_of(gateway: Gateway, model: str, access: Access) -> dict[str, Any]:
     policies, version = gateway.policies, gateway.router.current(model)
     decided = policies.routed[model].decided
     trained = policies.apprentices.get(model, model)
-    loaded = {v for r in gateway.fleet.ready() for v in r.loaded if parse_version(v)[0] == trained}
+    loaded = {v for r in gateway.fleet.ready_replicas() for v in r.loaded if parse_version(v)[0] == trained}
     fields = _DECISION_FIELDS + (_OPERATOR_FIELDS if access.operator else ())
     policy: dict[str, Any] = {
         "model": model,
@@ -91,7 +91,7 @@ async def decide(request: ControlRequest, action: Action) -> dict[str, Any]:
 async def get_health(request: ControlRequest) -> dict[str, Any]:
     """`GET /health`: `status` is always `ok`, since the gateway answers. `serving` says whether calls can be answered,
     `log` why the log takes no writes. The state of each inference server is among the metrics."""
-    ready, trouble = request.gateway.fleet.ready(), request.gateway.log_health.trouble
+    ready, trouble = request.gateway.fleet.ready_replicas(), request.gateway.log_health.trouble
     return {"status": "ok", "serving": bool(ready) and not trouble, "log": trouble or "ok"}
 
 

@@ -72,21 +72,21 @@ def _check_model(gateway: Gateway, opening: Opening, access: Access) -> None:
 async def complete(request: ControlRequest) -> dict[str, Any]:
     """Complete a trajectory. The same request again gets the same answer."""
     gateway, (trajectory,), completion = request.gateway, request.values, request.read(Completion)
-    request.charge_runs(runs_named(completion))
+    request.charge_runs(count_runs(completion))
     await check_completion(gateway, completion, request.access)
     opened = (await gateway.registry.find_to_read(trajectory)).opened
     check_batch(gateway, completion, request.access, opened.model, opened.group)
-    return await complete_checked(gateway, trajectory, completion)
+    return await complete_after_checks(gateway, trajectory, completion)
 
 
-async def complete_checked(gateway: Gateway, trajectory: str, completion: Completion) -> dict[str, Any]:
+async def complete_after_checks(gateway: Gateway, trajectory: str, completion: Completion) -> dict[str, Any]:
     """Complete a trajectory whose results were checked. Returns the answer to the request."""
     event = await gateway.registry.complete(trajectory, completion)
     names = ("outcome", "reward", "exchanges", "calls", "prompt_tokens", "sampled_tokens", "calls_s")
     return {"id": trajectory, **{name: getattr(event, name) for name in names}}
 
 
-def runs_named(completion: Completion) -> int:
+def count_runs(completion: Completion) -> int:
     """Return the number of runs that a completion makes the gateway read, as its key pays for each: those whose calls
     `exchanges` names, else 1 for the run itself."""
     return len({reference.trajectory for reference in completion.exchanges}) or 1

@@ -259,6 +259,7 @@ def _tool_call_ids(message: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tool_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tool calls of a message; entries that are no objects are left out."""
     calls = message.get("tool_calls")
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
@@ -279,6 +280,7 @@ def _messages(sent: Iterable[Any]) -> tuple[Message, ...]:
 
 
 def _message(sent: dict[str, Any]) -> Message:
+    """Return what is compared of a message that a client sent."""
     functions = [function for call in _tool_calls(sent) if (function := _function(call))]
     calls = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
     return Message(

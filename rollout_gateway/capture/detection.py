@@ -273,7 +273,7 @@ class TrajectoryDetector:
     async def _complete_idle(self) -> None:
         """Complete the runs of the project that have waited for too long, whichever process had them last."""
         after = 0
-        while (waiting := await self._waiting.next(after)) is not None:
+        while (waiting := await self._waiting.oldest_after(after)) is not None:
             waited_s = time.time() - max(waiting.since, self._serving_since)
             if waited_s < self._idle_s:
                 return  # so have all that come after it

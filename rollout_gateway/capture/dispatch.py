@@ -116,6 +116,7 @@ class Dispatcher:
 
 
 def _both_failed(servers: list[str]) -> ApiError:
+    """Return the 502 for a call that two servers got and did not answer. Its header tells clients not to try again."""
     message = (
         f"The call was sent to {servers[0]} and then to {servers[1]}, and each failed before it had answered. The call "
         "may be what ends them, so it is not sent again: the inference servers' logs say why they failed. If it is not "

@@ -125,8 +125,10 @@ class CallHandler:
         """If a choice of the answer has a mean logprob below `Caller.min_logprob`, record the answer as unsure and
         raise `UnsureError`."""
         least = exchange.caller.min_logprob
+        if least is None:
+            return
         logprob = min(choice.mean_logprob() for choice in exchange.answer.choices)
-        if least is not None and logprob < least:
+        if logprob < least:
             await self._record(exchange, "unsure")
             raise UnsureError(f"it was unsure: its mean logprob {logprob:.4g} is below {least:.4g}")
 

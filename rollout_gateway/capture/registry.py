@@ -355,16 +355,16 @@ class Registry:
             raise ApiError(409, "calls_in_flight", message) from None
 
     async def _complete_again(self, trajectory: str, body: Completion, inferred: bool) -> TrajectoryCompleted:
-        """Return the completion of a completed trajectory. Raises a 409 `ApiError` if `body` has other results."""
-        opened, before, _ = await self.describe(trajectory)
+        """Return the event that completed a trajectory, for a client's repeated request with the results in `body`.
+        Raises a 409 `ApiError` if these are other results."""
+        opened, recorded, _ = await self.describe(trajectory)
         run = Trajectory(self.log, opened)
-        if before is not None:  # its calls are not read again
-            run.recorded.not_whole = int(before.metrics.get(NOT_RECORDED, 0))
-        if before is None or _repeatable_fields(before) != _repeatable_fields(
-            await _completion_event(run, body, inferred)
-        ):
+        if recorded is not None:  # its calls are not read again
+            run.recorded.not_whole = int(recorded.metrics.get(NOT_RECORDED, 0))
+        repeated = await _completion_event(run, body, inferred)
+        if recorded is None or _repeatable_fields(recorded) != _repeatable_fields(repeated):
             raise already_completed(trajectory, "it can't be completed again with other results")
-        return before
+        return recorded
 
 
 def _opening_bytes(run: Trajectory) -> int:

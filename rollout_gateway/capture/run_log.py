@@ -27,7 +27,7 @@ from rollout_gateway.http.errors import expired_trajectory
 
 STREAM = stream_of(ExchangeRecorded)
 _END_CHECK_S = 0.5
-"""How often `until_shrunk` looks whether the connection was renewed."""
+"""How often `watch_log_end` looks whether the connection was renewed."""
 
 
 class RunLog:
@@ -71,7 +71,7 @@ class RunLog:
 
     async def check_end(self) -> None:
         """After a reconnection, check that the log still holds what this process knows. If it lost its end, as in
-        a power cut of its machine, what is in memory is wrong: `until_shrunk` then ends the gateway.
+        a power cut of its machine, what is in memory is wrong: `watch_log_end` then ends the gateway.
 
         Raises `LogShrankError`."""
         reconnects = int(self.broker.client.stats["reconnects"])
@@ -92,7 +92,7 @@ class RunLog:
         recorded = await self.broker.recorded(STREAM, message)
         return message.subject == event.subject() and (recorded is None or recorded.event.at == event.at)
 
-    async def until_shrunk(self) -> None:
+    async def watch_log_end(self) -> None:
         """Check the log's end after each reconnection, for ever. Raises `LogShrankError` if the log lost it, which ends
         the gateway. `service` starts it."""
         while not self._shrank.is_set():

@@ -97,10 +97,10 @@ class WaitingRuns:
         the one that was published last; `None` if there is none."""
         return await self._get({"last_by_subj": f"{self._prefix}.{subject_end}"})
 
-    async def next(self, after: int) -> WaitingRun | None:
-        """Return the run that waits longest of those whose message comes after sequence `after`; `None` if there is
+    async def oldest_after(self, seq: int) -> WaitingRun | None:
+        """Return the run that waits longest of those whose message comes after sequence `seq`; `None` if there is
         none."""
-        return await self._get({"seq": after + 1, "next_by_subj": f"{self._prefix}.*.*"})
+        return await self._get({"seq": seq + 1, "next_by_subj": f"{self._prefix}.*.*"})
 
     async def _get(self, request: dict[str, Any]) -> WaitingRun | None:
         """Return the waiting run that a direct get of JetStream with this `request` finds; `None` if there is none."""

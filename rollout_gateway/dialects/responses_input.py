@@ -188,6 +188,7 @@ class Tools:
 
 
 def _invalid_choice(why: str) -> ApiError:
+    """Return the 400 for a `tool_choice` that can't be meant. `why`: the reason, as a clause."""
     return invalid_body(f"tool_choice is invalid: {why}.", "tool_choice")
 
 

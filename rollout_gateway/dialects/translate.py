@@ -267,7 +267,7 @@ class TranslatedSink:
         """Begin the answer."""
         await self._request.start()
 
-    def translated(self, data: bytes) -> bytes:
+    def translate(self, data: bytes) -> bytes:
         """Return whole events of the chat completion's stream as events of the other API. Each has one line of data, as
         `StreamCapture` and `replay` write them. Nothing comes after an error."""
         out = b""
@@ -289,7 +289,7 @@ class TranslatedSink:
 
     async def write(self, data: bytes) -> None:
         """Write whole events, translated."""
-        await self._request.write(self.translated(data))
+        await self._request.write(self.translate(data))
 
     async def end(self) -> None:
         """Write the translation's last events and end the answer."""

@@ -39,7 +39,7 @@ class Provider:
         self._session: aiohttp.ClientSession | None = None
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it answers as many calls as its table permits."""
         return 0 < self.table.max_calls <= self._calls
 

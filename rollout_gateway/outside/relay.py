@@ -174,7 +174,7 @@ class Relay:
         already. Raises `ApiError`, a 429 one if all have as many calls as they may."""
         call, rest = exchange.call, rest + "".join(request.target.partition("?")[1:])
         providers = [self._providers[table] for table in call.tables]
-        free = [provider for provider in providers if not provider.full]
+        free = [provider for provider in providers if not provider.is_full]
         exchange.failed += [f"{p.url}: outside.max_calls is reached" for p in providers if p not in free]
         failure = ApiError(429, "too_many_calls", "outside.max_calls of this model is reached. Try again.")
         for provider in free:
@@ -314,7 +314,8 @@ async def _repeat(request: Request, call: OutsideCall, recorded: Fields) -> int:
 
 
 def _run_header(exchange: Exchange) -> list[tuple[bytes, bytes]]:
-    """Return the header that names the run of a captured call, which a client without the SDK could not know."""
+    """Return the header that names the run of a captured call, which a client without the SDK could not know; no header
+    for another call."""
     if not exchange.captured:
         return []
     return [(b"x-journeywork-trajectory", quote(exchange.recorded_in.id, safe="").encode())]

@@ -248,13 +248,13 @@ class ServerController:
 
     # -- versions --------------------------------------------------------------------------------------------------
 
-    def wanted(self) -> list[str]:
+    def wanted_versions(self) -> list[str]:
         """Return the versions that the server should hold, the most important first: those that model names are routed
         to, then those that calls wait for."""
         refused = self._refusals()
         out = self._policies.decided_versions()
         out += [self._policies.newest(model, refused) for model in self._policies.models]
-        out += self._context.gateways.wanted()
+        out += self._context.gateways.wanted_versions()
         loadable = (v for v in out if v not in refused and self._policies.checkpoint(v) is not None)
         return list(dict.fromkeys(loadable))[: self._config.max_loras()]
 
@@ -262,7 +262,7 @@ class ServerController:
         """Load the wanted versions that are missing. Return false if some must be tried again soon, such as because a
         call still uses the version that has to go for them."""
         done = True
-        for version in self.wanted():
+        for version in self.wanted_versions():
             checkpoint = self._policies.checkpoint(version)
             if checkpoint is None or (version in self.loaded and version not in self._unloading):
                 continue
@@ -286,13 +286,13 @@ class ServerController:
         that no call uses and no model name resolves to. Return false if there is no such version yet."""
         for version in list(self._unloading):
             await self._unload_released(version)
-        wanted, gateways = self.wanted(), self._context.gateways
+        wanted, gateways = self.wanted_versions(), self._context.gateways
         while len(self.loaded) >= self._config.max_loras():
             if not self._unloading:
                 # Names may resolve to versions that were loaded since the records were written.
                 if not gateways.have_applied(max(self._loaded_seq, self._policies.loads_seq)):
                     return False
-                keep = {*wanted, *gateways.serving()}
+                keep = {*wanted, *gateways.served_versions()}
                 unused = [v for v in self.loaded if v not in keep and not gateways.in_use(self.name, v)]
                 if not unused:
                     return False

@@ -42,7 +42,7 @@ class GatewayRecords:
         except msgspec.DecodeError as error:
             logger.error("record of a gateway ignored: it can't be decoded", key=key, error=str(error))
 
-    def wanted(self) -> list[str]:
+    def wanted_versions(self) -> list[str]:
         """Return the versions that calls wait for."""
         return list(dict.fromkeys(version for record in self._records.values() for version in record.wanted))
 
@@ -50,7 +50,7 @@ class GatewayRecords:
         """Return whether every gateway's record is from after the event of the stream POLICY with this sequence."""
         return all(record.policy_seq >= seq for record in self._records.values())
 
-    def serving(self) -> set[str]:
+    def served_versions(self) -> set[str]:
         """Return the versions that model names resolved to when the gateways wrote their records. It may be others
         once they apply a later event, so ask `have_applied` first."""
         return {version for record in self._records.values() for version in record.serving}

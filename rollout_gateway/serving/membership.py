@@ -84,7 +84,7 @@ class Membership:
     def _replicas_changed(self) -> None:
         """After a change of a replica or a policy: wake the calls that wait for a version, and have this gateway's
         record written if model names resolve to other versions now."""
-        if (serving := self._router.serving()) != self._serving:
+        if (serving := self._router.served_versions()) != self._serving:
             self._serving = serving
             self._fleet.use_changed.set()
         self._fleet.changed()
@@ -109,7 +109,7 @@ class Membership:
         replica.server_start, replica.models = record.server_start, record.models
         replica.refused = dict(record.refused)
         replica.loaded = self._policies.loaded(replica.name, record.server_start)
-        self._policies.refused = self._fleet.refused()
+        self._policies.refused = self._fleet.refused_versions()
         if not known:
             logger.info("replica joined", replica=replica.name, server_start=record.server_start)
             scope = anyio.CancelScope()
@@ -131,7 +131,7 @@ class Membership:
             )
             scope.cancel()
             self._fleet.remove(replica)
-            self._policies.refused = self._fleet.refused()
+            self._policies.refused = self._fleet.refused_versions()
 
     async def _check(self, replica: Replica, scope: anyio.CancelScope) -> None:
         """Check a replica again and again until `scope` is cancelled: its health, or, while it takes no calls, whether
@@ -172,7 +172,8 @@ class Membership:
     # -- this gateway's record ---------------------------------------------------------------------------------------
 
     async def _report(self) -> None:
-        """Write this gateway's record when it changes, and before it expires."""
+        """Write this gateway's record, by which sampler agents know the versions in use, when it changes and before it
+        expires. Never returns."""
         while True:
             self._fleet.use_changed.clear()
             try:
@@ -191,7 +192,7 @@ class Membership:
         fleet.reported = {r.name: tuple(r.in_flight) for r in fleet.replicas if r.in_flight}
         return GatewayRecord(
             policy_seq=self._policies.next_seq - 1,
-            serving=self._router.serving(),
+            serving=self._router.served_versions(),
             wanted=tuple(sorted(fleet.wanted, key=lambda v: -fleet.wanted[v])),
             in_flight=fleet.reported,
         )

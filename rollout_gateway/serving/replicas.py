@@ -152,7 +152,7 @@ class Fleet:
         for replica in (*self.replicas, *self._departed):
             await replica.upstream.close()
 
-    def ready(self) -> list[Replica]:
+    def ready_replicas(self) -> list[Replica]:
         """Return the replicas that take calls."""
         return [r for r in self.replicas if r.ready]
 
@@ -176,7 +176,7 @@ class Fleet:
         needed = max(1, math.ceil(self._serving_share * len(ready) - 1e-9))
         return sum(r.holds(version) for r in ready) >= needed
 
-    def refused(self) -> dict[str, str]:
+    def refused_versions(self) -> dict[str, str]:
         """Return the versions that failed a check on every registered replica, each with the first replica's reason."""
         candidates = self.replicas[0].refused if self.replicas else {}
         return {v: why for v, why in candidates.items() if all(v in r.refused for r in self.replicas)}
@@ -200,7 +200,7 @@ class Fleet:
                 return Lease(self, replica, version)
             if self.closing:
                 raise stopping()
-            any_ready = bool(self.ready())
+            any_ready = bool(self.ready_replicas())
             if any_ready:
                 self.want(version)
             if not await self._wait(deadline):

@@ -170,7 +170,7 @@ class VersionRouter:
         usable = (v for v in state.newest_first() if v not in self._policies.refused and self._fleet.available(v))
         return next(usable, version_name(model, 0))
 
-    def serving(self) -> tuple[str, ...]:
+    def served_versions(self) -> tuple[str, ...]:
         """Return the versions that the model names resolve to, which sampler agents must keep loaded. Base versions,
         which are always loaded, are left out."""
         models = self._policies.models.items()

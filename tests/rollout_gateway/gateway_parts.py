@@ -101,5 +101,5 @@ async def parts(
         stack.callback(tg.cancel_scope.cancel)
         for number, server in enumerate(servers):
             await tg.start(sampler.run, sampler_config(config, server.url, folder / f"sampler-{number}"))
-        await made.until(lambda: len(made.fleet.ready()) == len(servers))
+        await made.until(lambda: len(made.fleet.ready_replicas()) == len(servers))
         yield made

@@ -129,7 +129,7 @@ async def test_a_call_that_fails_leaves_its_run_to_the_repeated_call(nats_config
         run, history = await a.ask([user("task")], "one")
         more = _call([*history, user("more")])
         assert (await a.detector.find(more, "m", "alice")).id == run.id  # and is not answered
-        await until(lambda: b.detector._waiting.next(0))
+        await until(lambda: b.detector._waiting.oldest_after(0))
         assert (await b.detector.find(more, "m", "alice")).id == run.id
 
 

@@ -82,7 +82,7 @@ async def test_a_log_that_lost_its_end_ends_the_gateway(
             with pytest.raises(LogShrankError, match="lost its end"):
                 await gateway.complete("t", Completion(reward=1.0))
             with anyio.fail_after(60), pytest.raises(LogShrankError, match="reads it anew at its next start"):
-                await gateway.log.until_shrunk()
+                await gateway.log.watch_log_end()
         async with Broker.connect(nats_config) as again:
             ended = await registry_of(again).complete("t", Completion(reward=1.0))
         assert (ended.exchanges, ended.outcome) == (1, "scored")

@@ -169,14 +169,14 @@ def test_any_stream_is_an_answer_or_malformed(events: list[bytes], logprobs: boo
         for event in events:
             seen = capture.feed(b"data: %b\n\n" % event)
             for sink in sinks:
-                sink.translated(seen)
+                sink.translate(seen)
     except MALFORMED:
         pass
     answer = capture.answer()
     for choice in answer.choices:
         follow(call, msgspec.json.decode(choice.fields["message"]))
     for sink in sinks:
-        sink.translated(capture.last_events + DONE)
+        sink.translate(capture.last_events + DONE)
         sink.last_events()
 
 

@@ -98,7 +98,7 @@ def streamed(deltas: list[dict[str, Any]], finish: str | None, **asked: Any) -> 
         reason = finish if number == len(deltas) - 1 else None
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
         chunk = {"id": "chatcmpl-1", "created": 7, "model": "m@0", "choices": [choice]}
-        written += stream.translated(b"data: %b\n\n" % json.dumps(chunk).encode())
+        written += stream.translate(b"data: %b\n\n" % json.dumps(chunk).encode())
     written += stream.last_events()
     return [json.loads(e.partition(b"data: ")[2]) for e in written.split(b"\n\n") if e]
 

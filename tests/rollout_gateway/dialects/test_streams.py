@@ -130,10 +130,10 @@ def captured(data: bytes, size: int, sink: TranslatedSink) -> tuple[Answer, byte
         if seen := capture.feed(data[at : at + size]):
             assert all(event.count(b"\n") == 0 for event in seen.split(b"\n\n"))
             assert b"token_ids" not in seen
-            written += sink.translated(seen)
+            written += sink.translate(seen)
     assert capture.ended
     assert capture.error_code == 0
-    written += sink.translated(capture.last_events + DONE) + sink.last_events()
+    written += sink.translate(capture.last_events + DONE) + sink.last_events()
     return capture.answer(), written
 
 
@@ -225,7 +225,7 @@ def test_an_error_of_null_is_none_and_any_other_ends_the_stream() -> None:
         sink = TranslatedSink(Mock(), translation_of(ResponsesTranslation, [USER], stream=True))
         capture = StreamCapture(sink._translation.call())
         for event in events:
-            written += sink.translated(capture.feed(b"data: %b\n\n" % json.dumps(event).encode()))
+            written += sink.translate(capture.feed(b"data: %b\n\n" % json.dumps(event).encode()))
         written += sink.last_events()
         return capture, [json.loads(e.partition(b"data: ")[2]) for e in written.split(b"\n\n") if e]
 

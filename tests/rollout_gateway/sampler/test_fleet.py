@@ -88,7 +88,7 @@ async def test_swaps_while_a_server_joins_and_another_leaves(nats_config: NatsCo
                 if step == SWAPS // 3:
                     await anyio.to_thread.run_sync(agents[2].start)
                     for gateway in gateways:
-                        await gateway.until(lambda g=gateway: len(g.fleet.ready()) == 3)
+                        await gateway.until(lambda g=gateway: len(g.fleet.ready_replicas()) == 3)
                 if step == 2 * SWAPS // 3:
                     await anyio.to_thread.run_sync(agents[0].stop)
                     for gateway in gateways:
@@ -119,7 +119,7 @@ async def test_a_server_whose_agent_died_gets_no_calls_when_its_record_has_expir
         record = b'{"url": "%s", "models": ["tictactoe"], "server_start": "1"}' % fake_vllm.url.encode()
         key = sampler_key(PROJECT, replica_name(fake_vllm.url))
         await key_value.put(log, streams.FLEET.name, key, record, 6)
-        await gateway.until(gateway.fleet.ready)
+        await gateway.until(gateway.fleet.ready_replicas)
         assert (await gateway.call())[0] == 200
         await gateway.until(lambda: not gateway.fleet.replicas)
 
@@ -206,7 +206,7 @@ async def test_a_name_waits_for_the_version_that_it_resolved_to(nats_config: Nat
         await publish_adapter(gateway.broker, 2)
         await gateway.until(lambda: gateway.router.current("tictactoe") == "tictactoe@2")
         await fast.stop()
-        await gateway.until(lambda: len(gateway.fleet.ready()) == 1)
+        await gateway.until(lambda: len(gateway.fleet.ready_replicas()) == 1)
         assert gateway.router.current("tictactoe") == "tictactoe@2"
         # A gateway that starts now has the same answer from the log.
         assert gateway.policies.newest_loaded_anywhere("tictactoe") == "tictactoe@2"

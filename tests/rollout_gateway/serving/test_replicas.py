@@ -87,9 +87,9 @@ async def test_a_dead_replica_is_left_out_and_comes_back_proved(nats_config: Nat
         for _ in range(6):
             status, answer = await gateway.call()
             assert (status, answer["model"]) == (200, "tictactoe@1")
-        await gateway.until(lambda: len(gateway.fleet.ready()) == 1)
+        await gateway.until(lambda: len(gateway.fleet.ready_replicas()) == 1)
         await one.start()
-        await gateway.until(lambda: len(gateway.fleet.ready()) == 2)
+        await gateway.until(lambda: len(gateway.fleet.ready_replicas()) == 2)
         assert set(one.loaded) == {"tictactoe@1"}
 
 
