@@ -73,7 +73,7 @@ async def relay(call: Call) -> AsyncIterator[bytes]:
         return
     capture = StreamCapture(call)
     async for chunk in reply:
-        if seen := capture.take(chunk):
+        if seen := capture.feed(chunk):
             yield seen
     capture.answer()
     yield capture.last_events + DONE
