@@ -73,12 +73,12 @@ class GatewayProcess:
         assert self.process.exitcode is not None, self.log
         return self.process.exitcode
 
-    def restart(self, **settings: Any) -> None:
-        """Kill it, and start it again with these settings of `gateway`."""
+    def restart(self, crash_at: str = "", **settings: Any) -> None:
+        """Kill it, and start it again with these settings of `gateway`. `crash_at`: as for `start`."""
         self.kill()
         self.config = with_values(self.config, {f"gateway.{name}": value for name, value in settings.items()})
         save_config(self.config, self.folder / "config.toml")
-        self.start()
+        self.start(crash_at)
 
     def stop(self) -> None:
         if self.process.exitcode is None:

@@ -37,8 +37,7 @@ async def test_a_killed_loop_plays_every_scenario_exactly_as_often_as_wished(
             for _ in range(lines):
                 assert told.readline() == "played\n"
             child.kill()
-    gateway.kill()
-    gateway.start()
+    gateway.restart()
     last = start(gateway.url)
     out, _ = last.communicate(timeout=100)
     result = json.loads(out.strip().rpartition("\n")[2])

@@ -17,16 +17,12 @@ def has_ipv6() -> bool:
     return True
 
 
-def test_another_program_that_listens_first_is_an_error_of_the_settings() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
-            service._listen("127.0.0.1", port)
+IPV6 = pytest.param("::1", r"\[::1\]", marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6"))
 
 
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_an_ipv6_address_stands_in_brackets() -> None:
-    with closing(service._listen("::1", 0)) as listener:
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", r"127\.0\.0\.1"), IPV6])
+def test_a_port_on_which_another_program_listens_is_an_error_of_the_settings(host: str, shown: str) -> None:
+    with closing(service._listen(host, 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"can't listen on \[::1\]:{port}: Address already in use"):
-            service._listen("::1", port)
+        with pytest.raises(ConfigError, match=rf"can't listen on {shown}:{port}: Address already in use"):
+            service._listen(host, port)

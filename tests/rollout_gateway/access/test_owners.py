@@ -38,8 +38,7 @@ async def test_a_group_belongs_to_the_key_that_opened_it_first(start_front: Star
         assert error(caller.ask("POST", "/v1/trajectories", opening(id=dated))) == (409, "group_exists")
 
     refused("bob")
-    gateway.kill()
-    gateway.start()
+    gateway.restart()
     refused("bob")
     boss.open(id="c1", group="g")
     # The first opening fixes the size.

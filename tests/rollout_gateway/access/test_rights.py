@@ -118,8 +118,7 @@ async def test_what_each_key_may_do(start_front: StartGateway, nats_config: Nats
 def test_a_key_owns_what_it_opened_at_every_gateway_and_after_a_restart(start_front: StartGateway) -> None:
     gateway = start_front(keys=KEYS)
     Caller(gateway, "alice").open(id="a", group="g")
-    gateway.kill()
-    gateway.start()
+    gateway.restart()
     other = start_front(folder="other", keys=KEYS)
     for replica in (gateway, other):
         assert Caller(replica, "bob").about("a") == RIGHTS["bob"].run

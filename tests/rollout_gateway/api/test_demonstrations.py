@@ -63,8 +63,7 @@ async def test_a_demonstration_that_was_cut_short_is_continued_where_it_ended(
     chat = [{"role": role, "content": str(turn % 9)} for turn in range(12) for role in ("user", "assistant")]
     member = {"id": "long", "reward": 1.0, "demonstration": {"messages": chat}}
     body = {"model": "tictactoe", "trajectories": [member]}
-    gateway.kill()
-    gateway.start(crash_at="broker.before_publish:12")
+    gateway.restart(crash_at="broker.before_publish:12")
     with pytest.raises(httpx.TransportError):
         httpx.post(f"{gateway.url}/v1/groups/g/complete", json=body)
     gateway.start()

@@ -119,8 +119,7 @@ async def test_a_retried_call_is_answered_from_the_log_with_its_id(
         return str(name), "".join(json.loads(f'"{piece}"') for piece in text)
 
     first = ask()
-    gateway.kill()
-    gateway.start()
+    gateway.restart()
     assert ask(**{"x-stainless-retry-count": "1"}) == first
     assert ask()[0] != first[0]
     for number, (name, _) in enumerate((first, ask(**{"x-stainless-retry-count": "1"}))):

@@ -140,8 +140,7 @@ async def test_a_copy_that_broke_off_is_continued_by_another_replica(
     gateway = start_gateway()
     agent = gateway.agent(gateway.open(id="calls", references=True))
     calls = [reference(agent.chat.completions.create(**ASK).choices[0]) for _ in range(3)]
-    gateway.kill()
-    gateway.start(crash_at="broker.before_publish:5")  # the group, the run and two copies are on the log
+    gateway.restart(crash_at="broker.before_publish:5")  # the group, the run and two copies are on the log
     with pytest.raises(httpx.TransportError):
         complete_group(gateway, "g", {"id": "m", "exchanges": calls, "reward": 1.0})
     assert len(await exchanges(broker, "m")) == 2

@@ -205,8 +205,7 @@ async def test_killed_gateway_sends_nothing_twice_and_loses_nothing_that_was_ans
     """In the middle of a stream nothing is recorded or repeated. Behind the record, before the answer's end, the
     client's retry is answered from the log."""
     gateway = start_outside(table(provider))
-    gateway.stop()
-    gateway.start(crash_at="gateway.before_answer:2")
+    gateway.restart(crash_at="gateway.before_answer:2")
     run = gateway.open(model="master")
     provider.says(stream(*chunks()))
     key = {"authorization": f"Bearer {run['api_key']}"}

@@ -8,8 +8,8 @@ from pipeline.log.broker import Broker
 from rollout_gateway.serving.command import main
 from tests.conftest import free_port
 from tests.kits.waiting import until_true
-from tests.rollout_gateway.conftest import GatewayProcess, StartGateway, publish_adapter
-from tests.rollout_gateway.kit import key_config, serves
+from tests.rollout_gateway.conftest import StartGateway, publish_adapter
+from tests.rollout_gateway.kit import ASK, key_config, serves
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,11 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.inference
-async def test_decisions_are_taken_and_shown_with_their_reasons(
-    gateway: GatewayProcess, broker: Broker, capsys: pytest.CaptureFixture[str]
+async def test_decisions_are_taken_and_shown_with_their_reasons_and_hold_at_every_gateway(
+    start_gateway: StartGateway, broker: Broker, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    gateway = start_gateway()
+
     def policy(*arguments: str) -> str:
         main([*arguments, "--url", gateway.url])
         return capsys.readouterr().out
@@ -44,8 +46,13 @@ async def test_decisions_are_taken_and_shown_with_their_reasons(
     policy("promote", "tictactoe@2")
     assert policy("rollback", "tictactoe").startswith("tictactoe: 20 % tictactoe@2, 80 % tictactoe@1\n")
     policy("promote", "tictactoe@1")
+    other = start_gateway(folder="other")
+    for each in (other, gateway):
+        await serves(each, "tictactoe@1")
+    assert gateway.client().chat.completions.create(**ASK).model == "tictactoe@1"
     followed = policy("follow", "tictactoe", "--reason", "enough")
     assert followed.startswith("tictactoe: tictactoe@2\n  why: follows the newest at")
+    await serves(other, "tictactoe@2")
     events = [r.event for r in await broker.read(PolicyPromoted)]
     assert [e.action for e in events] == ["promote", "rollback", "split", "promote", "rollback", "promote", "follow"]
     assert events[0].reason == "better on held-out tasks"

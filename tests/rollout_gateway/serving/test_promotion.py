@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.log.broker import Broker
+from rollout_gateway.http.errors import ApiError
 from rollout_gateway.serving.policies import Policies
 from rollout_gateway.serving.promotion import Action, Decision, Promotion, VersionDecision
 
@@ -66,7 +67,10 @@ async def test_rollbacks_at_several_gateways_at_once_take_back_one_decision_each
 
 
 async def test_a_rollback_that_is_repeated_at_another_gateway_takes_back_nothing_more(broker: Broker) -> None:
-    """Also at once, and after another decision."""
+    """Also at once, and after another decision. Another decision under its id is refused."""
+    with pytest.raises(ApiError, match="No decision about m is left") as refused:
+        await gateway(broker).decide("m", "rollback", Decision())
+    assert (refused.value.status, refused.value.code) == (409, "no_decision")
     for step in (1, 2, 3):
         event = PolicyPromoted(project="p", model="m", version=f"m@{step}", request=f"r{step}")
         await broker.publish(event)
@@ -76,4 +80,7 @@ async def test_a_rollback_that_is_repeated_at_another_gateway_takes_back_nothing
             tasks.start_soon(gateway(log).decide, "m", "rollback", Decision(request="back"))
     await gateway(broker).decide("m", "promote", VersionDecision(version="m@4"))
     await gateway(broker).decide("m", "rollback", Decision(request="back"))
+    with pytest.raises(ApiError, match="Nothing was recorded") as refused:
+        await gateway(broker).decide("m", "promote", VersionDecision(version="m@1", request="back"))
+    assert (refused.value.status, refused.value.code) == (409, "request_exists")
     assert [e.version for e in await decisions(broker)] == ["m@1", "m@2", "m@3", "m@2", "m@4"]
