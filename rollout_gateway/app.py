@@ -104,6 +104,7 @@ class App:
             request.max_body = min(request.max_body, self._gateway.config.gateway.http.max_control_body_bytes)
         access = Access()
         if route.auth != "none":
+            # The run that a trajectory's token must belong to: the path's parameter, else the one before the path.
             about_run = bool(values) and route.auth in ("trajectory", "completion", "feedback")
             access = self._admit(request, route.auth, values[0] if about_run else trajectory)
         await request.read()

@@ -89,7 +89,8 @@ def _opened_by_completing(member: GroupMember) -> bool:
 async def _open_member(
     gateway: Gateway, group: str, body: GroupCompletion, member: GroupMember, number: int, access: Access
 ) -> None:
-    """Open a member, unless an earlier request did. `number`: its place in the group, from 1."""
+    """Open the trajectory of a member with the fields of `body`, unless an earlier request did. `number`: its place in
+    the group, from 1. Raises a 404 `ApiError` if another key or group has the trajectory."""
     if (opened := await gateway.registry.opening(member.id)) is not None:
         if not access.owns(opened.owner) or opened.group != group:  # it was opened since the members were checked
             raise unknown_trajectory(member.id)

@@ -82,6 +82,7 @@ class ResponsesTranslation(Translation):
             named.append(_match_id(_RESPONSE_ID, previous))
         if not isinstance(self.request.input, str):
             named += [_match_id(_ITEM_ID, i.id or "") for i in self.request.input if i.type == "item_reference"]
+        # The last group of either pattern is the chat completion's id.
         return frozenset(match[match.re.groups] for match in named)
 
     def chat(self, exchanges: Mapping[str, ExchangeRecorded] | None = None) -> dict[str, Any]:

@@ -88,8 +88,8 @@ class OutsideAnswer:
             self._choices()
 
     def feed_event(self, payload: bytes) -> bool:
-        """Read the data of a server-sent event. Returns whether the agent would have got it from the provider itself:
-        not the usage that only the gateway asked for."""
+        """Read the data of a server-sent event. Returns whether the agent gets the event: all but a chunk with the
+        usage alone, which only the gateway asked for."""
         if payload == b"[DONE]":
             self.finishing = self.ended = True
         elif payload and not self.ended:
@@ -121,7 +121,7 @@ class OutsideAnswer:
 
     def _read_chat_chunk(self, chunk: Document) -> bool:
         """Merge a chunk of a chat completion into `native`, whose `choices` are a dictionary by index meanwhile.
-        Returns as `take`."""
+        Returns as `feed_event`."""
         choices, usage = chunk.pop("choices", None) or [], chunk.pop("usage", None)
         self.native = {**chunk, **self.native}
         if usage:
@@ -133,7 +133,6 @@ class OutsideAnswer:
             so_far["finish_reason"] = choice.get("finish_reason") or so_far.get("finish_reason")
         finished = sum(bool(choice["finish_reason"]) for choice in merged.values())
         self.finishing = self.finishing or finished >= self._call.choices
-        # False for the chunk with the usage alone, which only the gateway asked for.
         return bool(choices or not usage or not self._asks_usage)
 
     def _read_messages_event(self, event: Document) -> None:

@@ -163,7 +163,8 @@ class Fleet:
         self.idle.set()
 
     def want(self, version: str) -> None:
-        """Ask the sampler agents to load `version`."""
+        """Note that a call waits for `version`. This gateway's record tells the sampler agents, so that they load
+        it."""
         if version not in self.wanted:
             self.use_changed.set()
         self.wanted[version] = time.monotonic()
