@@ -54,7 +54,7 @@ class Dispatcher:
         failed: list[str] = []
         """Names of the servers that the call was sent to and that failed."""
         while True:
-            lease = await self._lease(exchange, deadline)
+            lease = await self._acquire_lease(exchange, deadline)
             replica = lease.replica
             attempt = await self._send(exchange, lease)
             if isinstance(attempt, Attempt):
@@ -73,7 +73,7 @@ class Dispatcher:
             if len(failed) == 2:
                 raise _both_failed(failed)
 
-    async def _lease(self, exchange: Exchange, deadline: float) -> Lease:
+    async def _acquire_lease(self, exchange: Exchange, deadline: float) -> Lease:
         """Wait for a replica until `deadline`, by `time.monotonic`. Calls of a run go to the same one while they can,
         for its prefix cache. Raises `ApiError`."""
         trajectory = exchange.caller.trajectory

@@ -206,6 +206,7 @@ class Registry:
         if known is run:
             self._bytes[owner] += _opening_bytes(run)
         if self._bytes[owner] > _OWNER_BYTES:
+            # Down to 90 %, so that not every opening has to sort them.
             own = [t for t in self._known.values() if t.opened.owner == owner and t is not known]
             for trajectory in sorted(own, key=lambda t: t.used_at):
                 if self._bytes[owner] > 0.9 * _OWNER_BYTES and not (trajectory.in_flight or trajectory.completing):
@@ -265,7 +266,7 @@ class Registry:
             if event.trajectory.startswith(f"{DETECTED}-"):
                 message = f"Ids that begin with {DETECTED}- are for runs that the gateway detects. Choose another id."
                 raise ApiError(400, "invalid_name", message, param="id")
-            await self.log.check_new(event)
+            await self.log.check_id_is_new(event)
         if paced and self.pacing is not None and not event.asked:  # its agent never waited for training
             group = event.group or event.trajectory
             paced_s = await self.pacing.admit(event.model, group, event.split, event.owner)

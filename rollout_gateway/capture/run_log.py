@@ -51,7 +51,8 @@ class RunLog:
     # -- the log's end -------------------------------------------------------------------------------------------
 
     async def publish(self, event: Event, headers: dict[str, str]) -> Ack:
-        """Publish an event of a run. Raises `BrokerError`."""
+        """Publish an event of a run, if the log did not lose its end, and note it as the newest one. Raises
+        `BrokerError`."""
         await self.check_end()
         ack = await self.broker.publish(event, headers)
         if not ack.duplicate:  # else the log may hold the same event of another replica, with another time
@@ -112,9 +113,9 @@ class RunLog:
         if since and time.time() - since > config.rollouts_max_age_s:
             raise expired_trajectory(trajectory, config.rollouts_max_age_h)
 
-    async def check_new(self, opened: TrajectoryOpened) -> None:
-        """Raise a 410 `ApiError` if the id of a trajectory that is about to be opened was that of an expired one, of
-        which the log still holds something: that would belong to both."""
+    async def check_id_is_new(self, opened: TrajectoryOpened) -> None:
+        """Raise a 410 `ApiError` if a trajectory that is about to be opened has the id of an expired one of which the
+        log still holds calls or a completion: the new trajectory would be taken to have them."""
         self.check_age(opened.trajectory)
         try:
             keys = {"project": self.project, "trajectory": opened.trajectory}

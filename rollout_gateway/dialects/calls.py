@@ -194,8 +194,8 @@ class Call:
         return b"\x01" * (len(choice.ids) // 4)
 
     def _grammar(self) -> Literal["", "tool_calls", "all"]:
-        """Which part of the reply a grammar constrains: nothing, tool calls if there are any (`strict` tools), or the
-        whole reply."""
+        """Return which part of the reply a grammar constrains: nothing, tool calls if there are any (`strict` tools),
+        or the whole reply."""
         fields = self.fields
         form, tools, tool_choice = (fields.get(name, _NULL) for name in ("response_format", "tools", "tool_choice"))
         if any(not is_null(fields.get(name)) for name in GRAMMAR_FIELDS):

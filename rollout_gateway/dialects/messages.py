@@ -187,7 +187,7 @@ def error_body(path: str, body: bytes, status: int) -> bytes:
 
 
 def _error(error: dict[str, Any], status: int) -> dict[str, Any]:
-    """Return Anthropic's form of an error with this `message`, whose type follows from the status."""
+    """Return Anthropic's form of the OpenAI error `error`; its type follows from the status."""
     kind = _ERRORS.get(status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.get("message")}}
 

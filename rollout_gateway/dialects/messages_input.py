@@ -136,8 +136,8 @@ class MessagesRequest(msgspec.Struct):
 
 
 def _arguments_text(value: Any) -> str:
-    """Encode a tool call's arguments. The text of malformed ones, which `messages` marked as `_raw` and Claude Code as
-    `__unparsedToolInput`, stays as the model wrote it."""
+    """Return a tool call's `input` as JSON text. Malformed arguments, which `messages` wrapped as `_raw` and Claude
+    Code as `__unparsedToolInput`, are returned as the model wrote them."""
     match value:
         case {"_raw": str(text), **others} | {"__unparsedToolInput": str(text), **others} if not others:
             return text

@@ -192,8 +192,8 @@ class Connection(HttpToolsProtocol):
 
     def refuse(self, error: ApiError) -> None:
         """Answer the request that is arriving with an error, and end the connection after the answers to the requests
-        before it. If its handler runs already, because its head was complete, the handler gets the error. If others
-        come first, the refused request itself gets no answer: it would be taken for theirs."""
+        before it. If its handler runs already, because its head was complete, the handler gets the error. If earlier
+        requests still wait for their answers, the refused one gets none: the client would take it for one of theirs."""
         if self._input_ignored:
             return
         self._input_ignored = True
