@@ -110,10 +110,8 @@ class ModelCalls:
             policy_call, translation = await self._read_large_in_thread(
                 model_request, partial(self._read_for_policy, model_request)
             )
-            policy_call.params.model, policy_call.asks_whole = (
-                opened.model,
-                opened.min_logprob is not None and policy_call.stream,
-            )
+            policy_call.params.model = opened.model
+            policy_call.asks_whole = opened.min_logprob is not None and policy_call.stream
             policy_call.detected = call.detected
             caller = replace(caller, wait_s=wait_s, min_logprob=opened.min_logprob)
             if translation is not None:
