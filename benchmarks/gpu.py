@@ -165,14 +165,14 @@ def measure(
 
     for name in BATCHES:
         row = out["batches"][name] = {}
-        examples, groups = make_batch(name, groups=1 if tiny else None)
+        examples, group_of = make_batch(name, groups=1 if tiny else None)
         if tiny:
-            examples, groups = examples[:4], groups[:4]
+            examples, group_of = examples[:4], group_of[:4]
 
-        def ours(examples: list[Any] = examples, groups: list[int] = groups) -> dict[str, Any]:
+        def ours(examples: list[Any] = examples, group_of: list[int] = group_of) -> dict[str, Any]:
             engine.model.load_adapter(state.weights)
             recorded = own_logprobs(engine, examples)
-            timed = _timed(lambda: engine.step(state, recorded, groups).metrics, engine.model.device, rounds)
+            timed = _timed(lambda: engine.step(state, recorded, group_of).metrics, engine.model.device, rounds)
             metrics = timed.pop("result")
             return timed | {
                 "loss": metrics["loss"],

@@ -264,7 +264,7 @@ def run(task: Task, base: Path, start: Path | None, changes: dict[str, Any], see
     sampled_at, batch = 0, played(0)
     for step in range(task.steps):
         following = played(step + 1)
-        examples, groups = [], []
+        examples, group_of = [], []
         for group in range(count):
             members = batch[group * size : (group + 1) * size]
             rewards = [a.reward for a in members]
@@ -272,11 +272,11 @@ def run(task: Task, base: Path, start: Path | None, changes: dict[str, Any], see
                 continue
             spread = stdev(rewards) + _STD_FLOOR if config.loss.advantage_scaling == "group" else 1.0
             examples += [Example(a.sequence(sampled_at), (a.reward - fmean(rewards)) / spread) for a in members]
-            groups += [group] * size
+            group_of += [group] * size
         curve.append(fmean(a.reward for a in batch))
         sampled_at = state.step
         if examples:
-            result = engine.step(state, examples, groups)
+            result = engine.step(state, examples, group_of)
             state = result.state
             metrics.append({n: round(v, 4) for n, v in result.metrics.items() if n in ("entropy", "kl", "grad_norm")})
             engine.model.load_adapter(state.weights)

@@ -112,7 +112,7 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
     return examples, group_of
 
 
-def journeywork_step(engine: Any, examples: list[Any], groups: list[int]) -> Callable[[], dict[str, float]]:
+def journeywork_step(engine: Any, examples: list[Any], group_of: list[int]) -> Callable[[], dict[str, float]]:
     """Steps of one run, one after the other. Every second sequence is of the version before the current one."""
     import dataclasses
 
@@ -127,7 +127,7 @@ def journeywork_step(engine: Any, examples: list[Any], groups: list[int]) -> Cal
             sampled_at = max(0, state.step - i % 2)
             steps = np.where(example.sequence.loss_mask, sampled_at, -1).astype(np.int32)
             batch.append(dataclasses.replace(example, sequence=dataclasses.replace(example.sequence, steps=steps)))
-        result = engine.step(state, batch, groups)
+        result = engine.step(state, batch, group_of)
         state = result.state
         return dict(result.metrics)
 
@@ -139,14 +139,14 @@ def serve_steps(shape: str, implementation: str, base: str, threads: int) -> Non
     from pipeline.config import OptimizerConfig, TrainerConfig
     from trainer.engine.engine import Engine
 
-    examples, groups = make_batch(shape)
+    examples, group_of = make_batch(shape)
     # The recorded logprobs are invented: the checks take their time, and the bound lets them find nothing.
     config = TrainerConfig(threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3))
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(base, config)
         match implementation:
             case "journeywork":
-                step = journeywork_step(engine, examples, groups)
+                step = journeywork_step(engine, examples, group_of)
             case "trl":
                 step = trl_step(engine, config, examples, Path(scratch))
             case _:

@@ -228,20 +228,20 @@ def _tree(sequences: Sequence[npt.NDArray[Any]]) -> _Tree:
     return _Tree(size, np.concatenate(positions), ends[:size], columns)
 
 
-def by_group(groups: Sequence[int]) -> list[list[int]]:
-    """The places of each group's sequences; `groups[s]` is the group of sequence s."""
+def by_group(group_of: Sequence[int]) -> list[list[int]]:
+    """The places of each group's sequences; `group_of[s]` is the group of sequence s."""
     members: dict[int, list[int]] = {}
-    for s, group in enumerate(groups):
+    for s, group in enumerate(group_of):
         members.setdefault(group, []).append(s)
     return list(members.values())
 
 
-def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> Layout:
+def prefix_shared(sequences: Sequence[TokenSequence], group_of: Sequence[int]) -> Layout:
     """One row per group, in which shared prefixes are computed once and each token sees its own sequence only. The
     sequences have no images. If no row has branches, the layout is causal and needs no mask.
 
-    `groups[s]` is the group of sequence s."""
-    members = by_group(groups)
+    `group_of[s]` is the group of sequence s."""
+    members = by_group(group_of)
     trees = [_tree([used_ids(sequences[s]) for s in inside]) for inside in members]
     length = max(t.size for t in trees)
     ids_RL = np.zeros((len(trees), length), np.int64)
@@ -312,13 +312,13 @@ NO_SHARED_ROWS = SharingLimits()
 
 
 def sharing_pays(
-    sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost, limits: SharingLimits = NO_SHARED_ROWS
+    sequences: Sequence[TokenSequence], group_of: Sequence[int], cost: Cost, limits: SharingLimits = NO_SHARED_ROWS
 ) -> bool:
-    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, and needs masks. `groups[s]` is the
+    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, and needs masks. `group_of[s]` is the
     group of sequence s."""
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
-    for _, inside in _prefix_rows(sequences, groups, sys.maxsize, limits):
+    for _, inside in _prefix_rows(sequences, group_of, sys.maxsize, limits):
         tree = _tree([used_ids(sequences[s]) for s in inside])
         trees += tree.size * cost.per_token + attended_pairs(tree.ends.tolist()) * cost.per_pair
     return trees < 0.95 * rows
@@ -326,19 +326,19 @@ def sharing_pays(
 
 def micro_batches(
     sequences: Sequence[TokenSequence],
-    groups: Sequence[int],
+    group_of: Sequence[int],
     budget: int,
     packing: Packing,
     limits: SharingLimits = NO_SHARED_ROWS,
 ) -> list[MicroBatch]:
     """The batch as passes of at most about `budget` tokens, padding included. A single sequence may exceed it.
 
-    `groups[s]` is the group of sequence s."""
+    `group_of[s]` is the group of sequence s."""
     together = min(limits.of_pass, budget)
     if packing == "prefix":
         # A row without branches needs no mask, unless it shares its pass with one that has them.
         rows: dict[bool, list[tuple[int, list[int]]]] = {False: [], True: []}
-        for size, inside in _prefix_rows(sequences, groups, budget, limits):
+        for size, inside in _prefix_rows(sequences, group_of, budget, limits):
             rows[size > max(len(used_ids(sequences[s])) for s in inside)].append((size, inside))
         return [
             _prefix_batch(sequences, of_pass) for kind in rows.values() for of_pass in _within_budget(kind, together)
@@ -366,13 +366,13 @@ Row = tuple[int, list[int]]
 
 
 def _prefix_rows(
-    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, limits: SharingLimits
+    sequences: Sequence[TokenSequence], group_of: Sequence[int], budget: int, limits: SharingLimits
 ) -> list[Row]:
     """The rows with shared prefixes. A row is a group, a part of a group whose tree exceeds the budget, or several
     groups that begin alike, as all runs of an agent do that has a system prompt."""
     used = [used_ids(s) for s in sequences]
     # In sorted order, neighbours share most: groups, and the parts of a group that is cut.
-    members = [sorted(inside, key=lambda s: used[s].tolist()) for inside in by_group(groups)]
+    members = [sorted(inside, key=lambda s: used[s].tolist()) for inside in by_group(group_of)]
     rows: list[Row] = []
     for inside in sorted(members, key=lambda inside: used[inside[0]].tolist()):
         for size, piece in _pieces(used, inside, budget):
@@ -401,5 +401,5 @@ def _pieces(used: Sequence[npt.NDArray[np.int32]], inside: Sequence[int], budget
 def _prefix_batch(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]]) -> MicroBatch:
     """The pass of some rows, which are given by the places of their sequences."""
     indices = [s for row in rows for s in row]
-    groups = [r for r, row in enumerate(rows) for _ in row]
-    return MicroBatch(tuple(indices), prefix_shared([sequences[s] for s in indices], groups))
+    group_of = [r for r, row in enumerate(rows) for _ in row]
+    return MicroBatch(tuple(indices), prefix_shared([sequences[s] for s in indices], group_of))

@@ -49,8 +49,8 @@ class Step:
 
     state: TrainState
     examples: Sequence[Example]
-    groups: Sequence[int]
-    """`groups[i]` is the group of `examples[i]`."""
+    group_of: Sequence[int]
+    """`group_of[i]` is the group of `examples[i]`."""
     logprobs: Sequence[Logprobs]
     """Of each example, by the policy before the step."""
     packing: Packing
@@ -108,7 +108,7 @@ def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metric
 
     A mean above about 1e-3 in float32 means that the tokens, the mask or the version are not those of the sampler."""
     candidates = [
-        Candidate(part, index, (step.groups[index], version))
+        Candidate(part, index, (step.group_of[index], version))
         for index, example in enumerate(step.examples)
         for version in sorted(set(example.sequence.steps[example.sequence.loss_mask].tolist()))
         if version != step.state.step and version in step.state.history
@@ -151,7 +151,7 @@ def kl_to_base(passes: Passes, step: Step, share: float) -> Metrics:
     loss has a KL term and computes it anyway."""
     if passes.config.loss.beta:
         return {}
-    candidates = [Candidate(e.sequence, i, (step.groups[i], 0)) for i, e in enumerate(step.examples)]
+    candidates = [Candidate(e.sequence, i, (step.group_of[i], 0)) for i, e in enumerate(step.examples)]
     drawn = sample_due(candidates, step, share)
     if not drawn:
         return {}

@@ -42,19 +42,19 @@ _AVERAGE_RATE = 0.05
 """Weight of the newest adapter in the average that teaches (`trainer.distill.teacher`), updated once a step."""
 
 
-def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
-    """The indices of the examples of each optimizer update of a step; `groups[i]` is the group of example i.
+def updates_of(group_of: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
+    """The indices of the examples of each optimizer update of a step; `group_of[i]` is the group of example i.
 
     Minibatches hold whole groups, shuffled in every epoch: a group's advantages are relative to each other, and its
     prefixes are shared. The order depends on the seed and the step alone, so a step that is repeated is the same
     step."""
-    names = list(dict.fromkeys(groups))
+    names = list(dict.fromkeys(group_of))
     count = min(config.optimizer.minibatches, len(names))
     for epoch in range(config.optimizer.epochs):
         order = np.random.default_rng([config.seed, step, epoch]).permutation(len(names))
         for part in np.array_split(order, count):
             members = {names[i] for i in part}
-            yield [index for index, group in enumerate(groups) if group in members]
+            yield [index for index, group in enumerate(group_of) if group in members]
 
 
 def with_kl_penalty(examples: Sequence[Example], policy: Scores, base: Scores, coefficient: float) -> list[Example]:
@@ -74,8 +74,8 @@ class Updates:
 
     examples: Sequence[Example]
     """The examples that were trained: they fit into memory."""
-    groups: Sequence[int]
-    """`groups[i]` is the group of `examples[i]`."""
+    group_of: Sequence[int]
+    """`group_of[i]` is the group of `examples[i]`."""
     dropped: tuple[TokenSequence, ...]
     """The sequences that do not fit."""
     results: list[PassResult]
@@ -114,8 +114,8 @@ class Engine:
         published = self.model.as_published(weights)
         return TrainState(step, published, history={step: published}, master=None if published is weights else weights)
 
-    def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
-        """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` is not modified, so
+    def step(self, state: TrainState, examples: Sequence[Example], group_of: Sequence[int]) -> StepResult:
+        """Take one step over `examples`; `group_of[i]` says which of them share prefixes. `state` is not modified, so
         an abandoned step leaves no trace.
 
         Sequences that the model cuts off, and those that do not fit into memory even alone, are left out. Raises
@@ -125,8 +125,8 @@ class Engine:
         began = time.perf_counter()
         # First: it loads the adapter of `state`, under which everything below is computed.
         optimizer = PolicyOptimizer(self.model, state)
-        examples, metrics_of_late = self._mark_late(state.step, examples, groups)
-        updates = self._update(state, optimizer, *self._prepare(state, examples, groups))
+        examples, metrics_of_late = self._mark_late(state.step, examples, group_of)
+        updates = self._update(state, optimizer, *self._prepare(state, examples, group_of))
         metrics = self._measure(state, updates) | metrics_of_late
         metrics["learning_rate"] = float(optimizer.adamw.param_groups[0]["lr"])
         step, weights = state.step + 1, optimizer.weights
@@ -147,14 +147,14 @@ class Engine:
         self,
         work: Callable[[Sequence[Example], Sequence[int]], T],
         examples: Sequence[Example],
-        groups: Sequence[int],
+        group_of: Sequence[int],
         step: int,
     ) -> Fitted[T]:
         """Do some work of the step after `step` over the examples that fit into memory. Raises `NothingFitsError`."""
-        return run_within_memory(work, examples, groups, self.passes.budget, self.passes.free, step + 1)
+        return run_within_memory(work, examples, group_of, self.passes.budget, self.passes.free, step + 1)
 
     def _mark_late(
-        self, step: int, examples: Sequence[Example], groups: Sequence[int]
+        self, step: int, examples: Sequence[Example], group_of: Sequence[int]
     ) -> tuple[list[Example], dict[str, float]]:
         """Mark the examples that are late at `step` (`trainer.engine.late`), and measure them under the live adapter.
         Returns all examples and the metrics. Raises `LateRunsError`."""
@@ -163,12 +163,12 @@ class Engine:
         late = [i for i, e in enumerate(marked) if e.late and len(e.sequence.ids) <= longest]
         if not late:
             return marked, {}
-        fitted = self._run_fitting(self.passes.scores, [marked[i] for i in late], [groups[i] for i in late], step)
+        fitted = self._run_fitting(self.passes.scores, [marked[i] for i in late], [group_of[i] for i in late], step)
         logprobs = [fitted.result[n] for n in range(len(fitted.examples))]
         return marked, late_metrics([e.sequence for e in fitted.examples], logprobs, self.config)
 
     def _prepare(
-        self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]
+        self, state: TrainState, examples: Sequence[Example], group_of: Sequence[int]
     ) -> tuple[list[Example], Sequence[int], list[TokenSequence]]:
         """Compute what the updates of a step need of the policy before them, the base model and the teacher. Returns
         the examples with it, their groups, and the sequences that are too long for the model or do not fit into
@@ -178,40 +178,40 @@ class Engine:
         whole = [i for i, e in enumerate(examples) if e.sequence not in dropped]
         if not whole:
             raise NothingFitsError(dropped, state.step + 1)
-        examples, groups = [examples[i] for i in whole], [groups[i] for i in whole]
-        several_updates = len(list(updates_of(groups, self.config, state.step))) > 1
+        examples, group_of = [examples[i] for i in whole], [group_of[i] for i in whole]
+        several_updates = len(list(updates_of(group_of, self.config, state.step))) > 1
         kl_penalty = 0.0 if self.config.loss.type == "sft" else self.config.loss.kl_penalty
         if several_updates or kl_penalty:
-            scored = self._run_fitting(passes.scores, examples, groups, state.step)
-            examples, groups = list(scored.examples), scored.groups
+            scored = self._run_fitting(passes.scores, examples, group_of, state.step)
+            examples, group_of = list(scored.examples), scored.group_of
             dropped += scored.dropped
             if kl_penalty:
-                base = passes.scores(examples, groups, base=True)
+                base = passes.scores(examples, group_of, base=True)
                 examples = with_kl_penalty(examples, scored.result, base, kl_penalty)
             if several_updates:
                 examples = [dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(examples)]
-        return self._with_teacher(state, examples, groups), groups, dropped
+        return self._with_teacher(state, examples, group_of), group_of, dropped
 
     def _update(
         self,
         state: TrainState,
         optimizer: PolicyOptimizer,
         examples: Sequence[Example],
-        groups: Sequence[int],
+        group_of: Sequence[int],
         dropped: list[TokenSequence],
     ) -> Updates:
         """Take the optimizer updates of a step over what of the batch fits into memory. Adds what does not to
         `dropped`."""
         results: list[PassResult] = []
         norms: list[float] = []
-        for part in updates_of(groups, self.config, state.step):
+        for part in updates_of(group_of, self.config, state.step):
             fitting = [i for i in part if examples[i].sequence not in dropped]
             if not fitting:
                 continue
             self.model.peft.zero_grad(set_to_none=True)
             try:
                 fitted = self._run_fitting(
-                    self.passes.gradients, [examples[i] for i in fitting], [groups[i] for i in fitting], state.step
+                    self.passes.gradients, [examples[i] for i in fitting], [group_of[i] for i in fitting], state.step
                 )
             except NothingFitsError as error:
                 dropped += error.sequences
@@ -222,9 +222,9 @@ class Engine:
         if not results:
             raise NothingFitsError(dropped, state.step + 1)
         trained = [i for i, e in enumerate(examples) if e.sequence not in dropped]
-        return Updates([examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped), results, norms)
+        return Updates([examples[i] for i in trained], [group_of[i] for i in trained], tuple(dropped), results, norms)
 
-    def _with_teacher(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
+    def _with_teacher(self, state: TrainState, examples: Sequence[Example], group_of: Sequence[int]) -> list[Example]:
         """Return the examples with the teacher's logprobs of their hinted calls. Calls that do not fit into memory are
         left out."""
         asked = [(i, call) for i, e in enumerate(examples) for call in e.hinted_calls]
@@ -234,7 +234,7 @@ class Engine:
         with nullcontext() if average is None else self.model.with_adapter(average):
             try:
                 calls = [Example(call.sequence, 0.0) for _, call in asked]
-                of_calls = [groups[i] for i, _ in asked]
+                of_calls = [group_of[i] for i, _ in asked]
                 fitted = self._run_fitting(self.passes.teacher_logprobs, calls, of_calls, state.step)
             except NothingFitsError:
                 return list(examples)  # the error is logged for each of them
@@ -280,9 +280,9 @@ class Engine:
         step = checks.Step(
             state,
             updates.examples,
-            updates.groups,
+            updates.group_of,
             first_logprobs(updates.results, updates.examples),
-            passes.packing_of(updates.examples, updates.groups),
+            passes.packing_of(updates.examples, updates.group_of),
             metrics["tokens_forward"],
         )
         share = self.config.check_share / 2

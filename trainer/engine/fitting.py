@@ -97,8 +97,8 @@ class Fitted(Generic[T]):
     result: T
     examples: Sequence[Example]
     """The examples that fit."""
-    groups: Sequence[int]
-    """`groups[i]` is the group of `examples[i]`."""
+    group_of: Sequence[int]
+    """`group_of[i]` is the group of `examples[i]`."""
     dropped: tuple[TokenSequence, ...]
     """Sequences that do not fit in memory even alone."""
 
@@ -106,7 +106,7 @@ class Fitted(Generic[T]):
 def run_within_memory(
     work: Callable[[Sequence[Example], Sequence[int]], T],
     examples: Sequence[Example],
-    groups: Sequence[int],
+    group_of: Sequence[int],
     budget: Budget,
     free: Callable[[], None],
     step: int,
@@ -122,7 +122,7 @@ def run_within_memory(
     dropped: list[TokenSequence] = []
     while True:
         try:
-            result = work(examples, groups)
+            result = work(examples, group_of)
             break
         except RuntimeError as error:
             only_index = _handle_out_of_memory(budget, error)
@@ -142,12 +142,12 @@ def run_within_memory(
         )
         dropped.append(sequence)
         examples = [e for i, e in enumerate(examples) if i != only_index]
-        groups = [g for i, g in enumerate(groups) if i != only_index]
+        group_of = [g for i, g in enumerate(group_of) if i != only_index]
         if not examples:
             raise NothingFitsError(dropped, step)
     if dropped:
         budget.tokens = before  # the dropped sequences may have caused the halvings
-    return Fitted(result, examples, groups, tuple(dropped))
+    return Fitted(result, examples, group_of, tuple(dropped))
 
 
 def check_within_memory(

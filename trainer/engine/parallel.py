@@ -69,7 +69,7 @@ class Job:
     weights: Weights
     """The adapter to compute with."""
     examples: Sequence[Example]
-    groups: Sequence[int]
+    group_of: Sequence[int]
     budget: int
     """The token budget of a pass."""
     packing: Packing

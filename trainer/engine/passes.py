@@ -103,37 +103,42 @@ class Passes:
         self.model.configure(config)
         self.budget.set_limit(config.memory.tokens_per_batch)
 
-    def gradients(self, examples: Sequence[Example], groups: Sequence[int]) -> list[PassResult]:
+    def gradients(self, examples: Sequence[Example], group_of: Sequence[int]) -> list[PassResult]:
         """Add the gradient of the batch's loss to the live adapter's; returns what each process computed of it."""
-        return self._in_every_process(examples, groups, "gradients")
+        return self._in_every_process(examples, group_of, "gradients")
 
-    def scores(self, examples: Sequence[Example], groups: Sequence[int], *, base: bool = False) -> Scores:
+    def scores(self, examples: Sequence[Example], group_of: Sequence[int], *, base: bool = False) -> Scores:
         """Logprobs of the trained tokens of each example under the live adapter, or under the `base` model."""
-        return self.counted_scores(examples, groups, base=base)[0]
+        return self.counted_scores(examples, group_of, base=base)[0]
 
     def counted_scores(
-        self, examples: Sequence[Example], groups: Sequence[int], packing: Packing | None = None, *, base: bool = False
+        self,
+        examples: Sequence[Example],
+        group_of: Sequence[int],
+        packing: Packing | None = None,
+        *,
+        base: bool = False,
     ) -> tuple[Scores, int]:
         """Return `scores` in the layout `packing`, and how many tokens the passes computed."""
         work: Work = "base_scores" if base else "scores"
-        parts: list[tuple[Scores, int]] = self._in_every_process(examples, groups, work, packing)
+        parts: list[tuple[Scores, int]] = self._in_every_process(examples, group_of, work, packing)
         computed = {index: logprobs for scores, _ in parts for index, logprobs in scores.items()}
         return computed, sum(tokens for _, tokens in parts)
 
-    def teacher_logprobs(self, examples: Sequence[Example], groups: Sequence[int]) -> dict[int, TeacherLogprobs]:
+    def teacher_logprobs(self, examples: Sequence[Example], group_of: Sequence[int]) -> dict[int, TeacherLogprobs]:
         """What the teacher (`trainer.distill.teacher`) says of each example, by its index. The live adapter is that of
         the policy, or the average."""
-        parts: list[dict[int, TeacherLogprobs]] = self._in_every_process(examples, groups, "teacher_logprobs")
+        parts: list[dict[int, TeacherLogprobs]] = self._in_every_process(examples, group_of, "teacher_logprobs")
         return {index: logprobs for part in parts for index, logprobs in part.items()}
 
     def _in_every_process(
-        self, examples: Sequence[Example], groups: Sequence[int], work: Work, packing: Packing | None = None
+        self, examples: Sequence[Example], group_of: Sequence[int], work: Work, packing: Packing | None = None
     ) -> list[Any]:
         """Have all processes do some work over a batch. Returns the result of each (`_own_part`)."""
         weights = {} if self._process_group is None else self.model.weights()
-        packing = packing or self.packing_of(examples, groups)
+        packing = packing or self.packing_of(examples, group_of)
         budget, checkpointing = self.budget.tokens, self.model.checkpointing
-        job = Job(self._number, self.config, weights, examples, groups, budget, packing, work, checkpointing)
+        job = Job(self._number, self.config, weights, examples, group_of, budget, packing, work, checkpointing)
         if self._process_group is not None:
             self._process_group.send(job)
         return self._with_others(job)
@@ -166,7 +171,7 @@ class Passes:
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def packing_of(self, examples: Sequence[Example], groups: Sequence[int]) -> Packing:
+    def packing_of(self, examples: Sequence[Example], group_of: Sequence[int]) -> Packing:
         """The layout in which a batch is trained."""
         packing = self.config.memory.packing if self.verified.layout == "prefix" else "padded"
         if any(e.sequence.images for e in examples):
@@ -174,7 +179,7 @@ class Passes:
         if packing != "auto":
             return packing
         sequences = [e.sequence for e in examples]
-        return "prefix" if sharing_pays(sequences, groups, self.cost, self._limits) else "padded"
+        return "prefix" if sharing_pays(sequences, group_of, self.cost, self._limits) else "padded"
 
     @property
     def _limits(self) -> SharingLimits:
@@ -189,17 +194,17 @@ class Passes:
     def _own_batches(self, job: Job) -> list[MicroBatch]:
         """This process's passes of a job. All processes compute the same division."""
         sequences = [e.sequence for e in job.examples]
-        batches = micro_batches(sequences, job.groups, job.budget, job.packing, self._limits)
+        batches = micro_batches(sequences, job.group_of, job.budget, job.packing, self._limits)
         if self._process_group is None:
             return batches
         if len(batches) < self.processes:
             # Groups are divided, so none shares its row.
             limits = replace(self._limits, of_row=0)
-            batches = micro_batches(sequences, job.groups, job.budget, job.packing, limits)
+            batches = micro_batches(sequences, job.group_of, job.budget, job.packing, limits)
         if len(batches) < self.processes:
             size = sum(b.layout.ids_RL.numel() for b in batches)
             smaller = min(job.budget, max(-(-size // self.processes), _LEAST_BUDGET))
-            batches = micro_batches(sequences, job.groups, smaller, job.packing, limits)
+            batches = micro_batches(sequences, job.group_of, smaller, job.packing, limits)
         return self._process_group.partition(batches, even=self.model.sharded)
 
     def _own_part(self, job: Job) -> Any:
