@@ -94,7 +94,7 @@ def own_logprobs(engine: Any, examples: Sequence[Any]) -> list[Any]:
     for example in examples:
         sequence = example.sequence
         with torch.no_grad():
-            computed, _ = engine.model.logprobs(padded([sequence]), (1, sequence.trained_tokens), entropy=False)
+            computed = engine.model.logprobs(padded([sequence]), (1, sequence.trained_tokens), entropy=False)[0]
         logprobs = np.full(len(sequence.ids), np.nan, np.float32)
         logprobs[sequence.loss_mask] = computed[0].float().cpu().numpy()
         out.append(dataclasses.replace(example, sequence=dataclasses.replace(sequence, logprobs=logprobs)))

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trainer.batches.examples import Example
 from trainer.batches.packing import Packing, common_prefix, used_ids
-from trainer.engine.passes import Passes, Scores
+from trainer.engine.passes import IndexedLogprobs, Passes
 from trainer.engine.state import Logprobs, TrainState
 from trainer.sequences import TokenSequence
 
@@ -90,11 +90,13 @@ def sample_due(candidates: Sequence[Candidate], step: Step, share: float) -> lis
     return sample(candidates, share * step.tokens * EVERY, step.packing, rng) or [shortest]
 
 
-def _scores(passes: Passes, drawn: Sequence[Candidate], step: Step, *, base: bool) -> tuple[Scores, int]:
+def _sample_logprobs(
+    passes: Passes, drawn: Sequence[Candidate], step: Step, *, base: bool
+) -> tuple[IndexedLogprobs, int]:
     """The logprobs of a sample, by place in `drawn`, in the layout of training, and how many tokens that took."""
     trees = list(dict.fromkeys(c.tree for c in drawn))
     examples = [Example(c.sequence, 0.0) for c in drawn]
-    return passes.counted_scores(examples, [trees.index(c.tree) for c in drawn], step.packing, base=base)
+    return passes.counted_logprobs(examples, [trees.index(c.tree) for c in drawn], step.packing, base=base)
 
 
 def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metrics:
@@ -121,7 +123,7 @@ def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metric
     for version in sorted({c.tree[1] for c in drawn}):
         of_version = [c for c in drawn if c.tree[1] == version]
         with passes.model.with_adapter(step.state.history[version]):
-            computed, taken = _scores(passes, of_version, step, base=False)
+            computed, taken = _sample_logprobs(passes, of_version, step, base=False)
         tokens += taken
         for place, logprobs in computed.items():
             s = of_version[place].sequence
@@ -155,7 +157,7 @@ def kl_to_base(passes: Passes, step: Step, share: float) -> Metrics:
     drawn = sample_due(candidates, step, share)
     if not drawn:
         return {}
-    base, tokens = _scores(passes, drawn, step, base=True)
+    base, tokens = _sample_logprobs(passes, drawn, step, base=True)
     differences = np.concatenate([base[i] - step.logprobs[c.example] for i, c in enumerate(drawn)])
     return {"kl": kl_of(differences), "tokens_checked": float(tokens)}
 

@@ -31,7 +31,7 @@ from trainer.engine.loading import peak_tflop_per_s
 from trainer.engine.model import PolicyModel
 from trainer.engine.optimizer import PolicyOptimizer
 from trainer.engine.parallel import ProcessGroup
-from trainer.engine.passes import Passes, PassResult, Scores, first_logprobs
+from trainer.engine.passes import IndexedLogprobs, Passes, PassResult, first_logprobs
 from trainer.engine.state import SamplerMismatchError, StepResult, TrainState, Weights
 from trainer.engine.verify import logprob_bound_for
 from trainer.sequences import TokenSequence
@@ -57,7 +57,9 @@ def updates_of(group_of: Sequence[int], config: TrainerConfig, step: int) -> Ite
             yield [index for index, group in enumerate(group_of) if group in members]
 
 
-def with_kl_penalty(examples: Sequence[Example], policy: Scores, base: Scores, coefficient: float) -> list[Example]:
+def with_kl_penalty(
+    examples: Sequence[Example], policy: IndexedLogprobs, base: IndexedLogprobs, coefficient: float
+) -> list[Example]:
     """Return the examples with the KL penalty of `trainer.loss.kl_penalty`, from the logprobs of their trained tokens
     by the policy before the step and by the base model."""
     ratios = [policy[i] - base[i] for i in range(len(examples))]
@@ -163,7 +165,7 @@ class Engine:
         late = [i for i, e in enumerate(marked) if e.late and len(e.sequence.ids) <= longest]
         if not late:
             return marked, {}
-        fitted = self._run_fitting(self.passes.scores, [marked[i] for i in late], [group_of[i] for i in late], step)
+        fitted = self._run_fitting(self.passes.logprobs, [marked[i] for i in late], [group_of[i] for i in late], step)
         logprobs = [fitted.result[n] for n in range(len(fitted.examples))]
         return marked, late_metrics([e.sequence for e in fitted.examples], logprobs, self.config)
 
@@ -182,14 +184,14 @@ class Engine:
         several_updates = len(list(updates_of(group_of, self.config, state.step))) > 1
         kl_penalty = 0.0 if self.config.loss.type == "sft" else self.config.loss.kl_penalty
         if several_updates or kl_penalty:
-            scored = self._run_fitting(passes.scores, examples, group_of, state.step)
-            examples, group_of = list(scored.examples), scored.group_of
-            dropped += scored.dropped
+            computed = self._run_fitting(passes.logprobs, examples, group_of, state.step)
+            examples, group_of = list(computed.examples), computed.group_of
+            dropped += computed.dropped
             if kl_penalty:
-                base = passes.scores(examples, group_of, base=True)
-                examples = with_kl_penalty(examples, scored.result, base, kl_penalty)
+                base = passes.logprobs(examples, group_of, base=True)
+                examples = with_kl_penalty(examples, computed.result, base, kl_penalty)
             if several_updates:
-                examples = [dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(examples)]
+                examples = [dataclasses.replace(e, old_logprobs=computed.result[i]) for i, e in enumerate(examples)]
         return self._with_teacher(state, examples, group_of), group_of, dropped
 
     def _update(

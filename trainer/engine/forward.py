@@ -204,7 +204,7 @@ class Forward:
             logits_nV: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits_nV
 
-    def scores(
+    def logprobs(
         self,
         hidden_ND: torch.Tensor,
         targets_N: torch.Tensor,
@@ -236,15 +236,15 @@ class Forward:
             strict=True,
         )
         if len(hidden_ND) <= chunk:
-            return self._score_chunk(*next(pieces), entropy)
-        scored = [
-            torch.utils.checkpoint.checkpoint(self._score_chunk, *piece, entropy, use_reentrant=False)
+            return self._chunk_logprobs(*next(pieces), entropy)
+        computed = [
+            torch.utils.checkpoint.checkpoint(self._chunk_logprobs, *piece, entropy, use_reentrant=False)
             for piece in pieces
         ]
-        logprobs_N, entropies_N, divergences_N = (torch.cat(part) for part in zip(*scored, strict=True))
+        logprobs_N, entropies_N, divergences_N = (torch.cat(part) for part in zip(*computed, strict=True))
         return logprobs_N, entropies_N, divergences_N
 
-    def top(
+    def top_logprobs(
         self, hidden_ND: torch.Tensor, temperatures_N: torch.Tensor, count: int, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and logprobs of the `count` most probable tokens of each position, [N, count], in nats."""
@@ -260,7 +260,7 @@ class Forward:
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         return logits_nV / temperatures_n.unsqueeze(1)
 
-    def _score_chunk(
+    def _chunk_logprobs(
         self,
         hidden_nD: torch.Tensor,
         targets_n: torch.Tensor,
@@ -269,7 +269,7 @@ class Forward:
         teacher: tuple[torch.Tensor, torch.Tensor] | None,
         entropy: Literal["none", "measured", "trained"],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what `scores` returns, for one chunk of n positions."""
+        """Return what `logprobs` returns, for one chunk of n positions."""
         logits_nV = self._logits(hidden_nD, temperatures_n)
         divergences_n = logits_nV.new_zeros(len(logits_nV))
         if teacher is not None:

@@ -176,13 +176,6 @@ class PolicyModel:
         return max(1, limit // self.vocabulary)
 
     def logprobs(
-        self, layout: Layout, shape: tuple[int, int], *, entropy: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies of the trained tokens, [S, K], zero where a sequence has fewer; nats, at the sampling
-        temperature."""
-        return self.scores(layout, shape, entropy=entropy)[:2]
-
-    def scores(
         self,
         layout: Layout,
         shape: tuple[int, int],
@@ -190,15 +183,18 @@ class PolicyModel:
         entropy: bool = True,
         teacher_logprobs: Sequence[TeacherLogprobs | None] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what `logprobs` returns, and the divergences from a teacher, [S, K], zero where it was not asked.
-        `teacher_logprobs` is what it said of each sequence of the layout; empty: there is no teacher."""
+        """Return the logprobs of a layout's trained tokens at the sampling temperature, the entropies of their
+        distributions, and the divergences from a teacher's: [S, K] each, in nats, zero where a sequence has fewer.
+
+        Without `entropy` the entropies are zero. `teacher_logprobs`: the teacher's, of each sequence of the layout; the
+        divergence is zero where it was not asked. Empty: there is no teacher."""
         layout = layout.to(self.device)
         hidden_RLD = self.forward.hidden(layout)
         tops = self._teacher_tops(layout, teacher_logprobs)
         # A teacher may say different things of the same prediction, as its prompts differ.
         each = layout.distinct_U if tops is None else None
         at = slice(None) if each is None else each
-        scored = self.forward.scores(
+        computed = self.forward.logprobs(
             hidden_RLD[layout.rows_N[at], layout.cols_N[at]],
             layout.targets_N[at],
             layout.temperatures_N[at],
@@ -209,8 +205,8 @@ class PolicyModel:
             tops,
         )
         if each is not None:
-            scored = tuple(values_U[layout.same_N] for values_U in scored)
-        logprobs_SK, entropies_SK, divergences_SK = (_by_sequence(values_N, layout, shape) for values_N in scored)
+            computed = tuple(values_U[layout.same_N] for values_U in computed)
+        logprobs_SK, entropies_SK, divergences_SK = (_by_sequence(values_N, layout, shape) for values_N in computed)
         return logprobs_SK, entropies_SK, divergences_SK
 
     def _teacher_tops(
@@ -247,10 +243,10 @@ class PolicyModel:
             hidden_RLD = self.forward.hidden(layout)
             hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
             chunk = self.positions_at_once
-            logprobs_N = self.forward.scores(
+            logprobs_N = self.forward.logprobs(
                 hidden_ND, layout.targets_N, layout.temperatures_N, layout.cuts_N3, chunk, "none"
             )[0]
-            said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
+            said = (logprobs_N, *self.forward.top_logprobs(hidden_ND, layout.temperatures_N, count, chunk))
             return (_by_sequence(part, layout, shape) for part in said)
 
         return {i: TeacherLogprobs(*said) for i, said in self._compute_each(batches, sequences, ask)}
@@ -260,10 +256,10 @@ class PolicyModel:
 
         Raises `PassTooLargeError` where memory runs out."""
 
-        def score(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+        def compute(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
             return self.logprobs(layout, shape, entropy=False)[:1]
 
-        return {i: logprobs for i, (logprobs,) in self._compute_each(batches, sequences, score)}
+        return {i: logprobs for i, (logprobs,) in self._compute_each(batches, sequences, compute)}
 
     def _compute_each(
         self,

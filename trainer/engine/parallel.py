@@ -54,7 +54,7 @@ class WorkerError(RuntimeError):
     """Another process could not do its part of the step."""
 
 
-Work = Literal["gradients", "scores", "base_scores", "teacher_logprobs"]
+Work = Literal["gradients", "logprobs", "base_logprobs", "teacher_logprobs"]
 """What is computed: gradients of the loss, logprobs under the adapter or under the base model, or what the teacher
 says."""
 

@@ -43,7 +43,7 @@ function in each layer: so many tokens take longer than the calls of a group of 
 _LEAST_BUDGET = 64
 """Passes are not cut below this number of tokens in order to give each process one."""
 
-Scores = dict[int, Logprobs]
+IndexedLogprobs = dict[int, Logprobs]
 """Logprobs of an example's trained tokens, [k] in nats, by the example's index."""
 
 
@@ -61,7 +61,7 @@ class PassResult:
     """Tokens that went through the model, without padding."""
     micro_batches: int
     loss: float = 0.0
-    logprobs: Scores = field(default_factory=dict)
+    logprobs: IndexedLogprobs = field(default_factory=dict)
     sums: list[Sums] = field(default_factory=list)
     """The loss's own metrics, of each pass."""
 
@@ -107,22 +107,22 @@ class Passes:
         """Add the gradient of the batch's loss to the live adapter's; returns what each process computed of it."""
         return self._in_every_process(examples, group_of, "gradients")
 
-    def scores(self, examples: Sequence[Example], group_of: Sequence[int], *, base: bool = False) -> Scores:
+    def logprobs(self, examples: Sequence[Example], group_of: Sequence[int], *, base: bool = False) -> IndexedLogprobs:
         """Logprobs of the trained tokens of each example under the live adapter, or under the `base` model."""
-        return self.counted_scores(examples, group_of, base=base)[0]
+        return self.counted_logprobs(examples, group_of, base=base)[0]
 
-    def counted_scores(
+    def counted_logprobs(
         self,
         examples: Sequence[Example],
         group_of: Sequence[int],
         packing: Packing | None = None,
         *,
         base: bool = False,
-    ) -> tuple[Scores, int]:
-        """Return `scores` in the layout `packing`, and how many tokens the passes computed."""
-        work: Work = "base_scores" if base else "scores"
-        parts: list[tuple[Scores, int]] = self._in_every_process(examples, group_of, work, packing)
-        computed = {index: logprobs for scores, _ in parts for index, logprobs in scores.items()}
+    ) -> tuple[IndexedLogprobs, int]:
+        """Return `logprobs`, computed in the layout `packing`, and the number of tokens of its passes."""
+        work: Work = "base_logprobs" if base else "logprobs"
+        parts: list[tuple[IndexedLogprobs, int]] = self._in_every_process(examples, group_of, work, packing)
+        computed = {index: logprobs for of_process, _ in parts for index, logprobs in of_process.items()}
         return computed, sum(tokens for _, tokens in parts)
 
     def teacher_logprobs(self, examples: Sequence[Example], group_of: Sequence[int]) -> dict[int, TeacherLogprobs]:
@@ -208,19 +208,19 @@ class Passes:
         return self._process_group.partition(batches, even=self.model.sharded)
 
     def _own_part(self, job: Job) -> Any:
-        """What `job` asks for, of this process's passes: a `PassResult`, scores with the number of tokens of the
-        passes, or the teacher's logprobs."""
+        """What `job` asks for, of this process's passes: a `PassResult`, logprobs with the number of tokens of
+        the passes, or the teacher's logprobs."""
         batches, sequences = self._own_batches(job), [e.sequence for e in job.examples]
         if job.work == "gradients":
             return self.own_gradients(batches, job.examples)
         distill = self.config.distill
-        by_base = job.work == "base_scores" or (job.work == "teacher_logprobs" and distill.teacher == "base")
+        by_base = job.work == "base_logprobs" or (job.work == "teacher_logprobs" and distill.teacher == "base")
         with self.model.peft.disable_adapter() if by_base else nullcontext():
             if job.work == "teacher_logprobs":
                 top_k = distill.top_k if distill.divergence == "reverse_kl" else 0
                 return self.model.teacher_logprobs_of(batches, sequences, top_k)
-            scores = self.model.logprobs_of(batches, sequences)
-        return scores, sum(b.layout.tokens for b in batches if not b.is_filler)
+            logprobs = self.model.logprobs_of(batches, sequences)
+        return logprobs, sum(b.layout.tokens for b in batches if not b.is_filler)
 
     def own_gradients(self, batches: Sequence[MicroBatch], examples: Sequence[Example]) -> PassResult:
         """This process's forward and backward passes."""
@@ -237,13 +237,13 @@ class Passes:
         own = [examples[i] for i in batch.indices]
         shape = shape_of([e.sequence for e in own])
         teacher_logprobs = [e.teacher for e in own]
-        logprobs_SK, entropies_SK, divergences_SK = self.model.scores(
+        logprobs_SK, entropies_SK, divergences_SK = self.model.logprobs(
             batch.layout, shape, teacher_logprobs=teacher_logprobs
         )
         reference_SK = None
         if self.config.loss.beta != 0.0 and self.config.loss.type != "sft":
             with torch.no_grad(), self.model.peft.disable_adapter():
-                reference_SK, _ = self.model.logprobs(batch.layout, shape, entropy=False)
+                reference_SK = self.model.logprobs(batch.layout, shape, entropy=False)[0]
         if batch.is_filler:
             # This process has fewer passes than others. With a divided model all take part in each pass, backward too:
             # it makes one whose gradient is 0.

@@ -179,7 +179,7 @@ def _difference(
     """Compare the logprobs of a training pass over `layout` with the reference. A NaN counts as infinite."""
     shape = shape_of(samples)
     with torch.no_grad(), model.forward.one_pass():
-        logprobs_SK, _ = model.logprobs(layout, shape, entropy=False)
+        logprobs_SK = model.logprobs(layout, shape, entropy=False)[0]
     differences = [(row[: len(ref)].cpu() - ref).abs() for row, ref in zip(logprobs_SK, reference, strict=True)]
     all_N = torch.cat(differences).nan_to_num(nan=float("inf"))
     return Difference(float(all_N.mean()), float(all_N.max()))

@@ -148,7 +148,7 @@ def test_groups_with_a_system_prompt_go_to_several_processes_whole(
 
     monkeypatch.setattr(engine.passes, "_process_group", Four())
     monkeypatch.setattr(Passes, "_limits", SharingLimits(of_row=16_384))
-    job = Job(0, engine.config, {}, examples, groups, 16_384, "prefix", "scores", False)
+    job = Job(0, engine.config, {}, examples, groups, 16_384, "prefix", "logprobs", False)
     batches = engine.passes._own_batches(job)
     assert [b.layout.tokens for b in batches] == [550 + 8 * 59] * 4
 

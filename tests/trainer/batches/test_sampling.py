@@ -177,7 +177,7 @@ def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Pa
         second = exchange(name, 1, [5, 6, 7, 8, 9, 4], [10, ord(name) % VOCAB], request=request)
         sequences += build(name, [first, second])
     layout = padded(sequences) if packing == "padded" else prefix_shared(sequences, [0, 0])
-    out, entropies = engine.model.logprobs(layout, (2, 4))
+    out, entropies, _ = engine.model.logprobs(layout, (2, 4))
     for row, s in zip(out, sequences, strict=True):
         ids = torch.from_numpy(s.ids.astype(np.int64))
         logits = engine.model.peft(input_ids=ids[None]).logits[0].detach()

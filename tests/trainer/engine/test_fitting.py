@@ -35,7 +35,7 @@ def engine(tiny_base: str, tmp_path: Path) -> Engine:
 
 def with_room_for(engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on a pass of more tokens runs out of memory; the sizes of the passes that were tried."""
-    original, tried = PolicyModel.scores, []
+    original, tried = PolicyModel.logprobs, []
 
     def limited(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
         tried.append(layout.ids_RL.numel())
@@ -43,7 +43,7 @@ def with_room_for(engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch) 
             raise torch.OutOfMemoryError  # without a message: its first line was an IndexError
         return original(self, layout, *args, **kwargs)
 
-    monkeypatch.setattr(PolicyModel, "scores", limited)
+    monkeypatch.setattr(PolicyModel, "logprobs", limited)
     return tried
 
 
@@ -64,14 +64,14 @@ def test_out_of_memory_switches_checkpointing_on_before_passes_become_smaller(
     examples = batch(engine, state)
     whole = engine.step(state, examples, [0] * 6)
     assert not engine.model.checkpointing
-    original = PolicyModel.scores
+    original = PolicyModel.logprobs
 
     def limited(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
         if not self.checkpointing:
             raise torch.OutOfMemoryError("too much")
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(PolicyModel, "scores", limited)
+    monkeypatch.setattr(PolicyModel, "logprobs", limited)
     again = engine.step(state, examples, [0] * 6)
     assert engine.model.checkpointing
     assert again.metrics["token_budget"] == whole.metrics["token_budget"] == 1024
@@ -95,7 +95,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(engine: Engine, m
     for limit, budget in ((2000, halved.metrics["token_budget"]), (30, 30)):  # a changed limit raises no reduced budget
         engine.configure(with_values(engine.config, {"memory.tokens_per_batch": limit}))
         assert engine.passes.budget.tokens == budget
-    monkeypatch.setattr(engine.model, "scores", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
+    monkeypatch.setattr(engine.model, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         engine.step(state, examples, [0] * 6)
 
@@ -136,7 +136,7 @@ def test_a_batch_of_which_no_sequence_fits_is_untrainable(engine: Engine, monkey
 def test_a_check_that_does_not_fit_is_skipped_and_reported(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = PolicyModel.scores
+    original = PolicyModel.logprobs
 
     def checks_fail(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -145,7 +145,7 @@ def test_a_check_that_does_not_fit_is_skipped_and_reported(
 
     state = engine.initial_state()
     examples = batch(engine, state)
-    monkeypatch.setattr(PolicyModel, "scores", checks_fail)
+    monkeypatch.setattr(PolicyModel, "logprobs", checks_fail)
     monkeypatch.setattr(checks, "EVERY", 1)
     engine.configure(msgspec.structs.replace(engine.config, check_share=1.0))
     metrics = engine.step(state, examples, [0] * 6).metrics

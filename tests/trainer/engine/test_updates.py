@@ -42,7 +42,7 @@ def test_a_step_of_several_updates_equals_a_literal_loop(
     result = engine.step(state, examples, GROUPS)
 
     engine.model.load_adapter(state.weights)
-    start = engine.passes.scores(examples, GROUPS)
+    start = engine.passes.logprobs(examples, GROUPS)
     held = [Example(e.sequence, e.advantage, old_logprobs=start[i]) for i, e in enumerate(examples)]
     optimizer = torch.optim.AdamW(engine.model.parameters, lr=1e-2, weight_decay=0.0)
     for update in updates_of(GROUPS, engine.config, 0):
