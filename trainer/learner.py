@@ -33,11 +33,12 @@ from trainer.checkpoints.validation import Validation
 from trainer.distillation.prompts import HintedPrompts
 from trainer.engine.engine import Engine
 from trainer.engine.images import ImageUnusableError
-from trainer.engine.late import LateRunsError, is_late
+from trainer.engine.late import LateRunsError
 from trainer.engine.model import load_settings
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import StepResult, TrainState, UntrainableError, Weights
 from trainer.sequences import TokenSequence
+from trainer.staleness import is_adapter_kept, is_late, versions_kept
 
 logger = get_logger("trainer.learner")
 
@@ -112,15 +113,10 @@ class Learner:
         manifest, files = self.checkpoints.read(step)
         earlier = {}
         for n in self.checkpoints.steps():
-            if self.is_within_staleness(n, step):
+            if is_adapter_kept(n, step, self.settings):
                 with passed_over_if_damaged():
                     earlier[n] = weights_of(self.checkpoints.read(n)[1])
         self.resume_from(manifest.event, files, earlier)
-
-    def is_within_staleness(self, earlier: int, step: int) -> bool:
-        """Whether tokens that the version of the step `earlier` sampled may be trained after `step`, so that its
-        adapter is kept to check their logprobs."""
-        return step - self.settings.max_staleness - 1 <= earlier < step
 
     def resume_from(
         self, event: CheckpointPublished, files: Mapping[str, bytes], earlier: Mapping[int, Weights]
@@ -132,7 +128,7 @@ class Learner:
         require_compatible(event, files, model.base_digest, model.lora, event.version)
         state = self._state_of(event.step, files)
         state.history |= earlier
-        if self.is_within_staleness(0, event.step):
+        if is_adapter_kept(0, event.step, self.settings):
             state.history[0] = self._first_adapter
         # If the adapter does not fit, the error is raised now, not in a step.
         model.load_adapter(state.weights)
@@ -330,7 +326,7 @@ class Learner:
         """Make the step current, after its event is on the log. Deletes checkpoints that are no longer needed."""
         self.state = pending.state
         del self.discarded[: pending.discarded]
-        keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
+        keep = max(self.settings.keep_checkpoints, versions_kept(self.settings))
         best = self.validation.best
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
 

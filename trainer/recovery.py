@@ -34,6 +34,7 @@ from trainer.checkpoints.consumed import Consumed
 from trainer.checkpoints.start import read_start
 from trainer.checkpoints.tensors import weights_of
 from trainer.learner import Learner
+from trainer.staleness import is_adapter_kept
 
 logger = get_logger("trainer.recovery")
 
@@ -141,7 +142,7 @@ async def _resume_from(
         logger.warning("no training state in the object store", version=last.version, reason=str(error))
     earlier = {}
     for event in published:
-        if learner.is_within_staleness(event.step, last.step):
+        if is_adapter_kept(event.step, last.step, learner.settings):
             # Without its adapter, the logprobs of that version's tokens are not checked.
             with contextlib.suppress(HistoryGoneError), passed_over_if_damaged():
                 earlier[event.step] = weights_of(await fetch_adapter(commits.broker, event))

@@ -40,6 +40,7 @@ from pipeline.log.broker import Broker, BrokerError, LogEntry
 from pipeline.telemetry.logs import get_logger
 from pipeline.versions.loaded import LoadedVersions
 from trainer.learner import Learner
+from trainer.staleness import versions_kept
 
 logger = get_logger("trainer.retention")
 
@@ -190,8 +191,7 @@ class Retention:
     async def _needed(self, name: str, learner: Learner, versions: Sequence[Version]) -> set[str]:
         """The names of the versions of a model that are needed, as the module's docstring says. `versions` are those of
         its branch, oldest first."""
-        # The version that is trained on, those that tokens still to be trained may come from, and the next one.
-        newest = max(self._settings.adapters, learner.settings.max_staleness + 2)
+        newest = max(self._settings.adapters, versions_kept(learner.settings))
         best = learner.validation.best
         needed = {v.version for v in versions[-newest:]}
         needed |= {v.version for v in versions if best is not None and v.step == best.step}

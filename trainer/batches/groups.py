@@ -8,7 +8,6 @@ Members that infrastructure broke, masked members and validation members are not
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from trainer.distillation.teacher import (
     teacher_logprobs_of,
 )
 from trainer.sequences import TokenSequence
+from trainer.staleness import stale_tokens, token_bound
 
 
 @dataclass(frozen=True)
@@ -137,20 +137,19 @@ class GroupWithHistory:
 
         Returns the reason where no token is left, or where rewards are equal and no hint and no answer of a teacher can
         be used."""
-        bound, stale_tokens = _staleness_bound(self.event, config, self.late_refused), self.stale_tokens
+        bound = token_bound(config, offline=self.event.offline, late_refused=bool(self.late_refused))
+        count = self.stale_tokens
         trained: list[TokenSequence] = []
         for sequence in self.sequences:
-            lags = step - sequence.steps.astype(np.int64)
             # All that `is_late` counts must become context, or the next attempt at the step is refused again.
-            too_new = (lags < 0) if self.late_refused else False
-            stale = sequence.loss_mask & ((lags > bound) | too_new)
+            stale = stale_tokens(sequence, step, bound, later_too=bool(self.late_refused))
             if stale.any():
-                stale_tokens += int(stale.sum())
+                count += int(stale.sum())
                 sequence = sequence.masking_out(stale)
             if sequence.loss_mask.any():
                 trained.append(sequence)
         history = replace(self.history, sequences=tuple(trained))
-        group = replace(self, history=history, stale_tokens=stale_tokens)
+        group = replace(self, history=history, stale_tokens=count)
         refusal = group._no_signal(config) if trained else group._no_tokens(step, bound)
         return group._refused(refusal) if refusal else group
 
@@ -216,21 +215,12 @@ def _refusal(
         )
     if compared and _has_equal_returns(members, config, history):
         return _no_variance(members)
-    bound = _staleness_bound(event, config, late_refused)
+    bound = token_bound(config, offline=event.offline, late_refused=bool(late_refused))
     newest = max((m.last_step for m in members if m.exchanges), default=step)
     if step - newest > bound:
         why = f"newest token is from step {newest}, the policy is at {step}, the bound is {bound}"
         return Refusal("stale", why + (f"; {late_refused}" if late_refused else ""))
     return None
-
-
-def _staleness_bound(event: GroupScored, config: TrainerConfig, late_refused: str) -> int:
-    """How many steps ago a token may have been sampled. Supervised fine-tuning has no bound, nor have offline
-    groups and what `trainer.late` corrects, unless the correction was refused."""
-    unbounded = event.offline or config.late != "off"
-    if config.loss.type == "sft" or (unbounded and not late_refused):
-        return sys.maxsize
-    return config.max_staleness
 
 
 def _compares_within_group(config: TrainerConfig) -> bool:

@@ -26,7 +26,7 @@ from trainer.batches.examples import Example
 from trainer.distillation.teacher import HintedCall, TeacherLogprobs, join_logprobs
 from trainer.engine import checks
 from trainer.engine.fitting import Fitted, NothingFitsError, check_within_memory, run_within_memory
-from trainer.engine.late import is_late, late_metrics
+from trainer.engine.late import late_metrics
 from trainer.engine.loading import peak_tflop_per_s
 from trainer.engine.model import PolicyModel
 from trainer.engine.optimizer import PolicyOptimizer
@@ -35,6 +35,7 @@ from trainer.engine.passes import IndexedLogprobs, Passes, PassResult, first_log
 from trainer.engine.state import SamplerMismatchError, StepResult, TrainState, Weights
 from trainer.engine.verify import logprob_bound_for
 from trainer.sequences import TokenSequence
+from trainer.staleness import is_adapter_kept, is_late
 
 logger = get_logger("trainer.engine.engine")
 T = TypeVar("T")
@@ -132,7 +133,7 @@ class Engine:
         metrics = self._measure(state, updates) | metrics_of_late
         metrics["learning_rate"] = float(optimizer.adamw.param_groups[0]["lr"])
         step, weights = state.step + 1, optimizer.weights
-        history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
+        history = {s: w for s, w in state.history.items() if is_adapter_kept(s, step, self.config)}
         history[step] = weights
         after = TrainState(
             step,
@@ -158,7 +159,7 @@ class Engine:
     def _mark_late(
         self, step: int, examples: Sequence[Example], group_of: Sequence[int]
     ) -> tuple[list[Example], dict[str, float]]:
-        """Mark the examples that are late at `step` (`trainer.engine.late`), and measure them under the live adapter.
+        """Mark the examples that are late at `step` (`trainer.staleness`), and measure them under the live adapter.
         Returns all examples and the metrics. Raises `LateRunsError`."""
         marked = [dataclasses.replace(e, late=is_late(e.sequence, step, self.config)) for e in examples]
         longest = self.model.longest or sys.maxsize
