@@ -44,7 +44,7 @@ _AVERAGE_RATE = 0.05
 
 
 def updates_of(group_of: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
-    """The indices of the examples of each optimizer update of a step; `group_of[i]` is the group of example i.
+    """Yield the indices of the examples of each optimizer update of a step; `group_of[i]` is the group of example i.
 
     Minibatches hold whole groups, shuffled in every epoch: a group's advantages are relative to each other, and its
     prefixes are shared. The order depends on the seed and the step alone, so a step that is repeated is the same
@@ -82,7 +82,7 @@ class Updates:
     dropped: tuple[TokenSequence, ...]
     """The sequences that do not fit."""
     results: list[PassResult]
-    """Of each process in each update."""
+    """A result for each process in each update."""
     norms: list[float]
     """The gradient's norm before clipping, for each update."""
 
@@ -109,11 +109,11 @@ class Engine:
         self.passes.configure(config)
 
     def initial_state(self) -> TrainState:
-        """The state of step 0 with the live adapter; PEFT's fresh one changes nothing."""
+        """Return the state of step 0 with the live adapter. PEFT's fresh adapter changes nothing of the base model."""
         return self.state_with(0, self.model.weights())
 
     def state_with(self, step: int, weights: Weights) -> TrainState:
-        """The state of `step` with an adapter from elsewhere, before the optimizer has seen it."""
+        """Return the state of `step` with the adapter `weights` and a fresh optimizer."""
         published = self.model.as_published(weights)
         return TrainState(step, published, history={step: published}, master=None if published is weights else weights)
 
@@ -153,14 +153,15 @@ class Engine:
         group_of: Sequence[int],
         step: int,
     ) -> Fitted[T]:
-        """Do some work of the step after `step` over the examples that fit into memory. Raises `NothingFitsError`."""
+        """Return the result of `work(examples, group_of)`, part of the step after `step`, over the examples that fit
+        into memory. Raises `NothingFitsError`."""
         return run_within_memory(work, examples, group_of, self.passes.budget, self.passes.free, step + 1)
 
     def _mark_late(
         self, step: int, examples: Sequence[Example], group_of: Sequence[int]
     ) -> tuple[list[Example], dict[str, float]]:
-        """Mark the examples that are late at `step` (`trainer.staleness`), and measure them under the live adapter.
-        Returns all examples and the metrics. Raises `LateRunsError`."""
+        """Return the examples with `late` set on those that are late at `step` (`trainer.staleness`), and the metrics
+        of these. They are measured under the live adapter. Raises `LateRunsError`."""
         marked = [dataclasses.replace(e, late=is_late(e.sequence, step, self.config)) for e in examples]
         longest = self.model.longest or sys.maxsize
         late = [i for i, e in enumerate(marked) if e.late and len(e.sequence.ids) <= longest]
@@ -173,9 +174,9 @@ class Engine:
     def _prepare(
         self, state: TrainState, examples: Sequence[Example], group_of: Sequence[int]
     ) -> tuple[list[Example], Sequence[int], list[TokenSequence]]:
-        """Compute what the updates of a step need of the policy before them, the base model and the teacher. Returns
-        the examples with it, their groups, and the sequences that are too long for the model or do not fit into
-        memory."""
+        """Add to the examples what the updates of a step need: logprobs by the policy before the step, the KL penalty
+        to the base model, and the teacher's logprobs. Returns the examples, the group of each, and the sequences that
+        are left out because they are too long for the model or do not fit into memory."""
         passes = self.passes
         dropped = self._too_long(examples)
         whole = [i for i, e in enumerate(examples) if e.sequence not in dropped]
@@ -185,14 +186,14 @@ class Engine:
         several_updates = len(list(updates_of(group_of, self.config, state.step))) > 1
         kl_penalty = 0.0 if self.config.loss.type == "sft" else self.config.loss.kl_penalty
         if several_updates or kl_penalty:
-            computed = self._run_fitting(passes.logprobs, examples, group_of, state.step)
-            examples, group_of = list(computed.examples), computed.group_of
-            dropped += computed.dropped
+            fitted = self._run_fitting(passes.logprobs, examples, group_of, state.step)
+            examples, group_of = list(fitted.examples), fitted.group_of
+            dropped += fitted.dropped
             if kl_penalty:
                 base = passes.logprobs(examples, group_of, base=True)
-                examples = with_kl_penalty(examples, computed.result, base, kl_penalty)
+                examples = with_kl_penalty(examples, fitted.result, base, kl_penalty)
             if several_updates:
-                examples = [dataclasses.replace(e, old_logprobs=computed.result[i]) for i, e in enumerate(examples)]
+                examples = [dataclasses.replace(e, old_logprobs=fitted.result[i]) for i, e in enumerate(examples)]
         return self._with_teacher(state, examples, group_of), group_of, dropped
 
     def _update(
@@ -203,8 +204,8 @@ class Engine:
         group_of: Sequence[int],
         dropped: list[TokenSequence],
     ) -> Updates:
-        """Take the optimizer updates of a step over what of the batch fits into memory. Adds what does not to
-        `dropped`."""
+        """Take the optimizer updates of a step over the examples that fit into memory. Adds the sequences that do not
+        fit to `dropped`."""
         results: list[PassResult] = []
         norms: list[float] = []
         for part in updates_of(group_of, self.config, state.step):
@@ -230,21 +231,21 @@ class Engine:
     def _with_teacher(self, state: TrainState, examples: Sequence[Example], group_of: Sequence[int]) -> list[Example]:
         """Return the examples with the teacher's logprobs of their hinted calls. Calls that do not fit into memory are
         left out."""
-        asked = [(i, call) for i, e in enumerate(examples) for call in e.hinted_calls]
-        if not asked or not self.config.distill.weight or self.config.loss.type == "sft":
+        indexed_calls = [(i, call) for i, e in enumerate(examples) for call in e.hinted_calls]
+        if not indexed_calls or not self.config.distill.weight or self.config.loss.type == "sft":
             return list(examples)
         average = state.average if self.config.distill.teacher == "average" else None
         with nullcontext() if average is None else self.model.with_adapter(average):
             try:
-                calls = [Example(call.sequence, 0.0) for _, call in asked]
-                of_calls = [group_of[i] for i, _ in asked]
-                fitted = self._run_fitting(self.passes.teacher_logprobs, calls, of_calls, state.step)
+                calls = [Example(call.sequence, 0.0) for _, call in indexed_calls]
+                group_of_call = [group_of[i] for i, _ in indexed_calls]
+                fitted = self._run_fitting(self.passes.teacher_logprobs, calls, group_of_call, state.step)
             except NothingFitsError:
                 return list(examples)  # the error is logged for each of them
-        said = {id(e.sequence): fitted.result[n] for n, e in enumerate(fitted.examples)}
+        logprobs_of = {id(e.sequence): fitted.result[n] for n, e in enumerate(fitted.examples)}
         parts: dict[int, list[tuple[HintedCall, TeacherLogprobs]]] = {}
-        for i, call in asked:
-            if (teacher_logprobs := said.get(id(call.sequence))) is not None:
+        for i, call in indexed_calls:
+            if (teacher_logprobs := logprobs_of.get(id(call.sequence))) is not None:
                 parts.setdefault(i, []).append((call, teacher_logprobs))
         return [
             dataclasses.replace(e, hinted_calls=(), teacher=join_logprobs(e.sequence.trained_tokens, parts.get(i, ())))
@@ -252,8 +253,8 @@ class Engine:
         ]
 
     def _average_adapter(self, state: TrainState, weights: Weights) -> Weights | None:
-        """The running average of the adapters after a step that ended in `weights`; `None` where no teacher needs
-        it."""
+        """Return the running average of the adapters after a step that ended in `weights`; `None` if the settings have
+        no teacher that needs it."""
         distill = self.config.distill
         if not distill.weight or distill.teacher != "average":
             return None
@@ -303,24 +304,24 @@ class Engine:
         }
 
     def _speed(self, metrics: Mapping[str, float], compute_s: float) -> dict[str, float]:
-        """Metrics of a step that computed for so many seconds. `mfu` is the share of the GPU's peak rate that the
-        products of the base model's weights took, forward and backward; attention is not counted."""
-        found = {
+        """Return the speed of a step that computed for `compute_s` seconds, from its `metrics`. `mfu` is the share of
+        the GPU's peak rate that the products of the base model's weights took, forward and backward; attention is not
+        counted."""
+        speed = {
             "compute_s": compute_s,
             "trained_tokens_per_s": self.config.optimizer.epochs * metrics["tokens"] / compute_s,
             "forward_tokens_per_s": metrics["tokens_forward"] / compute_s,
         }
-        found["tflop_per_s"] = found["forward_tokens_per_s"] * self.passes.cost.per_token / 1e12
+        speed["tflop_per_s"] = speed["forward_tokens_per_s"] * self.passes.cost.per_token / 1e12
         if self.model.device.type == "cuda" and (peak := peak_tflop_per_s(torch.cuda.get_device_name())):
-            found["mfu"] = found["tflop_per_s"] / (peak * self.passes.processes)
-        return found
+            speed["mfu"] = speed["tflop_per_s"] / (peak * self.passes.processes)
+        return speed
 
     def _check_sampler_agrees(self, metrics: Mapping[str, float], step: int) -> None:
-        """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains, as
-        far as `metrics` says by now: those of tokens of earlier versions come first, those of this one after the pass.
-        """
+        """Raise `SamplerMismatchError` if recorded and recomputed logprobs differ by more than `trainer.logprob_bound`.
+        `metrics` has a difference for the tokens of earlier versions, of this version, for both, or for none."""
         bound = logprob_bound_for(self.config, self.model.dtype)
-        for name, what in (
+        for name, tokens in (
             ("sampler_logprob_diff", "of tokens of earlier versions, recomputed with those"),
             ("on_policy_logprob_diff", "of tokens sampled by this version"),
         ):
@@ -328,7 +329,7 @@ class Engine:
             if not difference <= bound:  # NaN is refused too
                 raise SamplerMismatchError(
                     f"step {step + 1} is not taken: the sampler's logprobs and the trainer's differ by "
-                    f"{difference:.3g} nats on average {what}, and trainer.logprob_bound is {bound:g}. Check that the "
-                    "inference server runs this base model in the same type, with --logprobs-mode processed_logprobs, "
-                    "and serves the adapter that its name says"
+                    f"{difference:.3g} nats on average {tokens}, and trainer.logprob_bound is {bound:g}. Check that "
+                    "the inference server runs this base model in the same type, with --logprobs-mode "
+                    "processed_logprobs, and serves the adapter that its name says"
                 )

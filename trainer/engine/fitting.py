@@ -32,16 +32,17 @@ class PassTooLargeError(RuntimeError):
     """A forward or backward pass ran out of memory."""
 
     def __init__(self, indices: Sequence[int], tokens: int, why: str) -> None:
+        """`indices`: of the pass's sequences in the batch; `tokens`: of the pass, padding included; `why`: message of
+        the original error."""
         super().__init__(indices, tokens, why)  # all arguments, so that the error can be pickled
         self.indices, self.tokens, self.why = tuple(indices), tokens, why
-        """Indices of the pass's sequences in the batch; tokens of the pass, padding included; the original error."""
 
     def __str__(self) -> str:
         return f"out of memory in a pass of {len(self.indices)} sequence(s) and {self.tokens} tokens: {self.why}"
 
     @property
     def only_index(self) -> int | None:
-        """Set if the pass held one sequence: its index in the examples that the passes are made of."""
+        """The index of the pass's sequence in the batch; `None` if the pass held several."""
         return self.indices[0] if len(self.indices) == 1 else None
 
 
@@ -92,7 +93,7 @@ class NothingFitsError(UntrainableError):
 
 @dataclass(frozen=True, eq=False)
 class Fitted(Generic[T]):
-    """Result of some work over the examples that fit in memory."""
+    """The result of some work over the examples that fit in memory."""
 
     result: T
     examples: Sequence[Example]
@@ -111,7 +112,7 @@ def run_within_memory(
     free: Callable[[], None],
     step: int,
 ) -> Fitted[T]:
-    """Call `work` with the examples and their groups, and drop the sequences that do not fit in memory.
+    """Return the result of `work(examples, group_of)`, without the sequences that do not fit in memory.
 
     When a pass of several sequences runs out of memory, the token budget of a pass is halved and `work` is called
     again. When a pass of one sequence runs out of memory twice, that sequence is dropped. `free` releases the memory
@@ -153,7 +154,8 @@ def run_within_memory(
 def check_within_memory(
     budget: Budget, free: Callable[[], None], work: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
-    """Return the metrics that `work` computes, in passes within the budget, which is halved when memory runs out.
+    """Return the metrics that `work` computes. When memory runs out, the token budget of a pass is halved and `work` is
+    called again.
 
     If one sequence does not fit even alone, the check is skipped and the metric `checks_left_out` is 1."""
     while True:
@@ -168,10 +170,11 @@ def check_within_memory(
 
 
 def _handle_out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
-    """Save memory another way, or halve the token budget of a pass, unless the failed pass held only one sequence.
+    """Make the next attempt need less memory: switch gradient checkpointing on, or halve the token budget of a pass.
 
-    Returns the index of that sequence in the examples given to `work`, else `None`. Re-raises
-    `error` if it is no out-of-memory error, or if the budget can't be made smaller."""
+    If the failed pass held only one sequence and checkpointing could not be switched on, change nothing and return the
+    sequence's index in the batch, else `None`. Re-raises `error` if it is no out-of-memory error, or if the budget
+    can't be made smaller."""
     if not is_out_of_memory(error):
         raise error
     if budget.save_memory():
