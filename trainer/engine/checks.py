@@ -25,7 +25,7 @@ from trainer.engine.state import Logprobs, TrainState
 from trainer.sequences import TokenSequence
 
 _MOST_RATIO = 10.0
-"""Of probabilities under base model and policy, in the estimate of the KL divergence."""
+"""Limit on the ratio of a token's probabilities under base model and policy, in the estimate of the KL divergence."""
 
 EVERY = 10
 """A wrong version, mask or base model is found within this number of steps, whichever version's tokens show it."""
@@ -80,8 +80,9 @@ def sample(
 
 
 def sample_due(candidates: Sequence[Candidate], step: Step, share: float) -> list[Candidate]:
-    """Return the sample of a check; empty in steps in which none is made. `share` is a part of the tokens of a step; a
-    check takes that of `EVERY` steps, as it is made once in so many."""
+    """Return the sample of a check; empty in steps in which the check is not made. `share`: the part of all computed
+    tokens that the check may add. It is made once in `EVERY` steps, so a sample has this share of the tokens of so
+    many steps."""
     # Steps 1, 11, 21 and so on: step 0 has nothing to compare. Where `EVERY` is 1, `1 % EVERY` is 0: every step.
     if not candidates or not share or step.state.step % EVERY != 1 % EVERY:
         return []
@@ -93,7 +94,8 @@ def sample_due(candidates: Sequence[Candidate], step: Step, share: float) -> lis
 def _sample_logprobs(
     passes: Passes, drawn: Sequence[Candidate], step: Step, *, base: bool
 ) -> tuple[IndexedLogprobs, int]:
-    """The logprobs of a sample, by place in `drawn`, in the layout of training, and how many tokens that took."""
+    """Return the logprobs of the sample `drawn`, by index, computed in the layout of training, and the number of tokens
+    of their passes. With `base` they are those of the base model."""
     trees = list(dict.fromkeys(c.tree for c in drawn))
     examples = [Example(c.sequence, 0.0) for c in drawn]
     return passes.counted_logprobs(examples, [trees.index(c.tree) for c in drawn], step.packing, base=base)
@@ -123,10 +125,10 @@ def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metric
     for version in sorted({c.tree[1] for c in drawn}):
         of_version = [c for c in drawn if c.tree[1] == version]
         with passes.model.with_adapter(step.state.history[version]):
-            computed, taken = _sample_logprobs(passes, of_version, step, base=False)
-        tokens += taken
-        for place, logprobs in computed.items():
-            s = of_version[place].sequence
+            computed, pass_tokens = _sample_logprobs(passes, of_version, step, base=False)
+        tokens += pass_tokens
+        for index, logprobs in computed.items():
+            s = of_version[index].sequence
             differences.append(np.abs(logprobs - s.logprobs[s.loss_mask]))
     if not differences:
         return {}
@@ -140,7 +142,7 @@ def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metric
 
 
 def _comparable(sequence: TokenSequence, version: int) -> TokenSequence:
-    """The sequence with all tokens as context but those that `version` sampled with a recorded logprob."""
+    """Return the sequence with all tokens as context but those that `version` sampled with a recorded logprob."""
     return sequence.masking_out((sequence.steps != version) | np.isnan(sequence.logprobs))
 
 
@@ -148,9 +150,9 @@ def kl_to_base(passes: Passes, step: Step, share: float) -> Metrics:
     """Return `kl`: the KL divergence of the policy before the step from the base model, estimated on a sample.
 
     In nats per token, by the k3 estimator (http://joschu.net/blog/kl-approx.html): the log ratio, and a term of mean 0
-    that takes its noise away near the base. That term is cut off at `_MOST_RATIO`: far from the base a single token
-    had made 1.4 nats 40. Returns `tokens_checked` (tokens of the passes) too, and {} if the check is not due, or the
-    loss has a KL term and computes it anyway."""
+    that reduces its variance near the base model. The ratio in that term is at most `_MOST_RATIO`: far from the base
+    model a single token raised an estimate from 1.4 to 40 nats. Returns also `tokens_checked`, the tokens of the
+    passes. Returns {} if the check is not due, or if the loss has a KL term and computes the divergence anyway."""
     if passes.config.loss.beta:
         return {}
     candidates = [Candidate(e.sequence, i, (step.group_of[i], 0)) for i, e in enumerate(step.examples)]

@@ -21,7 +21,7 @@ from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
 from trainer.engine.images import image_inputs_of
-from trainer.engine.loading import base_digest, checkpoint, device_for, load
+from trainer.engine.loading import base_digest, device_for, enable_checkpointing, load
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import Logprobs, Weights
 from trainer.sequences import TokenSequence
@@ -105,12 +105,12 @@ class PolicyModel:
         torch.set_num_threads(self.config.threads)
 
     def save_memory(self) -> bool:
-        """Switch gradient checkpointing on, if `trainer.memory.gradient_checkpointing` leaves that to the trainer.
-        Returns whether it was off."""
+        """Switch gradient checkpointing on, if it is off and `trainer.memory.gradient_checkpointing` leaves that to the
+        trainer. Returns whether this call switched it on."""
         memory = self.config.memory
         if self.checkpointing or memory.gradient_checkpointing != "auto" or self.config.engine == "unsloth":
             return False
-        self.checkpointing = checkpoint(self.peft.get_base_model(), required=False)
+        self.checkpointing = enable_checkpointing(self.peft.get_base_model(), required=False)
         return self.checkpointing
 
     def move_base(self, device: torch.device) -> None:

@@ -41,7 +41,7 @@ _IN_COMMON_ON_GPU = 512
 """Tokens that groups must have in common to share a row on a GPU, where each part of a row is a call of the attention
 function in each layer: so many tokens take longer than the calls of a group of 8. By estimate: no GPU has run it."""
 _LEAST_BUDGET = 64
-"""Passes are not cut below this number of tokens in order to give each process one."""
+"""Passes are made smaller so that each process has one, but not smaller than this number of tokens."""
 
 IndexedLogprobs = dict[int, Logprobs]
 """Logprobs of an example's trained tokens, [k] in nats, by the example's index."""
@@ -104,11 +104,12 @@ class Passes:
         self.budget.set_limit(config.memory.tokens_per_batch)
 
     def gradients(self, examples: Sequence[Example], group_of: Sequence[int]) -> list[PassResult]:
-        """Add the gradient of the batch's loss to the live adapter's; returns what each process computed of it."""
+        """Add the gradient of the batch's loss to the gradients of the live adapter. Returns each process's result."""
         return self._in_every_process(examples, group_of, "gradients")
 
     def logprobs(self, examples: Sequence[Example], group_of: Sequence[int], *, base: bool = False) -> IndexedLogprobs:
-        """Logprobs of the trained tokens of each example under the live adapter, or under the `base` model."""
+        """Return the logprobs of each example's trained tokens under the live adapter, or with `base` those under the
+        base model."""
         return self.counted_logprobs(examples, group_of, base=base)[0]
 
     def counted_logprobs(
@@ -126,15 +127,16 @@ class Passes:
         return computed, sum(tokens for _, tokens in parts)
 
     def teacher_logprobs(self, examples: Sequence[Example], group_of: Sequence[int]) -> dict[int, TeacherLogprobs]:
-        """What the teacher (`trainer.distill.teacher`) says of each example, by its index. The live adapter is that of
-        the policy, or the average."""
+        """Return the logprobs of each example by the teacher (`trainer.distill.teacher`), by its index. The live
+        adapter has to be the teacher's: the policy's or the average."""
         parts: list[dict[int, TeacherLogprobs]] = self._in_every_process(examples, group_of, "teacher_logprobs")
         return {index: logprobs for part in parts for index, logprobs in part.items()}
 
     def _in_every_process(
         self, examples: Sequence[Example], group_of: Sequence[int], work: Work, packing: Packing | None = None
     ) -> list[Any]:
-        """Have all processes do some work over a batch. Returns the result of each (`_own_part`)."""
+        """Let all processes do `work` over a batch, in the layout `packing` or the one it is trained in. Returns the
+        result of each process (`_own_part`)."""
         weights = {} if self._process_group is None else self.model.weights()
         packing = packing or self.packing_of(examples, group_of)
         budget, checkpointing = self.budget.tokens, self.model.checkpointing
@@ -166,13 +168,14 @@ class Passes:
             self.free()
 
     def free(self) -> None:
-        """Release what a failed pass held. Call it outside of the handler: the error's traceback holds tensors."""
+        """Release the memory that a failed pass holds. Call it after the `except` block, because the error's traceback
+        holds tensors."""
         self.model.peft.zero_grad(set_to_none=True)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def packing_of(self, examples: Sequence[Example], group_of: Sequence[int]) -> Packing:
-        """The layout in which a batch is trained."""
+        """Return the layout in which a batch is trained."""
         packing = self.config.memory.packing if self.verified.layout == "prefix" else "padded"
         if any(e.sequence.images for e in examples):
             return "padded"  # the model itself gives positions to the tokens of an image, row by row
@@ -192,7 +195,7 @@ class Passes:
         return replace(limits, of_row=0) if self.model.forward.attention == "eager" else limits
 
     def _own_batches(self, job: Job) -> list[MicroBatch]:
-        """This process's passes of a job. All processes compute the same division."""
+        """Return this process's passes of a job. All processes compute the same division."""
         sequences = [e.sequence for e in job.examples]
         batches = micro_batches(sequences, job.group_of, job.budget, job.packing, self._limits)
         if self._process_group is None:
@@ -208,8 +211,8 @@ class Passes:
         return self._process_group.partition(batches, even=self.model.sharded)
 
     def _own_part(self, job: Job) -> Any:
-        """What `job` asks for, of this process's passes: a `PassResult`, logprobs with the number of tokens of
-        the passes, or the teacher's logprobs."""
+        """Return the result of this process's passes, by `job.work`: a `PassResult`; logprobs with the number of tokens
+        of the passes; or the teacher's logprobs."""
         batches, sequences = self._own_batches(job), [e.sequence for e in job.examples]
         if job.work == "gradients":
             return self.own_gradients(batches, job.examples)
@@ -223,7 +226,7 @@ class Passes:
         return logprobs, sum(b.layout.tokens for b in batches if not b.is_filler)
 
     def own_gradients(self, batches: Sequence[MicroBatch], examples: Sequence[Example]) -> PassResult:
-        """This process's forward and backward passes."""
+        """Make this process's forward and backward passes, and return their result. `examples`: the whole batch."""
         tokens = sum(e.sequence.trained_tokens for e in examples)
         counted = [b for b in batches if not b.is_filler]
         result = PassResult(sum(b.layout.tokens for b in counted), len(counted))
@@ -233,7 +236,8 @@ class Passes:
         return result
 
     def _backward(self, batch: MicroBatch, examples: Sequence[Example], tokens: int, result: PassResult) -> None:
-        """One pass; `tokens` are the trained tokens of the update that it is a part of. Adds to `result`."""
+        """Make one forward and backward pass, and add its figures to `result`. `tokens`: number of trained tokens of
+        the whole batch."""
         own = [examples[i] for i in batch.indices]
         shape = shape_of([e.sequence for e in own])
         teacher_logprobs = [e.teacher for e in own]
@@ -269,8 +273,8 @@ class Passes:
     def summary(
         self, results: Sequence[PassResult], examples: Sequence[Example], step: int, updates: int
     ) -> dict[str, float]:
-        """Metrics of a step of so many `updates` over `examples`, from the results of all their passes. `step`: that of
-        the policy before it."""
+        """Return the metrics of a step of so many `updates` over `examples`, from the results of all their passes.
+        `step`: that of the policy before it."""
         sequences = [e.sequence for e in examples]
         laid_out = sum(r.tokens_forward for r in results)
         before = first_logprobs(results, examples)
