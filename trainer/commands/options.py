@@ -27,6 +27,6 @@ def settings_of(args: argparse.Namespace) -> Config:
 
 
 def running(name: str) -> AbstractContextManager[None]:
-    """The context in which the command `name` runs. Where it fails, one line is written to stderr, and the program
-    exits: with 2 for a wrong argument or setting, else with 1."""
+    """Return the context in which the command `name` runs. If the command fails, one line is written to stderr and the
+    program exits: with 2 for a wrong argument or setting, else with 1."""
     return exit_on_error(name, (ConfigError,), (CheckpointError, TrainerError, BrokerError, OSError))
