@@ -112,11 +112,8 @@ def main() -> None:
     args = parser.parse_args()
     run_dir = args.run_dir.absolute()
     settings = demo.settings_of(demo.parse_args([]))
-    up = Installation(run_dir, demo.SETTINGS, settings, "--services", "gateway,sampler,store")
-    try:
+    with Installation(run_dir, demo.SETTINGS, settings, "--services", "gateway,sampler,store") as up:
         figures = anyio.run(measure, run_dir, up, args)
-    finally:
-        up.stop()
     write_results(args.out, machine() | figures)
 
 

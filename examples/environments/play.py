@@ -80,8 +80,8 @@ def solutions(recipe: dict[str, Any], count: int) -> list[list[dict[str, str]]]:
 
 
 if __name__ == "__main__":
-    told = json.load(sys.stdin)
-    if examples := told.get("examples"):
-        print(json.dumps(solutions(told, examples)))
+    recipe = json.load(sys.stdin)
+    if examples := recipe.get("examples"):
+        print(json.dumps(solutions(recipe, examples)))
     else:
-        anyio.run(train, told)
+        anyio.run(train, recipe)
