@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    """Return the configuration of a Qwen3 of these sizes. `tied`: whether input and output embeddings are one
+    weight."""
     return {
         "vocab_size": 151_936,
         "head_dim": 128,
@@ -87,7 +89,7 @@ def make_model(size: str, folder: Path, *, tiny: bool, device: str) -> str:
 
 
 def own_logprobs(engine: Any, examples: Sequence[Any]) -> list[Any]:
-    """Return the examples as a sampler with the trainer's present weights would have recorded them."""
+    """Return the examples with the logprobs of the live model, as if it had sampled them."""
     from trainer.batches.packing import padded
 
     out = []

@@ -56,6 +56,7 @@ async def tokens_per_s(call: Call, seconds: float) -> float:
 
 
 async def measure(run_dir: Path, up: Installation, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampled tokens per second of the three sides, over `args.rounds` rounds."""
     async with AsyncExitStack() as opened:
         client = await opened.enter_async_context(AsyncJourneywork(await up.ready()))
         adapter = f"{demo.MODEL}@{await served_step(client, demo.MODEL)}"

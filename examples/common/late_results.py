@@ -30,6 +30,7 @@ from journeywork import AsyncJourneywork, JourneyworkError
 NAME = "result"
 """Name of the signal, and of the reward that it becomes."""
 AT_ONCE = 16
+"""Results that are posted at the same time."""
 _ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
 
 
@@ -63,7 +64,7 @@ def settings_on_the_job(keys: dict[str, str], delay_s: float, idle_s: float) -> 
 
 @contextlib.asynccontextmanager
 async def open_desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Desk]:
-    """Run the desk, which ends with the block."""
+    """Start the desk with an API key, and yield it; it ends with the block."""
     command = [sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(delay_s)]
     environment = {**os.environ, "JOURNEYWORK_API_KEY": key}
     async with await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as process:
@@ -83,8 +84,8 @@ class Desk:
         self._stdin: ByteSendStream = process.stdin
         self._stdout, self._sending = process.stdout, anyio.Lock()
 
-    async def tell(self, answer: str, result: float, words: str = "") -> None:
-        """Hand over the result of the run that just ended with the answer of this id."""
+    async def report(self, answer: str, result: float, words: str = "") -> None:
+        """Hand over the result of the run that has just ended. `answer`: id of the run's last answer."""
         line = json.dumps({"answer": answer, "result": result, "ended": time.time(), "words": words})
         async with self._sending:
             await self._stdin.send(f"{line}\n".encode())
@@ -104,7 +105,8 @@ async def report(gateway: str, delay_s: float) -> dict[str, int]:
     limit = anyio.CapacityLimiter(AT_ONCE)
     async with AsyncJourneywork(gateway, api_key=os.environ.get("JOURNEYWORK_API_KEY", "none")) as client:
 
-        async def say(game: dict[str, Any]) -> None:
+        async def post(game: dict[str, Any]) -> None:
+            """Post the result of a game when it is due, after the words about it."""
             await anyio.sleep(max(game["ended"] + delay_s - time.time(), 0.0))
             answer, result = game["answer"], game["result"]
             try:
@@ -122,7 +124,7 @@ async def report(gateway: str, delay_s: float) -> dict[str, int]:
         async with anyio.create_task_group() as tasks:
             # A read can't be stopped: an error of a game must not wait for the next line.
             while line := await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
-                tasks.start_soon(say, json.loads(line))
+                tasks.start_soon(post, json.loads(line))
     return counts
 
 

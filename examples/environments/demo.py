@@ -34,7 +34,7 @@ EXAMPLES = 64
 
 
 def small(recipe: Recipe, base: str) -> Recipe:
-    """Return the recipe as two cores can play it, with the model `base`."""
+    """Return the recipe in sizes for two cores, with the model `base`."""
     return dataclasses.replace(
         recipe,
         base=base,

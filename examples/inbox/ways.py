@@ -123,7 +123,7 @@ async def _work(gateway: str, way: Way, sorter: Sorter, messages: list[Message],
             sorter.solved[int(reply.model.rpartition("@")[2])].append(right["solved"])
             right_answer = f"The team is {m.team}, the urgency {m.urgency}, the order {m.order}."
             words = f"That is wrong. {right_answer}" if way.words and not right["solved"] else ""
-            await desk.tell(reply.id, share(right), words)
+            await desk.report(reply.id, share(right), words)
 
     async with agent, anyio.create_task_group() as tasks:
         for _ in range(at_once):

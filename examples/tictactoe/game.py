@@ -33,25 +33,26 @@ def free_cells(board: str) -> list[int]:
 
 
 def completing(board: str, mark: str) -> list[int]:
-    """Free cells that would complete a line of `mark`."""
+    """Return the free cells that would complete a line of `mark`."""
     return [i for i in free_cells(board) if has_won(put(board, i, mark), mark)]
 
 
 def put(board: str, cell: int, mark: str) -> str:
-    """`board` with `mark` on `cell`; `ValueError` if the cell is taken."""
+    """Return `board` with `mark` on `cell`. Raises `ValueError` if the cell is taken."""
     if board[cell] != ".":
         raise ValueError(f"{CELLS[cell]} is taken")
     return board[:cell] + mark + board[cell + 1 :]
 
 
 def describe(board: str) -> str:
-    """The board as the model reads it: one word a cell, one row a line."""
+    """Return the board as the model reads it: one word a cell, one row a line."""
     words = [f"{name}={mark}" for name, mark in zip(CELLS, board, strict=True)]
     return "\n".join(" ".join(words[row : row + 3]) for row in (0, 3, 6))
 
 
 def opening_seed(split: str, number: int, seed: int = 0) -> str:
-    """Name of a game's seed. Held-out games (`val`) are the same whatever the run's seed; training games are not."""
+    """Return the name of a game's seed. Held-out games (`val`) are the same whatever the run's seed; training games are
+    not."""
     return f"val/{number}" if split == "val" else f"{split}/{seed}/{number}"
 
 
@@ -74,6 +75,7 @@ class Game:
             self._opponent()
 
     def _opponent(self) -> None:
+        """Make the opponent's next move."""
         order = self._orders.pop(0)
         self.board = put(self.board, next(i for i in order if self.board[i] == "."), "o")
 
@@ -95,6 +97,7 @@ class Game:
         return self.result
 
     def _judge(self) -> Result | None:
+        """Return the result that the board shows; `None` while the game goes on."""
         if has_won(self.board, "x"):
             return "win"
         if has_won(self.board, "o"):

@@ -65,13 +65,13 @@ async def play_together(run: Trajectory, seeds: list[str]) -> list[Game]:
     games = [Game(seed) for seed in seeds]
     talks: list[list[dict[str, str]]] = [[] for _ in games]
     async with openai.AsyncOpenAI(**run.openai) as agent:
-        while open_ := [i for i, game in enumerate(games) if game.result is None]:
-            for i in open_:
+        while unfinished := [i for i, game in enumerate(games) if game.result is None]:
+            for i in unfinished:
                 talks[i].append({"role": "user", "content": describe(games[i].board)})
             reply = await agent.completions.create(
-                model=run.model, prompt=[prompt(talks[i]) for i in open_], max_tokens=MAX_TOKENS, temperature=1.0
+                model=run.model, prompt=[prompt(talks[i]) for i in unfinished], max_tokens=MAX_TOKENS, temperature=1.0
             )
-            for i, choice in zip(open_, sorted(reply.choices, key=lambda c: c.index), strict=True):
+            for i, choice in zip(unfinished, sorted(reply.choices, key=lambda c: c.index), strict=True):
                 talks[i].append({"role": "assistant", "content": choice.text})
                 games[i].play(choice.text)
     return games
