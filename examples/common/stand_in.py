@@ -41,8 +41,8 @@ def judge(messages: list[dict[str, Any]], score: Score) -> str:
 
 def _completion(request: dict[str, Any], text: str) -> dict[str, Any]:
     """Return the chat completion for a request. Four characters count as a token."""
-    prompt_tokens = sum(len(str(m.get("content", ""))) for m in request["messages"]) // 4
-    completion_tokens = len(text) // 4
+    prompt = sum(len(str(m.get("content", ""))) for m in request["messages"])
+    usage = {"prompt_tokens": prompt // 4, "completion_tokens": len(text) // 4}
     message = {"role": "assistant", "content": text, "refusal": None}
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -50,11 +50,7 @@ def _completion(request: dict[str, Any], text: str) -> dict[str, Any]:
         "created": 0,
         "model": request["model"],
         "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        },
+        "usage": usage | {"total_tokens": sum(usage.values())},
     }
 
 

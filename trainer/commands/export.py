@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from pipeline.config import ConfigError
+from pipeline.running.installations import installation_settings
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
 from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints
@@ -91,7 +92,7 @@ def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     with options.running("export"):
-        config = options.settings_of(args)
+        config = installation_settings(args.run_dir, args.config, args.overrides)
         if args.model is None and len(config.models) > 1:
             raise ConfigError(f"--model: name one of {', '.join(m.name for m in config.models)}")
         model = config.model(args.model) if args.model else config.models[0]

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError("--on and --as belong together: name a data set and its format")
         if args.on is not None and args.adopt:
             raise ConfigError("--on and --adopt are two steps: take one after the other")
-        config = options.settings_of(args)
+        config = installation_settings(args.run_dir, args.config, args.overrides)
         log_of(config)
         state = read_state(Path(config.run_dir))
         if (

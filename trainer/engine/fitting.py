@@ -73,10 +73,6 @@ class Budget:
         self.tokens = limit if self.tokens == self._limit else min(self.tokens, limit)
         self._limit = limit
 
-    def halve(self, tried: int) -> None:
-        """Halve the budget after a pass of `tried` tokens ran out of memory; it becomes at most half of `tried`."""
-        self.tokens = max(1, min(self.tokens, tried) // 2)
-
 
 class NothingFitsError(UntrainableError):
     """No sequence of a step fits in memory, even alone, or into the model's length. `sequences` holds them."""
@@ -185,7 +181,8 @@ def _handle_out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
     if budget.tokens <= 1:
         raise error
     # Half of the tokens that the failed pass held, which may be fewer than the budget allows.
-    budget.halve(error.tokens if isinstance(error, PassTooLargeError) else budget.tokens)
+    tried = error.tokens if isinstance(error, PassTooLargeError) else budget.tokens
+    budget.tokens = max(1, min(budget.tokens, tried) // 2)
     logger.warning("out of memory: halved the token budget of a pass", budget=budget.tokens, error=_first_line(error))
     return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -51,33 +50,25 @@ def learning_rate(config: TrainerConfig, step: int, parameters: int) -> float:
             return peak * (1 - math.cos(math.pi * max(0.0, left))) / 2
 
 
-def make_optimizer(
-    config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState, model_parameters: int
-) -> torch.optim.AdamW:
-    """Return the optimizer of `parameters` with the moments of `state`, which is not changed, and the settings of
-    `config`. `model_parameters`: number of the whole model's parameters, which decides the default rate."""
-    on_gpu = parameters[0].device.type == "cuda"
-    # One kernel for all parameters on a GPU.
-    optimizer = torch.optim.AdamW(parameters, fused=on_gpu, foreach=not on_gpu)
-    if state.optimizer is not None:
-        # A copy, because the optimizer changes its state in place and an abandoned step must leave `state` unchanged.
-        optimizer.load_state_dict(copy.deepcopy(state.optimizer))
-    # The loaded state brings the settings that it was written under: replace them.
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, state.step, model_parameters)
-        group["weight_decay"], group["betas"] = config.optimizer.weight_decay, config.optimizer.betas
-    return optimizer
-
-
 class PolicyOptimizer:
     """The optimizer updates of one step."""
 
     def __init__(self, model: PolicyModel, state: TrainState) -> None:
         """Load the adapter of `state` into the model. `state`, the policy before the step, is not changed."""
+        config = model.config
         self._model, self._step = model, state.step
-        self._rates = model.config.optimizer.update_rates
+        self._rates = config.optimizer.update_rates
         """Learning rates of the next updates, if the settings name any; the last one holds for all later updates."""
-        self.adamw = make_optimizer(model.config, model.parameters, state, model.multiplied_parameters)
+        on_gpu = model.device.type == "cuda"
+        # One kernel for all parameters on a GPU.
+        self.adamw = torch.optim.AdamW(model.parameters, fused=on_gpu, foreach=not on_gpu)
+        if state.optimizer is not None:
+            # A copy: the optimizer changes its state in place, and an abandoned step must leave `state` unchanged.
+            self.adamw.load_state_dict(copy.deepcopy(state.optimizer))
+        # The loaded state brings the settings that it was written under: replace them.
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate(config, state.step, model.multiplied_parameters)
+            group["weight_decay"], group["betas"] = config.optimizer.weight_decay, config.optimizer.betas
         self.weights = state.weights
         """The live adapter, as it is published."""
         self.master = state.master or state.weights

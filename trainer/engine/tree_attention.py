@@ -44,15 +44,6 @@ class Segment:
     causally."""
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
-    """The plan of a row."""
-
-    lengths: list[int]
-    """Number of columns of each segment. The segments are all columns of the row, in order."""
-    segments: list[Segment]
-
-
 def mask_with_plan(layout: Layout, span: AttentionSpan) -> torch.Tensor:
     """Return the mask of a layout that has `ends_RL`. Where segments save time, its attribute `plan` holds those of its
     rows for `tree_attention`, and its values mean nothing: no mask of L x L is made."""
@@ -70,8 +61,8 @@ def mask_with_plan(layout: Layout, span: AttentionSpan) -> torch.Tensor:
     return planned_mask
 
 
-def _plan_row(layout: Layout, row: int, ends: Sequence[int], span: AttentionSpan) -> Row:
-    """Return the plan of a row: which earlier segments each segment sees, and its mask if it needs one.
+def _plan_row(layout: Layout, row: int, ends: Sequence[int], span: AttentionSpan) -> list[Segment]:
+    """Return the plan of a row: for each of its segments the earlier ones that it sees, and its mask if it needs one.
 
     `ends[k]`: the column from which column k is seen no more. A segment in which a key is hidden from later columns, as
     in padding, needs a mask, as do windows and chunks."""
@@ -89,7 +80,7 @@ def _plan_row(layout: Layout, row: int, ends: Sequence[int], span: AttentionSpan
         elif len(seen) > 1:
             mask = lower_right_mask(stop - start, sum(count for _, count in seen), device)
         plan.append(Segment(seen, mask))
-    return Row([stop - start for start, stop, _ in pieces], plan)
+    return plan
 
 
 def lower_right_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
@@ -111,13 +102,14 @@ def tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return what transformers' attention by scaled dot products returns, [R, L, H, D], and `None` in place of the
     attention weights. It takes the place of that function, for calls with any mask."""
-    plan: list[Row] | None = getattr(attention_mask, "plan", None)
+    plan: list[list[Segment]] | None = getattr(attention_mask, "plan", None)
     if plan is None:
         return _attended(module, query_RHLD, key_RHLD, value_RHLD, attention_mask, **options), None
     rows = []
     parts = (part.split(1) for part in (query_RHLD, key_RHLD, value_RHLD))
     for row, *qkv in zip(plan, *parts, strict=True):
-        queries, keys, values = (part.split(row.lengths, dim=2) for part in qkv)
+        lengths = [segment.seen[-1][1] for segment in row]  # the last one seen is the segment itself
+        queries, keys, values = (part.split(lengths, dim=2) for part in qkv)
         outputs = [
             _attended(
                 module,
@@ -127,7 +119,7 @@ def tree_attention(
                 segment.mask,
                 **options,
             )
-            for query, segment in zip(queries, row.segments, strict=True)
+            for query, segment in zip(queries, row, strict=True)
         ]
         rows.append(torch.cat(outputs, dim=1))
     return torch.cat(rows), None

@@ -161,10 +161,7 @@ def test_pairs_are_counted_as_the_plan_attends(seed: int, monkeypatch: pytest.Mo
     assert layout.ends_RL is not None
     mask = tree_attention.mask_with_plan(layout, FULL)
     (row,) = mask.plan  # type: ignore[attr-defined]
-    attended = [
-        length * sum(count for _, count in segment.seen)
-        for length, segment in zip(row.lengths, row.segments, strict=True)
-    ]
+    attended = [segment.seen[-1][1] * sum(count for _, count in segment.seen) for segment in row]
     assert attended_pairs(layout.ends_RL[0].tolist()) == sum(attended)
 
 
