@@ -207,9 +207,9 @@ def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
     compute = PolicyModel.logprobs
 
     def broken(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
-        logprobs, rest = compute(self, *args, **kwargs)
+        logprobs, *rest = compute(self, *args, **kwargs)
         logprobs[0, 0] = torch.nan
-        return logprobs, rest
+        return logprobs, *rest
 
     monkeypatch.setattr(PolicyModel, "logprobs", broken)
     metrics = checks.compare_earlier_versions(engine.passes, step, 1.0)

@@ -140,7 +140,7 @@ def test_a_pass_takes_the_memory_of_the_formula(
     engine = sizes.engine(tmp_path, dtype=dtype)
     for checkpointing in (False, True):
         if checkpointing:
-            assert loading.checkpoint(engine.model.forward.model, required=True)
+            assert loading.enable_checkpointing(engine.model.forward.model, required=True)
         with Allocated() as allocated:
             sizes.make_pass(engine)
         assert allocated.peak == pytest.approx(sizes.peak(dtype, checkpointing, 16), rel=0.1), checkpointing
