@@ -29,9 +29,8 @@ from trainer.sequences import TokenSequence
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = TrainerConfig(dtype="float64", lora=LoraConfig(rank=4))
-    made = exactly(Engine(tiny_base, config))
+def engine(tiny_base: str) -> Engine:
+    made = exactly(Engine(tiny_base, TrainerConfig(dtype="float64", lora=LoraConfig(rank=4))))
     stir(made)
     return made
 

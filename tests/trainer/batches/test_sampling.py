@@ -166,7 +166,7 @@ def test_a_token_that_the_policy_would_now_cut_keeps_its_logit() -> None:
 
 
 @pytest.mark.parametrize("packing", ["padded", "prefix"])
-def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Path, packing: str) -> None:
+def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, packing: str) -> None:
     config = TrainerConfig(dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(entropy_coef=0.1))
     engine = exactly(Engine(tiny_base, config))
     stir(engine)

@@ -1,6 +1,5 @@
 """Steps of several updates over one batch: epochs and minibatches, as in PPO."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,7 +93,7 @@ def test_a_sequence_that_does_not_fit_is_left_out_of_every_update(
     assert all(bool(torch.isfinite(w).all()) for w in result.state.weights.values())
 
 
-def test_gradients_use_the_rounded_adapter_and_small_updates_accumulate(tiny_base: str, tmp_path: Path) -> None:
+def test_gradients_use_the_rounded_adapter_and_small_updates_accumulate(tiny_base: str) -> None:
     """With `lora.dtype` = bfloat16 the trainer's logprobs are those of the published weights, and float32 weights
     take updates that are smaller than a step of bfloat16."""
     config = TrainerConfig(
