@@ -71,10 +71,8 @@ def _parts(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[_P
     weights = trajectory_weights(groups, config)
     parts = []
     for keys in dict.fromkeys(keys_of.values()):
-        examples = [
-            dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0))
-            for e in make_examples([g for g in groups if keys_of[g] == keys], config)
-        ]
+        of_keys = make_examples([g for g in groups if keys_of[g] == keys], config)
+        examples = [dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0)) for e in of_keys]
         size = sum(loss_terms(e.sequence, config) * e.weight * e.size for e in examples)
         parts.append(_Part(keys, examples, size))
     return parts

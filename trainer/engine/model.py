@@ -256,11 +256,10 @@ class PolicyModel:
         """Return the logprobs of the sequences in `batches`, by their indices in `sequences`; without gradients.
 
         Raises `PassTooLargeError` where memory runs out."""
-
-        def compute(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-            return self.logprobs(layout, shape, entropy=False)[:1]
-
-        return {i: logprobs for i, (logprobs,) in self._compute_each(batches, sequences, compute)}
+        of_each = self._compute_each(
+            batches, sequences, lambda layout, shape: self.logprobs(layout, shape, entropy=False)[:1]
+        )
+        return {i: logprobs for i, (logprobs,) in of_each}
 
     def _compute_each(
         self,
