@@ -76,6 +76,7 @@ class GpuTurns:
         self._models = list({id(model): model for model in models}.values())
 
     async def aclose(self) -> None:
+        """Close the connections to the servers."""
         await self._client.aclose()
 
     def _move(self, *, to_gpu: bool) -> None:

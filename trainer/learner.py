@@ -102,7 +102,8 @@ class Learner:
     # -- recovery ------------------------------------------------------------------------------------------------
 
     def open_folder(self) -> None:
-        """Begin to write checkpoints. No other process may write those of this model from here on."""
+        """Prepare the folder of the model's checkpoints, where only this process may write from now on, and read which
+        step is the best one."""
         self.checkpoints.prepare_folder()
         self.validation = Validation(self.checkpoints.best(), self.settings.best_min_trajectories)
 
@@ -306,6 +307,7 @@ class Learner:
             raise UntrainableError(f"the batch's settings can't be used: {error}") from error
 
     def _batch_id(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig) -> str:
+        """Return the id of the step over `batch` that continues the current version."""
         return batch_id(self.version, tuple(g.event.group for g in batch), config_hash(settings))
 
     def _compute(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig, max_attempts: int) -> StepResult:

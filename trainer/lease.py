@@ -32,7 +32,9 @@ from trainer.checkpoints.commits import TrainerError
 logger = get_logger("trainer.lease")
 
 _TTL_S = 10.0
+"""Seconds after which a lease that is not renewed expires."""
 _RENEW_S = 3.0
+"""Seconds between two renewals."""
 _POLL_S = 1.0
 """Seconds between two attempts of a waiting trainer to take the lease."""
 _LOCK = "trainer.lock"
@@ -48,6 +50,7 @@ class Lease:
         folder = Checkpoints.of(config, config.models[0].name).folder.parent
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / _LOCK).open("a")
+        # The file of the lock, as no other file on any machine is called.
         file, boot = os.fstat(self._file.fileno()), Path("/proc/sys/kernel/random/boot_id").read_text()
         self._value = f"{boot.strip()} {file.st_dev} {file.st_ino}".encode()
 

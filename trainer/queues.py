@@ -56,6 +56,7 @@ class ModelQueue:
 
     @property
     def settings(self) -> TrainerConfig:
+        """The trainer's settings for the model, without those that a requested batch chooses."""
         return self.learner.settings
 
     def settings_of(self, request: TrainingBatch | None) -> TrainerConfig:
@@ -115,7 +116,8 @@ class ModelQueue:
         return True
 
     def take_waiting(self) -> bool:
-        """Make waiting groups the candidates for what the batch lacks. Returns whether there are any."""
+        """Take as many waiting groups as the batch lacks out of the queue, and make them the candidates. Returns
+        whether there are any."""
         missing = self.settings.groups_per_step - len(self.batch.groups)
         self.candidates = [self.waiting.popleft() for _ in range(min(missing, len(self.waiting)))]
         return bool(self.candidates)
@@ -142,4 +144,5 @@ class ModelQueue:
                 self.read_ahead[group] = result
 
     async def _read(self, group: AdmittedGroup) -> GroupWithHistory | Refusal:
+        """Return the group with its history, or why that can't be read; without the log if it was read before."""
         return self.read_ahead.get(group) or await self.histories.read(group)

@@ -37,6 +37,7 @@ class RequestedBatch:
 
     @property
     def complete(self) -> bool:
+        """Whether no group needs to be waited for."""
         return self.settled.issuperset(self.request.groups)
 
 

@@ -117,6 +117,7 @@ async def _work(gateway: str, way: Way, sorter: Sorter, messages: list[Message],
     unread = iter(messages)
 
     async def worker() -> None:
+        """Answer one message after the other, and hand over the results."""
         for m in unread:
             reply = await ask(agent, MODEL, m, temperature=1.0)
             right = right_fields(m, reply.choices[0].message.content or "")

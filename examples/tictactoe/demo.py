@@ -197,10 +197,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--group-size", type=int, default=6, help="games a group")
     args = parser.parse_args(argv)
 
-    async def compared(installation: running.Installation, progress: Progress, _: dict[str, Any]) -> EvaluationReport:
+    async def play(installation: running.Installation, progress: Progress, _: dict[str, Any]) -> EvaluationReport:
         return await compare(args, installation, progress, partial(rehearse, args))
 
-    report_on(args, {"judge.group_size": args.group_size, "trainer.groups_per_step": args.groups}, compared)
+    report_on(args, {"judge.group_size": args.group_size, "trainer.groups_per_step": args.groups}, play)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,12 @@ REWARDS: dict[Result, float] = {"win": 1.0, "draw": 0.4, "loss": 0.0, "illegal":
 
 
 def has_won(board: str, mark: str) -> bool:
+    """Whether three cells in a line have the mark."""
     return any(all(board[i] == mark for i in line) for line in LINES)
 
 
 def free_cells(board: str) -> list[int]:
+    """Return the indices of the cells without a mark."""
     return [i for i, mark in enumerate(board) if mark == "."]
 
 
@@ -106,5 +108,6 @@ class Game:
 
     @property
     def reward(self) -> float:
+        """The agent's reward. Only for a game that has ended."""
         assert self.result is not None
         return REWARDS[self.result]

@@ -48,6 +48,7 @@ async def work(
     ):
 
         async def play() -> None:
+            """Play one game after the other until the last step is served, and hand over the results."""
             while progress.step < progress.steps:
                 game, last = await play_game(agent, MODEL, next(seeds))
                 progress.note(game.result == "win")

@@ -63,6 +63,7 @@ class AdmittedGroup:
 
     @property
     def members(self) -> list[Member]:
+        """The members that are compared and trained."""
         return trainable_members(self.event)
 
     def refusal(self, step: int, config: TrainerConfig) -> Refusal | None:

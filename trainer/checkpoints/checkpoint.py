@@ -207,6 +207,7 @@ class Checkpoints:
             return None
 
     def set_best(self, best: Best) -> None:
+        """Store which checkpoint has the best validation reward."""
         write_whole(self.folder / BEST_FILE, msgspec.json.encode(best), durable=True)
 
     def log_id(self) -> str:
@@ -216,6 +217,7 @@ class Checkpoints:
         return path.read_text("utf-8").strip() if path.exists() else ""
 
     def set_log_id(self, identity: str) -> None:
+        """Store the identity of the log on which the checkpoints are published."""
         write_whole(self.folder / LOG_FILE, identity.encode(), durable=True)
 
     def _attempts(self) -> dict[str, int]:

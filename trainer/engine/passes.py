@@ -195,16 +195,18 @@ class Passes:
         return replace(limits, of_row=0) if self.model.forward.attention == "eager" else limits
 
     def _own_batches(self, job: Job) -> list[MicroBatch]:
-        """Return this process's passes of a job. All processes compute the same division."""
+        """Return this process's passes of a job. All processes compute the same division. If there are fewer passes
+        than processes, the batch is divided into smaller ones."""
         sequences = [e.sequence for e in job.examples]
         batches = micro_batches(sequences, job.group_of, job.budget, job.packing, self._limits)
         if self._process_group is None:
             return batches
         if len(batches) < self.processes:
-            # Groups are divided, so none shares its row.
+            # Groups that share a row are divided first: each has a row of its own.
             limits = replace(self._limits, of_row=0)
             batches = micro_batches(sequences, job.group_of, job.budget, job.packing, limits)
         if len(batches) < self.processes:
+            # Then the groups themselves are divided.
             size = sum(b.layout.ids_RL.numel() for b in batches)
             smaller = min(job.budget, max(-(-size // self.processes), _LEAST_BUDGET))
             batches = micro_batches(sequences, job.group_of, smaller, job.packing, limits)
