@@ -264,10 +264,9 @@ class Retention:
             keys: dict[str, Any] = {"project": self._project, "trajectory": trajectory}
             group = group_key(opened.group, trajectory)
             completed = await self._broker.read_last(TrajectoryCompleted, **keys, model=opened.model, group_key=group)
-            if completed is not None:
+            # The stream's retention may have removed the events of a trajectory.
+            if completed is not None or await self._broker.read_last(TrajectoryOpened, **keys) is None:
                 del self._pinned[trajectory]
-            elif await self._broker.read_last(TrajectoryOpened, **keys) is None:
-                del self._pinned[trajectory]  # removed by the stream's retention
             else:
                 out.add(opened.pinned)
         return out
