@@ -26,6 +26,7 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from benchmarks.bench import RESULTS, write_results
 from examples.common import packaged
 from examples.common.running import fast_bfloat16
 from examples.inbox.agent import MAX_TOKENS
@@ -38,7 +39,6 @@ from trainer.trl_trainers import plain_logprobs, trl_imports
 with trl_imports():
     from trl import GRPOConfig, GRPOTrainer
 
-OUT = Path(__file__).parent / "results" / "peer.json"
 EVALUATE_EVERY = 10
 """Steps between two evaluations."""
 
@@ -153,12 +153,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories of demos that have ended")
     parser.add_argument("--seconds", type=float, default=1800, help="limit of TRL's training, for each run")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "peer.json")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     runs = [train(run, args.seconds) for run in args.runs]
-    args.out.write_text(json.dumps({"runs": runs, "threads": torch.get_num_threads()}, indent=1) + "\n")
-    print(json.dumps(runs, indent=1))
+    write_results(args.out, {"runs": runs, "threads": torch.get_num_threads()})
 
 
 if __name__ == "__main__":
