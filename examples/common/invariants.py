@@ -62,7 +62,7 @@ NEVER: dict[str, str] = {
     "a logprob above 0, or one that is no number": """
         SELECT count(*) FROM (SELECT unnest(logprobs) AS logprob FROM exchanges)
         WHERE logprob > 0 OR NOT isfinite(logprob)""",
-    "a reward or a score outside of -1 to 1, the range of rewards in this game": """
+    "a reward or a score outside of -1 to 1, the range of rewards in the examples": """
         SELECT (SELECT count(*) FROM rewards WHERE NOT reward BETWEEN -1 AND 1)
             + (SELECT count(*) FROM verdicts WHERE NOT score BETWEEN -1 AND 1)""",
     "a run whose calls are not numbered from 0 without a gap, or of which some are missing": """

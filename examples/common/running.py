@@ -156,10 +156,10 @@ def fast_bfloat16() -> bool:
     """Return whether this machine's processors multiply bfloat16 in hardware. Elsewhere it is several times slower than
     float32."""
     try:
-        flags = Path("/proc/cpuinfo").read_text("ascii", "replace")
+        processors = Path("/proc/cpuinfo").read_text("ascii", "replace")
     except OSError:
         return False
-    return any(f" {name} " in flags or f" {name}\n" in flags for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return any(f" {name} " in processors or f" {name}\n" in processors for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def agent(run: Trajectory) -> openai.AsyncOpenAI:
