@@ -225,6 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     began, failed = time.monotonic(), False
 
     def part(into: dict[str, Any], name: str, measurement: Callable[[], Any]) -> None:
+        """Put the result of a measurement, or why it failed, into `into[name]`, and write the report. Does nothing if
+        the time is over."""
         nonlocal failed
         if time.monotonic() - began >= args.seconds:
             print(f"{name}: left out, no time", flush=True)
@@ -237,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: {'failed' if 'failed' in into[name] else 'done'}", flush=True)
 
     def all_of(size: str) -> dict[str, Any]:
+        """Make all measurements of a size. They are in the report as they end, and are returned too."""
         out = report["sizes"][size] = {}
         with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
             measure(size, Path(folder), out, part, device=args.device, tiny=args.tiny, rounds=args.rounds)

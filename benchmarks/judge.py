@@ -44,6 +44,7 @@ async def publish_runs(broker: Broker, groups: int) -> None:
     limiter = anyio.CapacityLimiter(128)
 
     async def publish_group(group: int) -> None:
+        """Publish the completed runs of a group, each with one call."""
         async with limiter:
             for member in range(MEMBERS):
                 name = f"t{group}-{member}"

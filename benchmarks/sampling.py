@@ -73,6 +73,8 @@ async def measure(run_dir: Path, up: Installation, args: argparse.Namespace) -> 
             raise SystemExit(f"vLLM serves {', '.join(sorted(served))}, and not {', '.join(sorted(missing))}")
 
         def at_vllm(model: str) -> Call:
+            """Return a function that makes a call to vLLM itself."""
+
             async def call(number: int) -> None:
                 prompt: Any = message("train", number % 512, 0).prompt
                 await vllm.chat.completions.create(model=model, messages=prompt, **OPTIONS)
@@ -80,6 +82,7 @@ async def measure(run_dir: Path, up: Installation, args: argparse.Namespace) -> 
             return call
 
         async def at_gateway(number: int) -> None:
+            """Play a run of one call to the adapter through the gateway."""
             prompt: Any = message("train", number % 512, 0).prompt
             async with client.trajectory(demo.MODEL, split="val", pinned=adapter) as run:
                 agent = vllm.with_options(base_url=run.base_url, api_key=run.api_key)

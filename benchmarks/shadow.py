@@ -54,6 +54,7 @@ async def measure_block(gateway: GatewayProcess, client: httpx.AsyncClient, outs
     medians: dict[str, float] = {}
 
     async def agent(name: str, model: str) -> None:
+        """Make the calls of one run to `model`, one after the other, and put their median latency into `medians`."""
         run = await anyio.to_thread.run_sync(lambda: gateway.open(model=model))
         headers, took = {"authorization": f"Bearer {run['api_key']}"}, list[float]()
         for number in range(CALLS):

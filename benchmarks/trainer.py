@@ -323,6 +323,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
     fresh = engine.model.weights()
 
     def step() -> dict[str, float]:
+        """Take one step from the fresh adapter with a fresh optimizer. Returns the loss."""
         engine.model.load_adapter(fresh)
         optimizer = torch.optim.AdamW(engine.model.parameters, lr=config.optimizer.learning_rate, weight_decay=0.0)
         optimizer.zero_grad()

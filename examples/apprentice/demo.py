@@ -88,8 +88,8 @@ async def work_with_master(args: argparse.Namespace, up: running.Installation) -
 def conclude(
     scores: dict[str, EntrantResult], takeover: dict[str, Any], run_dir: Path, args: argparse.Namespace, seconds: float
 ) -> None:
-    """Write and print the report: the `scores` of master, first and last version, and the result of `take_over`. Raises
-    `ExampleError` if the history holds what it must not."""
+    """Write and print the report: the `scores` of master, first and last version, and the result of `take_over`.
+    `seconds`: of the whole demo. Raises `ExampleError` if the history holds what it must not."""
     sft, rl = scores["sft"], scores["rl"]
     money = {row["version"]: row["usd"] for row in rows(run_dir, MONEY)}
     findings = {name: count for name, count in count_findings(run_dir).items() if count}

@@ -34,6 +34,7 @@ async def train(recipe: dict[str, Any]) -> None:
     rewards: list[float] = []
 
     async def episode(run: Trajectory, task: Any) -> float:
+        """Play a task by the calls of `run`. Returns its reward. Raises `RuntimeError` if the episode failed."""
         os.environ[run.id] = run.api_key  # verifiers reads keys from variables only
         try:
             client = verifiers.EvalClientConfig(base_url=run.base_url, api_key_var=run.id)

@@ -47,6 +47,7 @@ class Sorter:
         reward is the share of the fields that are right, if it `reports` one."""
 
         async def sort(run: Trajectory, message: Message) -> float | None:
+            """Ask for the fields of a message, and record the answer. Returns the reward; `None` for no report."""
             reply = await ask(running.agent(run), run.model, message, temperature=float(training))
             answer = reply.choices[0].message.content or ""
             right = right_fields(message, answer)

@@ -131,6 +131,7 @@ async def play(way: Way, args: argparse.Namespace, up: running.Installation) -> 
         async def evaluate(
             version: str, messages: Sequence[Message] = held_out, baseline: EntrantResult | None = None
         ) -> EvaluationReport:
+            """Let a version answer held-out messages, and compare it with `baseline`, if there is one."""
             whole = messages is held_out
             return await client.evaluate(
                 [version],

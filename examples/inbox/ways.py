@@ -100,6 +100,7 @@ def scoring(messages: Iterable[Message]) -> stand_in.Score:
         by_order[known.order].append(known)
 
     def score(context: str, attempt: str) -> float:
+        """Return the share of right fields of an attempt, as `stand_in.Score` describes."""
         question, _, answer = attempt.partition("[assistant]")
         prompt = context + question
         orders = {int(number) for number in _ORDER.findall(prompt)}

@@ -135,6 +135,7 @@ async def rehearse(args: argparse.Namespace, client: AsyncJourneywork, progress:
     """Play training games until the last step is served, in groups of games with the same opening."""
 
     async def rollout(run: Trajectory, seed: str) -> float:
+        """Play the game of a seed, and count it in `progress`. Returns its reward."""
         try:
             game = await play(running.agent(run), run, seed)
         except openai.APIError:

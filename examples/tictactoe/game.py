@@ -70,6 +70,7 @@ class Game:
     _orders: list[list[int]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
+        """Draw all of the opponent's decisions from the seed. If it begins, make its first move."""
         rng = random.Random(f"tictactoe/{self.seed}")
         opponent_begins = rng.random() < 0.5
         self._orders = [rng.sample(range(9), 9) for _ in range(5)]

@@ -240,6 +240,7 @@ class PolicyModel:
         count = min(top_k, self.vocabulary)
 
         def compute(layout: Layout, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
+            """Return the fields of `TeacherLogprobs` for one pass, each with a row for each of its sequences."""
             layout = layout.to(self.device)
             hidden_RLD = self.forward.hidden(layout)
             hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
