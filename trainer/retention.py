@@ -123,7 +123,7 @@ class Retention:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget what was read from the log: a power cut may have taken its end."""
+        """Forget what was read from the log: a power cut may have taken the log's end."""
         self._models = {name: ModelHistory() for name in self._learners}
         self._pinned: dict[str, TrajectoryOpened] = {}
         """The openings of the trajectories that were pinned to a version and may be open."""

@@ -69,8 +69,8 @@ class Way:
 
 @contextlib.contextmanager
 def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
-    """Yield the way with this name. For `judge`, a stand-in for a judge model is served within the block, unless the
-    flags name a model."""
+    """Yield where the rewards come from, by the name after `--way`. For `judge`, a stand-in for a judge model is served
+    within the block, unless the flags name a model."""
     if name == "function":
         yield Way(name)
     elif name == "job":

@@ -33,8 +33,8 @@ class Batch(TypedDict):
 
 
 def batches(games: int = GAMES) -> list[Batch]:
-    """The first `games` held-out games, the same for every run. There are at least ten batches, so that the interval of
-    their mean is useful."""
+    """Return the first `games` held-out games, the same for every run, in batches: at least ten, so that the
+    interval of their mean is useful."""
     size = max(min(BATCH, games // 10), 1)
     tasks: list[Batch] = []
     for first in range(0, games, size):
@@ -45,7 +45,7 @@ def batches(games: int = GAMES) -> list[Batch]:
 
 
 def prompt(messages: Iterable[Mapping[str, str]]) -> str:
-    """The conversation in the model's chat template, ready for the model's next turn."""
+    """Return the conversation in the model's chat template, ready for the model's next turn."""
     return "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages) + "<|assistant|>"
 
 

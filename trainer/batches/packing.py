@@ -243,18 +243,18 @@ def prefix_shared(sequences: Sequence[TokenSequence], group_of: Sequence[int]) -
     only. If no row has branches, the layout is causal and needs no mask. The sequences must have no images.
 
     `group_of[s]` is the group of sequence s."""
-    members = by_group(group_of)
-    trees = [_tree([used_ids(sequences[s]) for s in inside]) for inside in members]
+    groups = by_group(group_of)
+    trees = [_tree([used_ids(sequences[s]) for s in indices]) for indices in groups]
     length = max(t.size for t in trees)
     ids_RL = np.zeros((len(trees), length), np.int64)
     positions_RL = np.zeros((len(trees), length), np.int64)
     # Padding sees itself: attention over no key at all would give NaN.
     ends_RL = np.tile(np.arange(1, length + 1), (len(trees), 1))
     where: list[tuple[int, Int]] = [(0, np.zeros(0, np.int64))] * len(sequences)
-    for row, (tree, inside) in enumerate(zip(trees, members, strict=True)):
+    for row, (tree, indices) in enumerate(zip(trees, groups, strict=True)):
         positions_RL[row, : tree.size] = tree.positions
         ends_RL[row, : tree.size] = tree.ends
-        for s, columns in zip(inside, tree.columns, strict=True):
+        for s, columns in zip(indices, tree.columns, strict=True):
             ids_RL[row, columns] = used_ids(sequences[s])
             where[s] = (row, columns)
     tokens = sum(t.size for t in trees)
@@ -325,8 +325,8 @@ def sharing_pays(
     `group_of[s]` is the group of sequence s."""
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
-    for _, inside in _prefix_rows(sequences, group_of, sys.maxsize, limits):
-        tree = _tree([used_ids(sequences[s]) for s in inside])
+    for _, indices in _prefix_rows(sequences, group_of, sys.maxsize, limits):
+        tree = _tree([used_ids(sequences[s]) for s in indices])
         trees += tree.size * cost.per_token + attended_pairs(tree.ends.tolist()) * cost.per_pair
     return trees < 0.95 * rows
 
@@ -345,15 +345,15 @@ def micro_batches(
     if packing == "prefix":
         # A row without branches needs no mask, unless it shares its pass with one that has them.
         with_branches: dict[bool, list[Row]] = {False: [], True: []}
-        for size, inside in _prefix_rows(sequences, group_of, budget, limits):
-            with_branches[size > max(len(used_ids(sequences[s])) for s in inside)].append((size, inside))
+        for size, indices in _prefix_rows(sequences, group_of, budget, limits):
+            with_branches[size > max(len(used_ids(sequences[s])) for s in indices)].append((size, indices))
         return [
             _prefix_batch(sequences, of_pass)
             for rows in with_branches.values()
             for of_pass in _within_budget(rows, together)
         ]
     passes = _within_budget(((len(sequence.ids), s) for s, sequence in enumerate(sequences)), together)
-    return [MicroBatch(tuple(inside), padded([sequences[i] for i in inside])) for inside in passes]
+    return [MicroBatch(tuple(indices), padded([sequences[s] for s in indices])) for indices in passes]
 
 
 def _within_budget(rows: Iterable[tuple[int, T]], budget: int) -> list[list[T]]:
@@ -375,29 +375,31 @@ def _prefix_rows(
     several groups that begin alike, as all runs of an agent with a system prompt do."""
     used = [used_ids(s) for s in sequences]
     # In sorted order, neighbours share most: groups, and the parts of a group that is cut.
-    members = [sorted(inside, key=lambda s: used[s].tolist()) for inside in by_group(group_of)]
+    groups = [sorted(indices, key=lambda s: used[s].tolist()) for indices in by_group(group_of)]
     rows: list[Row] = []
-    for inside in sorted(members, key=lambda inside: used[inside[0]].tolist()):
-        for size, piece in _pieces(used, inside, budget):
-            common = common_prefix(used[rows[-1][1][-1]], used[piece[0]]) if rows else 0
-            joined = rows[-1][0] + size - common if rows else 0
-            if common >= limits.in_common and joined <= min(limits.of_row, limits.of_pass, budget):
-                rows[-1] = (joined, rows[-1][1] + piece)
-            else:
-                rows.append((size, piece))
+    for group in sorted(groups, key=lambda indices: used[indices[0]].tolist()):
+        for size, piece in _pieces(used, group, budget):
+            if rows:
+                last_size, last = rows[-1]
+                common = common_prefix(used[last[-1]], used[piece[0]])
+                joined = last_size + size - common
+                if common >= limits.in_common and joined <= min(limits.of_row, limits.of_pass, budget):
+                    rows[-1] = (joined, last + piece)
+                    continue
+            rows.append((size, piece))
     return rows
 
 
-def _pieces(used: Sequence[npt.NDArray[np.int32]], inside: Sequence[int], budget: int) -> Iterator[Row]:
+def _pieces(used: Sequence[npt.NDArray[np.int32]], indices: Sequence[int], budget: int) -> Iterator[Row]:
     """Yield a group's sequences, which are sorted, as one row, or as several where their tree exceeds the budget."""
     size, piece = 0, list[int]()
-    for s in inside:
-        fresh = len(used[s]) - (common_prefix(used[s], used[piece[-1]]) if piece else 0)
-        if piece and size + fresh > budget:
+    for s in indices:
+        new_tokens = len(used[s]) - (common_prefix(used[s], used[piece[-1]]) if piece else 0)
+        if piece and size + new_tokens > budget:
             yield size, piece
-            size, piece, fresh = 0, [], len(used[s])
+            size, piece, new_tokens = 0, [], len(used[s])
         piece.append(s)
-        size += fresh
+        size += new_tokens
     yield size, piece
 
 

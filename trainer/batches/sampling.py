@@ -23,7 +23,7 @@ vocabulary costs more than the rest of the loss."""
 
 
 def defaults_of(model: Any, flags: Mapping[str, str]) -> Defaults:
-    """Return the defaults of a vLLM server.
+    """Return the sampling parameters that a vLLM server uses where a request names none.
 
     `model` is the served model as transformers loaded it, with its generation_config.json. `flags` are further flags
     of vLLM's command line (`vllm.flags` of the settings)."""
