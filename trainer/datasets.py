@@ -144,9 +144,9 @@ def train_and_write(learner: Learner, scratch: Path, step: DatasetStep, left_out
 
 def _run_trl(model: PolicyModel, tokenizer: Any, rows: Dataset, step: DatasetStep, scratch: Path) -> Any:
     """Let TRL's trainer of the step's format train the live adapter. Returns transformers' `TrainOutput`."""
-    config_of, trainer_of = _TRAINERS[step.kind]
+    config_class, trainer_class = _TRAINERS[step.kind]
     on_cpu = model.device.type == "cpu"
-    settings = config_of(
+    settings = config_class(
         output_dir=str(scratch),
         use_cpu=on_cpu,
         bf16=not on_cpu,
@@ -161,7 +161,7 @@ def _run_trl(model: PolicyModel, tokenizer: Any, rows: Dataset, step: DatasetSte
         disable_tqdm=True,
     )
     with plain_logprobs(model.device.type):
-        trainer = trainer_of(model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer)
+        trainer = trainer_class(model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
         return trainer.train()
 

@@ -23,7 +23,7 @@ FROM lineage WHERE model = '{model}' AND step = {step} GROUP BY ALL ORDER BY gro
 
 
 def win_rate(result: EntrantResult) -> dict[str, Any]:
-    """Win rate with its interval over the batches, and the number of games."""
+    """Return an entrant's win rate with its interval over the batches, and the number of games."""
     games = sum(task.values.get("games", 0.0) for task in result.tasks)
     return curve.as_json(result.estimate("win")) | {"count": round(games)}
 
