@@ -195,6 +195,7 @@ def test_a_step_and_a_data_set_have_only_what_may_train(prompts: HintedPrompts, 
 @pytest.mark.parametrize("version", OUTSIDE)
 def test_an_apprentice_starts_from_a_permitted_model_only(version: str) -> None:
     assert outside_version(outside_model(version)) == version
+    assert settings().may_train(f"{outside_model(version)}@3"), "a policy of the same name"
     if version == PERMITTED:
         assert version in best_runs(settings(), "permitted", 10, 0.5)
     else:
