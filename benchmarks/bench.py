@@ -68,6 +68,7 @@ class Bench:
     """The programs, files and processes of one benchmark."""
 
     def __init__(self, folder: Path) -> None:
+        """Compile the program of server and client, and write the bodies of its requests, into `folder`."""
         self.folder = folder
         self.program = folder / "gateway_load"
         subprocess.run(["cc", "-O2", "-o", str(self.program), str(HERE / "gateway_load.c")], check=True)

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    """Return the configuration of a Qwen3 of these sizes. `tied`: whether input and output embeddings are one
+    weight."""
     return {
         "vocab_size": 151_936,
         "head_dim": 128,
@@ -87,14 +90,14 @@ def make_model(size: str, folder: Path, *, tiny: bool, device: str) -> str:
 
 
 def own_logprobs(engine: Any, examples: Sequence[Any]) -> list[Any]:
-    """Return the examples as a sampler with the trainer's present weights would have recorded them."""
+    """Return the examples with the logprobs of the live model, as if it had sampled them."""
     from trainer.batches.packing import padded
 
     out = []
     for example in examples:
         sequence = example.sequence
         with torch.no_grad():
-            computed, _ = engine.model.logprobs(padded([sequence]), (1, sequence.trained_tokens), entropy=False)
+            computed = engine.model.logprobs(padded([sequence]), (1, sequence.trained_tokens), entropy=False)[0]
         logprobs = np.full(len(sequence.ids), np.nan, np.float32)
         logprobs[sequence.loss_mask] = computed[0].float().cpu().numpy()
         out.append(dataclasses.replace(example, sequence=dataclasses.replace(sequence, logprobs=logprobs)))
@@ -118,13 +121,28 @@ def _timed(step: Callable[[], Any], device: torch.device, rounds: int) -> dict[s
     return {"seconds": statistics.median(seconds[1:]), "peak_bytes": peak, "result": result}
 
 
+def _journeywork(engine: Any, state: Any, examples: list[Any], group_of: list[int], rounds: int) -> dict[str, Any]:
+    """Measure our step on a batch: median seconds, peak memory, loss, and trained tokens and TFLOP per second."""
+    engine.model.load_adapter(state.weights)
+    recorded = own_logprobs(engine, examples)
+    timed = _timed(lambda: engine.step(state, recorded, group_of).metrics, engine.model.device, rounds)
+    metrics = timed.pop("result")
+    return timed | {
+        "loss": metrics["loss"],
+        "trained_tokens_per_s": metrics["tokens"] / timed["seconds"],
+        "model_tflops": engine.passes.cost.per_token * metrics["tokens_forward"] / timed["seconds"] / 1e12,
+    }
+
+
 def _trl(engine: Any, state: Any, examples: list[Any], rounds: int, scratch: Path) -> dict[str, Any]:
     """Measure TRL's GRPOTrainer on the same batch, in the largest of 8, 4, 2, 1 rows a pass that fits into memory."""
     from benchmarks.trainer import trl_step
 
+    engine.model.load_adapter(state.weights)
+    recorded = own_logprobs(engine, examples)
     for rows in (8, 4, 2, 1):
         engine.model.load_adapter(state.weights)  # each of TRL's steps starts from it
-        step = trl_step(engine, engine.config, examples, scratch, rows)
+        step = trl_step(engine, engine.config, recorded, scratch, rows)
         try:
             timed = _timed(step, engine.model.device, rounds)
             return {"rows_a_pass": rows, "loss": timed.pop("result")["loss"], **timed}
@@ -165,28 +183,12 @@ def measure(
 
     for name in BATCHES:
         row = out["batches"][name] = {}
-        examples, groups = make_batch(name, groups=1 if tiny else None)
+        examples, group_of = make_batch(name, groups=1 if tiny else None)
         if tiny:
-            examples, groups = examples[:4], groups[:4]
-
-        def ours(examples: list[Any] = examples, groups: list[int] = groups) -> dict[str, Any]:
-            engine.model.load_adapter(state.weights)
-            recorded = own_logprobs(engine, examples)
-            timed = _timed(lambda: engine.step(state, recorded, groups).metrics, engine.model.device, rounds)
-            metrics = timed.pop("result")
-            return timed | {
-                "loss": metrics["loss"],
-                "trained_tokens_per_s": metrics["tokens"] / timed["seconds"],
-                "model_tflops": engine.passes.cost.per_token * metrics["tokens_forward"] / timed["seconds"] / 1e12,
-            }
-
-        def theirs(examples: list[Any] = examples) -> dict[str, Any]:
-            engine.model.load_adapter(state.weights)
-            return _trl(engine, state, own_logprobs(engine, examples), rounds, scratch)
-
-        part(row, "journeywork", ours)
-        part(row, "trl", theirs)
-    part(out, "longest", lambda: _longest(engine, state, 512 if tiny else _LONGEST))
+            examples, group_of = examples[:4], group_of[:4]
+        part(row, "journeywork", partial(_journeywork, engine, state, examples, group_of, rounds))
+        part(row, "trl", partial(_trl, engine, state, examples, rounds, scratch))
+    part(out, "longest", partial(_longest, engine, state, 512 if tiny else _LONGEST))
 
 
 def _longest(engine: Any, state: Any, tokens: int) -> dict[str, Any]:
@@ -223,6 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     began, failed = time.monotonic(), False
 
     def part(into: dict[str, Any], name: str, measurement: Callable[[], Any]) -> None:
+        """Put the result of a measurement, or why it failed, into `into[name]`, and write the report. Does nothing if
+        the time is over."""
         nonlocal failed
         if time.monotonic() - began >= args.seconds:
             print(f"{name}: left out, no time", flush=True)
@@ -234,15 +238,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
         print(f"{name}: {'failed' if 'failed' in into[name] else 'done'}", flush=True)
 
+    def all_of(size: str) -> dict[str, Any]:
+        """Make all measurements of a size. They are in the report as they end, and are returned too."""
+        out = report["sizes"][size] = {}
+        with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+            measure(size, Path(folder), out, part, device=args.device, tiny=args.tiny, rounds=args.rounds)
+        return out
+
     for size in args.only:
-
-        def all_of(size: str = size) -> dict[str, Any]:
-            out = report["sizes"][size] = {}
-            with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-                measure(size, Path(folder), out, part, device=args.device, tiny=args.tiny, rounds=args.rounds)
-            return out
-
-        part(report["sizes"], size, all_of)
+        part(report["sizes"], size, partial(all_of, size))
     if failed:
         raise SystemExit(1)
 

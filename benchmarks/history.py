@@ -71,6 +71,7 @@ def _message(role: str, words: Sequence[str]) -> dict[str, str]:
 
 
 def _run(number: int, reward: float) -> tuple[TrajectoryOpened, TrajectoryCompleted]:
+    """Return the opening and the completion of a trajectory."""
     group, step, began = number // MEMBERS, number // MEMBERS // GROUPS_A_STEP, BASE_US + number * APART_US
     name = f"t{number:07d}"
     common: dict[str, Any] = {"group": f"g{group:06d}", "task": f"task {group % 500}", "attempt": number % MEMBERS}
@@ -90,6 +91,7 @@ def _run(number: int, reward: float) -> tuple[TrajectoryOpened, TrajectoryComple
 
 
 def _exchange(number: int, call: int, text: tuple[bytes, bytes], rng: np.random.Generator) -> ExchangeRecorded:
+    """Return a call of a trajectory with this request and response, and random tokens."""
     group, step = number // MEMBERS, number // MEMBERS // GROUPS_A_STEP
     at = BASE_US + number * APART_US + call * 400_000
     return events.exchange(
@@ -109,16 +111,18 @@ def _exchange(number: int, call: int, text: tuple[bytes, bytes], rng: np.random.
 
 
 def _group(group: int) -> GroupScored:
+    """Return a scored group with its verdict."""
     names = {f"t{group * MEMBERS + k:07d}": k for k in range(MEMBERS)}
     words = dict.fromkeys(names, "It does what it was asked.")
-    said = verdict({name: k / 8 for name, k in names.items()}, words, cost_usd=0.002, latency_s=1.5)
+    judged = verdict({name: k / 8 for name, k in names.items()}, words, cost_usd=0.002, latency_s=1.5)
     step, at = group // GROUPS_A_STEP, BASE_US + group * MEMBERS * APART_US + 10_000_000
     rewards = {name: (k + group % 5) / 12 for name, k in names.items()}
     member = {"exchanges": CALLS, "first_step": step, "last_step": step}
-    return scored(f"g{group:06d}", rewards, member, task=f"task {group % 500}", at=at, verdicts=(said,))
+    return scored(f"g{group:06d}", rewards, member, task=f"task {group % 500}", at=at, verdicts=(judged,))
 
 
 def _step(step: int) -> CheckpointPublished:
+    """Return the checkpoint of a step that trained the groups of the step before."""
     at, groups = BASE_US + step * MEMBERS * GROUPS_A_STEP * APART_US, range((step - 1) * 8, step * 8)
     return events.checkpoint(
         step,

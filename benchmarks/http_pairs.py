@@ -43,6 +43,7 @@ _clients: list[Any] = []
 
 
 async def aiohttp_post(url: str, body: bytes) -> AsyncIterator[bytes]:
+    """Post a request with aiohttp, and yield the parts of the answer."""
     import aiohttp
 
     if not _clients:
@@ -54,6 +55,7 @@ async def aiohttp_post(url: str, body: bytes) -> AsyncIterator[bytes]:
 
 
 async def pyreqwest_post(url: str, body: bytes) -> AsyncIterator[bytes]:
+    """Post a request with pyreqwest, and yield the parts of the answer."""
     from pyreqwest.client import ClientBuilder  # type: ignore[import-not-found,unused-ignore]
 
     if not _clients:
@@ -80,6 +82,7 @@ async def relay(call: Call) -> AsyncIterator[bytes]:
 
 
 async def asgi(scope: Any, receive: Any, send: Any) -> None:
+    """The proxy as an ASGI application, for uvicorn."""
     call = read_chat((await receive())["body"])  # 2 KB come at once
     kind = [tuple(part.encode() for part in (EVENTS if call.stream else JSON))]
     await send({"type": "http.response.start", "status": 200, "headers": kind})
@@ -89,6 +92,7 @@ async def asgi(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def rsgi(scope: Any, protocol: Any) -> None:
+    """The proxy as an RSGI application, for granian."""
     call = read_chat(await protocol())
     if not call.stream:
         protocol.response_bytes(200, [JSON], b"".join([part async for part in relay(call)]))
@@ -115,6 +119,7 @@ def proxy(bench: Bench, server: str, client: str) -> Iterator[Target]:
 
 
 def measure(bench: Bench, seconds: float) -> dict[str, Any]:
+    """Return the figures of each pair and of the gateway, from runs of so many seconds."""
     present = {name for name in (*FLAGS, *CLIENTS) if importlib.util.find_spec(name)}
     out: dict[str, Any] = {"left_out": sorted({*FLAGS, *CLIENTS} - present)}
     with contextlib.ExitStack() as stack:

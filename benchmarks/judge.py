@@ -34,14 +34,17 @@ from tests.kits.services import running, service, serving
 MEMBERS = 8
 DELAY_S = 0.05
 JUDGINGS = 2
+"""Requests by which a group is judged, in different orders."""
 CONCURRENCY = 2
+"""Requests at the same time."""
 
 
-async def play(broker: Broker, groups: int) -> None:
-    """Publish every trajectory, group by group."""
+async def publish_runs(broker: Broker, groups: int) -> None:
+    """Publish the trajectories of so many groups, with a call each."""
     limiter = anyio.CapacityLimiter(128)
 
     async def publish_group(group: int) -> None:
+        """Publish the completed runs of a group, each with one call."""
         async with limiter:
             for member in range(MEMBERS):
                 name = f"t{group}-{member}"
@@ -55,8 +58,8 @@ async def play(broker: Broker, groups: int) -> None:
             tg.start_soon(publish_group, group)
 
 
-async def until(broker: Broker, groups: int) -> None:
-    """Returns once so many groups are scored."""
+async def until_scored(broker: Broker, groups: int) -> None:
+    """Wait until so many groups are scored."""
     while True:
         info = await broker.js.stream_info("GROUPS", subjects_filter="group.scored.>")
         if len(info.state.subjects or {}) >= groups:
@@ -65,7 +68,7 @@ async def until(broker: Broker, groups: int) -> None:
 
 
 async def measure(groups: int) -> dict[str, Any]:
-    """One run over `groups`."""
+    """Return the figures of a judge that scores so many groups."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         root = Path(folder)
         settings = NatsConfig(url=stack.enter_context(serving(NatsServer(root / "nats"))).url)
@@ -75,10 +78,10 @@ async def measure(groups: int) -> dict[str, Any]:
         judge = JudgeConfig(model="openai/scorer", api_base=url, concurrency=CONCURRENCY, passes=JUDGINGS)
         config = Config(nats=settings, run_dir=folder, judge=judge)
         async with Broker.connect(settings) as broker:
-            await play(broker, groups)
+            await publish_runs(broker, groups)
             with service("judge", config) as (process, _):
                 began, cpu_began = time.monotonic(), cpu_seconds(process)
-                await until(broker, groups)
+                await until_scored(broker, groups)
                 took, cpu = time.monotonic() - began, cpu_seconds(process) - cpu_began
                 async with httpx.AsyncClient() as client:
                     seen = (await client.get(url + "/models")).json()

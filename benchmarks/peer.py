@@ -26,6 +26,7 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from benchmarks.bench import RESULTS, write_results
 from examples.common import packaged
 from examples.common.running import fast_bfloat16
 from examples.inbox.agent import MAX_TOKENS
@@ -38,12 +39,12 @@ from trainer.trl_trainers import plain_logprobs, trl_imports
 with trl_imports():
     from trl import GRPOConfig, GRPOTrainer
 
-OUT = Path(__file__).parent / "results" / "peer.json"
-LOOK_STEPS = 10
+EVALUATE_EVERY = 10
+"""Steps between two evaluations."""
 
 
-class _Looks(TrainerCallback):
-    """Answers the held-out messages every few steps, and ends the training at a score or a time."""
+class _Evaluations(TrainerCallback):
+    """Evaluates the policy by `score` every few steps, and ends the training at the score `goal` or after `seconds`."""
 
     def __init__(self, score: Any, goal: float, seconds: float) -> None:
         self._score, self._goal, self._seconds = score, goal, seconds
@@ -51,8 +52,9 @@ class _Looks(TrainerCallback):
         self.rows: list[dict[str, float]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Evaluate if it is time to, as transformers calls this after each step. Returns `control`."""
         spent = time.perf_counter() - self._began - self._paused
-        if state.global_step % LOOK_STEPS == 0 or spent > self._seconds or state.global_step == state.max_steps:
+        if state.global_step % EVALUATE_EVERY == 0 or spent > self._seconds or state.global_step == state.max_steps:
             began = time.perf_counter()
             self.rows.append({"step": state.global_step, "s": round(spent, 1), "solved": self._score()})
             self._paused += time.perf_counter() - began
@@ -62,10 +64,10 @@ class _Looks(TrainerCallback):
 
 
 def reward(completions: list[Any], number: list[int], seed: list[int], **_: Any) -> list[float]:
-    """The demo's reward: the share of right fields."""
+    """Return the demo's reward of each completion: the share of right fields."""
     return [
-        share(right_fields(message("train", n, s), said[0]["content"]))
-        for said, n, s in zip(completions, number, seed, strict=True)
+        share(right_fields(message("train", n, s), reply[0]["content"]))
+        for reply, n, s in zip(completions, number, seed, strict=True)
     ]
 
 
@@ -83,6 +85,7 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
 
     @torch.no_grad()
     def score() -> float:
+        """Return the share of held-out messages that the policy solves by the most probable tokens."""
         policy.eval()
         solved = []
         for first in range(0, len(held_out), 42):
@@ -100,7 +103,7 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
         {"prompt": message("train", n, seed).prompt, "number": n, "seed": seed}
         for n in range(2 * steps * GROUPS_PER_STEP)
     ]
-    looks = _Looks(score, report["held_out"]["trained"]["value"], seconds)
+    evaluations = _Evaluations(score, report["held_out"]["trained"]["value"], seconds)
     with TemporaryDirectory() as scratch, plain_logprobs("cpu"):
         args = GRPOConfig(
             output_dir=scratch,
@@ -133,15 +136,15 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
             args=args,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            callbacks=[looks],
+            callbacks=[evaluations],
         )
         trainer.train()
-    last = looks.rows[-1]
+    last = evaluations.rows[-1]
     reached = last["solved"] >= report["held_out"]["trained"]["value"]
     return {
         "seed": seed,
         "journeywork": {"s": report["train_s"], "steps": steps - 1, "solved": report["held_out"]["trained"]["value"]},
-        "trl": {**last, "reached": reached, "looks": looks.rows},
+        "trl": {**last, "reached": reached, "looks": evaluations.rows},
         "time_against_trl": round(report["train_s"] / last["s"], 3) if reached else None,
     }
 
@@ -150,12 +153,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories of demos that have ended")
     parser.add_argument("--seconds", type=float, default=1800, help="limit of TRL's training, for each run")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "peer.json")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    found = [train(run, args.seconds) for run in args.runs]
-    args.out.write_text(json.dumps({"runs": found, "threads": torch.get_num_threads()}, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    runs = [train(run, args.seconds) for run in args.runs]
+    write_results(args.out, {"runs": runs, "threads": torch.get_num_threads()})
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ async def tokens_per_s(call: Call, seconds: float) -> float:
 
 
 async def measure(run_dir: Path, up: Installation, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampled tokens per second of the three sides, over `args.rounds` rounds."""
     async with AsyncExitStack() as opened:
         client = await opened.enter_async_context(AsyncJourneywork(await up.ready()))
         adapter = f"{demo.MODEL}@{await served_step(client, demo.MODEL)}"
@@ -72,6 +73,8 @@ async def measure(run_dir: Path, up: Installation, args: argparse.Namespace) -> 
             raise SystemExit(f"vLLM serves {', '.join(sorted(served))}, and not {', '.join(sorted(missing))}")
 
         def at_vllm(model: str) -> Call:
+            """Return a function that makes a call to vLLM itself."""
+
             async def call(number: int) -> None:
                 prompt: Any = message("train", number % 512, 0).prompt
                 await vllm.chat.completions.create(model=model, messages=prompt, **OPTIONS)
@@ -79,6 +82,7 @@ async def measure(run_dir: Path, up: Installation, args: argparse.Namespace) -> 
             return call
 
         async def at_gateway(number: int) -> None:
+            """Play a run of one call to the adapter through the gateway."""
             prompt: Any = message("train", number % 512, 0).prompt
             async with client.trajectory(demo.MODEL, split="val", pinned=adapter) as run:
                 agent = vllm.with_options(base_url=run.base_url, api_key=run.api_key)
@@ -112,11 +116,8 @@ def main() -> None:
     args = parser.parse_args()
     run_dir = args.run_dir.absolute()
     settings = demo.settings_of(demo.parse_args([]))
-    up = Installation(run_dir, demo.SETTINGS, settings, "--services", "gateway,sampler,store")
-    try:
+    with Installation(run_dir, demo.SETTINGS, settings, "--services", "gateway,sampler,store") as up:
         figures = anyio.run(measure, run_dir, up, args)
-    finally:
-        up.stop()
     write_results(args.out, machine() | figures)
 
 

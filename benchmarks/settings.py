@@ -51,20 +51,20 @@ _STD_FLOOR = 1e-4
 
 @dataclass
 class Attempt:
-    """One conversation: its tokens, and the logprob in nats of each token that was sampled, NaN for the others."""
+    """A conversation at a task: its tokens, and the logprob in nats of each token, NaN if it was not sampled."""
 
     ids: list[int]
     logprobs: list[float]
     reward: float = 0.0
     solved: float = 0.0
 
-    def read(self, ids: Sequence[int]) -> None:
-        """Continue it with context."""
+    def add_context(self, ids: Sequence[int]) -> None:
+        """Append tokens that were not sampled."""
         self.ids += ids
         self.logprobs += [math.nan] * len(ids)
 
     def sequence(self, step: int) -> TokenSequence:
-        """Return it as the trainer reads it; `step` is that of the version which sampled."""
+        """Return the conversation as the trainer reads it. `step`: that of the version which sampled."""
         logprobs = np.array(self.logprobs, np.float32)
         sampled = ~np.isnan(logprobs)
         steps = np.where(sampled, step, -1).astype(np.int32)
@@ -83,10 +83,10 @@ class Policy:
 
     @torch.no_grad()
     def answer(self, attempts: Sequence[Attempt], at_most: int) -> list[str]:
-        """Continue each attempt by up to so many tokens, or to the end of the turn. Returns the texts."""
+        """Sample the next turn of each attempt, of `at_most` tokens, and append it. Returns the texts of the turns."""
         model = self._engine.model.peft.get_base_model()
         end, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id or 0
-        begun = [len(a.ids) for a in attempts]
+        prompt_lengths = [len(a.ids) for a in attempts]
         # The attempts of a group have one prompt, which is computed once.
         prompts = list(dict.fromkeys(tuple(a.ids) for a in attempts))
         of_attempt = torch.tensor([prompts.index(tuple(a.ids)) for a in attempts])
@@ -122,11 +122,11 @@ class Policy:
             if ended_B.all():
                 break
             mask_BT = torch.cat([mask_BT, torch.ones_like(ids_BT)], 1)
-        said = [a.ids[first:] for a, first in zip(attempts, begun, strict=True)]
-        return list(self.tokenizer.batch_decode(said, skip_special_tokens=True))
+        answers = [a.ids[length:] for a, length in zip(attempts, prompt_lengths, strict=True)]
+        return list(self.tokenizer.batch_decode(answers, skip_special_tokens=True))
 
-    def read(self, messages: list[Any]) -> list[int]:
-        """Return the tokens of a conversation that the model is to continue."""
+    def prompt_ids(self, messages: list[Any]) -> list[int]:
+        """Return the token ids of a conversation that the model is to continue."""
         ids: list[int] = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return ids
 
@@ -158,10 +158,10 @@ def sort_inbox(policy: Policy, split: str, numbers: Sequence[int], seed: int) ->
     """`make demo`'s job: one answer to each message; solved if all fields are right."""
     messages = [message("train" if split == "train" else "held_out", n, seed) for n in numbers]
     attempts = [Attempt([], []) for _ in messages]
-    for attempt, said in zip(attempts, messages, strict=True):
-        attempt.read(policy.read(said.prompt))
-    for attempt, said, text in zip(attempts, messages, policy.answer(attempts, MAX_TOKENS), strict=True):
-        right = right_fields(said, text)
+    for attempt, m in zip(attempts, messages, strict=True):
+        attempt.add_context(policy.prompt_ids(m.prompt))
+    for attempt, m, text in zip(attempts, messages, policy.answer(attempts, MAX_TOKENS), strict=True):
+        right = right_fields(m, text)
         attempt.reward, attempt.solved = share(right), right["solved"]
     return attempts
 
@@ -171,12 +171,12 @@ def play_games(policy: Policy, split: str, numbers: Sequence[int], seed: int) ->
     games = [Game(opening_seed("val" if split == "held_out" else split, n, seed)) for n in numbers]
     attempts = [Attempt([], []) for _ in games]
     talks: list[list[Any]] = [[] for _ in games]
-    while under_way := [i for i, game in enumerate(games) if game.result is None]:
-        for i in under_way:
+    while unfinished := [i for i, game in enumerate(games) if game.result is None]:
+        for i in unfinished:
             talks[i].append({"role": "user", "content": describe(games[i].board)})
             # What was sampled stays as it is: only what comes after it is read.
-            attempts[i].read(policy.read(talks[i])[len(attempts[i].ids) :])
-        for i, text in zip(under_way, policy.answer([attempts[i] for i in under_way], 1), strict=True):
+            attempts[i].add_context(policy.prompt_ids(talks[i])[len(attempts[i].ids) :])
+        for i, text in zip(unfinished, policy.answer([attempts[i] for i in unfinished], 1), strict=True):
             talks[i].append({"role": "assistant", "content": text})
             games[i].play(text)
     for attempt, game in zip(attempts, games, strict=True):
@@ -248,23 +248,24 @@ def run(task: Task, base: Path, start: Path | None, changes: dict[str, Any], see
     size = changes.get("group_size", sorted(task.groups)[1])
     count, began = task.groups[size], time.perf_counter()
 
-    def played(step: int) -> list[Attempt]:
-        """Attempts at the tasks of a step, group after group, by the version that is live."""
+    def play(step: int) -> list[Attempt]:
+        """Return attempts of the live version at the tasks of a step, group after group."""
         numbers = [step * count + group for group in range(count) for _ in range(size)]
         return task.play(policy, "train", numbers, seed)
 
-    def evaluated() -> dict[str, float]:
+    def evaluate() -> dict[str, float]:
+        """Return the mean reward of the live version on the held-out tasks, and the share that it solves."""
         policy.temperature = 0.0
         attempts = task.play(policy, "held_out", range(task.held_out), 0)
         policy.temperature = 1.0
         return {"reward": fmean(a.reward for a in attempts), "solved": fmean(a.solved for a in attempts)}
 
     engine.model.load_adapter(state.weights)
-    before, curve, metrics = evaluated(), [], []
-    sampled_at, batch = 0, played(0)
+    before, curve, metrics = evaluate(), [], []
+    sampled_at, batch = 0, play(0)
     for step in range(task.steps):
-        following = played(step + 1)
-        examples, groups = [], []
+        next_batch = play(step + 1)
+        examples, group_of = [], []
         for group in range(count):
             members = batch[group * size : (group + 1) * size]
             rewards = [a.reward for a in members]
@@ -272,28 +273,28 @@ def run(task: Task, base: Path, start: Path | None, changes: dict[str, Any], see
                 continue
             spread = stdev(rewards) + _STD_FLOOR if config.loss.advantage_scaling == "group" else 1.0
             examples += [Example(a.sequence(sampled_at), (a.reward - fmean(rewards)) / spread) for a in members]
-            groups += [group] * size
+            group_of += [group] * size
         curve.append(fmean(a.reward for a in batch))
         sampled_at = state.step
         if examples:
-            result = engine.step(state, examples, groups)
+            result = engine.step(state, examples, group_of)
             state = result.state
             metrics.append({n: round(v, 4) for n, v in result.metrics.items() if n in ("entropy", "kl", "grad_norm")})
             engine.model.load_adapter(state.weights)
-        batch = following
+        batch = next_batch
     return {
         "changes": changes,
         "seed": seed,
         "before": before,
-        "after": evaluated(),
+        "after": evaluate(),
         "rewards": [round(r, 4) for r in curve],
         "metrics": metrics,
         "s": round(time.perf_counter() - began, 1),
     }
 
 
-def named(changes: dict[str, Any]) -> str:
-    """Return a row's name in the picture and the table."""
+def variant_name(changes: dict[str, Any]) -> str:
+    """Return the name of the settings `changes` in the picture and the table."""
     return ", ".join(f"{name.rpartition('.')[2]} = {value}" for name, value in changes.items()) or "as the demo"
 
 
@@ -304,7 +305,9 @@ def draw(rows: Sequence[dict[str, Any]]) -> str:
 
     titles = {"inbox": "inbox, 135 M parameters", "game": "tic-tac-toe, 0.95 M parameters"}
     shown = [task for task in titles if any(row["task"] == task for row in rows)]
-    variants = {task: list(dict.fromkeys(named(r["changes"]) for r in rows if r["task"] == task)) for task in shown}
+    variants = {
+        task: list(dict.fromkeys(variant_name(r["changes"]) for r in rows if r["task"] == task)) for task in shown
+    }
     with mpl.rc_context({"font.family": "sans-serif", "font.size": 8}):
         heights = [len(variants[task]) for task in shown]
         figure, axes = plt.subplots(
@@ -312,8 +315,8 @@ def draw(rows: Sequence[dict[str, Any]]) -> str:
         )
         for axis, task in zip(np.atleast_1d(axes), shown, strict=True):
             for at, name in enumerate(variants[task]):
-                of = [r for r in rows if r["task"] == task and named(r["changes"]) == name]
-                gains = [r["after"]["solved"] - r["before"]["solved"] for r in of]
+                of_variant = [r for r in rows if r["task"] == task and variant_name(r["changes"]) == name]
+                gains = [r["after"]["solved"] - r["before"]["solved"] for r in of_variant]
                 axis.plot(gains, [at] * len(gains), "o", color="#2b6cb0", alpha=0.6, markersize=4)
                 axis.plot([fmean(gains)], [at], "|", color="#c05621", markersize=11, markeredgewidth=2)
             axis.axvline(0, color="#888888", linewidth=0.8)
@@ -339,8 +342,8 @@ def main() -> None:
         if any(r["task"] == args.task and r["changes"] == changes and r["seed"] == seed for r in rows):
             continue
         row = {"task": args.task, **run(task, base, args.start, changes, seed, args.threads)}
-        told = [f"{row[when]['solved']:.3f}" for when in ("before", "after")]
-        print(f"{args.task}, {named(changes)}, seed {seed}: solved {' to '.join(told)}, {row['s']} s", flush=True)
+        solved = " to ".join(f"{row[when]['solved']:.3f}" for when in ("before", "after"))
+        print(f"{args.task}, {variant_name(changes)}, seed {seed}: solved {solved}, {row['s']} s", flush=True)
         with args.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
     if args.out == OUT:

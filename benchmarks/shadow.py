@@ -35,6 +35,7 @@ from tests.rollout_gateway.fake_vllm import FakeVllm
 CALLS = 50
 """Calls of each agent in a block."""
 DELAY_S = 0.02
+"""Time that provider and inference server take for an answer."""
 ARMS = ("plain", "shadowed")
 """Names of the outside model without and with shadow calls."""
 
@@ -47,11 +48,13 @@ class SlowVllm(FakeVllm):
             await anyio.sleep(DELAY_S)
 
 
-async def block(gateway: GatewayProcess, client: httpx.AsyncClient, outside: str) -> dict[str, float]:
-    """Return the median latency in ms of each agent's calls, by agent."""
+async def measure_block(gateway: GatewayProcess, client: httpx.AsyncClient, outside: str) -> dict[str, float]:
+    """Let both agents make their calls at the same time. Return the median latency in ms by agent. `outside`: name of
+    the outside model that the agent `outside` calls."""
     medians: dict[str, float] = {}
 
     async def agent(name: str, model: str) -> None:
+        """Make the calls of one run to `model`, one after the other, and put their median latency into `medians`."""
         run = await anyio.to_thread.run_sync(lambda: gateway.open(model=model))
         headers, took = {"authorization": f"Bearer {run['api_key']}"}, list[float]()
         for number in range(CALLS):
@@ -68,6 +71,8 @@ async def block(gateway: GatewayProcess, client: httpx.AsyncClient, outside: str
 
 
 async def measure(folder: Path, nats: str, pairs: int) -> dict[str, Any]:
+    """Return the latencies of both agents with and without shadow calls, and their difference over so many pairs of
+    blocks. `nats`: URL of the log."""
     server = SlowVllm()
     await server.start()
     out: dict[str, Any] = {"pairs": pairs, "calls": CALLS, "delay_ms": 1000 * DELAY_S}
@@ -81,7 +86,7 @@ async def measure(folder: Path, nats: str, pairs: int) -> dict[str, Any]:
             blocks: list[dict[str, dict[str, float]]] = []
             for number in range(pairs + 1):  # the first warms up
                 order = ARMS if number % 2 else ARMS[::-1]
-                blocks.append({arm: await block(gateway, client, arm) for arm in order})
+                blocks.append({arm: await measure_block(gateway, client, arm) for arm in order})
             metrics = (await client.get(f"{gateway.url}/metrics")).text.splitlines()
             out["shadows"] = [line for line in metrics if line.startswith("journeywork_shadows_total")]
             await anyio.to_thread.run_sync(gateway.stop)

@@ -32,7 +32,7 @@ TAG = "rollout.exchange"
 
 
 def exchange(i: int, rng: np.random.Generator) -> ExchangeRecorded:
-    """About 4 KB: 550 prompt tokens, 65 sampled ones, a short chat."""
+    """Return an exchange of about 4 KB: 550 prompt tokens, 65 sampled ones, a short chat."""
     text = " ".join(f"word{n}" for n in rng.integers(0, 5000, 80))
     return events.exchange(
         f"t{i // 8}",
@@ -53,7 +53,7 @@ def exchange(i: int, rng: np.random.Generator) -> ExchangeRecorded:
 
 
 async def fill_log(broker: Broker, count: int) -> int:
-    """Publish so many exchanges with the headers the gateway sends; returns bytes of one payload."""
+    """Publish so many exchanges with the headers that the gateway sends. Return the bytes of one payload."""
     rng = np.random.default_rng(0)
     payloads = [encode(exchange(i, rng)) for i in range(256)]
     waiting = []
@@ -69,8 +69,8 @@ async def fill_log(broker: Broker, count: int) -> int:
 
 
 async def write_rate(url: str, broker: Broker, run_dir: Path, backlog: int) -> tuple[float, float, float]:
-    """Events a second through a real store process over a backlog that waits for it, and its peak memory in MB: over a
-    fifth of the backlog, and over all of it. Timed from its readiness to the last acknowledgement."""
+    """Let a store process write a backlog that waits on the log. Return events per second, from its readiness to the
+    last acknowledgement, and its peak memory in MB over a fifth of the backlog and over all of it."""
     config = Config(run_dir=str(run_dir), nats=NatsConfig(url=url), store=StoreConfig(compact_s=3600.0))
     with service("store", config) as (process, _):
         began, early = time.perf_counter(), 0.0
@@ -86,6 +86,7 @@ async def write_rate(url: str, broker: Broker, run_dir: Path, backlog: int) -> t
 
 
 async def measure(backlog: int) -> dict[str, Any]:
+    """Return the figures of a store that writes a backlog of so many events."""
     with tempfile.TemporaryDirectory() as folder, serving(NatsServer(Path(folder, "nats"))) as server:
         async with Broker.connect(NatsConfig(url=server.url)) as broker:
             size = await fill_log(broker, backlog)

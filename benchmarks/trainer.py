@@ -53,7 +53,8 @@ _WARM_UP = {"trl": 1, "torch": 1, "journeywork": 2}
 """First steps that are not counted. Ours then make the checks that are due at the start of a process."""
 
 
-def model_folder(folder: Path) -> str:
+def make_model(folder: Path) -> str:
+    """Write a Qwen3 of 4 million random parameters; return its folder."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -77,7 +78,7 @@ def model_folder(folder: Path) -> str:
 
 
 def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[int]]:
-    """Examples and the group of each; `groups` overrides the shape's number of groups."""
+    """Return random examples of a shape, and the group of each. `groups` overrides the shape's number of groups."""
     import numpy as np
 
     from trainer.batches.examples import Example
@@ -95,9 +96,9 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
         for _ in range(8):
             ids, trained = list(shared), [False] * len(shared)
             for turn in range(turns):
-                said = random_ids(*reply)
-                ids += said
-                trained += [True] * len(said)
+                reply_ids = random_ids(*reply)
+                ids += reply_ids
+                trained += [True] * len(reply_ids)
                 if turn < turns - 1:
                     tool = random_ids(30, 90)
                     ids += tool
@@ -112,8 +113,9 @@ def make_batch(shape: str, groups: int | None = None) -> tuple[list[Any], list[i
     return examples, group_of
 
 
-def journeywork_step(engine: Any, examples: list[Any], groups: list[int]) -> Callable[[], dict[str, float]]:
-    """Steps of one run, one after the other. Every second sequence is of the version before the current one."""
+def journeywork_step(engine: Any, examples: list[Any], group_of: list[int]) -> Callable[[], dict[str, float]]:
+    """Return a function that takes the next step of one run and returns its metrics. Every second sequence is of the
+    version before the current one."""
     import dataclasses
 
     import numpy as np
@@ -127,7 +129,7 @@ def journeywork_step(engine: Any, examples: list[Any], groups: list[int]) -> Cal
             sampled_at = max(0, state.step - i % 2)
             steps = np.where(example.sequence.loss_mask, sampled_at, -1).astype(np.int32)
             batch.append(dataclasses.replace(example, sequence=dataclasses.replace(example.sequence, steps=steps)))
-        result = engine.step(state, batch, groups)
+        result = engine.step(state, batch, group_of)
         state = result.state
         return dict(result.metrics)
 
@@ -139,14 +141,14 @@ def serve_steps(shape: str, implementation: str, base: str, threads: int) -> Non
     from pipeline.config import OptimizerConfig, TrainerConfig
     from trainer.engine.engine import Engine
 
-    examples, groups = make_batch(shape)
+    examples, group_of = make_batch(shape)
     # The recorded logprobs are invented: the checks take their time, and the bound lets them find nothing.
     config = TrainerConfig(threads=threads, logprob_bound=math.inf, optimizer=OptimizerConfig(learning_rate=1e-3))
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(base, config)
         match implementation:
             case "journeywork":
-                step = journeywork_step(engine, examples, groups)
+                step = journeywork_step(engine, examples, group_of)
             case "trl":
                 step = trl_step(engine, config, examples, Path(scratch))
             case _:
@@ -160,7 +162,7 @@ def serve_steps(shape: str, implementation: str, base: str, threads: int) -> Non
 
 
 def measure(shape: str, base: str, threads: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """The measurements of each implementation's steps."""
+    """Return the measurements of the steps of each implementation, which runs in a process of its own."""
     children = {
         # -P: this file's folder must not be searched, it would be found in place of the package `trainer`.
         name: subprocess.Popen(
@@ -237,7 +239,8 @@ def trl_arguments(scratch: Path, **given: Any) -> Any:
 
 
 def trl_needs() -> dict[str, Any]:
-    """Return what TRL's trainer requires, and of which nothing is used: rewards, a data set and a tokenizer."""
+    """Return arguments that TRL's trainer requires and that steps over given batches do not use: rewards, a data set
+    and a tokenizer."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -252,8 +255,9 @@ def trl_needs() -> dict[str, Any]:
 
 
 def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_a_pass: int = _ROWS_A_PASS) -> Any:
-    """TRL's step over rows padded to the longest of a pass: prompts on the left, completions on the right. On a GPU
-    the logprobs are computed by TRL's own code with its fused LM head."""
+    """Return a function that takes TRL's step from the fresh adapter and returns its loss. Rows are padded to the
+    longest of a pass: prompts on the left, completions on the right. On a GPU the logprobs are computed by TRL's own
+    code with its fused LM head."""
     import torch
 
     from trainer.engine.loss import importance_weights
@@ -319,6 +323,7 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
     fresh = engine.model.weights()
 
     def step() -> dict[str, float]:
+        """Take one step from the fresh adapter with a fresh optimizer. Returns the loss."""
         engine.model.load_adapter(fresh)
         optimizer = torch.optim.AdamW(engine.model.parameters, lr=config.optimizer.learning_rate, weight_decay=0.0)
         optimizer.zero_grad()
@@ -337,8 +342,8 @@ def trl_step(engine: Any, config: Any, examples: list[Any], scratch: Path, rows_
 
 
 def torch_step(engine: Any, examples: list[Any]) -> Callable[[], dict[str, float]]:
-    """The floor: the forward and backward pass of TRL's rows. Its loss is the sum of the logprobs, weighted by the
-    advantages."""
+    """Return a function that makes the forward and backward passes of TRL's rows and nothing else. Its loss is the sum
+    of the logprobs, weighted by the advantages."""
     import torch
 
     total = sum(e.sequence.trained_tokens for e in examples)
@@ -364,10 +369,11 @@ def torch_step(engine: Any, examples: list[Any]) -> Callable[[], dict[str, float
 
 
 def compare(shape: str, steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """The report of one shape."""
-    theirs, ours = steps["trl"], steps["journeywork"]
-    if abs(ours[0]["loss"] - theirs[0]["loss"]) > 1e-4 * max(1.0, abs(theirs[0]["loss"])):
-        raise SystemExit(f"{shape}: the losses differ: {ours[0]['loss']} and {theirs[0]['loss']}")
+    """Return the report of one shape. Exits if the first losses differ."""
+    ours = steps["journeywork"]
+    loss, trl_loss = ours[0]["loss"], steps["trl"][0]["loss"]
+    if abs(loss - trl_loss) > 1e-4 * max(1.0, abs(trl_loss)):
+        raise SystemExit(f"{shape}: the losses differ: {loss} and {trl_loss}")
 
     def mean(name: str, field: str) -> float:
         return statistics.fmean(step[field] for step in steps[name][_WARM_UP[name] :])
@@ -402,7 +408,7 @@ def main() -> None:
 
     report: dict[str, Any] = {"command": " ".join(["python -m benchmarks.trainer", *sys.argv[1:]]), **machine()}
     with tempfile.TemporaryDirectory() as folder:
-        base = str(args.base.absolute()) if args.base else model_folder(Path(folder))
+        base = str(args.base.absolute()) if args.base else make_model(Path(folder))
         for shape in args.shapes:
             load = round(os.getloadavg()[0], 2)
             report[shape] = compare(shape, measure(shape, base, args.threads, args.rounds))

@@ -34,7 +34,7 @@ from trainer.batches.histories import Histories
 from trainer.distillation.prompts import HintedPrompts
 from trainer.tiny import make_tokenizer
 
-OUTSIDE = tuple(outside_version(name) for name in ("permitted", "forbidden", "undeclared", f"{MODEL}@3"))
+OUTSIDE = tuple(outside_version(name) for name in ("permitted", "forbidden", "a:b", f"{MODEL}@3"))
 PERMITTED = OUTSIDE[0]
 SHARED: dict[str, Any] = {"project": "p", "model": MODEL, "group": "g"}
 
@@ -194,6 +194,8 @@ def test_a_step_and_a_data_set_have_only_what_may_train(prompts: HintedPrompts, 
 
 @pytest.mark.parametrize("version", OUTSIDE)
 def test_an_apprentice_starts_from_a_permitted_model_only(version: str) -> None:
+    assert outside_version(outside_model(version)) == version
+    assert settings().may_train(f"{outside_model(version)}@3"), "a policy of the same name"
     if version == PERMITTED:
         assert version in best_runs(settings(), "permitted", 10, 0.5)
     else:

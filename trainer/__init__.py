@@ -7,6 +7,7 @@
 | `queues` | the groups of a model that wait for a step |
 | `requested` | batches that agents request, until all their groups are there |
 | `sequences` | exchanges to exact token sequences and loss masks |
+| `staleness` | how old tokens may be when they are trained, and which versions are kept for them |
 | `recovery` | the start: from disk and log to the newest committed step |
 | `retention` | removal of adapters and events that nothing needs any more |
 | `lease` | one trainer of a branch trains, others wait |

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def _run() -> None:
-    """Start this process in its part: as one of several that torchrun started (it sets WORLD_SIZE), as what starts
-    those (`trainer.processes`), or as the only one.
+    """Run the trainer service. With `trainer.processes` above 1, this process becomes torchrun, which starts the
+    trainer's processes; they find WORLD_SIZE in their environment.
 
-    The settings are read here to know that, and for `import_first`, which has to come before the service's modules are
-    imported. `main` reads the arguments as a whole."""
+    The settings are read here, because torchrun and `import_first` come before the service's modules are imported.
+    `main` reads all arguments."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config", default=None)
-    given, _ = parser.parse_known_args()
+    args, _ = parser.parse_known_args()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _run_as_one_of_several(given.config)
+        _run_as_one_of_several(args.config)
         return
     try:
-        config = load(given.config) if given.config else None
+        config = load(args.config) if args.config else None
     except ConfigError:
         config = None  # `main` reads them again and prints the error
     if config is not None and config.trainer.processes > 1:
@@ -45,7 +45,7 @@ def _run() -> None:
 
 
 def _import_first(config: Config | None) -> None:
-    """Import what has to come before other modules (`trainer.first`). Ends the program where that is not installed."""
+    """Import what has to be imported before other modules (`trainer.first`). Exits with 2 if it is not installed."""
     if config is None:
         return
     try:
@@ -56,7 +56,8 @@ def _import_first(config: Config | None) -> None:
 
 
 def _run_as_one_of_several(file: str) -> None:
-    """The process that torchrun started: that of rank 0 is the service, the others do its jobs until it ends."""
+    """Run this process as one of those that torchrun started: rank 0 is the service, the others do its jobs until it
+    ends."""
     from trainer.engine.parallel import ProcessGroup
 
     process_group = ProcessGroup.join()  # first: it selects this process's GPU
@@ -75,7 +76,7 @@ def _run_as_one_of_several(file: str) -> None:
 
 
 def _work(config: Config, process_group: ProcessGroup) -> None:
-    """Do a worker process's part of every step."""
+    """Do a worker process's part of every step, until rank 0 ends."""
     from trainer.learner import make_engines
 
     configure("trainer", config.log_level)

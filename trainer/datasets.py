@@ -83,26 +83,26 @@ class DatasetStep(NamedTuple):
 
 
 async def train_on(config: Config, step: DatasetStep) -> tuple[str, Counter[str]]:
-    """Train the first model of the settings. Return the name of the new version, and how many conversations were not
-    trained, or not to their end, by the reason.
+    """Train the first model of the settings on a data set. Return the name of the new version, and the number of
+    conversations that were left out or cut, by the reason.
 
     Raises `TrainerError` for a data set without the format's columns, and where another trainer took the step."""
     left_out = Counter[str]()
     with TemporaryDirectory() as scratch:
-        train = partial(compute, scratch=Path(scratch), step=step, left_out=left_out)
+        train = partial(train_and_write, scratch=Path(scratch), step=step, left_out=left_out)
         return await _take_step(config, train), left_out
 
 
 async def adopt(config: Config, version: str) -> str:
     """Let training go on from `version`, written as `models.0.start` is: it becomes the next version of the first model
-    of the settings, whose name is returned. Raises `TrainerError` where another trainer took the step, `ConfigError`
-    for another shape."""
+    of the settings. Return the next version's name. Raises `TrainerError` where another trainer took the step,
+    `ConfigError` if the adapter does not fit the model."""
     return await _take_step(config, lambda learner: learner.adopt(read_start(version, config)))
 
 
 async def _take_step(config: Config, make: Callable[[Learner], PendingStep]) -> str:
-    """Publish the checkpoint that `make` writes, given the learner of the first model at its newest step. Return the
-    name of the new version."""
+    """Take a step of the first model: `make` writes its checkpoint, given the learner at the newest step; then the
+    checkpoint is published. Return the name of the new version."""
     learners = await run_sync(make_learners, config)
     learner = learners[config.models[0].name]
     async with Broker.connect(config.nats, name=user_of(config)) as broker:
@@ -114,9 +114,9 @@ async def _take_step(config: Config, make: Callable[[Learner], PendingStep]) -> 
     return learner.version
 
 
-def compute(learner: Learner, scratch: Path, step: DatasetStep, left_out: Counter[str]) -> PendingStep:
-    """Train and write the checkpoint to disk. `scratch`: a folder for TRL; `left_out` counts conversations as
-    `train_on` returns them. Blocks."""
+def train_and_write(learner: Learner, scratch: Path, step: DatasetStep, left_out: Counter[str]) -> PendingStep:
+    """Train the learner's policy on a data set, and write the checkpoint to disk. `scratch`: a folder for TRL. Adds to
+    `left_out` the number of conversations that were left out or cut, by the reason. Blocks."""
     began, started_at = time.perf_counter(), now_us()
     file = step.folder / "train.parquet"
     tokenizer = AutoTokenizer.from_pretrained(learner.model.base)
@@ -144,9 +144,9 @@ def compute(learner: Learner, scratch: Path, step: DatasetStep, left_out: Counte
 
 def _run_trl(model: PolicyModel, tokenizer: Any, rows: Dataset, step: DatasetStep, scratch: Path) -> Any:
     """Let TRL's trainer of the step's format train the live adapter. Returns transformers' `TrainOutput`."""
-    config_of, trainer_of = _TRAINERS[step.kind]
+    config_class, trainer_class = _TRAINERS[step.kind]
     on_cpu = model.device.type == "cpu"
-    settings = config_of(
+    settings = config_class(
         output_dir=str(scratch),
         use_cpu=on_cpu,
         bf16=not on_cpu,
@@ -161,13 +161,14 @@ def _run_trl(model: PolicyModel, tokenizer: Any, rows: Dataset, step: DatasetSte
         disable_tqdm=True,
     )
     with plain_logprobs(model.device.type):
-        trainer = trainer_of(model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer)
+        trainer = trainer_class(model=model.peft, args=settings, train_dataset=rows, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
         return trainer.train()
 
 
 def _table(file: Path, kind: Kind) -> pa.Table:
-    """The columns of a data set that are trained."""
+    """Read the columns of a data set that a format needs. Raises `TrainerError` if the file can't be read or lacks
+    one."""
     try:
         table = pq.read_table(file)
         names = set(table.column_names)
@@ -181,11 +182,12 @@ def _table(file: Path, kind: Kind) -> pa.Table:
 def conversations_as_tokens(
     file: Path, rows: Sequence[dict[str, Any]], tokenizer: Any, max_length: int, left_out: Counter[str]
 ) -> list[dict[str, list[int]]]:
-    """Conversations as TRL takes tokens: `input_ids`, and `labels` in which only the assistant's replies count.
+    """Return the token sequences of conversations as TRL reads them: `input_ids`, and `labels` in which only the
+    assistant's replies count. A conversation is several sequences where the template renders earlier messages
+    differently later on.
 
-    A conversation is several sequences where the template renders earlier messages differently later on. `left_out`
-    counts, by the reason, the conversations that the template can't render or in which no reply begins within
-    `max_length`, and those that are cut there. Raises `TrainerError` if nothing is left."""
+    Adds to `left_out`, by the reason, the number of conversations that the template can't render or in which no reply
+    begins within `max_length`, and of those that are cut there. Raises `TrainerError` if no sequence is left."""
     out = []
     for number, row in enumerate(rows):
         try:
@@ -208,16 +210,16 @@ def conversations_as_tokens(
 
 
 def _calls(row: dict[str, Any], tokenizer: Any) -> Iterator[ExchangeRecorded]:
-    """The replies of a conversation as calls, as the gateway records a demonstration."""
-    read = [as_template_reads({k: v for k, v in m.items() if v is not None}) for m in row["messages"]]
+    """Yield the assistant's replies of a conversation as calls, as the gateway records a demonstration."""
+    messages = [as_template_reads({k: v for k, v in m.items() if v is not None}) for m in row["messages"]]
     tools = row.get("tools")
-    replies = list(demonstrated_replies(read, json.loads(tools) if isinstance(tools, str) else tools))
+    replies = list(demonstrated_replies(messages, json.loads(tools) if isinstance(tools, str) else tools))
     if (sampled := row.get("replies")) is not None:
         replies = [reply for reply in replies if reply.place in sampled]
     for seq, reply in enumerate(replies):
         prompt, whole = (
-            tokenizer.apply_chat_template(f.pop("messages"), tokenize=True, return_dict=False, **f)
-            for f in (reply.prompt, reply.whole)
+            tokenizer.apply_chat_template(fields.pop("messages"), tokenize=True, return_dict=False, **fields)
+            for fields in (reply.prompt, reply.whole)
         )
         yield ExchangeRecorded(
             project="",

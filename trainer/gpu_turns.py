@@ -32,7 +32,7 @@ _POLL_S = 0.2
 
 
 class GpuTurns:
-    """Whose turn it is. Without `vllm.sleep` the trainer always has its turn."""
+    """Gives the trainer its turns on the GPU. Without `vllm.sleep` every block is a turn, and nothing sleeps."""
 
     def __init__(self, config: Config) -> None:
         """Raises `ConfigError` if the servers' key can't be read."""
@@ -71,11 +71,12 @@ class GpuTurns:
                     await self._post("wake_up")
 
     def add(self, models: Iterable[PolicyModel]) -> None:
-        """Let models, which were loaded in the first turn, leave the GPU at the end of each turn. Learners that share
-        an engine name a model several times."""
+        """Move `models` to the GPU at the start of each turn from now on, and to the machine's memory at its end.
+        Models of learners that share an engine may be named several times."""
         self._models = list({id(model): model for model in models}.values())
 
     async def aclose(self) -> None:
+        """Close the connections to the servers."""
         await self._client.aclose()
 
     def _move(self, *, to_gpu: bool) -> None:

@@ -29,7 +29,7 @@ from trainer.batches.tasks import WINDOW, EarlierReturns, EarlierRuns
 from trainer.checkpoints.commits import LogShrankError
 from trainer.checkpoints.consumed import Consumed
 from trainer.queues import ModelQueue
-from trainer.recovery import unacknowledged
+from trainer.recovery import unacknowledged_groups
 from trainer.requested import batches_to_end
 
 logger = get_logger("trainer")
@@ -67,7 +67,7 @@ class Intake:
             )
             await self._count_validation(queue, [r.event for r in scored if r.seq <= last_seq])
         self._validation_counted_to = last_seq
-        self._redeliveries, groups = await unacknowledged(self._broker, self.consumer, self.consumed)
+        self._redeliveries, groups = await unacknowledged_groups(self._broker, self.consumer, self.consumed)
         for recorded in groups:
             await self._admit(recorded.event, recorded.place, None)
 
@@ -87,7 +87,7 @@ class Intake:
                 await self._forget_acknowledged()
 
     async def _forget_acknowledged(self) -> None:
-        """Drop from memory what only groups need that the server may deliver again: none up to its ack floor is."""
+        """Drop what is remembered of groups up to the server's ack floor, because it delivers none of them again."""
         floor = await self._ack_floor()
         self.consumed.forget(floor)
         for queue in self.queues.values():
@@ -95,9 +95,9 @@ class Intake:
                 earlier_runs.forget(floor)
 
     async def until_redelivered(self, timeout_s: float) -> None:
-        """Wait until the server delivered again what a trainer before this one held, at most `timeout_s` seconds. The
-        intake acknowledges what is trained already. Without this, a trainer that resumes and soon reaches `max_steps`
-        would leave such groups pending until its next start."""
+        """Wait until the server has redelivered the groups that a trainer before this one held, at most `timeout_s`
+        seconds. The intake acknowledges those that are trained. A trainer that ended before that would leave them
+        pending until its next start."""
         with anyio.move_on_after(timeout_s):
             while self._redeliveries > 0:
                 self._redelivered = anyio.Event()
@@ -130,20 +130,20 @@ class Intake:
             )
         elif (waiting := queue.find(event)) is not None:
             waiting.place, waiting.delivery = place, delivery
-            waiting.earlier = await self._remember_and_compare(queue, waiting.event, place.seq)
+            waiting.earlier = await self._earlier_returns(queue, waiting.event, place.seq)
         else:
             await self._queue_or_discard(queue, group)
 
     def _is_of_branch(self, event: GroupScored) -> bool:
         """Whether a group is of the trained branch. Groups of other branches wait for a trainer of their own. Runs of
         versions `<model>+<branch>@<step>`, which evaluations play, are trained by none."""
-        of_branch_version = any(event.model.startswith(branch_model(name, "")) for name in self.queues)
-        return event.branch == self._config.trainer.branch and not of_branch_version
+        names_branch_version = any(event.model.startswith(branch_model(name, "")) for name in self.queues)
+        return event.branch == self._config.trainer.branch and not names_branch_version
 
     async def _queue_or_discard(self, queue: ModelQueue, group: AdmittedGroup) -> None:
         """Queue a group that is new here, unless its event alone shows that it can't be trained."""
         event, seq = group.event, group.place.seq
-        group.earlier = await self._remember_and_compare(queue, event, seq)
+        group.earlier = await self._earlier_returns(queue, event, seq)
         refusal = await self.consumed.refuse_repeated(event, self._broker)
         if refusal is None:
             if seq > self._validation_counted_to:  # those up to there were counted at the start
@@ -157,15 +157,17 @@ class Intake:
             queue.add(group)
             self.changed.set()
 
-    async def _remember_and_compare(self, queue: ModelQueue, event: GroupScored, seq: int) -> EarlierReturns:
-        """Add the group to the queue's earlier runs, because later groups may be compared with it; one that is
-        delivered again changes nothing. Return the earlier runs of its task, if its step compares runs with them.
+    async def _earlier_returns(self, queue: ModelQueue, event: GroupScored, seq: int) -> EarlierReturns:
+        """Return the returns of the earlier runs of the group's task, or no returns if `trainer.loss.baseline` is not
+        `task`. `seq`: stream sequence of the group's event.
 
-        The queue's earlier runs are read from the log when the first group asks for those of its discount."""
+        Adds the group to the queue's earlier runs, because later groups may be compared with it; a group that is
+        delivered again is added once. The queue reads the earlier runs of a discount from the log when the first group
+        with that discount comes."""
         by_discount = queue.earlier_runs
         loss = queue.settings_of(event.batch).loss
-        compared, discount = loss.baseline == "task", loss.turn_discount
-        if compared and discount not in by_discount:
+        compares_with_task, discount = loss.baseline == "task", loss.turn_discount
+        if compares_with_task and discount not in by_discount:
             if len(by_discount) == _DISCOUNTS_KEPT:
                 del by_discount[next(iter(by_discount))]  # the one asked for first; read again when it is needed
             by_discount[discount] = EarlierRuns(discount)
@@ -181,15 +183,15 @@ class Intake:
                 by_discount[discount].add(recorded.event, trainable_members(recorded.event), recorded.seq)
         for earlier_runs in by_discount.values():
             earlier_runs.add(event, trainable_members(event), seq)
-        return by_discount[discount].before(event, seq) if compared else EarlierReturns()
+        return by_discount[discount].before(event, seq) if compares_with_task else EarlierReturns()
 
     async def _ack_floor(self) -> int:
-        """The sequence up to which the server knows every acknowledgement."""
+        """Return the stream sequence up to which every group is acknowledged, by the server's count."""
         info = await self._broker.consumer_info(self.consumer)
         return int(info.ack_floor.stream_seq) if info.ack_floor else 0
 
     async def _count_validation(self, queue: ModelQueue, groups: Sequence[GroupScored]) -> None:
-        """Count the rewards of the groups' validation runs. Stores which step is the best one if that changed."""
+        """Count the rewards of the groups' validation runs. Writes the best step to disk if it changed."""
         validation = queue.learner.validation
         if validation.record(groups) and validation.best is not None:
             await run_sync(queue.learner.checkpoints.set_best, validation.best)  # it waits for the disk
@@ -198,8 +200,8 @@ class Intake:
         """Publish that a group is not trained and why, and acknowledge it."""
         event, duration_s = group.event, refusal.duration_s
         if refusal.reason == "stale" and duration_s is None:  # it shows whether long tasks starve
-            read = await queue.histories.read(group)
-            duration_s = read.duration_s if isinstance(read, Refusal) else read.history.duration_s
+            result = await queue.histories.read(group)
+            duration_s = result.duration_s if isinstance(result, Refusal) else result.history.duration_s
         await self._publish_discard(event, refusal, queue.learner.version, duration_s or 0.0)
         if refusal.reason != "repeated":  # its rewards were counted when it was trained
             rewards = [m.reward for m in group.members]
@@ -210,7 +212,8 @@ class Intake:
     async def _publish_discard(
         self, event: GroupScored, refusal: Refusal, version: str = "", duration_s: float = 0.0
     ) -> None:
-        """`version`: the policy's at the discard; `duration_s`: of the group's longest run, 0 if unknown."""
+        """Publish that a group is not trained. `version`: the policy's at the discard; `duration_s`: of the group's
+        longest run, 0 if unknown."""
         await self._broker.publish(
             event.discarded(
                 reason=refusal.reason, by="trainer", detail=refusal.detail, version=version, duration_s=duration_s
@@ -238,7 +241,8 @@ class Intake:
         await self._finish(group)
 
     async def _finish(self, group: AdmittedGroup) -> None:
-        """Acknowledge a group that is not trained. Its batch may be complete without it."""
+        """Acknowledge a group that is not trained, and wake the step loop: the group's batch may be complete without
+        it."""
         self.consumed.add(group.place)
         self.changed.set()
         if group.delivery is not None:
@@ -247,14 +251,14 @@ class Intake:
     # -- requested batches -----------------------------------------------------------------------------------------
 
     async def refuse_stale_batches(self, queue: ModelQueue) -> None:
-        """Discard the groups of incomplete requested batches that became too old. Their agent may have died before it
-        completed the others."""
+        """Discard the groups of incomplete requested batches that can't be trained any more, as they became too old:
+        their agent may have died before it completed the other groups."""
         for group in [group for batch in queue.requested.incomplete() for group in batch.groups]:
             if refusal := group.refusal(queue.step, queue.settings_of(group.event.batch)):
                 await self.discard(queue, group, refusal)
 
     async def _end_incomplete_batches(self) -> None:
-        """Discard the groups of requested batches that are to end.
+        """Discard the groups of incomplete requested batches that came to their timeout or hold too many groups.
 
         At most half of the groups that the log delivers without an acknowledgement may wait for others of their batch:
         with all of them, the log would deliver no more."""

@@ -33,11 +33,12 @@ from trainer.checkpoints.validation import Validation
 from trainer.distillation.prompts import HintedPrompts
 from trainer.engine.engine import Engine
 from trainer.engine.images import ImageUnusableError
-from trainer.engine.late import LateRunsError, is_late
+from trainer.engine.late import LateRunsError
 from trainer.engine.model import load_settings
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import StepResult, TrainState, UntrainableError, Weights
 from trainer.sequences import TokenSequence
+from trainer.staleness import is_adapter_kept, is_late, versions_kept
 
 logger = get_logger("trainer.learner")
 
@@ -101,38 +102,34 @@ class Learner:
     # -- recovery ------------------------------------------------------------------------------------------------
 
     def open_folder(self) -> None:
-        """Begin to write checkpoints. No other process may write those of this model from here on."""
+        """Prepare the folder of the model's checkpoints, where only this process may write from now on, and read which
+        step is the best one."""
         self.checkpoints.prepare_folder()
         self.validation = Validation(self.checkpoints.best(), self.settings.best_min_trajectories)
 
     def resume(self, step: int) -> None:
-        """Load the checkpoint of `step` from disk, and those adapters of earlier steps within the staleness bound that
-        are on disk undamaged. Raises `CheckpointError` if the checkpoint is missing or damaged; `ConfigError` if it
-        was trained on another base model or with another shape of the adapter."""
+        """Load the checkpoint of `step` from disk, with the undamaged adapters of the steps before whose tokens may
+        still be trained. Raises `CheckpointError` if the checkpoint is missing or damaged; `ConfigError` if it was
+        trained on another base model or with another shape of the adapter."""
         manifest, files = self.checkpoints.read(step)
         earlier = {}
         for n in self.checkpoints.steps():
-            if self.is_within_staleness(n, step):
+            if is_adapter_kept(n, step, self.settings):
                 with passed_over_if_damaged():
                     earlier[n] = weights_of(self.checkpoints.read(n)[1])
         self.resume_from(manifest.event, files, earlier)
 
-    def is_within_staleness(self, earlier: int, step: int) -> bool:
-        """Whether tokens that the version of the step `earlier` sampled may be trained after `step`, so that its
-        adapter is kept to check their logprobs."""
-        return step - self.settings.max_staleness - 1 <= earlier < step
-
     def resume_from(
         self, event: CheckpointPublished, files: Mapping[str, bytes], earlier: Mapping[int, Weights]
     ) -> None:
-        """Continue from a checkpoint, on disk or not: `files` are those of its adapter, with the training state if
-        there is one, and `earlier` the adapters of the steps before it. Without the training state, the optimizer is a
-        fresh one. Raises `ConfigError` as `resume` does."""
+        """Continue from the checkpoint of `event`. `files`: those of its adapter, with the training state if there is
+        one; without it, the optimizer is a fresh one. `earlier`: adapters of the steps before it, by step. Raises
+        `ConfigError` as `resume` does."""
         model = self.engine.model
         require_compatible(event, files, model.base_digest, model.lora, event.version)
-        state = self._state_of(event.step, files)
+        state = self._state_in(files, event.step)
         state.history |= earlier
-        if self.is_within_staleness(0, event.step):
+        if is_adapter_kept(0, event.step, self.settings):
             state.history[0] = self._first_adapter
         # If the adapter does not fit, the error is raised now, not in a step.
         model.load_adapter(state.weights)
@@ -144,18 +141,19 @@ class Learner:
                 checkpoints=str(self.checkpoints.folder),
             )
 
-    def _state_of(self, step: int, files: Mapping[str, bytes]) -> TrainState:
-        """The training state in a checkpoint's files; without one, its adapter under a fresh optimizer."""
+    def _state_in(self, files: Mapping[str, bytes], step: int) -> TrainState:
+        """The training state in a checkpoint's files, as that of `step`; without one, the files' adapter with a fresh
+        optimizer."""
         if STATE_FILE in files:
             return state_of(step, files)
         return self.engine.state_with(step, weights_of(files))
 
-    def _state_from(self, start: Start, step: int) -> TrainState:
-        """The state of a version or an adapter from elsewhere, as that of `step`. Raises `ConfigError` as `resume`
-        does, and if the adapter does not fit the model."""
+    def _checked_state(self, start: Start, step: int) -> TrainState:
+        """The training state of a version or an adapter from elsewhere, as that of `step`. Raises `ConfigError` as
+        `resume` does, and if the adapter does not fit the model."""
         model = self.engine.model
         require_compatible(start.event, start.files, model.base_digest, model.lora, start.source)
-        state = self._state_of(step, start.files)
+        state = self._state_in(start.files, step)
         try:
             model.load_adapter(state.weights)
         except ValueError as error:
@@ -166,16 +164,16 @@ class Learner:
 
     def begin(self, start: Start) -> PendingStep:
         """Write the checkpoint of `models.0.start`, from which training begins: a version of a lake keeps its step, a
-        PEFT adapter becomes step 1. Raises `ConfigError` as `_state_from` does."""
-        state = self._state_from(start, start.event.step if start.event else 1)
+        PEFT adapter becomes step 1. Raises `ConfigError` as `_checked_state` does."""
+        state = self._checked_state(start, start.event.step if start.event else 1)
         return self.write_step(state, source=start.source)
 
     def adopt(self, start: Start) -> PendingStep:
         """Write the next checkpoint with a version of another branch or lake, optimizer included: training goes on from
-        it. Raises `ConfigError` as `_state_from` does."""
+        it. Raises `ConfigError` as `_checked_state` does."""
         step = self.state.step + 1
-        theirs = self._state_from(start, step)
-        state = dataclasses.replace(theirs, history=self.state.history | {step: theirs.weights})
+        adopted = self._checked_state(start, step)
+        state = dataclasses.replace(adopted, history=self.state.history | {step: adopted.weights})
         return self.write_step(state, source=start.source, started_at=now_us())
 
     # -- groups --------------------------------------------------------------------------------------------------
@@ -238,8 +236,9 @@ class Learner:
         dropped: Sequence[TokenSequence] = (),
         **fields: Any,
     ) -> PendingStep:
-        """Write the checkpoint of `state` to disk: that of a step over `batch` under `settings`, which left out the
-        sequences `dropped`, or over something else than groups. `fields`: further fields of its event."""
+        """Write the checkpoint of `state`, the state after a step, to disk. `batch`: the groups of the step, none for a
+        step over something else; `dropped`: their sequences that were left out; `settings`: those of the step;
+        `fields`: further fields of the checkpoint's event."""
         settings = settings or self.settings
         files = adapter_files(state.weights, self.engine.model.lora, self.model.base)
         files[STATE_FILE] = state_bytes(state)
@@ -265,7 +264,7 @@ class Learner:
             branch=self.config.trainer.branch,
             **fields,
         )
-        discarded = _too_large(batch, dropped, version)
+        discarded = _too_large_discards(batch, dropped, version)
         manifest = Manifest(event=event, config=msgspec.to_builtins(settings), discarded=discarded)
         crash.point("trainer.before_checkpoint")
         self.checkpoints.write(manifest, files)
@@ -274,8 +273,9 @@ class Learner:
     def untrainable_alone(
         self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None = None
     ) -> dict[GroupWithHistory, str]:
-        """Find out which groups made a batch untrainable: compute a step over each alone and abandon it. Returns those
-        that fail alone, with the reason; none where `settings_for` refuses the request's settings. Blocks."""
+        """Find out which groups made a batch untrainable: compute a step over each group alone and abandon it. Returns
+        the groups that fail alone, with the reason; none where `settings_for` refuses the request's settings.
+        Blocks."""
         try:
             settings = self.settings_for(request)
         except UntrainableError:
@@ -292,12 +292,13 @@ class Learner:
         return reasons
 
     def late_groups(self, batch: Sequence[GroupWithHistory], request: TrainingBatch | None) -> list[GroupWithHistory]:
-        """Return the groups of a batch with late sequences (`trainer.late`)."""
+        """Return the groups of a batch with late sequences (`trainer.staleness.is_late`)."""
         settings = self.settings_for(request)
         return [g for g in batch if any(is_late(s, self.state.step, settings) for s in g.sequences)]
 
     def settings_for(self, request: TrainingBatch | None) -> TrainerConfig:
-        """The settings of a step. Raises `UntrainableError` if those that the request chose can't be used."""
+        """The settings of a step for `request`, which may choose some of them. Raises `UntrainableError` if these can't
+        be used."""
         if request is None:
             return self.settings
         try:
@@ -306,11 +307,12 @@ class Learner:
             raise UntrainableError(f"the batch's settings can't be used: {error}") from error
 
     def _batch_id(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig) -> str:
+        """Return the id of the step over `batch` that continues the current version."""
         return batch_id(self.version, tuple(g.event.group for g in batch), config_hash(settings))
 
     def _compute(self, batch: Sequence[GroupWithHistory], settings: TrainerConfig, max_attempts: int) -> StepResult:
-        """Compute a step. The state is unchanged. Raises `UntrainableError`, also after `max_attempts` computations of
-        the batch that had no end because the process died."""
+        """Compute a step over `batch`; `self.state` is unchanged. Raises `UntrainableError`, also if the process died
+        in `max_attempts` earlier computations of the batch."""
         attempt = self.checkpoints.count_attempt(self._batch_id(batch, settings))
         if attempt > max_attempts:
             raise UntrainableError(f"the trainer died or failed {max_attempts} times while it computed this batch")
@@ -322,20 +324,20 @@ class Learner:
             budget = self.engine.passes.budget
             budget.tokens = max(1, settings.memory.tokens_per_batch >> (attempt - 1))
         group_of = [i for i, g in enumerate(batch) for _ in g.sequences]
-        made, metrics = cap_graders(batch, settings, self.config.feedback.max_share)
-        result = self.engine.step(self.state, made, group_of)
-        return dataclasses.replace(result, metrics=result.metrics | metrics)
+        examples, grader_metrics = cap_graders(batch, settings, self.config.feedback.max_share)
+        result = self.engine.step(self.state, examples, group_of)
+        return dataclasses.replace(result, metrics=result.metrics | grader_metrics)
 
     def make_current(self, pending: PendingStep) -> None:
         """Make the step current, after its event is on the log. Deletes checkpoints that are no longer needed."""
         self.state = pending.state
         del self.discarded[: pending.discarded]
-        keep = max(self.settings.keep_checkpoints, self.settings.max_staleness + 2)
+        keep = max(self.settings.keep_checkpoints, versions_kept(self.settings))
         best = self.validation.best
         self.checkpoints.prune(keep, frozenset({best.step} if best else ()))
 
 
-def _too_large(
+def _too_large_discards(
     batch: Sequence[GroupWithHistory], dropped: Sequence[TokenSequence], version: str
 ) -> tuple[GroupDiscarded, ...]:
     """Return a `too_large` discard for each group with `dropped` sequences. It names the trajectories of these."""
@@ -357,24 +359,24 @@ def _too_large(
 
 
 def make_engines(config: Config, process_group: ProcessGroup | None = None) -> dict[str, Engine]:
-    """The engine of each model, by the model's name. Models share one if they have the same base and load settings. The
-    engines are made, and numbered, in the same order in every process."""
+    """Return the engine of each model, by the model's name. Models share one if they have the same base and load
+    settings. The engines are made, and numbered, in the same order in every process."""
     engines: dict[tuple[object, ...], Engine] = {}
     engine_of = {}
     for model in config.models:
         settings = config.trainer_of(model)
-        loaded_as = (model.base, *load_settings(settings).values())
-        if loaded_as not in engines:
-            engines[loaded_as] = Engine(model.base, settings, process_group, len(engines))
-        engine_of[model.name] = engines[loaded_as]
+        key = (model.base, *load_settings(settings).values())
+        if key not in engines:
+            engines[key] = Engine(model.base, settings, process_group, len(engines))
+        engine_of[model.name] = engines[key]
     return engine_of
 
 
 def make_learners(config: Config, process_group: ProcessGroup | None = None) -> dict[str, Learner]:
-    """A learner for each configured model, by name, with its engine (`make_engines`)."""
+    """Return a learner for each configured model, by name, with its engine (`make_engines`). Raises `ConfigError` if a
+    model's settings do not work with its engine."""
     engine_of = make_engines(config, process_group)
-    learners = {}
-    for model in config.models:
-        engine_of[model.name].configure(config.trainer_of(model))
-        learners[model.name] = Learner(config, model, engine_of[model.name])
+    learners = {model.name: Learner(config, model, engine_of[model.name]) for model in config.models}
+    for learner in learners.values():
+        learner.engine.configure(learner.settings)
     return learners

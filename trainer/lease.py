@@ -32,7 +32,9 @@ from trainer.checkpoints.commits import TrainerError
 logger = get_logger("trainer.lease")
 
 _TTL_S = 10.0
+"""Seconds after which a lease that is not renewed expires."""
 _RENEW_S = 3.0
+"""Seconds between two renewals."""
 _POLL_S = 1.0
 """Seconds between two attempts of a waiting trainer to take the lease."""
 _LOCK = "trainer.lock"
@@ -48,6 +50,7 @@ class Lease:
         folder = Checkpoints.of(config, config.models[0].name).folder.parent
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / _LOCK).open("a")
+        # The lease's holder, by the boot of its machine, and device and inode of its lock: no other file has all three.
         file, boot = os.fstat(self._file.fileno()), Path("/proc/sys/kernel/random/boot_id").read_text()
         self._value = f"{boot.strip()} {file.st_dev} {file.st_ino}".encode()
 
@@ -82,7 +85,8 @@ class Lease:
                 logger.warning("the lease was not renewed", reason=str(error))
 
     async def release(self) -> None:
-        """Let a waiting trainer go on at once."""
+        """Give up the lease if this trainer has it, so that a waiting trainer can take it at once. A log that does not
+        answer is no error: the lease runs out."""
         with anyio.move_on_after(_POLL_S, shield=True), suppress(BrokerError):
             if await self.take():  # else it is another one's
                 await key_value.delete(self._broker, streams.FLEET.name, self._key)

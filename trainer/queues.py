@@ -42,13 +42,13 @@ class ModelQueue:
     waiting: deque[AdmittedGroup] = field(default_factory=deque)
     """The waiting groups of no requested batch, in stream order."""
     read_ahead: dict[AdmittedGroup, GroupWithHistory] = field(default_factory=dict)
-    """Those of them whose exchanges are read."""
+    """Waiting groups whose exchanges were read before their turn."""
     candidates: list[AdmittedGroup] = field(default_factory=list)
     """Groups on their way from the queue to the batch."""
     batch: Batch = field(default_factory=Batch)
     earlier_runs: dict[float, EarlierRuns] = field(default_factory=dict)
-    """By `loss.turn_discount`, which a requested batch may choose: those of the discounts with which a group was
-    compared with them (`trainer.loss.baseline`)."""
+    """The earlier runs that groups are compared with (`trainer.loss.baseline`), by `loss.turn_discount`, which a
+    requested batch may choose."""
 
     @property
     def step(self) -> int:
@@ -56,11 +56,12 @@ class ModelQueue:
 
     @property
     def settings(self) -> TrainerConfig:
+        """The trainer's settings for the model, without those that a requested batch chooses."""
         return self.learner.settings
 
     def settings_of(self, request: TrainingBatch | None) -> TrainerConfig:
-        """The settings of a step for `request`. Where those that it chose can't be used, they are the trainer's; its
-        step is refused then."""
+        """The settings of a step for `request`. If it chose settings that can't be used, these are the trainer's: the
+        step itself refuses the request."""
         try:
             return self.learner.settings_for(request)
         except UntrainableError:
@@ -68,6 +69,7 @@ class ModelQueue:
 
     @property
     def finished(self) -> bool:
+        """Whether the model has reached `trainer.max_steps`; 0 means no limit."""
         return 0 < self.settings.max_steps <= self.step
 
     @property
@@ -85,8 +87,8 @@ class ModelQueue:
         yield from self.requested.groups()
 
     def find(self, event: GroupScored) -> AdmittedGroup | None:
-        """Return the group with the name of an event that is held here: the event was delivered again, or the group was
-        scored again after the log lost its first event. `None` if there is none."""
+        """Return the group of this queue that has the event's name; `None` if there is none. There is one if the event
+        was delivered again, or if the group was scored again after the log lost its first event."""
         for group in self.groups():
             # Names first: thousands of groups may wait, and a subject takes time to build.
             if group.event.group == event.group and group.event.subject() == event.subject():
@@ -94,7 +96,7 @@ class ModelQueue:
         return None
 
     def add(self, group: AdmittedGroup) -> None:
-        """Queue a group in stream order. That of a requested batch has begun it (`RequestedBatches.begin`)."""
+        """Queue a group in stream order. For a group of a requested batch, `RequestedBatches.begin` was called."""
         if group.event.batch is None:
             # A redelivered group may come behind newer ones.
             insort(self.waiting, group, key=lambda other: other.place.seq)
@@ -107,14 +109,15 @@ class ModelQueue:
         complete = self.requested.take_complete()
         if complete is None:
             return False
-        # Groups of a step that was not full yet.
+        # The groups of a step that was not full yet wait again.
         self.waiting.extendleft(group.admitted for group in reversed(self.batch.groups))
         self.read_ahead |= {group.admitted: group for group in self.batch.groups}
         self.batch, self.candidates = Batch(request=complete.request), complete.groups
         return True
 
     def take_waiting(self) -> bool:
-        """Make waiting groups the candidates for what the batch lacks. Returns whether there are any."""
+        """Take as many waiting groups as the batch lacks out of the queue, and make them the candidates. Returns
+        whether there are any."""
         missing = self.settings.groups_per_step - len(self.batch.groups)
         self.candidates = [self.waiting.popleft() for _ in range(min(missing, len(self.waiting)))]
         return bool(self.candidates)
@@ -125,20 +128,21 @@ class ModelQueue:
         self.batch.groups = [g for g in self.batch.groups if g.admitted is not group]
 
     async def read_candidates(self) -> list[tuple[AdmittedGroup, GroupWithHistory | Refusal]]:
-        """Read the exchanges of the candidates, where they are not read yet."""
+        """Return each candidate with its history, or with the reason why the history can't be read."""
         groups = self.candidates
-        read = await concurrently(self._read, groups)
+        results = await concurrently(self._read, groups)
         for group in groups:
             self.read_ahead.pop(group, None)
-        return list(zip(groups, read, strict=True))
+        return list(zip(groups, results, strict=True))
 
     async def read_next(self) -> None:
-        """Read the exchanges of the groups that the next step probably trains, while this one is computed. A group that
-        is refused stays in the queue: its turn finds that out again, and discards it."""
+        """Read the exchanges of the groups that the next step probably trains. A group whose exchanges can't be read
+        stays in the queue, and is discarded at its turn."""
         groups = list(self.waiting)[: self.settings.groups_per_step]
-        for group, read in zip(groups, await concurrently(self._read, groups), strict=True):
-            if isinstance(read, GroupWithHistory):
-                self.read_ahead[group] = read
+        for group, result in zip(groups, await concurrently(self._read, groups), strict=True):
+            if isinstance(result, GroupWithHistory):
+                self.read_ahead[group] = result
 
     async def _read(self, group: AdmittedGroup) -> GroupWithHistory | Refusal:
+        """Return the group with its history, or why that can't be read; without the log if it was read before."""
         return self.read_ahead.get(group) or await self.histories.read(group)

@@ -34,6 +34,7 @@ from trainer.checkpoints.consumed import Consumed
 from trainer.checkpoints.start import read_start
 from trainer.checkpoints.tensors import weights_of
 from trainer.learner import Learner
+from trainer.staleness import is_adapter_kept
 
 logger = get_logger("trainer.recovery")
 
@@ -64,13 +65,14 @@ async def catch_up(commits: Commits, learner: Learner) -> list[CheckpointPublish
     return [*published, *(manifest.event for manifest in unpublished)]
 
 
-async def unacknowledged(
+async def unacknowledged_groups(
     broker: Broker, consumer: ConsumerSpec, consumed: Consumed
 ) -> tuple[int, list[LogEntry[GroupScored]]]:
-    """Return how many messages a trainer before this one held when it died, and the groups among them or behind them
-    that were delivered, in stream order: the server delivers them again only after `ack_wait`, behind newer groups.
+    """Return the number of messages that a trainer before this one had not acknowledged when it died, and all groups
+    after the ack floor that the server has delivered, in stream order. The trainer reads them from the log, because the
+    server delivers them again only after `ack_wait`, behind newer groups.
 
-    Those that are discarded or dead letters are added to `consumed`."""
+    Groups among them that were discarded or are dead letters are added to `consumed`."""
     info = await broker.consumer_info(consumer)
     pending = int(info.num_ack_pending or 0)
     if not pending:
@@ -78,7 +80,7 @@ async def unacknowledged(
     floor = int(info.ack_floor.stream_seq) if info.ack_floor else 0
     delivered = int(info.delivered.stream_seq) if info.delivered else 0
     discarded = {
-        _key(e)
+        _identity(e)
         for r in await broker.read(GroupDiscarded, start_seq=floor + 1)
         # `too_large` concerns some trajectories; the group itself trains.
         if (e := r.event).by == "trainer" and e.reason != "too_large"
@@ -88,18 +90,20 @@ async def unacknowledged(
     groups = [r for r in await broker.read(GroupScored, start_seq=floor + 1) if r.seq <= delivered]
     for recorded in groups:
         group = recorded.event
-        if recorded.place in dead or _key(group) in discarded:
+        if recorded.place in dead or _identity(group) in discarded:
             consumed.add(recorded.place)
     return pending, groups
 
 
-def _key(event: GroupScored | GroupDiscarded) -> tuple[str, ...]:
-    """What tells apart the groups of a log: one id may name a group of each split, project, model and verdict set."""
+def _identity(event: GroupScored | GroupDiscarded) -> tuple[str, ...]:
+    """Return what identifies a group on the log: each project, branch, model, split and verdict set may have a group of
+    the same name."""
     return event.project, event.branch, event.model, event.group, event.split, event.judge
 
 
 async def _log_id(broker: Broker) -> str:
-    """When POLICY was created. It identifies the log: restarts and power cuts of the server do not change it."""
+    """Return the time at which the stream POLICY was created. It identifies the log: restarts and power cuts of the
+    server do not change it."""
     info = await broker.stream_info(stream_of(CheckpointPublished))
     if info.created is None:
         raise TrainerError(
@@ -121,8 +125,8 @@ async def _begin(commits: Commits, learner: Learner) -> Manifest:
 async def _resume_from(
     commits: Commits, learner: Learner, last: CheckpointPublished, published: Sequence[CheckpointPublished]
 ) -> None:
-    """Load the checkpoint `last`: from disk if it is there, else from the object store, with those adapters of earlier
-    steps within the staleness bound that are there."""
+    """Load the checkpoint `last` from disk, or from the object store if the disk does not have it. From the store it
+    comes with the adapters of the steps before whose tokens may still be trained, as far as the store has them."""
     try:
         manifest, _ = await run_sync(learner.checkpoints.read, last.step)
     except CheckpointError as error:
@@ -141,7 +145,7 @@ async def _resume_from(
         logger.warning("no training state in the object store", version=last.version, reason=str(error))
     earlier = {}
     for event in published:
-        if learner.is_within_staleness(event.step, last.step):
+        if is_adapter_kept(event.step, last.step, learner.settings):
             # Without its adapter, the logprobs of that version's tokens are not checked.
             with contextlib.suppress(HistoryGoneError), passed_over_if_damaged():
                 earlier[event.step] = weights_of(await fetch_adapter(commits.broker, event))
@@ -200,6 +204,7 @@ def _refuse_foreign_log(learner: Learner, published: Sequence[CheckpointPublishe
 
 
 def _foreign_log(learner: Learner, why: str) -> TrainerError:
+    """Return the error for checkpoints on disk that belong to another log, which `why` shows."""
     return TrainerError(
         f"{why}: {learner.checkpoints.folder} holds checkpoints of another log. Point nats.url at their log, or "
         "use a fresh run_dir."

@@ -37,6 +37,7 @@ class RequestedBatch:
 
     @property
     def complete(self) -> bool:
+        """Whether no group needs to be waited for."""
         return self.settled.issuperset(self.request.groups)
 
 
@@ -96,7 +97,7 @@ class RequestedBatches:
         batch.changed = anyio.current_time()
 
     def settle(self, event: GroupScored) -> None:
-        """Let the batch of a discarded group go on without it."""
+        """Remove a discarded group from its batch, which then no longer waits for it."""
         request = event.batch
         batch = self._batches.get(_key(request)) if request is not None else None
         if batch is None:
@@ -105,7 +106,7 @@ class RequestedBatches:
         batch.changed = anyio.current_time()
         batch.groups = [group for group in batch.groups if group.event.group != event.group]
         if not batch.groups:
-            del self._batches[_key(batch.request)]  # the next group of it, if there is one, begins it again
+            del self._batches[_key(batch.request)]  # the batch's next group, if there is one, begins it again
 
     @property
     def complete(self) -> RequestedBatch | None:
@@ -125,9 +126,10 @@ class RequestedBatches:
 def batches_to_end(
     of_models: Mapping[str, RequestedBatches], most_groups: int
 ) -> list[tuple[str, RequestedBatch, str]]:
-    """Return the incomplete batches that are to be discarded, each with its model and the reason. These are the batches
-    to which nothing came for their `timeout_s`. If more than `most_groups` groups wait in the others, they are also the
-    oldest batches of the owner with the most waiting groups, one after the other, until no more than that wait."""
+    """Return the incomplete batches that are to be discarded, as (model, batch, reason). These are the batches in which
+    no group was scored or discarded for their `timeout_s`. If more than `most_groups` groups wait in the others, they
+    are also the oldest batches of the owner with the most waiting groups, one after the other, until no more than
+    `most_groups` wait."""
     now = anyio.current_time()
     ended: list[tuple[str, RequestedBatch, str]] = []
     waiting: dict[str, deque[tuple[str, RequestedBatch]]] = {}

@@ -40,16 +40,16 @@ from pipeline.log.broker import Broker, BrokerError, LogEntry
 from pipeline.telemetry.logs import get_logger
 from pipeline.versions.loaded import LoadedVersions
 from trainer.learner import Learner
+from trainer.staleness import versions_kept
 
 logger = get_logger("trainer.retention")
 
 _PolicyEvent = CheckpointPublished | PolicyLoaded | PolicyUnloaded | PolicyRetired | PolicyEvaluated
 
 _SWEEP_EVERY_S = 3600.0
+"""Seconds between two removals of incomplete uploads and old events."""
 _ORPHAN_AGE_S = 3600.0
 """Parts of uploads that are older than this belong to no upload in progress."""
-
-
 _STATES = 2
 """Training states that stay in the object store: the newest, and the one before it for a start at a shorter log."""
 
@@ -101,15 +101,15 @@ class ModelHistory:
         """The versions of a branch, oldest first."""
         return sorted((v for v in self.versions.values() if v.branch == branch), key=lambda v: v.step)
 
-    def states(self, before_us: int) -> set[str]:
-        """The training states that are kept: those of the newest versions of each branch, and those of versions that
-        were published after `before_us`. A branch begins with the state of the version that it was forked from, so
-        branches share objects."""
+    def states_to_keep(self, since_us: int) -> set[str]:
+        """Return the object names of the training states that stay: those of the newest versions of each branch, and of
+        versions that were published after `since_us` (stream time). A branch begins with the state of the version that
+        it was forked from, so branches share objects."""
         newest = [v for b in {v.branch for v in self.versions.values()} for v in self.of_branch(b)[-_STATES:]]
-        return {v.state for v in [*newest, *(v for v in self.versions.values() if v.at > before_us)]}
+        return {v.state for v in [*newest, *(v for v in self.versions.values() if v.at > since_us)]}
 
     def forget(self, version: Version) -> None:
-        """The version's adapter is no longer in the object store."""
+        """Leave out a version whose adapter is no longer in the object store."""
         del self.versions[version.branch, version.version]
 
 
@@ -123,7 +123,7 @@ class Retention:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget what was read from the log: a power cut may have taken its end."""
+        """Forget what was read from the log: a power cut may have taken the log's end."""
         self._models = {name: ModelHistory() for name in self._learners}
         self._pinned: dict[str, TrajectoryOpened] = {}
         """The openings of the trajectories that were pinned to a version and may be open."""
@@ -161,8 +161,8 @@ class Retention:
     # -- one model -----------------------------------------------------------------------------------------------
 
     async def _retire_and_remove(self, name: str, learner: Learner) -> None:
-        """Retire the versions of a model that are not needed, withdraw that for those that are needed again, and remove
-        those whose time of grace is over."""
+        """Retire the versions of a model that are not needed, withdraw the retirement of those that are needed again,
+        and remove those that were retired `retention.grace_s` ago."""
         history = self._models[name]
         versions = history.of_branch(self._branch)
         needed = await self._needed(name, learner, versions)
@@ -179,9 +179,9 @@ class Retention:
                 await self._remove(history, version)
 
     async def _remove_states(self, history: ModelHistory) -> None:
-        """Remove the branch's training states but those that `ModelHistory.states` keeps, once the store had
-        `retention.grace_s` to copy them to the lake."""
-        kept = history.states(int((time.time() - self._settings.grace_s) * 1e6))
+        """Remove the branch's training states but those that `ModelHistory.states_to_keep` names. States younger than
+        `retention.grace_s` stay, because the store may not have copied them to the lake yet."""
+        kept = history.states_to_keep(int((time.time() - self._settings.grace_s) * 1e6))
         own = {v.state for v in history.of_branch(self._branch)}
         for state in own - kept - self._removed_states - {""}:
             await objects.remove(self._broker, streams.ADAPTERS_BUCKET, state)
@@ -190,8 +190,7 @@ class Retention:
     async def _needed(self, name: str, learner: Learner, versions: Sequence[Version]) -> set[str]:
         """The names of the versions of a model that are needed, as the module's docstring says. `versions` are those of
         its branch, oldest first."""
-        # The version that is trained on, those that tokens still to be trained may come from, and the next one.
-        newest = max(self._settings.adapters, learner.settings.max_staleness + 2)
+        newest = max(self._settings.adapters, versions_kept(learner.settings))
         best = learner.validation.best
         needed = {v.version for v in versions[-newest:]}
         needed |= {v.version for v in versions if best is not None and v.step == best.step}
@@ -211,6 +210,7 @@ class Retention:
         return needed
 
     async def _publish_retired(self, model: str, version: Version, *, withdrawn: bool = False) -> None:
+        """Publish that a version is retired, or that its retirement is withdrawn."""
         await self._broker.publish(
             PolicyRetired(
                 project=self._project, model=model, version=version.version, branch=version.branch, withdrawn=withdrawn
@@ -264,10 +264,9 @@ class Retention:
             keys: dict[str, Any] = {"project": self._project, "trajectory": trajectory}
             group = group_key(opened.group, trajectory)
             completed = await self._broker.read_last(TrajectoryCompleted, **keys, model=opened.model, group_key=group)
-            if completed is not None:
+            # The stream's retention may have removed the events of a trajectory.
+            if completed is not None or await self._broker.read_last(TrajectoryOpened, **keys) is None:
                 del self._pinned[trajectory]
-            elif await self._broker.read_last(TrajectoryOpened, **keys) is None:
-                del self._pinned[trajectory]  # removed by the stream's retention
             else:
                 out.add(opened.pinned)
         return out
@@ -285,7 +284,7 @@ class Retention:
 
     async def delete_old_events(self, before_us: int) -> int:
         """Delete the events of POLICY that are older than `before_us` (stream time in microseconds) and belong to
-        removed versions. Decisions stay: a rollback goes back through them. Returns how many."""
+        removed versions. Decisions stay: a rollback goes back through them. Returns the number of deleted events."""
         deleted = 0
         for name in self._learners:
             events: Sequence[LogEntry[_PolicyEvent]] = await self._broker.read_all(

@@ -68,7 +68,7 @@ class TokenSequence:
 
 
 class _Builder:
-    """A sequence that is being put together of the prompts and replies of successive calls."""
+    """Builds one sequence from the prompts and replies of successive calls."""
 
     def __init__(self) -> None:
         self.ids = np.zeros(0, np.int32)
@@ -77,6 +77,7 @@ class _Builder:
         """Loss mask, logprobs, steps, temperatures, cuts and calls of every part added."""
 
     def is_prefix_of(self, prompt: npt.NDArray[np.int32]) -> bool:
+        """Whether `prompt` begins with the tokens added so far."""
         return len(self.ids) <= len(prompt) and np.array_equal(self.ids, prompt[: len(self.ids)])
 
     def add(
@@ -98,10 +99,12 @@ class _Builder:
         self.ids = np.concatenate([self.ids, ids])
 
     def add_context(self, ids: npt.NDArray[np.int32]) -> None:
+        """Append tokens that are not trained."""
         n = len(ids)
         self.add(ids, np.zeros(n, np.bool_), np.full(n, np.nan, np.float32), -1, Sampling(), -1)
 
     def sequence(self, trajectory: str) -> TokenSequence:
+        """Return the tokens added so far as a sequence of the run `trajectory`."""
         parts = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         loss_mask, logprobs, steps, temperatures, cuts, calls = parts
         loss_mask[:1] = False  # no token before it predicts the first one
@@ -112,8 +115,8 @@ class _Builder:
 
 
 _NOT_IN_THE_CONVERSATION = ("side_call", "cancelled", "failed", "unsure")
-"""Reasons not to train a reply (`untrained_reason`) for which it is no context of later calls either, as far as the log
-knows. Other replies that are not trained are."""
+"""Reasons of `untrained_reason` for which a reply is no part of the conversation either: it is not even context of
+later calls. A reply that is not trained for another reason is context."""
 
 
 def build(
@@ -161,11 +164,13 @@ def build(
             sampling if reproducible else Sampling(),
             exchange.seq,
         )
-    return [s for s in (b.sequence(trajectory) for b in builders) if s.loss_mask.any()]
+    sequences = [builder.sequence(trajectory) for builder in builders]
+    return [sequence for sequence in sequences if sequence.loss_mask.any()]
 
 
 def _in_order(exchanges: Iterable[ExchangeRecorded]) -> list[ExchangeRecorded]:
-    """Return a run's calls and their choices in order. One that was recorded twice, as after a retry, counts once."""
+    """Return a run's exchanges in the order of their calls and choices. An exchange that was recorded twice, as after a
+    retry, is returned once."""
     unique: dict[tuple[int, int], ExchangeRecorded] = {}
     for exchange in exchanges:
         unique.setdefault((exchange.seq, exchange.choice), exchange)
@@ -173,9 +178,9 @@ def _in_order(exchanges: Iterable[ExchangeRecorded]) -> list[ExchangeRecorded]:
 
 
 def _with_prompt(builders: list[_Builder], prompt: npt.NDArray[np.int32], images: tuple[bytes, ...]) -> _Builder:
-    """Return the sequence that a call continues, with the call's prompt as context at its end: the longest one that the
-    prompt begins with, else a new one, which is added to `builders`. Prompts with different images may have the same
-    tokens, so the images must be the same, too."""
+    """Return the builder of the sequence that a call continues, after adding the call's prompt to it as context. It is
+    that of the longest sequence that the prompt begins with, else a new one, which is added to `builders`. Prompts with
+    different images may have the same tokens, so the images must be the same, too."""
     prefixes = [b for b in builders if b.is_prefix_of(prompt) and b.images == images[: len(b.images)]]
     builder = max(prefixes, key=lambda b: len(b.ids), default=None)
     if builder is None:
@@ -187,7 +192,8 @@ def _with_prompt(builders: list[_Builder], prompt: npt.NDArray[np.int32], images
 
 
 def _logprobs(exchange: ExchangeRecorded, length: int) -> npt.NDArray[np.float32]:
-    """The recorded logprobs of a call's `length` sampled tokens; NaN for all of them if there is another number."""
+    """Return the recorded logprobs of a call's `length` sampled tokens; NaN for all of them if another number was
+    recorded."""
     logprobs = unpack_logprobs(exchange.logprobs)
     # Where the numbers differ, no logprob can be assigned to its token.
     return logprobs if len(logprobs) == length else np.full(length, np.nan, np.float32)

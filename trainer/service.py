@@ -51,15 +51,16 @@ from trainer.retention import Retention
 logger = get_logger("trainer")
 
 _RECONNECT_CHECK_S = 1.0
+"""Seconds between two checks of whether the connection to the log was made anew."""
 _EXCHANGE_MEMORY_BYTES = 32 * 1024 * 1024
-"""A trajectory's exchanges are read one after the other, and once: more of them need not be remembered."""
+"""Limit on the exchanges that the broker keeps in memory: the trainer reads each trajectory's only once."""
 _EMPTY_CHECK_S = 0.5
 """Seconds between two checks of whether a trainer that is to end (`until_empty`) has all groups."""
 
 
 class Trainer:
-    """Trains the models of `learners` from the groups on the log. `broker` must outlive it. `gpu` is asked for the
-    trainer's turn before each computation."""
+    """Trains the models of `learners` from the groups on the log. `broker` must outlive it. Steps are computed in turns
+    of `gpu`."""
 
     def __init__(self, config: Config, broker: Broker, learners: Mapping[str, Learner], gpu: GpuTurns) -> None:
         self.config, self.broker, self._gpu = config, broker, gpu
@@ -143,8 +144,8 @@ class Trainer:
         return min(ready, key=lambda q: q.step, default=None)
 
     async def _fill_batch(self, queue: ModelQueue) -> bool:
-        """Move groups that can train at the current step into the batch. Returns whether the batch is full. A requested
-        batch comes before other groups, and is full with what is left of it."""
+        """Move groups that can train at the current step into the batch. Returns whether the batch can be trained: one
+        of `trainer.groups_per_step` groups is full, and a requested one, which comes first, has a group left."""
         if queue.take_requested():
             await self._move_candidates(queue)
             return bool(queue.batch.groups)
@@ -155,7 +156,7 @@ class Trainer:
         return len(queue.batch.groups) == full
 
     async def _move_candidates(self, queue: ModelQueue) -> None:
-        """Move the candidates that can train at the current step into the batch."""
+        """Move the candidates that can train at the current step into the batch, and discard the others."""
         queue.batch.groups += await self._trainable(queue, await queue.read_candidates())
         queue.candidates = []
 
@@ -182,8 +183,8 @@ class Trainer:
         return trainable
 
     async def _step(self, queue: ModelQueue) -> None:
-        """Train the batch and commit the step. A batch that can't be trained loses the groups at fault; what is left of
-        it waits for more groups, or is trained if it was requested."""
+        """Train the batch and commit the step. If the batch can't be trained, the groups at fault are taken out of it;
+        the others wait for more groups, or are trained at once if the batch was requested."""
         # A group that the log lost and that was scored again may be in the batch.
         await self.require_whole_log()
         try:
@@ -225,20 +226,21 @@ class Trainer:
             try:
                 async with self._gpu.turn():
                     return await run_sync(queue.learner.train_step, queue.batch.groups, queue.batch.request)
-            except UntrainableError as caught:
-                error = caught  # raised below, as a task group would wrap it
+            except UntrainableError as untrainable:
+                error = untrainable  # raised below, as a task group would wrap it
         assert error is not None
         raise error
 
     async def _refuse_late(self, queue: ModelQueue, why: str) -> None:
-        """Make the late tokens of the batch context, and take the groups out of it that have no others."""
+        """Make the late tokens of the batch context, because their correction was refused for the reason `why`. Groups
+        without another token to train are discarded."""
         late = queue.learner.late_groups(queue.batch.groups, queue.batch.request)
         groups = [replace(g, late_refused=why) if g in late else g for g in queue.batch.groups]
         queue.batch.groups = await self._trainable(queue, [(g.admitted, g) for g in groups])
 
     async def _remove_faulty(self, queue: ModelQueue, error: UntrainableError) -> None:
-        """Move the groups that made their batch fail to the dead letters: those that can't be trained alone, or all if
-        each of them can."""
+        """Move the groups that made their batch fail by `error` to the dead letters: those that can't be trained alone,
+        or all groups if each can be trained alone."""
         batch = queue.batch
         reasons = dict.fromkeys(batch.groups, str(error))
         if len(batch.groups) > 1:
@@ -258,8 +260,8 @@ def user_of(config: Config) -> str:
 async def train(
     config: Config, ready: Ready, process_group: ProcessGroup | None = None, *, until_empty: bool = False
 ) -> None:
-    """Train until every model has reached `trainer.max_steps`, or until cancelled if that is 0. With `until_empty`, end
-    too once the log has no more groups for a full step.
+    """Train until every model has reached `trainer.max_steps`, or until cancelled if that is 0. With `until_empty`,
+    training also ends once the log has no more groups for a full step.
 
     `ready` is called once recovery is complete. `process_group` connects to the other processes that share the passes
     of a step. Raises `TrainerError` if disk and log do not belong together; `LogShrankError`, in a group."""

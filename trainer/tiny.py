@@ -107,10 +107,11 @@ def choice_loss(
     words: Sequence[str],
     taught: Sequence[tuple[Chat, Sequence[Sequence[float]]]],
 ) -> torch.Tensor:
-    """The loss of imitating a teacher whose every reply is one of `words`, each of them one token.
+    """Return the loss of imitating a teacher whose every reply is one of `words`, each of them one token.
 
     `taught` holds conversations, and for each assistant turn the teacher's probability of each word. The loss is the
-    divergence from the teacher in nats a turn, with that of the end token after the word: 0 for a perfect imitation."""
+    divergence from the teacher in nats a turn, plus the negative logprob of the end token after the word: 0 for a
+    perfect imitation."""
     assistant, end = tokenizer.convert_tokens_to_ids([ROLES[2], END])
     word_ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(words)))
     ids_BT = _encoded(tokenizer, [chat for chat, _ in taught])
@@ -125,8 +126,8 @@ def choice_loss(
 
 
 def pretrain(model: Qwen3ForCausalLM, loss_of: Callable[[int], torch.Tensor], steps: int) -> None:
-    """Minimise the loss that `loss_of` returns for each step's number, on a batch of its own. With `steps` 0 the
-    weights stay random.
+    """Train `model` for `steps` steps; step k minimises the loss `loss_of(k)`, which draws a batch of its own. With 0
+    steps the weights stay random.
 
     Muon trains the layers' matrices: it imitates a teacher far better than AdamW alone after equal steps
     (docs/decisions/sdk.md)."""
@@ -140,7 +141,8 @@ def pretrain(model: Qwen3ForCausalLM, loss_of: Callable[[int], torch.Tensor], st
     ]
 
     def rate(step: int) -> float:
-        """Rises over the first twentieth, and falls from 0.3 of the steps on."""
+        """Return the factor on the learning rate: it rises over the first twentieth of the steps, and falls from 0.3 of
+        them to 0.02 at the end."""
         left = (steps - step) / (0.7 * steps)
         return min((step + 1) / (0.05 * steps + 1), 1.0) * (0.02 + 0.98 * min(left, 1.0))
 
@@ -160,8 +162,8 @@ def pretrain(model: Qwen3ForCausalLM, loss_of: Callable[[int], torch.Tensor], st
 
 
 def arguments(doc: str | None, out: Path, *, steps: int) -> argparse.Namespace:
-    """Read the flags of an example's `make_model`: `out`, `seed` and `steps` of pre-training. Sums are then computed
-    by one thread, in the same order whatever the machine's cores."""
+    """Read the flags of an example's `make_model` from the command line: `out`, `seed` and `steps` of pre-training.
+    Also lets PyTorch compute with one thread, so that sums have the same order on every machine."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--seed", type=int, default=0)
@@ -178,7 +180,8 @@ def make(
     width: int = 128,
     mlp: int = 384,
 ) -> None:
-    """Make a model, train it on the loss of each step's number, and save it."""
+    """Make a model of this width, pre-train it on the loss that `loss_of(model, step)` returns, and save it. `args`:
+    from `arguments`."""
     model = make_model(tokenizer, args.seed, width=width, mlp=mlp)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
     pretrain(model, lambda step: loss_of(model, step), args.steps)

@@ -44,8 +44,8 @@ class _PlainLogprobs:
         scale: float | None,
         outputs: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """The logprobs of `labels` [n], the entropy [n], no sum of squares, the mean logit [n], and whether a label is
-        the most probable token [n]. `hidden`: [n, d]."""
+        """Return what the fused function returns: the logprobs of `labels` [n], the entropies [n], `None` for the sum
+        of squares, the mean logits [n], and whether each label is the most probable token [n]. `hidden`: [n, d]."""
         logits = torch.nn.functional.linear(hidden, weight, bias) * (scale or 1.0)
         if softcapping:
             logits = softcapping * torch.tanh(logits / softcapping)
@@ -70,5 +70,5 @@ def plain_logprobs(device: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, theirs in fused.items():
-            setattr(utils, name, theirs)
+        for name, original in fused.items():
+            setattr(utils, name, original)

@@ -35,11 +35,11 @@ from rich.table import Table
 from examples.apprentice.takeover import AT_MOST, FROM, MASTER, take_over
 from examples.common import running, stand_in
 from examples.common.history import rows
-from examples.common.invariants import NEVER, counting
+from examples.common.invariants import count_findings, require_none
 from examples.inbox import demo
 from examples.inbox.agent import MODEL, Sorter
 from examples.inbox.messages import message
-from examples.inbox.report import console, say
+from examples.inbox.report import console, figures, say
 from examples.inbox.ways import MESSAGES, RUBRIC, Way, scoring
 from journeywork import AsyncJourneywork
 from journeywork.evaluation.results import EntrantResult
@@ -74,7 +74,7 @@ def master() -> Iterator[dict[str, Any]]:
 
 
 async def work_with_master(args: argparse.Namespace, up: running.Installation) -> EntrantResult:
-    """Let the master sort messages, and return what it makes of the held-out ones."""
+    """Let the master sort the apprentice's messages, and return its result on the held-out ones."""
     sort = Sorter().rollout(training=False)
     async with AsyncJourneywork(await up.ready()) as client:
         messages = [message("train", RUNS_FROM + number, args.seed) for number in range(RUNS)]
@@ -86,26 +86,23 @@ async def work_with_master(args: argparse.Namespace, up: running.Installation) -
 
 
 def conclude(
-    scores: dict[str, EntrantResult], taken: dict[str, Any], run_dir: Path, args: argparse.Namespace, seconds: float
-) -> list[str]:
-    """Write and print the report: the `scores` of master, first and last version, and what `take_over` returned. Return
-    what must not be in the history and is."""
+    scores: dict[str, EntrantResult], takeover: dict[str, Any], run_dir: Path, args: argparse.Namespace, seconds: float
+) -> None:
+    """Write and print the report: the `scores` of master, first and last version, and the result of `take_over`.
+    `seconds`: of the whole demo. Raises `ExampleError` if the history holds what it must not."""
     sft, rl = scores["sft"], scores["rl"]
     money = {row["version"]: row["usd"] for row in rows(run_dir, MONEY)}
-    found = {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER)) if row["count"]}
-    quality: dict[str, dict[str, Any]] = {
-        name: {"value": e.mean, "ci95": [e.low, e.high], "n": e.count}
-        for name, e in ((n, result.estimate("solved")) for n, result in scores.items())
-    }
+    findings = {name: count for name, count in count_findings(run_dir).items() if count}
+    quality = {name: figures(result.estimate("solved")) for name, result in scores.items()}
     written = {
         "seed": args.seed,
         "quality": quality,
-        "money_per_task": {"master": money[f"outside:{MASTER}"], "now": taken["usd_after"]},
+        "money_per_task": {"master": money[f"outside:{MASTER}"], "now": takeover["usd_after"]},
         "healing": rows(run_dir, HEALED)[0],
-        **taken,
+        **takeover,
         "versions": {"sft": sft.version, "rl": rl.version},
         "wall_s": round(seconds, 1),
-        "findings": found,
+        "findings": findings,
     }
     (run_dir / "report.json").write_text(json.dumps(written, indent=1) + "\n", "utf-8")
     table = Table("", "answered by", "held-out messages solved", "95 % interval", "USD for a task")
@@ -114,12 +111,13 @@ def conclude(
         table.add_row(name, version, f"{score['value']:.3f}", f"{low:.3f} to {high:.3f}", f"{money[version]:.6f}")
     console.print(table)
     console.print(
-        f"decision: {taken['decision']['verdict']}; {MODEL} answers {taken['share']:.1%} of the calls to {MASTER}, "
-        f"which cost {100 * taken['usd_after']:.4f} cents a task instead of {100 * money[f'outside:{MASTER}']:.4f}\n"
+        f"decision: {takeover['decision']['verdict']}; {MODEL} answers {takeover['share']:.1%} of the calls to "
+        f"{MASTER}, which cost {100 * takeover['usd_after']:.4f} cents a task instead of "
+        f"{100 * money[f'outside:{MASTER}']:.4f}\n"
         f"share and money over time: {run_dir / 'takeover.svg'}\n"
         f"{seconds:.0f} s in all, report: {run_dir / 'report.json'}"
     )
-    return [f"{count:,} times {name}" for name, count in found.items()]
+    require_none(findings)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -143,31 +141,24 @@ def main(argv: list[str] | None = None) -> None:
             settings = {**demo.settings_of(args), "outside": [table]}
             running.make_room(run_dir)
             say(f"the master sorts {RUNS} messages and {args.held_out} held-out ones")
-            up = running.Installation(
-                run_dir, demo.SETTINGS, settings, "--services", "gateway,judge,store", *running.flags(args)
-            )
-            try:
-                by_master = anyio.run(work_with_master, args, up)
-            finally:
-                up.stop()
+            services = ("--services", "gateway,judge,store")
+            with running.Installation(run_dir, demo.SETTINGS, settings, *services, *running.flags(args)) as up:
+                master_result = anyio.run(work_with_master, args, up)
             say(f"journeywork apprentice --runs {RUNS}")
             options = f"--runs {RUNS} --least 1 --test-share 0 -- --epochs 2".split()
             options += demo.tuning(args)
-            print(running.on_the_log(run_dir, demo.SETTINGS, settings, running.flags(args), "apprentice", *options))
+            print(running.run_command(run_dir, demo.SETTINGS, settings, running.flags(args), "apprentice", *options))
             settings["outside"] = [{**table, "apprentice": MODEL, "shadow_percent": 100.0}]
             numbers = (*range(MESSAGES), *range(FROM, FROM + AT_MOST))
             score = scoring(message("train", number, args.seed) for number in numbers)
             with stand_in.judging(score) as judge:
-                up = running.Installation(run_dir, demo.SETTINGS, settings | judge | HEALING, *running.flags(args))
-                try:
+                settings |= judge | HEALING
+                with running.Installation(run_dir, demo.SETTINGS, settings, *running.flags(args)) as up:
                     compared, _ = anyio.run(demo.play, Way("function"), args, up)
                     sft, rl, _ = compared.entrants
-                    taken = anyio.run(take_over, rl.version, args, up)
-                finally:
-                    up.stop()
-        scores = {"master": by_master, "sft": sft, "rl": rl}
-        if findings := conclude(scores, taken, run_dir, args, time.monotonic() - args.began):
-            raise running.ExampleError("the history holds what it must not: " + "; ".join(findings))
+                    takeover = anyio.run(take_over, rl.version, args, up)
+        scores = {"master": master_result, "sft": sft, "rl": rl}
+        conclude(scores, takeover, run_dir, args, time.monotonic() - args.began)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ WRONG_SHARE = 0.05
 
 
 def _sentences(table: dict[str, dict[Split, list[str]]]) -> dict[str, str]:
+    """Return the team or urgency of each sentence of a table."""
     return {sentence: name for name, splits in table.items() for texts in splits.values() for sentence in texts}
 
 
@@ -30,8 +31,8 @@ _TEAM, _URGENCY = _sentences(PROBLEMS), _sentences(URGENCIES)
 def answer(text: str) -> str:
     """Return what the master answers to a message."""
     team, urgency = (next((name for s, name in table.items() if s in text), "") for table in (_TEAM, _URGENCY))
-    drawn = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
-    if drawn < WRONG_SHARE:
+    fraction = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32  # uniform over messages
+    if fraction < WRONG_SHARE:
         team = next(name for name in sorted(PROBLEMS) if name != team)
     order = re.search(r"\b\d{4}\b", text)
     fields = {"team": team, "urgency": urgency, "order": int(order[0]) if order else None}

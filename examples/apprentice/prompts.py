@@ -41,7 +41,6 @@ PROMPT_TOKENS = 768
 EXAMPLES = 6
 """The most examples in a prompt."""
 _HERE = "examples.apprentice.prompts"
-_BY_TEXT = {said.text: said for said in TASKS}
 _PROMPT_OF_GEPA = re.compile(r"```\n(.*?)\n```", re.S)
 
 
@@ -60,21 +59,22 @@ async def play(run: Trajectory, task: Message) -> float:
     return share(right)
 
 
-def better_prompt(asked: str) -> str:
-    """Return the stand-in's answer to GEPA's request for a better prompt, which shows the present one and attempts."""
-    present = _PROMPT_OF_GEPA.search(asked)
-    shown = [said for text, said in _BY_TEXT.items() if text in asked]
+def better_prompt(request: str) -> str:
+    """Return the stand-in's answer to GEPA's request for a better prompt. The request shows the present prompt and
+    attempts with it. Raises `ValueError` for another request."""
+    present = _PROMPT_OF_GEPA.search(request)
+    shown = [task for task in TASKS if task.text in request]
     if present is None or not shown:
         raise ValueError("this is no request for a prompt of the inbox")
-    earlier = [said for said in TASKS if said.text in present[1]]
-    chosen = list(dict.fromkeys([*earlier, *shown]))
-    if len(chosen) > EXAMPLES:
-        chosen = random.Random(asked).sample(chosen, EXAMPLES)
+    earlier = [task for task in TASKS if task.text in present[1]]
+    examples = list(dict.fromkeys([*earlier, *shown]))
+    if len(examples) > EXAMPLES:
+        examples = random.Random(request).sample(examples, EXAMPLES)
     lines = [
         SYSTEM,
         f"team is one of {', '.join(sorted(PROBLEMS))}. urgency is one of {', '.join(sorted(URGENCIES))}.",
         "order is the number with four digits. Write nothing but the JSON.",
-        *(f"Message: {said.text}\nAnswer: {said.right}" for said in chosen),
+        *(f"Message: {example.text}\nAnswer: {example.right}" for example in examples),
     ]
     return "```\n" + "\n".join(lines) + "\n```"
 
@@ -87,7 +87,8 @@ def writer() -> Iterator[str]:
 
 
 def compare(version: str, by: str, url: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Improve the prompt of a version, and return how it and the agent's own do on the held-out messages."""
+    """Let `journeywork prompt` improve the prompt of a version. Return the rates of solved held-out messages with the
+    agent's own prompt and with the best one. `by`: address of the writer of prompts; `url`: of the gateway."""
     folder = args.run_dir / "prompts"
     folder.mkdir(exist_ok=True)
     (folder / "agent.txt").write_text(SYSTEM, "utf-8")
@@ -98,11 +99,11 @@ def compare(version: str, by: str, url: str, args: argparse.Namespace) -> dict[s
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ExampleError(f"journeywork prompt failed:\n{done.stderr[-3000:]}")
-    told = json.loads(done.stdout)
-    solved = [next(m for m in entrant["measures"] if m["name"] == "solved") for entrant in told["entrants"]]
-    found = [{"value": s["mean"], "ci95": [s["low"], s["high"]]} for s in solved]
+    report = json.loads(done.stdout)
+    solved = [next(m for m in entrant["measures"] if m["name"] == "solved") for entrant in report["entrants"]]
+    rates = [{"value": s["mean"], "ci95": [s["low"], s["high"]]} for s in solved]
     difference = {name: solved[-1].get(name) for name in ("difference", "difference_low", "difference_high")}
-    return {"version": version, "own": found[0], "best": found[-1], "better": told["better"], **difference}
+    return {"version": version, "own": rates[0], "best": rates[-1], "better": report["better"], **difference}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -124,18 +125,14 @@ def main(argv: list[str] | None = None) -> None:
         last = json.loads((args.run_dir / "report.json").read_text())["versions"]["rl"]
         settings = {**demo.settings_of(args), "vllm.max_model_len": PROMPT_TOKENS}
         services = ("--services", "gateway,sampler,store")
-        up = Installation(args.run_dir, demo.SETTINGS, settings, *services, *flags(args))
-        try:
+        with Installation(args.run_dir, demo.SETTINGS, settings, *services, *flags(args)) as up, writer() as by:
             url, rows = anyio.run(up.ready), []
-            with writer() as by:
-                for version in (demo.BASE, last):
-                    say(f"journeywork prompt {version} …")
-                    rows.append(compare(version, by, url, args))
-        finally:
-            up.stop()
-    told = json.dumps(rows, indent=1)
-    (args.run_dir / "prompts.json").write_text(f"{told}\n", "utf-8")
-    print(told)
+            for version in (demo.BASE, last):
+                say(f"journeywork prompt {version} …")
+                rows.append(compare(version, by, url, args))
+    report = json.dumps(rows, indent=1)
+    (args.run_dir / "prompts.json").write_text(f"{report}\n", "utf-8")
+    print(report)
 
 
 if __name__ == "__main__":

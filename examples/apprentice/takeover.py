@@ -47,10 +47,12 @@ OVER_TIME = f"""SELECT epoch(time_bucket(INTERVAL 10 SECOND, opened_at)) AS s,
   sum(apprentice_calls) / sum(calls) AS share, sum(cost_usd) / count(*) AS usd
 FROM takeovers WHERE model = '{MASTER}' AND epoch(opened_at) >= {{since}} GROUP BY 1 HAVING sum(calls) > 0 ORDER BY 1"""
 _SETTLE_S = 120.0
+"""Longest time to wait for the store to write what was recorded."""
 
 
 async def _read(run_dir: Path, query: str, enough: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Return the row of a query once it is enough, or as it is after a while: the store writes every few seconds."""
+    """Return the row of a query once `enough(row)` is true, or after `_SETTLE_S` as it is then: the store writes every
+    few seconds."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         (row,) = await anyio.to_thread.run_sync(rows, run_dir, query)
@@ -60,6 +62,7 @@ async def _read(run_dir: Path, query: str, enough: Callable[[dict[str, Any]], bo
 
 
 async def _decide(run_dir: Path, *command: str) -> str:
+    """Run `journeywork decide`, and return what it printed. Raises `ExampleError` if it fails."""
     done = await anyio.run_process([JOURNEYWORK, "decide", *command, "--run-dir", str(run_dir)], cwd=ROOT, check=False)
     if done.returncode:
         raise ExampleError(f"journeywork decide {command[0]} failed:\n{done.stderr.decode()[-3000:]}")
@@ -67,7 +70,7 @@ async def _decide(run_dir: Path, *command: str) -> str:
 
 
 async def take_over(version: str, args: argparse.Namespace, up: Installation) -> dict[str, Any]:
-    """Compare `version` with the master unseen, let it take over, and return what the report says of it."""
+    """Compare `version` with the master unseen, let it take over, and return the figures of the report."""
     run_dir, began, played = up.run_dir, time.time(), 0
     async with AsyncJourneywork(await up.ready()) as client:
 
@@ -99,13 +102,14 @@ async def take_over(version: str, args: argparse.Namespace, up: Installation) ->
             say(f"how sure the apprentice is does not tell which {QUALITY:.0%} agree: all its answers are shown")
             print(await _decide(run_dir, *begin), flush=True)
 
-        async def look(over: anyio.CancelScope) -> None:
+        async def watch(sorting: anyio.CancelScope) -> None:
+            """Wait for the decision, then stop the sorting of messages."""
             print(await _decide(run_dir, "watch", MASTER, "--every", "5"), flush=True)
-            over.cancel()
+            sorting.cancel()
 
         with anyio.move_on_after(args.take_over_s):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(look, tasks.cancel_scope)
+                tasks.start_soon(watch, tasks.cancel_scope)
                 while True:
                     await sort_messages(ROUND)
         decided = time.time()
@@ -129,15 +133,16 @@ async def take_over(version: str, args: argparse.Namespace, up: Installation) ->
 
 
 def _decision(run_dir: Path) -> dict[str, Any]:
-    """Return what was decided, with the interval that it rests on."""
+    """Return the recorded decision, with the interval of the difference that it rests on; the verdict `continue` if
+    there is none."""
     recorded = [json.loads(row["evidence"]) for row in rows(run_dir, EVIDENCE) if row["evidence"]]
     if not recorded:
         return {"verdict": "continue"}
     evidence, metric = recorded[0], recorded[0]["findings"][0]
-    chosen = evidence["candidate"] if evidence["verdict"] == "promote" else evidence["control"]
+    version = evidence["candidate"] if evidence["verdict"] == "promote" else evidence["control"]
     return {
         "verdict": evidence["verdict"],
-        "version": chosen,
+        "version": version,
         "shares": [share["percent"] for share in evidence["shares"]],
         "margin": MARGIN,
         "cascade": evidence["plan"]["cascade"],

@@ -40,14 +40,14 @@ GROUP BY r.group_id ORDER BY max(t.completed_at)
 
 
 def as_json(estimate: Estimate) -> dict[str, Any]:
-    """The estimate for a JSON file. A bound that is infinite or unknown is `null`."""
+    """Return an estimate for a JSON file. A bound that is infinite or unknown is `None`."""
     low, high = (value if math.isfinite(value) else None for value in (estimate.low, estimate.high))
     return {"mean": estimate.mean, "ci95": [low, high], "count": estimate.count}
 
 
 def training_points(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The points of a training curve from the groups' mean rewards and sizes in the order of their ends. What is left
-    over at the end is part of the last point."""
+    """Return the points of a training curve. `groups`: mean reward and number of runs of each group, in the order of
+    their ends. Groups that do not fill a point are part of the last one."""
     size = max(GROUPS_A_POINT, -(-len(groups) // POINTS))
     count = max(len(groups) // size, 1)
     points, runs = [], 0
@@ -118,22 +118,22 @@ def draw(recorded: dict[str, Any]) -> str:
 
 
 def record(folder: Path, run_dirs: list[Path]) -> None:
-    """Put the reports of these runs into the example's `curve.json`, whose `unit` and `measure` stay."""
-    data = folder / "curve.json"
-    known = json.loads(data.read_text()) if data.exists() else {"unit": "runs", "measure": "mean reward"}
-    known["runs"] = [json.loads((run_dir / "report.json").read_text()) for run_dir in run_dirs]
-    data.write_text(json.dumps(known, indent=1) + "\n")
+    """Write the reports of these runs to the example's `curve.json`. Its `unit` and `measure` stay."""
+    file = folder / "curve.json"
+    recorded = json.loads(file.read_text()) if file.exists() else {"unit": "runs", "measure": "mean reward"}
+    recorded["runs"] = [json.loads((run_dir / "report.json").read_text()) for run_dir in run_dirs]
+    file.write_text(json.dumps(recorded, indent=1) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.common.curve")
     parser.add_argument("folder", type=Path, help="the example's folder")
     parser.add_argument("run_dirs", type=Path, nargs="*", help="its recorded runs, one for each seed")
-    given = parser.parse_args()
-    if given.run_dirs:
-        record(given.folder, given.run_dirs)
-    out = given.folder / "curve.svg"
-    out.write_text(draw(json.loads((given.folder / "curve.json").read_text())))
+    args = parser.parse_args()
+    if args.run_dirs:
+        record(args.folder, args.run_dirs)
+    out = args.folder / "curve.svg"
+    out.write_text(draw(json.loads((args.folder / "curve.json").read_text())))
     sys.stdout.write(f"{out}\n")
     return 0
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
+from examples.common.history import rows
+from examples.common.running import ExampleError
+
 NEVER: dict[str, str] = {
     # Calls of training runs follow the newest version; those of evaluations are pinned to one.
     "a call answered by an older version than a call that had ended when it began": """
@@ -56,7 +62,7 @@ NEVER: dict[str, str] = {
     "a logprob above 0, or one that is no number": """
         SELECT count(*) FROM (SELECT unnest(logprobs) AS logprob FROM exchanges)
         WHERE logprob > 0 OR NOT isfinite(logprob)""",
-    "a reward or a score outside of -1 to 1, the range of rewards in this game": """
+    "a reward or a score outside of -1 to 1, the range of rewards in the examples": """
         SELECT (SELECT count(*) FROM rewards WHERE NOT reward BETWEEN -1 AND 1)
             + (SELECT count(*) FROM verdicts WHERE NOT score BETWEEN -1 AND 1)""",
     "a run whose calls are not numbered from 0 without a gap, or of which some are missing": """
@@ -82,3 +88,14 @@ NEVER: dict[str, str] = {
 def counting(queries: dict[str, str]) -> str:
     """Return a query with a row for each of `queries`: its name in `finding`, its result in `count`."""
     return " UNION ALL ".join(f"SELECT '{name}' AS finding, ({query}) AS count" for name, query in queries.items())
+
+
+def count_findings(run_dir: Path) -> dict[str, int]:
+    """Return the number of findings of each query of `NEVER` over a run's history."""
+    return {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER))}
+
+
+def require_none(findings: Mapping[str, int]) -> None:
+    """Raise `ExampleError` if a query of `count_findings` has findings."""
+    if faults := [f"{count:,} times {name}" for name, count in findings.items() if count]:
+        raise ExampleError("the history holds what it must not: " + "; ".join(faults))

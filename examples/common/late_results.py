@@ -30,6 +30,7 @@ from journeywork import AsyncJourneywork, JourneyworkError
 NAME = "result"
 """Name of the signal, and of the reward that it becomes."""
 AT_ONCE = 16
+"""Results that are posted at the same time."""
 _ROLES = {"agent": "agent", "results": "feedback", "operator": "operator"}
 
 
@@ -63,7 +64,7 @@ def settings_on_the_job(keys: dict[str, str], delay_s: float, idle_s: float) -> 
 
 @contextlib.asynccontextmanager
 async def open_desk(gateway: str, key: str, delay_s: float) -> AsyncIterator[Desk]:
-    """Run the desk, which ends with the block."""
+    """Start the desk with an API key, and yield it; it ends with the block."""
     command = [sys.executable, "-m", "examples.common.late_results", "--gateway", gateway, "--delay", str(delay_s)]
     environment = {**os.environ, "JOURNEYWORK_API_KEY": key}
     async with await anyio.open_process(command, env=environment, cwd=ROOT, stderr=None) as process:
@@ -83,8 +84,8 @@ class Desk:
         self._stdin: ByteSendStream = process.stdin
         self._stdout, self._sending = process.stdout, anyio.Lock()
 
-    async def tell(self, answer: str, result: float, words: str = "") -> None:
-        """Hand over the result of the run that just ended with the answer of this id."""
+    async def report(self, answer: str, result: float, words: str = "") -> None:
+        """Hand over the result of the run that has just ended. `answer`: id of the run's last answer."""
         line = json.dumps({"answer": answer, "result": result, "ended": time.time(), "words": words})
         async with self._sending:
             await self._stdin.send(f"{line}\n".encode())
@@ -96,7 +97,7 @@ class Desk:
 
 
 async def report(gateway: str, delay_s: float) -> dict[str, int]:
-    """Post the result of each game from standard input when it is due. Return how many the gateway took and refused.
+    """Post the result of each run from standard input when it is due. Return how many the gateway took and refused.
 
     A gateway that is away or overloaded is asked again, for two minutes. Only the first refusal is printed: the others
     mostly have the same cause."""
@@ -104,12 +105,13 @@ async def report(gateway: str, delay_s: float) -> dict[str, int]:
     limit = anyio.CapacityLimiter(AT_ONCE)
     async with AsyncJourneywork(gateway, api_key=os.environ.get("JOURNEYWORK_API_KEY", "none")) as client:
 
-        async def say(game: dict[str, Any]) -> None:
-            await anyio.sleep(max(game["ended"] + delay_s - time.time(), 0.0))
-            answer, result = game["answer"], game["result"]
+        async def post(run: dict[str, Any]) -> None:
+            """Post the result of a run when it is due, after the words about it."""
+            await anyio.sleep(max(run["ended"] + delay_s - time.time(), 0.0))
+            answer, result = run["answer"], run["result"]
             try:
                 async with limit:
-                    if words := game.get("words"):  # before the result, at which the run is scored
+                    if words := run.get("words"):  # before the result, at which the run is scored
                         await client.feedback(answer, name="words", text=words, key=f"words/{answer}")
                     await client.feedback(answer, name=NAME, value=result, about="run", key=f"result/{answer}")
             except JourneyworkError as error:
@@ -120,16 +122,16 @@ async def report(gateway: str, delay_s: float) -> dict[str, int]:
                 counts["taken"] += 1
 
         async with anyio.create_task_group() as tasks:
-            # A read can't be stopped: an error of a game must not wait for the next line.
+            # A read can't be stopped: an error of a post must not wait for the next line.
             while line := await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
-                tasks.start_soon(say, json.loads(line))
+                tasks.start_soon(post, json.loads(line))
     return counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.common.late_results")
     parser.add_argument("--gateway", required=True)
-    parser.add_argument("--delay", type=float, default=60.0, help="seconds after the end of a game")
+    parser.add_argument("--delay", type=float, default=60.0, help="seconds after the end of a run")
     args = parser.parse_args()
     print(json.dumps(anyio.run(report, args.gateway, args.delay)))
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import openai
@@ -38,55 +38,30 @@ class ExampleError(Exception):
 
 
 class Installation:
-    """`journeywork up` in a process of its own, with its run directory `run_dir`."""
+    """`journeywork up` in a process of its own. Use it in a `with` block, at whose end it is stopped."""
 
     def __init__(self, run_dir: Path, config: Path, overrides: Mapping[str, Any], *flags: str) -> None:
-        """`overrides` are settings by their dotted names, `flags` more of the command's flags."""
+        """Start the process. `config`: file of settings; `overrides`: settings by their dotted names; `flags`: further
+        flags of the command."""
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        given = [part for key, value in overrides.items() for part in ("--set", f"{key}={json.dumps(value)}")]
-        with (run_dir / "up.log").open("wb") as sink:
+        settings = [part for key, value in overrides.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+        with (run_dir / "up.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [JOURNEYWORK, "up", "--config", str(config), "--run-dir", str(run_dir), *given, *flags],
+                [JOURNEYWORK, "up", "--config", str(config), "--run-dir", str(run_dir), *settings, *flags],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
             )
 
-    def check(self) -> None:
-        """Raises `ExampleError` if it has ended."""
-        if self.process.poll() is not None:
-            tail = (self.run_dir / "up.log").read_text("utf-8", "replace")[-3000:]
-            raise ExampleError(f"journeywork up ended with code {self.process.returncode}:\n{tail}")
+    def __enter__(self) -> Self:
+        return self
 
-    async def ready(self) -> str:
-        """Return the gateway's URL, once everything works."""
-        path = self.run_dir / "state.json"
-        while True:
-            self.check()
-            if path.exists() and (state := json.loads(path.read_text()))["ready"]:
-                return str(state["urls"]["gateway"])
-            await anyio.sleep(LOOK_EVERY_S)
-
-    def usage(self) -> dict[str, dict[str, float]]:
-        """Return what each service has taken so far, with its child processes: the sum of their largest resident
-        memories in MB, and processor time in seconds."""
-        state = read_state(self.run_dir)
-        assert state is not None
-        found = {}
-        for name, service in state.services.items():
-            family = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
-            times = [process.cpu_times() for process in family]
-            found[name] = {
-                "memory_mb": round(sum(_largest_memory_mb(process.pid) for process in family), 1),
-                "processor_s": round(sum(t.user + t.system for t in times), 1),
-            }
-        return found
-
-    def stop(self) -> None:
-        """Stop the installation after the store has written everything that the log holds."""
+    def __exit__(self, *_: object) -> None:
+        """Stop the installation after the store has written everything that the log holds. Raises `ExampleError` if it
+        does not stop."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -96,18 +71,48 @@ class Installation:
                 self.process.wait()
                 raise ExampleError(f"journeywork up did not stop; see {self.run_dir}/logs") from None
 
+    def check(self) -> None:
+        """Raise `ExampleError` if the process has ended."""
+        if self.process.poll() is not None:
+            tail = (self.run_dir / "up.log").read_text("utf-8", "replace")[-3000:]
+            raise ExampleError(f"journeywork up ended with code {self.process.returncode}:\n{tail}")
 
-def on_the_log(run_dir: Path, config: Path, settings: Mapping[str, Any], up_flags: Sequence[str], *command: str) -> str:
-    """Run a command of `journeywork` on a stopped installation, whose log and store it starts. Return what the command
+    async def ready(self) -> str:
+        """Wait until all services are ready, and return the gateway's URL. Raises `ExampleError` if the process
+        ends."""
+        path = self.run_dir / "state.json"
+        while True:
+            self.check()
+            if path.exists() and (state := json.loads(path.read_text()))["ready"]:
+                return str(state["urls"]["gateway"])
+            await anyio.sleep(LOOK_EVERY_S)
+
+    def usage(self) -> dict[str, dict[str, float]]:
+        """Return what each service and its child processes have used so far: the sum of their peak resident memories in
+        MB, and processor time in seconds."""
+        state = read_state(self.run_dir)
+        assert state is not None
+        usage = {}
+        for name, service in state.services.items():
+            family = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
+            times = [process.cpu_times() for process in family]
+            usage[name] = {
+                "memory_mb": round(sum(_peak_memory_mb(process.pid) for process in family), 1),
+                "processor_s": round(sum(t.user + t.system for t in times), 1),
+            }
+        return usage
+
+
+def run_command(
+    run_dir: Path, config: Path, settings: Mapping[str, Any], up_flags: Sequence[str], *command: str
+) -> str:
+    """Run a command of `journeywork` while the log and the store of a stopped installation run. Return what the command
     printed. Raises `ExampleError` if it fails."""
-    log = Installation(run_dir, config, settings, "--services", "store", *up_flags)
-    try:
-        anyio.run(log.ready)
+    with Installation(run_dir, config, settings, "--services", "store", *up_flags) as up:
+        anyio.run(up.ready)
         name, *options = command
         argv = [JOURNEYWORK, name, "--run-dir", str(run_dir), *options]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-    finally:
-        log.stop()
     if done.returncode:
         raise ExampleError(f"journeywork {name} failed:\n{done.stderr[-3000:]}")
     return done.stdout
@@ -116,32 +121,34 @@ def on_the_log(run_dir: Path, config: Path, settings: Mapping[str, Any], up_flag
 def supervised_step(
     run_dir: Path, config: Path, settings: Mapping[str, Any], up_flags: Sequence[str], rows: list[Any], *tuning: str
 ) -> None:
-    """Train the base model on conversations, `rows` of `messages`, by `journeywork train`: step 1 of the history."""
+    """Train the base model on conversations by `journeywork train`, as step 1 of the history. `rows`: each with its
+    `messages`; `tuning`: further flags of the command. The other parameters as in `run_command`."""
     folder = run_dir / "examples"
     folder.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    on_the_log(run_dir, config, settings, up_flags, "train", "--on", str(folder), "--as", "sft", *tuning)
+    run_command(run_dir, config, settings, up_flags, "train", "--on", str(folder), "--as", "sft", *tuning)
 
 
-def _largest_memory_mb(pid: int) -> float:
+def _peak_memory_mb(pid: int) -> float:
+    """Return the peak resident memory of a process, in MB."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["VmHWM"].split()[0]) / 1000
 
 
 def disk_mb(folder: Path) -> float:
-    """Return what the files of a folder take on the disk, in MB."""
+    """Return the disk space that the files of a folder take, in MB."""
     return round(sum(file.lstat().st_blocks for file in folder.rglob("*")) * 512 / 1e6, 1)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `journeywork up` is given too: `flags` returns them."""
+    """Add the flags that are handed on to `journeywork up`."""
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="any setting")
     parser.add_argument("--vllm-url", help="an inference server that serves the base model already")
 
 
 def flags(args: argparse.Namespace) -> list[str]:
-    """Return what `add_flags` read, as flags of `journeywork up`."""
-    settings = [part for given in args.set for part in ("--set", given)]
+    """Return the flags of `add_flags` as the arguments that `journeywork up` takes."""
+    settings = [part for setting in args.set for part in ("--set", setting)]
     return settings + (["--vllm-url", args.vllm_url] if args.vllm_url else [])
 
 
@@ -149,10 +156,10 @@ def fast_bfloat16() -> bool:
     """Return whether this machine's processors multiply bfloat16 in hardware. Elsewhere it is several times slower than
     float32."""
     try:
-        flags = Path("/proc/cpuinfo").read_text("ascii", "replace")
+        processors = Path("/proc/cpuinfo").read_text("ascii", "replace")
     except OSError:
         return False
-    return any(f" {name} " in flags or f" {name}\n" in flags for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return any(f" {name} " in processors or f" {name}\n" in processors for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def agent(run: Trajectory) -> openai.AsyncOpenAI:
@@ -168,8 +175,8 @@ async def served_step(client: AsyncJourneywork, model: str) -> int:
 
 @contextlib.contextmanager
 def as_program(run_dir: Path) -> Iterator[None]:
-    """Run an example within the block: it stops the installation that it started when it is told to end, and ends the
-    program with 1 after an `ExampleError`, which is printed."""
+    """Run an example within the block as a program: Ctrl-C and SIGTERM end it with 130 once the installation has
+    stopped, and an `ExampleError` is printed and ends it with 1."""
     # SIGTERM ends the program as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
@@ -184,8 +191,8 @@ def as_program(run_dir: Path) -> Iterator[None]:
 
 
 def make_room(run_dir: Path) -> None:
-    """Keep an earlier run of this folder beside it, under the time of its last change. Raises `ExampleError` if its
-    installation still runs: it would go on in the new folder."""
+    """Rename the folder of an earlier run, if it is there, to its name with the time of its last change. Raises
+    `ExampleError` if its installation still runs, because that would go on in the renamed folder."""
     if run_dir.exists():
         with (run_dir / "up.lock").open("ab") as lock:
             try:

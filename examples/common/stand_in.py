@@ -41,7 +41,8 @@ def judge(messages: list[dict[str, Any]], score: Score) -> str:
 
 def _completion(request: dict[str, Any], text: str) -> dict[str, Any]:
     """Return the chat completion for a request. Four characters count as a token."""
-    sent, said = sum(len(str(m.get("content", ""))) for m in request["messages"]) // 4, len(text) // 4
+    prompt = sum(len(str(m.get("content", ""))) for m in request["messages"])
+    usage = {"prompt_tokens": prompt // 4, "completion_tokens": len(text) // 4}
     message = {"role": "assistant", "content": text, "refusal": None}
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -49,7 +50,7 @@ def _completion(request: dict[str, Any], text: str) -> dict[str, Any]:
         "created": 0,
         "model": request["model"],
         "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": sent, "completion_tokens": said, "total_tokens": sent + said},
+        "usage": usage | {"total_tokens": sum(usage.values())},
     }
 
 
@@ -62,8 +63,8 @@ def judging(score: Score) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def serving(reply: Callable[[list[dict[str, Any]]], str], key: str = "") -> Iterator[str]:
-    """Answer messages with what `reply` returns, on a free port, while the block runs, and yield the base URL. A
-    `ValueError` of `reply` is a refusal of the request; with `key`, callers without it are refused."""
+    """Serve chat completions on a free port while the block runs, and yield the base URL. `reply` returns the answer to
+    the messages of a request, or raises `ValueError` to refuse it. With `key`, callers without it are refused."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -34,7 +34,7 @@ EXAMPLES = 64
 
 
 def small(recipe: Recipe, base: str) -> Recipe:
-    """Return the recipe as two cores can play it, with the model `base`."""
+    """Return the recipe in sizes for two cores, with the model `base`."""
     return dataclasses.replace(
         recipe,
         base=base,
@@ -93,10 +93,10 @@ def python_with(name: str, source: str) -> Path:
     return python
 
 
-def playing(python: Path, told: dict[str, Any]) -> Any:
-    """Return what `play` printed last. Raises `ExampleError` if it failed."""
+def run_play(python: Path, recipe: dict[str, Any]) -> Any:
+    """Run `play.py` with a recipe, and return the JSON that it printed last. Raises `ExampleError` if it failed."""
     command = [python, HERE / "play.py"]
-    done = subprocess.run(command, input=json.dumps(told), stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, input=json.dumps(recipe), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise running.ExampleError(f"the rollouts ended with code {done.returncode}; see above")
     return json.loads(done.stdout.splitlines()[-1])
@@ -125,17 +125,14 @@ def main(argv: list[str] | None = None) -> None:
         python = python_with(args.name, args.environments)
         running.make_room(run_dir)
         settings = settings_of(args.name, recipe, on_gpu=not args.small)
-        told = {"name": args.name, **dataclasses.asdict(recipe)}
-        if args.small and (right := playing(python, told | {"examples": EXAMPLES})):
-            rows = [{"messages": messages} for messages in right]
+        fields = {"name": args.name, **dataclasses.asdict(recipe)}
+        if args.small and (solutions := run_play(python, fields | {"examples": EXAMPLES})):
+            rows = [{"messages": messages} for messages in solutions]
             tuning = ("--epochs", "4", "--learning-rate", "1e-3", "--set", "trainer.threads=2")
             running.supervised_step(run_dir, SETTINGS, settings, running.flags(args), rows, *tuning)
-        up = running.Installation(run_dir, SETTINGS, settings, *running.flags(args))
-        try:
-            report = {"environment": args.name, "recipe": told}
-            report |= playing(python, told | {"gateway": anyio.run(up.ready)})
-        finally:
-            up.stop()
+        report = {"environment": args.name, "recipe": fields}
+        with running.Installation(run_dir, SETTINGS, settings, *running.flags(args)) as up:
+            report |= run_play(python, fields | {"gateway": anyio.run(up.ready)})
         report |= {"wall_s": round(time.monotonic() - began, 1), "prime_rl": RECIPES[args.name].reached}
         (run_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
         print(

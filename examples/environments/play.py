@@ -34,6 +34,7 @@ async def train(recipe: dict[str, Any]) -> None:
     rewards: list[float] = []
 
     async def episode(run: Trajectory, task: Any) -> float:
+        """Play a task by the calls of `run`. Returns its reward. Raises `RuntimeError` if the episode failed."""
         os.environ[run.id] = run.api_key  # verifiers reads keys from variables only
         try:
             client = verifiers.EvalClientConfig(base_url=run.base_url, api_key_var=run.id)
@@ -80,8 +81,8 @@ def solutions(recipe: dict[str, Any], count: int) -> list[list[dict[str, str]]]:
 
 
 if __name__ == "__main__":
-    told = json.load(sys.stdin)
-    if examples := told.get("examples"):
-        print(json.dumps(solutions(told, examples)))
+    recipe = json.load(sys.stdin)
+    if examples := recipe.get("examples"):
+        print(json.dumps(solutions(recipe, examples)))
     else:
-        anyio.run(train, told)
+        anyio.run(train, recipe)

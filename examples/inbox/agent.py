@@ -19,9 +19,9 @@ MAX_TOKENS = 28
 """The right answer has about 20."""
 
 
-async def ask(agent: openai.AsyncOpenAI, model: str, said: Message, *, temperature: float) -> ChatCompletion:
+async def ask(agent: openai.AsyncOpenAI, model: str, message: Message, *, temperature: float) -> ChatCompletion:
     """Ask the model for a message's team, urgency and order."""
-    prompt: list[Any] = said.prompt
+    prompt: list[Any] = message.prompt
     return await agent.chat.completions.create(
         model=model, messages=prompt, temperature=temperature, max_tokens=MAX_TOKENS
     )
@@ -29,7 +29,7 @@ async def ask(agent: openai.AsyncOpenAI, model: str, said: Message, *, temperatu
 
 @dataclass
 class Sorter:
-    """Agents that sort messages, and what they remember of it for the reader of the demo."""
+    """Agents that sort messages, and what the demo shows of their work."""
 
     answers: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     """Answers to held-out messages, by message and version."""
@@ -47,6 +47,7 @@ class Sorter:
         reward is the share of the fields that are right, if it `reports` one."""
 
         async def sort(run: Trajectory, message: Message) -> float | None:
+            """Ask for the fields of a message, and record the answer. Returns the reward; `None` for no report."""
             reply = await ask(running.agent(run), run.model, message, temperature=float(training))
             answer = reply.choices[0].message.content or ""
             right = right_fields(message, answer)

@@ -67,7 +67,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tuning(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return options of `journeywork train` for a supervised step."""
+    """Return the flags of `journeywork train` for a supervised step."""
     return "--learning-rate", "1e-3", "--seed", str(args.seed), "--set", "trainer.threads=2"
 
 
@@ -84,7 +84,7 @@ def warm_start(run_dir: Path, settings: dict[str, Any], args: argparse.Namespace
 async def train(
     way: Way, client: AsyncJourneywork, sorter: Sorter, args: argparse.Namespace, up: running.Installation
 ) -> int:
-    """Sort messages until the last step is served, or the time is over. Returns the newest step."""
+    """Let agents sort messages until the last step is served or the time is over. Returns the step that is served."""
     last = args.steps + 1
     options: LoopOptions[Message] = LoopOptions(
         "train",
@@ -98,16 +98,17 @@ async def train(
     messages = [message("train", number, args.seed) for number in range(MESSAGES)]
     shown = [message("held_out", number) for number in range(report.SHOWN)]
 
-    async def watch(over: anyio.CancelScope) -> None:
-        told = 0
+    async def watch(training: anyio.CancelScope) -> None:
+        """Show the progress until the last step is served, which ends the training."""
+        shown_at = 0
         while True:
             up.check()
             step = await running.served_step(client, MODEL)
             report.show_progress(sorter, step, last)
             if step == last:
-                over.cancel()
-            if step >= told + SHOW_STEPS:
-                told = step
+                training.cancel()
+            if step >= shown_at + SHOW_STEPS:
+                shown_at = step
                 version = f"{MODEL}@{step}"
                 await client.gather(MODEL, shown, sorter.rollout(training=False), split="val", pinned=version)
                 report.show_answers(sorter, [BASE, WARM, version])
@@ -122,27 +123,30 @@ async def train(
 
 
 async def play(way: Way, args: argparse.Namespace, up: running.Installation) -> tuple[EvaluationReport, Sorter]:
-    """Train. Returns what warm start, last version and base model made of the held-out messages, in this order."""
+    """Evaluate the base model and the warm start, train, and evaluate the last version, on held-out messages. Returns a
+    report with warm start, last version and base model, in this order, and the agents' records."""
     sorter, held_out = Sorter(), [message("held_out", number) for number in range(args.held_out)]
     async with AsyncJourneywork(await up.ready(), api_key=way.operator) as client:
 
         async def evaluate(
-            version: str, said: Sequence[Message] = held_out, baseline: EntrantResult | None = None
+            version: str, messages: Sequence[Message] = held_out, baseline: EntrantResult | None = None
         ) -> EvaluationReport:
+            """Let a version answer held-out messages, and compare it with `baseline`, if there is one."""
+            whole = messages is held_out
             return await client.evaluate(
                 [version],
-                said,
+                messages,
                 sorter.rollout(training=False),
                 concurrency=CONCURRENCY,
                 progress=False,
-                scenarios="held-out messages" if said is held_out else f"the first {len(said)} held-out messages",
+                scenarios="held-out messages" if whole else f"the first {len(messages)} held-out messages",
                 baseline=baseline,
             )
 
-        of_base = held_out[:BASE_MESSAGES]
-        report.say(f"the warm start answers {len(held_out)} held-out messages, the base model {len(of_base)} of them")
+        first = held_out[:BASE_MESSAGES]
+        report.say(f"the warm start answers {len(held_out)} held-out messages, the base model {len(first)} of them")
         (warm,) = (await evaluate(WARM)).entrants
-        (base,) = (await evaluate(BASE, of_base)).entrants
+        (base,) = (await evaluate(BASE, first)).entrants
         report.show_answers(sorter, [BASE, WARM])
         began = time.monotonic()
         step = await train(way, client, sorter, args, up)
@@ -196,14 +200,12 @@ def main(argv: list[str] | None = None) -> None:
             )
         report.say(f"warm start: {EXAMPLES} examples")
         warm_start(run_dir, settings, args)
-        with way_of(args.way, args) as way:
-            up = running.Installation(run_dir, SETTINGS, settings | way.settings, *running.flags(args))
-            try:
-                compared, sorter = anyio.run(play, way, args, up)
-            finally:
-                up.stop()
-        if findings := report.conclude(compared, sorter, run_dir, args, time.monotonic() - args.began):
-            raise running.ExampleError("the history holds what it must not: " + "; ".join(findings))
+        with (
+            way_of(args.way, args) as way,
+            running.Installation(run_dir, SETTINGS, settings | way.settings, *running.flags(args)) as up,
+        ):
+            compared, sorter = anyio.run(play, way, args, up)
+        report.conclude(compared, sorter, run_dir, args, time.monotonic() - args.began)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ ORDERS: dict[Split, list[str]] = {
 
 @dataclass(frozen=True)
 class Message:
-    """A message, and what is right about it."""
+    """A message of a customer, and the right fields of its answer."""
 
     id: str
     text: str
@@ -280,14 +280,15 @@ def message(split: Split, number: int, seed: int = 0) -> Message:
     return Message(name, " ".join(sentences), team, urgency, order)
 
 
-def right_fields(said: Message, answer: str) -> dict[str, float]:
-    """Return 1 or 0 for each field, and for all of them. An answer that is not one JSON object has no right field."""
+def right_fields(message: Message, answer: str) -> dict[str, float]:
+    """Return for each field of the answer to a message whether it is right, 1 or 0, and in `solved` whether all are. An
+    answer that is not one JSON object has no right field."""
     try:
-        found: Any = json.loads(answer)
+        decoded: Any = json.loads(answer)
     except (ValueError, RecursionError):
-        found = None
-    found = found if isinstance(found, dict) else {}
-    fields = {name: float(found.get(name) == getattr(said, name)) for name in ("team", "urgency", "order")}
+        decoded = None
+    answered = decoded if isinstance(decoded, dict) else {}
+    fields = {name: float(answered.get(name) == getattr(message, name)) for name in ("team", "urgency", "order")}
     return {**fields, "solved": float(all(fields.values()))}
 
 

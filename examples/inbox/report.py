@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -15,14 +16,14 @@ from rich.text import Text
 
 from examples.common import curve
 from examples.common.history import ask, rows
-from examples.common.invariants import NEVER, counting
+from examples.common.invariants import NEVER, count_findings, require_none
 from examples.common.running import disk_mb
 from examples.inbox.agent import Sorter
 from examples.inbox.messages import message, right_fields
-from journeywork import EvaluationReport
+from journeywork import Estimate, EvaluationReport
 
 SHOWN = 5
-"""Held-out messages whose answers are printed."""
+"""Number of held-out messages whose answers are printed."""
 
 LINEAGE = """
 SELECT version, group_id, count(DISTINCT trajectory) AS runs, sum(sampled_tokens)::BIGINT AS tokens,
@@ -47,11 +48,17 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def say(text: str) -> None:
+    """Print a line with the time of day."""
     console.print(f"{time.strftime('%H:%M:%S')}  {text}")
 
 
+def figures(estimate: Estimate) -> dict[str, Any]:
+    """Return an estimate as the report has it."""
+    return {"value": estimate.mean, "ci95": [estimate.low, estimate.high], "n": estimate.count}
+
+
 def show_progress(sorter: Sorter, step: int, last: int) -> None:
-    """Print the step that is served, and the share of solved training messages by step, as a row of bars."""
+    """Print the step that is served, `last`, and the share of solved training messages by step, as a row of bars."""
     shares = [fmean(solved) for _, solved in sorted(sorter.solved.items())]
     bars = "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in shares)
     newest = f"{fmean(shares[-4:]):.2f}" if shares else "-"
@@ -74,23 +81,20 @@ def show_answers(sorter: Sorter, versions: Sequence[str]) -> None:
 
 def conclude(
     compared: EvaluationReport, sorter: Sorter, run_dir: Path, args: argparse.Namespace, wall_s: float
-) -> list[str]:
-    """Write the report of warm start, last version and base model, in this order, and print it. Return what must not
-    be in the history and is."""
+) -> None:
+    """Write and print the report. `compared`: warm start, last version and base model, in this order; `wall_s`: seconds
+    of the whole demo. Raises `ExampleError` if the history holds what it must not."""
     warm, trained, base = compared.entrants
     (counts,) = rows(run_dir, COUNTS)
-    found = {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER)) if row["count"]}
+    findings = {name: count for name, count in count_findings(run_dir).items() if count}
     points = rows(run_dir, curve.GROUPS.format(value=SOLVED))
     scores = {"base": base, "warm_start": warm, "trained": trained}
     gain = compared.difference(1, "solved")
     written = {
         "seed": args.seed,
         "versions": {name: entrant.version for name, entrant in scores.items()},
-        "held_out": {
-            name: {"value": e.mean, "ci95": [e.low, e.high], "n": e.count}
-            for name, e in ((name, entrant.estimate("solved")) for name, entrant in scores.items())
-        },
-        "difference": {"value": gain.mean, "ci95": [gain.low, gain.high], "n": gain.count},
+        "held_out": {name: figures(entrant.estimate("solved")) for name, entrant in scores.items()},
+        "difference": figures(gain),
         "fields": {
             name: {field: entrant.estimate(field).mean for field in ("team", "urgency", "order")}
             for name, entrant in scores.items()
@@ -101,7 +105,7 @@ def conclude(
         "disk_mb": disk_mb(run_dir),
         **counts,
         "failed_held_out_runs": sum(entrant.failed for entrant in compared.entrants),
-        "findings": found,
+        "findings": findings,
         "answers": {message("held_out", n).text: sorter.answers[message("held_out", n).id] for n in range(SHOWN)},
         # What `examples.common.curve` draws.
         "training": curve.training_points(points),
@@ -125,12 +129,12 @@ def conclude(
         f"difference of the last version and the warm start, over the same {gain.count} messages: {gain.mean:+.3f}, "
         f"95 % interval {gain.low:+.3f} to {gain.high:+.3f}\n"
         f"what {trained.version} learned from, in part:\n{ask(run_dir, LINEAGE.format(version=trained.version))}"
-        f"{counts['calls']:,} calls, {counts['failed_calls']} failed, {len(found)} of {len(NEVER)} checks of the "
+        f"{counts['calls']:,} calls, {counts['failed_calls']} failed, {len(findings)} of {len(NEVER)} checks of the "
         f"history with findings, {wall_s:.0f} s in all\n"
-        f"memory {sum(taken['memory_mb'] for taken in sorter.usage.values()) / 1000:.1f} GB ("
-        + ", ".join(f"{name} {taken['memory_mb'] / 1000:.1f}" for name, taken in sorter.usage.items())
+        f"memory {sum(usage['memory_mb'] for usage in sorter.usage.values()) / 1000:.1f} GB ("
+        + ", ".join(f"{name} {usage['memory_mb'] / 1000:.1f}" for name, usage in sorter.usage.items())
         + f"), disk {written['disk_mb'] / 1000:.1f} GB\n"
         f"report: {run_dir / 'report.json'}\n"
         f'look around: journeywork ui --run-dir {run_dir}    journeywork sql --run-dir {run_dir} "SHOW TABLES"'
     )
-    return [f"{count:,} times {name}" for name, count in found.items()]
+    require_none(findings)

@@ -30,7 +30,7 @@ RUBRIC = Path(__file__).with_name("rubric.md")
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 12
 HINT_WEIGHT = 0.1
-"""Of `trainer.distill.weight` with words."""
+"""`trainer.distill.weight` with words."""
 MESSAGES = 20_000
 """Training messages; more than a run answers."""
 IDLE_S = 5.0
@@ -69,7 +69,8 @@ class Way:
 
 @contextlib.contextmanager
 def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
-    """Yield the way with this name; a stand-in for a judge model is served meanwhile."""
+    """Yield where the rewards come from, by the name after `--way`. For `judge`, a stand-in for a judge model is served
+    within the block, unless the flags name a model."""
     if name == "function":
         yield Way(name)
     elif name == "job":
@@ -83,7 +84,7 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
         yield Way(name, args.delay, args.words, settings, keys)
     else:
         rubric = {"judge.rubric": str(RUBRIC)}
-        if any(given.startswith("judge.model=") for given in args.set):
+        if any(setting.startswith("judge.model=") for setting in args.set):
             yield Way(name, settings=rubric)
             return
         print("the judge is a stand-in: a program that knows the right answers (--set judge.model=… names a model)")
@@ -92,18 +93,21 @@ def way_of(name: str, args: argparse.Namespace) -> Iterator[Way]:
 
 
 def scoring(messages: Iterable[Message]) -> stand_in.Score:
-    """Return a stand-in's rule: the share of right fields of the answer to the one of `messages` in the prompt."""
+    """Return the scoring function of a stand-in: it finds the one of `messages` that an attempt answers, and returns
+    the share of right fields."""
     by_order = defaultdict(list)
-    for said in messages:
-        by_order[said.order].append(said)
+    for known in messages:
+        by_order[known.order].append(known)
 
     def score(context: str, attempt: str) -> float:
-        asked, _, answer = attempt.partition("[assistant]")
-        orders = {int(number) for number in _ORDER.findall(context + asked)}
-        known = [said for order in orders for said in by_order[order] if said.text in context + asked]
-        if not known:
+        """Return the share of right fields of an attempt, as `stand_in.Score` describes."""
+        question, _, answer = attempt.partition("[assistant]")
+        prompt = context + question
+        orders = {int(number) for number in _ORDER.findall(prompt)}
+        answered = [known for order in orders for known in by_order[order] if known.text in prompt]
+        if not answered:
             raise ValueError("this is no answer to a message of the inbox")
-        return share(right_fields(known[0], answer))
+        return share(right_fields(answered[0], answer))
 
     return score
 
@@ -114,13 +118,14 @@ async def _work(gateway: str, way: Way, sorter: Sorter, messages: list[Message],
     unread = iter(messages)
 
     async def worker() -> None:
-        for said in unread:
-            reply = await ask(agent, MODEL, said, temperature=1.0)
-            right = right_fields(said, reply.choices[0].message.content or "")
+        """Answer one message after the other, and hand over the results."""
+        for m in unread:
+            reply = await ask(agent, MODEL, m, temperature=1.0)
+            right = right_fields(m, reply.choices[0].message.content or "")
             sorter.solved[int(reply.model.rpartition("@")[2])].append(right["solved"])
-            right_answer = f"The team is {said.team}, the urgency {said.urgency}, the order {said.order}."
+            right_answer = f"The team is {m.team}, the urgency {m.urgency}, the order {m.order}."
             words = f"That is wrong. {right_answer}" if way.words and not right["solved"] else ""
-            await desk.tell(reply.id, share(right), words)
+            await desk.report(reply.id, share(right), words)
 
     async with agent, anyio.create_task_group() as tasks:
         for _ in range(at_once):

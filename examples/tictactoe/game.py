@@ -25,33 +25,36 @@ REWARDS: dict[Result, float] = {"win": 1.0, "draw": 0.4, "loss": 0.0, "illegal":
 
 
 def has_won(board: str, mark: str) -> bool:
+    """Whether three cells in a line have the mark."""
     return any(all(board[i] == mark for i in line) for line in LINES)
 
 
 def free_cells(board: str) -> list[int]:
+    """Return the indices of the cells without a mark."""
     return [i for i, mark in enumerate(board) if mark == "."]
 
 
 def completing(board: str, mark: str) -> list[int]:
-    """Free cells that would complete a line of `mark`."""
+    """Return the free cells that would complete a line of `mark`."""
     return [i for i in free_cells(board) if has_won(put(board, i, mark), mark)]
 
 
 def put(board: str, cell: int, mark: str) -> str:
-    """`board` with `mark` on `cell`; `ValueError` if the cell is taken."""
+    """Return `board` with `mark` on `cell`. Raises `ValueError` if the cell is taken."""
     if board[cell] != ".":
         raise ValueError(f"{CELLS[cell]} is taken")
     return board[:cell] + mark + board[cell + 1 :]
 
 
 def describe(board: str) -> str:
-    """The board as the model reads it: one word a cell, one row a line."""
+    """Return the board as the model reads it: one word a cell, one row a line."""
     words = [f"{name}={mark}" for name, mark in zip(CELLS, board, strict=True)]
     return "\n".join(" ".join(words[row : row + 3]) for row in (0, 3, 6))
 
 
 def opening_seed(split: str, number: int, seed: int = 0) -> str:
-    """Name of a game's seed. Held-out games (`val`) are the same whatever the run's seed; training games are not."""
+    """Return the name of a game's seed. Held-out games (`val`) are the same whatever the run's seed; training games are
+    not."""
     return f"val/{number}" if split == "val" else f"{split}/{seed}/{number}"
 
 
@@ -67,6 +70,7 @@ class Game:
     _orders: list[list[int]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
+        """Draw all of the opponent's decisions from the seed. If it begins, make its first move."""
         rng = random.Random(f"tictactoe/{self.seed}")
         opponent_begins = rng.random() < 0.5
         self._orders = [rng.sample(range(9), 9) for _ in range(5)]
@@ -74,6 +78,7 @@ class Game:
             self._opponent()
 
     def _opponent(self) -> None:
+        """Make the opponent's next move."""
         order = self._orders.pop(0)
         self.board = put(self.board, next(i for i in order if self.board[i] == "."), "o")
 
@@ -95,6 +100,7 @@ class Game:
         return self.result
 
     def _judge(self) -> Result | None:
+        """Return the result that the board shows; `None` while the game goes on."""
         if has_won(self.board, "x"):
             return "win"
         if has_won(self.board, "o"):
@@ -103,5 +109,6 @@ class Game:
 
     @property
     def reward(self) -> float:
+        """The agent's reward. Only for a game that has ended."""
         assert self.result is not None
         return REWARDS[self.result]

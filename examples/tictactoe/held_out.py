@@ -33,8 +33,8 @@ class Batch(TypedDict):
 
 
 def batches(games: int = GAMES) -> list[Batch]:
-    """The first `games` held-out games, the same for every run. There are at least ten batches, so that the interval of
-    their mean is useful."""
+    """Return the first `games` held-out games, the same for every run, in batches: at least ten, so that the
+    interval of their mean is useful."""
     size = max(min(BATCH, games // 10), 1)
     tasks: list[Batch] = []
     for first in range(0, games, size):
@@ -45,7 +45,7 @@ def batches(games: int = GAMES) -> list[Batch]:
 
 
 def prompt(messages: Iterable[Mapping[str, str]]) -> str:
-    """The conversation in the model's chat template, ready for the model's next turn."""
+    """Return the conversation in the model's chat template, ready for the model's next turn."""
     return "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages) + "<|assistant|>"
 
 
@@ -65,13 +65,13 @@ async def play_together(run: Trajectory, seeds: list[str]) -> list[Game]:
     games = [Game(seed) for seed in seeds]
     talks: list[list[dict[str, str]]] = [[] for _ in games]
     async with openai.AsyncOpenAI(**run.openai) as agent:
-        while open_ := [i for i, game in enumerate(games) if game.result is None]:
-            for i in open_:
+        while unfinished := [i for i, game in enumerate(games) if game.result is None]:
+            for i in unfinished:
                 talks[i].append({"role": "user", "content": describe(games[i].board)})
             reply = await agent.completions.create(
-                model=run.model, prompt=[prompt(talks[i]) for i in open_], max_tokens=MAX_TOKENS, temperature=1.0
+                model=run.model, prompt=[prompt(talks[i]) for i in unfinished], max_tokens=MAX_TOKENS, temperature=1.0
             )
-            for i, choice in zip(open_, sorted(reply.choices, key=lambda c: c.index), strict=True):
+            for i, choice in zip(unfinished, sorted(reply.choices, key=lambda c: c.index), strict=True):
                 talks[i].append({"role": "assistant", "content": choice.text})
                 games[i].play(choice.text)
     return games

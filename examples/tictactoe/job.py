@@ -48,10 +48,11 @@ async def work(
     ):
 
         async def play() -> None:
+            """Play one game after the other until the last step is served, and hand over the results."""
             while progress.step < progress.steps:
                 game, last = await play_game(agent, MODEL, next(seeds))
                 progress.note(game.result == "win")
-                await desk.tell(last.id, game.reward)
+                await desk.report(last.id, game.reward)
 
         async def train(client: AsyncJourneywork, progress: Progress) -> None:
             async with anyio.create_task_group() as tasks:
@@ -64,7 +65,7 @@ async def work(
 
 
 def settings(args: argparse.Namespace, keys: dict[str, str]) -> dict[str, Any]:
-    """What this run sets beside the demo's settings."""
+    """Return the settings of this run that differ from the demo's, by their dotted names."""
     return settings_on_the_job(keys, args.delay, IDLE_S) | {
         "trainer.max_staleness": args.max_staleness,
         "trainer.groups_per_step": args.games,

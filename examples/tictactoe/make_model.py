@@ -34,7 +34,7 @@ BATCH = 64
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token of its own for each word of the game.
+    """Return a tokenizer with a token for each word of the game.
 
     A sampled reply decodes to text that renders to the same tokens again, so the turns of a game share their prefix."""
     states = [f"{cell}={mark}" for cell in CELLS for mark in MARKS]
@@ -45,41 +45,43 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def prospects(board: str) -> dict[int, float]:
-    """Expected reward of each free cell for `x`, whose later moves are the best ones, against random play."""
-    return {cell: _after(put(board, cell, "x")) for cell in free_cells(board)}
+    """Return the expected reward of each free cell for `x`, whose later moves are the best ones, against random
+    play."""
+    return {cell: _expected_reward(put(board, cell, "x")) for cell in free_cells(board)}
 
 
-def _after(board: str) -> float:
-    """Expected reward once `x` has moved, over the opponent's answers."""
+def _expected_reward(board: str) -> float:
+    """Return the expected reward of a board on which `o` is to move at random."""
     if has_won(board, "x"):
         return REWARDS["win"]
     answers = [put(board, cell, "o") for cell in free_cells(board)]
-    return sum(map(_answered, answers)) / len(answers) if answers else REWARDS["draw"]
+    return sum(map(_best_reward, answers)) / len(answers) if answers else REWARDS["draw"]
 
 
-def _answered(board: str) -> float:
+def _best_reward(board: str) -> float:
+    """Return the expected reward of a board on which `x` is to move, by its best move."""
     if has_won(board, "o"):
         return REWARDS["loss"]
     return max(prospects(board).values()) if "." in board else REWARDS["draw"]
 
 
 def teach(board: str) -> list[float]:
-    """Probability with which the teacher names each cell, for `x` to move."""
+    """Return the probability with which the teacher names each cell, on a board on which `x` is to move."""
     free = free_cells(board)
     taken = [i for i in range(9) if i not in free]
-    wins, blocks, worth = completing(board, "x"), completing(board, "o"), prospects(board)
-    best = [i for i in free if worth[i] > max(worth.values()) - 1e-9]
-    blind = [i for i in free if i not in wins and i not in blocks] or free
+    wins, blocks, rewards = completing(board, "x"), completing(board, "o"), prospects(board)
+    best = [i for i in free if rewards[i] > max(rewards.values()) - 1e-9]
+    weak = [i for i in free if i not in wins and i not in blocks] or free
     illegal = ILLEGAL if taken else 0.0
-    share = [0.0] * 9
-    for cells, weight in ((taken, illegal), (best, STRONG), (blind, 1 - STRONG - illegal)):
+    probabilities = [0.0] * 9
+    for cells, weight in ((taken, illegal), (best, STRONG), (weak, 1 - STRONG - illegal)):
         for cell in cells:
-            share[cell] += weight / len(cells)
-    return share
+            probabilities[cell] += weight / len(cells)
+    return probabilities
 
 
 def taught_game(seed: str) -> tuple[tiny.Chat, list[list[float]]]:
-    """One game of the teacher as a chat, and the distribution of each of its moves."""
+    """Return a game of the teacher as a chat, and the probabilities of the cells at each of its moves."""
     rng = random.Random(f"teacher/{seed}")
     game = Game(seed)
     chat: tiny.Chat = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from examples.common import curve
 from examples.common.history import ask, rows
-from examples.common.invariants import NEVER, counting
+from examples.common.invariants import NEVER, count_findings, require_none
 from journeywork.evaluation import EntrantResult, EvaluationReport, text_report
 
 MODEL = "tictactoe"
@@ -23,14 +23,14 @@ FROM lineage WHERE model = '{model}' AND step = {step} GROUP BY ALL ORDER BY gro
 
 
 def win_rate(result: EntrantResult) -> dict[str, Any]:
-    """Win rate with its interval over the batches, and the number of games."""
+    """Return an entrant's win rate with its interval over the batches, and the number of games."""
     games = sum(task.values.get("games", 0.0) for task in result.tasks)
     return curve.as_json(result.estimate("win")) | {"count": round(games)}
 
 
-def conclude(compared: EvaluationReport, report: dict[str, Any], run_dir: Path) -> list[str]:
-    """Add to the report what the held-out games of base and last version and the history say, print it and write it.
-    Return what must not be in the history and is."""
+def conclude(compared: EvaluationReport, report: dict[str, Any], run_dir: Path) -> None:
+    """Complete the report by the results of base and last version (`compared`) and the history, write and print it.
+    Raises `ExampleError` if the history holds what it must not."""
     before, after = compared.entrants
     lineage = LINEAGE.format(model=MODEL, step=report["steps"])
     report |= {
@@ -40,7 +40,7 @@ def conclude(compared: EvaluationReport, report: dict[str, Any], run_dir: Path) 
         "difference": curve.as_json(compared.difference(1, "win")),
         "calls": rows(run_dir, "SELECT count(*) AS calls FROM exchanges")[0]["calls"],
         "lineage": rows(run_dir, lineage),
-        "never": {row["finding"]: row["count"] for row in rows(run_dir, counting(NEVER))},
+        "never": count_findings(run_dir),
         # What `examples.common.curve` draws.
         "training": curve.training_points(rows(run_dir, curve.GROUPS.format(value="(r.reward = 1)::DOUBLE"))),
     }
@@ -48,10 +48,10 @@ def conclude(compared: EvaluationReport, report: dict[str, Any], run_dir: Path) 
     print(f"\nlineage of {after.version}:")
     print(ask(run_dir, lineage))
     print(text_report(compared))
-    findings = [f"{count:,} times {name}" for name, count in report["never"].items() if count]
+    findings = sum(count > 0 for count in report["never"].values())
     print(
         f"{report['steps']} steps, {report['calls']:,} calls, {report['failed_runs']} runs failed, "
-        f"{report['wall_s']:.0f} s in all; {len(findings)} of {len(NEVER)} checks of the history have findings\n"
+        f"{report['wall_s']:.0f} s in all; {findings} of {len(NEVER)} checks of the history have findings\n"
         f"report: {run_dir / 'report.json'}"
     )
-    return findings
+    require_none(report["never"])

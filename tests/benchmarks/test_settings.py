@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks.settings import EXAMPLES, TASKS, Policy, configured, draw, named, run
+from benchmarks.settings import EXAMPLES, TASKS, Policy, configured, draw, run, variant_name
 
 
 def test_a_run_of_the_grid_is_a_row_and_a_dot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_a_run_of_the_grid_is_a_row_and_a_dot(monkeypatch: pytest.MonkeyPatch) -
     assert max(replies) == 8  # two groups of four, and the held-out games
     assert all(0 <= row[when]["solved"] <= 1 for when in ("before", "after"))
     assert all(math.isfinite(step["grad_norm"]) for step in row["metrics"])
-    assert named(changes) == "learning_rate = 0.001"
+    assert variant_name(changes) == "learning_rate = 0.001"
     assert "learning_rate = 0.001" in draw([{"task": "game", **row}])
 
 

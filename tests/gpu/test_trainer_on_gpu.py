@@ -156,7 +156,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(**{"memory.packing": "padded", "memory.tokens_per_batch": 512})
-    forward, refused = engine.model.scores, []
+    forward, refused = engine.model.logprobs, []
 
     def small(layout, shape, **options):  # type: ignore[no-untyped-def]
         if layout.ids_RL.numel() > 200:
@@ -166,7 +166,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(
             raise torch.OutOfMemoryError("not enough memory")
         return forward(layout, shape, **options)
 
-    monkeypatch.setattr(engine.model, "scores", small)
+    monkeypatch.setattr(engine.model, "logprobs", small)
     result = engine.step(engine.initial_state(), *batch())
     assert refused
     assert result.metrics["token_budget"] < 512

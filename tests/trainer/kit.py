@@ -100,10 +100,10 @@ def stir(engine: Engine, seed: int = 1) -> None:
             parameter.normal_(std=0.1)
 
 
-def backward(engine: Engine, examples: Sequence[Example], groups: Sequence[int], step: int) -> dict[str, float]:
+def backward(engine: Engine, examples: Sequence[Example], group_of: Sequence[int], step: int) -> dict[str, float]:
     """Add the gradient of the batch's loss to the live adapter's. Return the metrics of the batch as seen from
     `step`."""
-    return engine.passes.summary(engine.passes.gradients(examples, groups), examples, step, 1)
+    return engine.passes.summary(engine.passes.gradients(examples, group_of), examples, step, 1)
 
 
 def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer: object) -> Config:
@@ -111,9 +111,8 @@ def settings(base: str, run_dir: Path, nats: NatsConfig | None = None, **trainer
         "groups_per_step": 2,
         "lora.rank": 4,
         "optimizer.learning_rate": 1e-2,
-        "logprob_bound": 1e9,
+        "logprob_bound": 1e9,  # the logprobs that `exchange` makes up are no model's
     }
-    # The logprobs that `exchange` makes up are no model's.
     return Config(
         project="p",
         run_dir=str(run_dir),
@@ -249,7 +248,7 @@ def tree_of_conversations(seed: int = 0) -> tuple[list[TokenSequence], list[int]
         return list(map(int, rng.integers(2, VOCAB, n)))
 
     out: list[TokenSequence] = []
-    groups: list[int] = []
+    group_of: list[int] = []
     for group in range(2):
         prompt, reply, turn = some(9), some(3), some(4)
         for ids in (
@@ -263,8 +262,8 @@ def tree_of_conversations(seed: int = 0) -> tuple[list[TokenSequence], list[int]
         ):
             trained = sorted(rng.choice(np.arange(1, len(ids)), 3, replace=False).tolist())
             out.append(sequence(ids, trained, temperature=float(rng.choice([0.7, 1.0]))))
-            groups.append(group)
-    return out, groups
+            group_of.append(group)
+    return out, group_of
 
 
 async def publish_calls(broker: Broker, name: str, sampled: Sequence[int], **other: object) -> GroupScored:
@@ -355,9 +354,9 @@ def dies_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a step over trajectories of this group raise, as if the process had died."""
     original = Engine.step
 
-    def step(self: Engine, state: TrainState, examples: Any, groups: Any) -> Any:
+    def step(self: Engine, state: TrainState, examples: Any, group_of: Any) -> Any:
         if any(e.sequence.trajectory.startswith(name) for e in examples):
             raise SystemError("as if the process had died")
-        return original(self, state, examples, groups)
+        return original(self, state, examples, group_of)
 
     monkeypatch.setattr(Engine, "step", step)

@@ -1,6 +1,7 @@
 """The turns of inference server and trainer on one GPU. No GPU here: what counts is the order of the turns."""
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +72,24 @@ async def test_a_trainer_loads_and_steps_while_the_server_sleeps(
 
 
 async def test_a_turn_that_fails_or_is_cancelled_wakes_the_server(server: Server) -> None:
-    turns = GpuTurns(with_server(Config(), server.url))
-    with pytest.raises(ZeroDivisionError):
-        async with turns.turn():
-            1 / 0  # noqa: B018
-    with anyio.CancelScope() as scope:
-        async with turns.turn():
-            scope.cancel()
-            await anyio.sleep_forever()
+    async with aclosing(GpuTurns(with_server(Config(), server.url))) as turns:
+        with pytest.raises(ZeroDivisionError):
+            async with turns.turn():
+                1 / 0  # noqa: B018
+        with anyio.CancelScope() as scope:
+            async with turns.turn():
+                scope.cancel()
+                await anyio.sleep_forever()
     assert server.paths == ["/wake_up", SLEEP, "/wake_up"] * 2
-    await turns.aclose()
 
 
 async def test_two_trainers_of_a_run_directory_do_not_have_their_turns_at_once(server: Server, tmp_path: Path) -> None:
     config = msgspec.structs.replace(with_server(Config(), server.url), run_dir=str(tmp_path))
-    first, second = GpuTurns(config), GpuTurns(config)
-    async with anyio.create_task_group() as tg:
+    async with (
+        aclosing(GpuTurns(config)) as first,
+        aclosing(GpuTurns(config)) as second,
+        anyio.create_task_group() as tg,
+    ):
 
         async def take() -> None:
             async with second.turn():
@@ -97,29 +100,24 @@ async def test_two_trainers_of_a_run_directory_do_not_have_their_turns_at_once(s
             await anyio.sleep(1)  # time in which the second would take the GPU
             assert server.paths == ["/wake_up", SLEEP]
     assert server.paths == ["/wake_up", SLEEP, "/wake_up", "/wake_up", SLEEP, "second", "/wake_up"]
-    for turns in (first, second):
-        await turns.aclose()
 
 
 async def test_a_server_that_can_not_sleep_says_how_it_could(server: Server) -> None:
-    server.status = 404
-    turns = GpuTurns(with_server(Config(), server.url))
-    with pytest.raises(ConfigError, match="can't sleep: start it with --enable-sleep-mode"):
-        async with turns.turn():
-            pytest.fail("the trainer took a GPU that is in use")
-    server.status = 500
-    with pytest.raises(httpx.HTTPStatusError):
-        async with turns.turn():
-            pytest.fail("the trainer took a GPU that is in use")
-    await turns.aclose()
+    async with aclosing(GpuTurns(with_server(Config(), server.url))) as turns:
+        for server.status, error, told in (
+            (404, ConfigError, "can't sleep: start it with --enable-sleep-mode"),
+            (500, httpx.HTTPStatusError, "500"),
+        ):
+            with pytest.raises(error, match=told):
+                async with turns.turn():
+                    pytest.fail("the trainer took a GPU that is in use")
 
 
 async def test_a_server_that_is_down_needs_no_turn() -> None:
-    turns, reached = GpuTurns(with_server(Config(), "http://127.0.0.1:9")), False
-    async with turns.turn():
+    reached = False
+    async with aclosing(GpuTurns(with_server(Config(), "http://127.0.0.1:9"))) as turns, turns.turn():
         reached = True
     assert reached
-    await turns.aclose()
 
 
 def test_several_trainers_can_not_take_turns(tmp_path: Path) -> None:
@@ -129,10 +127,13 @@ def test_several_trainers_can_not_take_turns(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 async def test_calls_wait_while_vllm_sleeps(vllm_server: VllmServer) -> None:
-    turns = GpuTurns(with_server(Config(), vllm_server.url))
     ask = {"model": f"{vllm_server.model}@0", "prompt": "a1", "max_tokens": 4}
     answers: list[httpx.Response] = []
-    async with httpx.AsyncClient(base_url=vllm_server.url, timeout=60) as client, anyio.create_task_group() as tg:
+    async with (
+        aclosing(GpuTurns(with_server(Config(), vllm_server.url))) as turns,
+        httpx.AsyncClient(base_url=vllm_server.url, timeout=60) as client,
+        anyio.create_task_group() as tg,
+    ):
 
         async def call() -> None:
             answers.append(await client.post("/v1/completions", json=ask))
@@ -146,4 +147,3 @@ async def test_calls_wait_while_vllm_sleeps(vllm_server: VllmServer) -> None:
         assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
     (answer,) = answers
     assert len(answer.json()["choices"]) == 1
-    await turns.aclose()

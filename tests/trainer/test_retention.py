@@ -72,6 +72,14 @@ def loaded(version: str, replica: str = "r", server_start: str = "1") -> PolicyL
     return events.loaded(int(version[5:]), "tiny", replica=replica, server_start=server_start)
 
 
+def unloaded(version: str, replica: str = "r", server_start: str = "1") -> PolicyUnloaded:
+    return PolicyUnloaded(project="p", model="tiny", version=version, replica=replica, server_start=server_start)
+
+
+def promoted(action: Any, version: str = "", request: str = "", *, model: str = "tiny", **of: Any) -> PolicyPromoted:
+    return PolicyPromoted(project="p", model=model, version=version, action=action, request=request, **of)
+
+
 @pytest.fixture
 def config(nats_config: NatsConfig, tmp_path: Path) -> Config:
     return retained(kit.settings("base", tmp_path, nats_config, max_staleness=0), adapters=2)
@@ -83,19 +91,16 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
         await publish(broker, step)
     await publish(broker, 1, branch="other")
     learners["tiny"].validation.best = Best(2, Sample.of([0.9] * 8))
-    await broker.publish(
-        PolicyPromoted(project="p", model="tiny", version=V[5], action="split", other=V[7], percent=50, request="1")
-    )
-    await broker.publish(PolicyPromoted(project="p", model="tiny", version=V[6], action="promote", request="1b"))
-    taken_over = PolicyPromoted(project="p", model="master", version=V[4], other="outside:master", action="split")
-    await broker.publish(taken_over)
+    await broker.publish(promoted("split", V[5], "1", other=V[7], percent=50))
+    await broker.publish(promoted("promote", V[6], "1b"))
+    await broker.publish(promoted("split", V[4], model="master", other="outside:master"))
     opened = TrajectoryOpened(project="p", trajectory="run", model="tiny", group="g", pinned=V[9])
     await broker.publish(opened)
     await broker.publish(loaded(V[1], "old life", "1"))
     await broker.publish(loaded(V[10], "old life", "2"))  # it started anew and holds nothing of before
     await broker.publish(loaded(V[3], "r"))
     await broker.publish(loaded(V[8], "r"))
-    await broker.publish(PolicyUnloaded(project="p", model="tiny", version=V[8], replica="r", server_start="1"))
+    await broker.publish(unloaded(V[8]))
     retention = Retention(config, broker, learners)
     await retention.run_once()
     retired = {r.event.version for r in await broker.read(PolicyRetired)}
@@ -108,8 +113,8 @@ async def test_versions_that_are_needed_are_kept(broker: Broker, config: Config)
 
     # The run ends, the split ends, the server lets go.
     await broker.publish(TrajectoryCompleted(project="p", trajectory="run", model="tiny", group="g", outcome="masked"))
-    await broker.publish(PolicyPromoted(project="p", model="tiny", version="", action="follow", request="2"))
-    await broker.publish(PolicyUnloaded(project="p", model="tiny", version=V[3], replica="r", server_start="1"))
+    await broker.publish(promoted("follow", request="2"))
+    await broker.publish(unloaded(V[3]))
     await retention.run_once()
     await retention.run_once()
     assert await present(broker) == {V[2], V[4], V[6], V[10], V[11], V[12]}
@@ -194,7 +199,7 @@ async def test_old_policy_events_of_removed_versions_are_deleted(broker: Broker,
         await publish(broker, step)
         await broker.publish(loaded(V[step], server_start=str(step)))
     for request in ("1", "2"):
-        await broker.publish(PolicyPromoted(project="p", model="tiny", version="", action="follow", request=request))
+        await broker.publish(promoted("follow", request=request))
     retention = Retention(config, broker, learners_of(config))
     for _ in range(2):
         await retention.run_once()
@@ -263,9 +268,7 @@ def test_in_random_histories_every_version_that_a_server_holds_counts_as_loaded(
             version = draw.choice(versions)
             if version in holds:
                 holds.discard(version)
-                held.apply(
-                    PolicyUnloaded(project="p", model="tiny", version=version, replica=replica, server_start=life)
-                )
+                held.apply(unloaded(version, replica, life))
             else:
                 holds.add(version)
                 held.apply(loaded(version, replica, life))

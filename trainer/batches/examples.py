@@ -8,6 +8,7 @@ spread come from the scored members of the training split only (`trainer.batches
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,11 +24,11 @@ from trainer.batches.returns import (
     Floats,
     Roles,
     RunReturns,
-    baseline,
     by_token,
     calls_with_credit,
     group_returns,
     has_call_returns,
+    mean_returns,
     role_baselines,
 )
 from trainer.batches.tasks import task_baselines
@@ -35,6 +36,7 @@ from trainer.distillation.teacher import HintedCall, TeacherLogprobs
 from trainer.sequences import TokenSequence
 
 _STD_FLOOR = 1e-4
+"""Added to a standard deviation that advantages are divided by, as TRL does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,8 @@ class Example:
     sequence: TokenSequence
     advantage: float
     call_advantages: npt.NDArray[np.float64] | None = None
-    """In place of `advantage`, that of the call that sampled each trained token, [k]. `None`: all have the same."""
+    """The advantage of the call that sampled each trained token, [k], in place of `advantage`. `None`: all tokens have
+    `advantage`."""
     weight: float = 1.0
     """Factor on the advantage that evens out long and short trajectories (`trainer.loss.weighting`)."""
     old_logprobs: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
@@ -53,25 +56,25 @@ class Example:
     kl_penalty: np.ndarray[Any, np.dtype[np.floating[Any]]] | None = None
     """What `trainer.loss.kl_penalty` adds to the advantage of each trained token, [k]."""
     hinted_calls: tuple[HintedCall, ...] = ()
-    """What the teacher is to be asked in the step."""
+    """The calls of the sequence whose logprobs the step computes with the teacher."""
     teacher: TeacherLogprobs | None = None
-    """What a teacher said of the trained tokens."""
+    """A teacher's logprobs of the trained tokens."""
     late: bool = False
-    """Whether it is older than `trainer.max_staleness`, and corrected as `trainer.late` says."""
+    """Whether the sequence gets the correction of late sequences (`trainer.staleness.is_late`)."""
 
     @property
     def size(self) -> float:
-        """The mean size of its advantages."""
+        """The mean absolute advantage of the trained tokens."""
         return float(np.abs(self.advantage if self.call_advantages is None else self.call_advantages).mean())
 
     def scaled(self, factor: float) -> Example:
         """Return the example with its advantages times `factor`."""
-        own = None if self.call_advantages is None else self.call_advantages * factor
-        return dataclasses.replace(self, advantage=self.advantage * factor, call_advantages=own)
+        of_calls = None if self.call_advantages is None else self.call_advantages * factor
+        return dataclasses.replace(self, advantage=self.advantage * factor, call_advantages=of_calls)
 
 
 def make_examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[Example]:
-    """Every sequence of the batch with its advantage, in the order of the groups.
+    """Return every sequence of the batch with its advantage, in the order of the groups.
 
     A run has one return, its reward, or where rewards belong to calls a return for each call
     (`trainer.batches.returns`). With loss type `sft` the advantage is the run's reward."""
@@ -80,7 +83,7 @@ def make_examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> 
         return _supervised_examples(groups, weights)
     loss = config.loss
     has_returns_of_calls = {g: has_call_returns(g.members, loss.turn_discount) for g in groups}
-    if "batch" in (loss.baseline, loss.advantage_scaling):  # so all are compared at the same position
+    if "batch" in (loss.baseline, loss.advantage_scaling):  # all runs are compared, so all need returns of calls
         has_returns_of_calls = dict.fromkeys(groups, any(has_returns_of_calls.values()))
     returns = {
         g: group_returns(
@@ -113,7 +116,7 @@ def make_examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> 
         out += [
             Example(
                 s,
-                # The first call's. Where calls differ, the loss takes those by token.
+                # The advantage of the first call. Where calls differ, the loss reads `call_advantages`.
                 float(advantage_of[s.trajectory][0]),
                 by_token(advantage_of[s.trajectory], s),
                 weight=weights.get(s.trajectory, 1.0),
@@ -126,7 +129,7 @@ def make_examples(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> 
 
 
 def _supervised_examples(groups: Sequence[GroupWithHistory], weights: Mapping[str, float]) -> list[Example]:
-    """Each sequence with its run's reward as the advantage."""
+    """Return each sequence with its run's reward as the advantage."""
     out = []
     for group in groups:
         # By group: a trajectory may be in several, with the rewards of other verdict sets.
@@ -140,56 +143,59 @@ def _baselines(
     kind: Literal["group", "task", "batch"],
     returns: Mapping[GroupWithHistory, list[RunReturns]],
 ) -> dict[GroupWithHistory, list[Floats]]:
-    """What is subtracted from each run's returns, one number for each of them, by group and in the order of its
-    members."""
+    """Return the baselines of a batch: for each group, one array for each member, with a baseline for each return of
+    the member. `kind`: what a return is compared with."""
     batch = [run for of_group in returns.values() for run in of_group]
     if kind == "task":
         values = [run.values for run in batch]
-        batch_means = baseline(values, max(map(len, values), default=0))
+        batch_means = mean_returns(values, max(map(len, values), default=0))
         return {g: task_baselines([run.values for run in returns[g]], g.admitted.earlier, batch_means) for g in groups}
     of_batch = role_baselines(batch) if kind == "batch" else None
     out = {}
     for group in groups:
-        of_roles = of_batch or role_baselines(returns[group])
-        out[group] = [np.array([of_roles[role][at] for role, at in run.positions]) for run in returns[group]]
+        by_role = of_batch or role_baselines(returns[group])
+        out[group] = [np.array([by_role[role][position] for role, position in r.positions]) for r in returns[group]]
     return out
 
 
 def _advantages(member: Member, differences: Floats, loss: LossConfig, roles: Roles) -> Floats:
-    """The advantage of each call of a run, from the scaled differences to its baseline. Where only calls were judged
-    (`Member.graded`), calls that no reward reaches have 0, and a last number, 0, is that of all later calls: a teacher
-    may teach them."""
+    """Return the advantage of each call of a run, from the scaled differences of its returns to the baseline.
+
+    Where only calls were judged (`Member.graded`), the calls that no reward is credited to have 0. A last number, 0, is
+    added for all later calls, which a teacher may teach."""
     if member.graded == "calls":
         return np.append(differences * calls_with_credit(member, len(differences), loss.turn_discount, roles), 0.0)
     return differences
 
 
-def _normalized(out: list[Example], config: TrainerConfig) -> list[Example]:
-    """The examples with their advantages divided so that their mean size is 1, weighted as the loss weights them."""
-    shares = np.array([e.weight * loss_terms(e.sequence, config) for e in out])
-    size = float(np.average([e.size for e in out], weights=shares)) if shares.sum() else 0.0
-    return [e.scaled(1 / size) for e in out] if size else out
+def _normalized(examples: list[Example], config: TrainerConfig) -> list[Example]:
+    """Return the examples with their advantages scaled so that the mean absolute advantage is 1, weighted as the loss
+    weights the examples."""
+    weights = np.array([e.weight * loss_terms(e.sequence, config) for e in examples])
+    size = float(np.average([e.size for e in examples], weights=weights)) if weights.sum() else 0.0
+    return [e.scaled(1 / size) for e in examples] if size else examples
 
 
 def _std(runs: Sequence[RunReturns]) -> float:
-    """The standard deviation of the returns of all calls of some runs."""
+    """Return the standard deviation of the returns of all calls of `runs`; 0 for fewer than two."""
     numbers = np.concatenate([run.values for run in runs]) if runs else np.zeros(0)
     return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else 0.0
 
 
 def loss_terms(sequence: TokenSequence, config: TrainerConfig) -> int:
-    """How often the loss counts a sequence: losses that average over sequences once, the others once per token."""
+    """Return how many terms of the loss's average a sequence has: 1 if the loss averages over sequences, else one for
+    each trained token."""
     return 1 if config.loss.type == "grpo" else sequence.trained_tokens
 
 
 def trajectory_weights(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> dict[str, float]:
-    """By trajectory, the factor that gives every trajectory the same share of the loss; the mean over what the loss
-    averages is 1."""
+    """Return, by trajectory, the weight that gives every trajectory the same share of the loss. The mean weight of the
+    loss's terms is 1. Empty if the settings weight no trajectory (`trainer.loss.weighting`)."""
     if config.loss.weighting == "loss":
         return {}
-    shares: dict[str, int] = {}
+    terms: Counter[str] = Counter()
     for group in groups:
         for s in group.sequences:
-            shares[s.trajectory] = shares.get(s.trajectory, 0) + loss_terms(s, config)
-    mean = sum(shares.values()) / len(shares) if shares else 1.0
-    return {trajectory: mean / n for trajectory, n in shares.items()}
+            terms[s.trajectory] += loss_terms(s, config)
+    mean = terms.total() / len(terms) if terms else 1.0
+    return {trajectory: mean / n for trajectory, n in terms.items()}

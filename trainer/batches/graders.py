@@ -22,7 +22,7 @@ from trainer.batches.examples import Example, loss_terms, make_examples, traject
 from trainer.batches.groups import GroupWithHistory
 
 _ABOVE = 1 + 1e-9
-"""A key is above the cap if its part is larger than the cap by more than rounding."""
+"""A key is above the cap if its part is larger than the cap by this factor, which leaves room for rounding."""
 
 
 class _Part(NamedTuple):
@@ -55,32 +55,32 @@ def cap_graders(
     for part in parts:
         factor = fmean(factor_of_key[key] for key in part.keys) if part.keys else 1.0
         scaled |= {id(e.sequence): e.scaled(factor) for e in part.examples}
-    in_order, taught = _cap_hints(groups, [scaled[id(s)] for g in groups for s in g.sequences], max_share)
-    shares = [*taught.values(), *(size / total if total else 0.0 for size in size_of_key.values())]
+    examples, hint_shares = _cap_hints(groups, [scaled[id(s)] for g in groups for s in g.sequences], max_share)
+    shares = [*hint_shares.values(), *(size / total if total else 0.0 for size in size_of_key.values())]
     if not shares:
-        return in_order, {}
+        return examples, {}
     above = {key for key, size in size_of_key.items() if size > cap * _ABOVE}
-    above |= {key for key, share in taught.items() if share > max_share}
-    return in_order, {"grader_share": max(shares), "graders_limited": float(len(above))}
+    above |= {key for key, share in hint_shares.items() if share > max_share}
+    return examples, {"grader_share": max(shares), "graders_limited": float(len(above))}
 
 
 def _parts(groups: Sequence[GroupWithHistory], config: TrainerConfig) -> list[_Part]:
-    """Return the parts of a batch by the keys that graded them, each compared within itself, in the same order in every
-    process. Trajectories weigh as in the whole batch."""
+    """Return the parts of a batch, one for each set of keys that graded a group, in the same order in every process.
+    The runs of a part are compared with each other only; trajectories have their weights of the whole batch."""
     keys_of = {g: frozenset(key for m in g.event.members for key in m.graded_by) for g in groups}
     weights = trajectory_weights(groups, config)
     parts = []
     for keys in dict.fromkeys(keys_of.values()):
-        made = make_examples([g for g in groups if keys_of[g] == keys], config)
-        examples = [dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0)) for e in made]
+        of_keys = make_examples([g for g in groups if keys_of[g] == keys], config)
+        examples = [dataclasses.replace(e, weight=weights.get(e.sequence.trajectory, 1.0)) for e in of_keys]
         size = sum(loss_terms(e.sequence, config) * e.weight * e.size for e in examples)
         parts.append(_Part(keys, examples, size))
     return parts
 
 
 def _largest_size(sizes: Collection[float], total: float, max_share: float) -> float:
-    """Return the largest size that a key's part may have: at most `max_share` of the step after all larger parts were
-    cut to it. `sizes` are the keys' parts, `total` the size of the step, both before."""
+    """Return the size to which larger parts are scaled down: a part of this size is at most `max_share` of the step
+    after that. `sizes`: of the keys' parts; `total`: of the step; both before the scaling."""
     cap, rounding = max_share * total, 1e-9 * total
     for cut, size in enumerate(sorted(sizes, reverse=True), 1):
         if size <= cap * _ABOVE or cut * max_share >= 1:
@@ -91,20 +91,22 @@ def _largest_size(sizes: Collection[float], total: float, max_share: float) -> f
 
 
 def _cap_hints(
-    groups: Sequence[GroupWithHistory], made: Sequence[Example], max_share: float
+    groups: Sequence[GroupWithHistory], examples: Sequence[Example], max_share: float
 ) -> tuple[list[Example], dict[str, float]]:
-    """Leave out the hinted calls of runs with hints of keys above the cap. Returns also the share of the trained tokens
-    that would have been taught on the runs of each key."""
+    """Return the examples, without the hinted calls that would raise a key's share of the trained tokens above
+    `max_share`. Return also that share of each key without the cap. A key's tokens are those of hinted calls of the
+    runs that it gave hints on."""
     keys_of = {m.trajectory: {hint.by for hint in m.hints} - {""} for g in groups for m in g.members}
-    tokens = sum(e.sequence.trained_tokens for e in made)
-    asked, taught = Counter[str](), Counter[str]()
+    tokens = sum(e.sequence.trained_tokens for e in examples)
+    hinted_tokens, taught_tokens = Counter[str](), Counter[str]()
     out = []
-    for example in made:
-        own = dict.fromkeys(keys_of[example.sequence.trajectory], sum(len(x.slots) for x in example.hinted_calls))
-        asked.update(own)
-        if all(taught[key] + n <= max_share * tokens for key, n in own.items()):
-            taught.update(own)
+    for example in examples:
+        count = sum(len(call.slots) for call in example.hinted_calls)
+        count_of_key = dict.fromkeys(keys_of[example.sequence.trajectory], count)
+        hinted_tokens.update(count_of_key)
+        if all(taught_tokens[key] + n <= max_share * tokens for key, n in count_of_key.items()):
+            taught_tokens.update(count_of_key)
             out.append(example)
         else:
             out.append(dataclasses.replace(example, hinted_calls=()))
-    return out, {key: n / tokens for key, n in asked.items() if n}
+    return out, {key: n / tokens for key, n in hinted_tokens.items() if n}

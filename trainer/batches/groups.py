@@ -8,7 +8,6 @@ Members that infrastructure broke, masked members and validation members are not
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from trainer.distillation.teacher import (
     teacher_logprobs_of,
 )
 from trainer.sequences import TokenSequence
+from trainer.staleness import stale_tokens, token_bound
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,18 @@ class AdmittedGroup:
 
     @property
     def members(self) -> list[Member]:
+        """The members that are compared and trained."""
         return trainable_members(self.event)
 
     def refusal(self, step: int, config: TrainerConfig) -> Refusal | None:
-        """Why the group can't be trained at `step`, judged by its event alone: the number of calls of each run is its
-        event's, and all calls are of one agent."""
+        """Why the group can't be trained at `step`, judged by its event alone, as if one agent had made all calls;
+        `None` if the event shows no reason."""
         return _refusal(self, step, config, History())
 
 
 @dataclass(eq=False)
 class History:
-    """What the log holds of a group's runs. `trainer.batches.histories` fills it."""
+    """What the log holds of a group's runs. `trainer.batches.histories` reads it."""
 
     sequences: tuple[TokenSequence, ...] = ()
     """Sequences of the members that train."""
@@ -84,7 +85,7 @@ class History:
     hints_unused: int = 0
     """Number of hints that no prompt could be made of."""
     answers: dict[str, list[TeacherAnswer]] = field(default_factory=dict)
-    """What a teacher from outside said, by trajectory; empty where none is asked."""
+    """Logprobs by a teacher from outside, by trajectory; empty where none is asked."""
     unjudged_tokens: int = 0
     """Number of tokens that are context because nothing judged their calls."""
     roles: dict[str, Roles] = field(default_factory=dict)
@@ -99,7 +100,7 @@ class History:
         return hinted_calls_of(sequence, self.teacher_prompts.get(sequence.trajectory, {}))
 
     def teacher_logprobs(self, sequence: TokenSequence) -> TeacherLogprobs | None:
-        """What a teacher from outside said of a sequence; `None` if nothing."""
+        """The logprobs of a sequence's tokens by a teacher from outside; `None` if there are none."""
         return teacher_logprobs_of(sequence, self.answers.get(sequence.trajectory, ()))
 
 
@@ -112,7 +113,7 @@ class GroupWithHistory:
     stale_tokens: int = 0
     """Number of tokens that `within_staleness` made context."""
     late_refused: str = ""
-    """Why its late tokens are not trained, where `trainer.late` trains such tokens."""
+    """Why the correction of its late sequences was refused (`trainer.late`); empty if it was not."""
 
     @property
     def event(self) -> GroupScored:
@@ -127,9 +128,10 @@ class GroupWithHistory:
         return self.history.sequences
 
     def refusal(self, step: int, config: TrainerConfig) -> Refusal | None:
-        """Why the group can't be trained at `step`, whichever tokens are stale."""
+        """Why the group can't be trained at `step`, judged by its event and its history; `None` if they show no reason.
+        Single tokens may still be too old (`within_staleness`)."""
         refusal = _refusal(self.admitted, step, config, self.history, self.late_refused)
-        return refusal and self._refused(refusal)
+        return refusal and self._with_duration(refusal)
 
     def within_staleness(self, step: int, config: TrainerConfig) -> GroupWithHistory | Refusal:
         """Return the group in which the tokens that are too old at `step` are context, without the sequences that have
@@ -137,36 +139,35 @@ class GroupWithHistory:
 
         Returns the reason where no token is left, or where rewards are equal and no hint and no answer of a teacher can
         be used."""
-        bound, stale_tokens = _staleness_bound(self.event, config, self.late_refused), self.stale_tokens
+        bound = token_bound(config, offline=self.event.offline, late_refused=bool(self.late_refused))
+        count = self.stale_tokens
         trained: list[TokenSequence] = []
         for sequence in self.sequences:
-            lags = step - sequence.steps.astype(np.int64)
             # All that `is_late` counts must become context, or the next attempt at the step is refused again.
-            too_new = (lags < 0) if self.late_refused else False
-            stale = sequence.loss_mask & ((lags > bound) | too_new)
+            stale = stale_tokens(sequence, step, bound, later_too=bool(self.late_refused))
             if stale.any():
-                stale_tokens += int(stale.sum())
+                count += int(stale.sum())
                 sequence = sequence.masking_out(stale)
             if sequence.loss_mask.any():
                 trained.append(sequence)
         history = replace(self.history, sequences=tuple(trained))
-        group = replace(self, history=history, stale_tokens=stale_tokens)
+        group = replace(self, history=history, stale_tokens=count)
         refusal = group._no_signal(config) if trained else group._no_tokens(step, bound)
-        return group._refused(refusal) if refusal else group
+        return group._with_duration(refusal) if refusal else group
 
-    def _refused(self, refusal: Refusal) -> Refusal:
-        """The refusal with the duration of the longest run, which shows whether long tasks starve."""
+    def _with_duration(self, refusal: Refusal) -> Refusal:
+        """Return the refusal with the duration of the longest run, which shows whether long tasks starve."""
         return replace(refusal, duration_s=self.history.duration_s)
 
     def _no_tokens(self, step: int, bound: int) -> Refusal:
-        """Why no token is left to train."""
+        """Return the refusal of a group without a token to train. `bound`: how many steps old a token may be."""
         if self.stale_tokens:
             why = f"all {self.stale_tokens} tokens are more than {bound} steps old at step {step}"
             if self.late_refused:
                 why += f" or of a later version; {self.late_refused}"
             return Refusal("stale", why)
         left_out = self.history.left_out
-        why = "; ".join(f"{n} tokens were sampled under {what}" for what, n in left_out.items())
+        why = "; ".join(f"{n} tokens were sampled under {setting}" for setting, n in left_out.items())
         if not any(m.exchanges for m in self.members):
             why = "none made a recorded call; a run's client needs the run's own base_url and api_key (`run.openai`)"
         return Refusal("no_tokens", "no member has a token to train" + (f": {why}" if why else ""))
@@ -174,8 +175,8 @@ class GroupWithHistory:
     def _no_signal(self, config: TrainerConfig) -> Refusal | None:
         """Why the group can't change the policy; `None` if it can.
 
-        It can't where its returns are equal, so that every advantage is 0, and no teacher says anything of a token that
-        is left: after their calls were read, hints or answers may turn out to be of no use."""
+        It can't where its returns are equal, so that every advantage is 0, and no teacher has logprobs of a token that
+        is trained: hints or answers may turn out to be unusable once the calls are read."""
         history, members = self.history, self.members
         if not _compares_within_group(config) or not _has_equal_returns(members, config, history):
             return None
@@ -204,33 +205,26 @@ def trainable_members(event: GroupScored) -> list[Member]:
 def _refusal(
     group: AdmittedGroup, step: int, config: TrainerConfig, history: History, late_refused: str = ""
 ) -> Refusal | None:
-    """Why a group can't be trained at `step`: too few members, equal rewards, or all its tokens too old. `history` is
-    empty until its exchanges are read; `late_refused` as `GroupWithHistory.late_refused`."""
+    """Why a group can't be trained at `step`: a validation group, too few members, equal rewards, or tokens that are
+    all too old. `None` if there is no such reason. `history` is empty until the exchanges are read; `late_refused` as
+    `GroupWithHistory.late_refused`."""
     event, members = group.event, group.members
     if event.members and all(m.split == "val" for m in event.members):
         return Refusal("validation", "every member is a validation run")
-    compared = _compares_within_group(config) and not _has_teacher(members, config)
-    if len(members) < 1 + compared:
+    needs_variance = _compares_within_group(config) and not _has_teacher(members, config)
+    least = 2 if needs_variance else 1
+    if len(members) < least:
         return Refusal(
-            "too_small", f"{len(members)} scored member(s) in the training split; at least {1 + compared} are needed"
+            "too_small", f"{len(members)} scored member(s) in the training split; at least {least} are needed"
         )
-    if compared and _has_equal_returns(members, config, history):
+    if needs_variance and _has_equal_returns(members, config, history):
         return _no_variance(members)
-    bound = _staleness_bound(event, config, late_refused)
+    bound = token_bound(config, offline=event.offline, late_refused=bool(late_refused))
     newest = max((m.last_step for m in members if m.exchanges), default=step)
     if step - newest > bound:
         why = f"newest token is from step {newest}, the policy is at {step}, the bound is {bound}"
         return Refusal("stale", why + (f"; {late_refused}" if late_refused else ""))
     return None
-
-
-def _staleness_bound(event: GroupScored, config: TrainerConfig, late_refused: str) -> int:
-    """How many steps ago a token may have been sampled. Supervised fine-tuning has no bound, nor have offline
-    groups and what `trainer.late` corrects, unless the correction was refused."""
-    unbounded = event.offline or config.late != "off"
-    if config.loss.type == "sft" or (unbounded and not late_refused):
-        return sys.maxsize
-    return config.max_staleness
 
 
 def _compares_within_group(config: TrainerConfig) -> bool:
@@ -239,13 +233,14 @@ def _compares_within_group(config: TrainerConfig) -> bool:
 
 
 def _has_teacher(members: Sequence[Member], config: TrainerConfig) -> bool:
-    """Whether the group's event names something that the step's teacher teaches a run by."""
+    """Whether a run of the group has a teacher: hints, or the answer of a teacher from outside, whichever the settings
+    distill."""
     distill = config.distill
     return distill.weight > 0 and any(m.teacher if distill.asks_outside else m.hints for m in members)
 
 
 def _has_equal_returns(members: Sequence[Member], config: TrainerConfig, history: History) -> bool:
-    """Whether the returns that are compared are equal; those of a single member are."""
+    """Whether all returns that are compared with each other are equal, as those of a single member are."""
     discount = config.loss.turn_discount
     by_call = has_call_returns(members, discount)
     runs = group_returns(members, history.sequences, discount, by_call=by_call, roles=history.roles)
@@ -253,24 +248,24 @@ def _has_equal_returns(members: Sequence[Member], config: TrainerConfig, history
 
 
 def _no_variance(members: Sequence[Member], why: str = "") -> Refusal:
-    """The refusal of a group whose returns are equal; `why` goes on from that in its detail."""
+    """Return the refusal of a group whose returns are equal. `why` is added to its detail."""
     rewards = [m.reward for m in members]
-    alike = max(rewards) - min(rewards) <= REWARD_TOLERANCE
-    equal = f"rewards are {rewards[0]:.6g}" if alike else "returns are equal"
-    return Refusal("no_variance", f"all {len(rewards)} {equal}{why}")
+    rewards_equal = max(rewards) - min(rewards) <= REWARD_TOLERANCE
+    finding = f"rewards are {rewards[0]:.6g}" if rewards_equal else "returns are equal"
+    return Refusal("no_variance", f"all {len(rewards)} {finding}{why}")
 
 
 class DiscardedGroup(NamedTuple):
-    """What the metrics of the next step count of a group that is not trained."""
+    """A group that was not trained, as the metrics of the next step count it."""
 
     rewards: Sequence[float]
     """Of its training members."""
     equal: bool
-    """Whether they were all equal."""
+    """Whether it was discarded because its returns were all equal."""
 
 
 def group_metrics(batch: Sequence[GroupWithHistory], discarded: Sequence[DiscardedGroup]) -> dict[str, float]:
-    """Metrics of a step's groups, and of those that were discarded since the step before."""
+    """Return the metrics of a step's groups, and of those that were discarded since the step before."""
     members = [m for g in batch for m in g.members]
     rewards = np.array([m.reward for m in members], np.float64)
     discarded_rewards = [reward for group in discarded for reward in group.rewards]

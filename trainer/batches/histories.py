@@ -84,8 +84,8 @@ class Histories:
     def _sequences(
         self, history: History, group: AdmittedGroup, member: Member, exchanges: Sequence[ExchangeRecorded]
     ) -> list[TokenSequence]:
-        """Return the token sequences of a run. Adds to `history` which agent made each of its calls, and how many of
-        its tokens are context for want of a judgement or because of their sampling settings."""
+        """Return the token sequences of a run. Adds to `history` the agent of each call, and how many tokens are not
+        trained because nothing judged their calls or because of their sampling settings."""
         roles = {e.seq: e.role for e in exchanges if e.role}
         if roles:
             history.roles[member.trajectory] = roles
@@ -105,18 +105,18 @@ class Histories:
         return out
 
     def _with_own_versions(self, group: AdmittedGroup, sequence: TokenSequence) -> TokenSequence:
-        """The sequence with the steps of another branch's versions marked. A replay's later versions have the numbers
-        of this branch's, and are others: their logprobs are not to be compared with these."""
+        """Return the sequence with `OTHER_BRANCH` as the step of tokens that another branch's version sampled. In an
+        offline group a later version's number may also be that of a version of this branch, whose logprobs differ."""
         if self.shared_until is None or not group.event.offline:
             return sequence
         steps = np.where(sequence.steps > self.shared_until, OTHER_BRANCH, sequence.steps)
         return replace(sequence, steps=steps.astype(np.int32))
 
     def _unjudged(self, member: Member, sequence: TokenSequence, roles: Roles) -> npt.NDArray[np.bool_]:
-        """Which trained tokens are of calls that nothing judged, [T]; none where a teacher from outside teaches
-        them."""
-        taught = self._settings.distill.asks_outside and member.teacher
-        if member.graded == "run" or sequence.calls is None or taught:
+        """Return which trained tokens belong to calls that nothing judged, [T]: no token if the whole run was judged,
+        or if a teacher from outside has logprobs of it."""
+        has_teacher = self._settings.distill.asks_outside and member.teacher
+        if member.graded == "run" or sequence.calls is None or has_teacher:
             return np.zeros(len(sequence.ids), np.bool_)
         calls = int(sequence.calls.max(initial=0)) + 1
         credited = calls_with_credit(member, calls, self._settings.loss.turn_discount, roles)
@@ -125,8 +125,8 @@ class Histories:
     async def _teacher_answers(
         self, project: str, member: Member, exchanges: Sequence[ExchangeRecorded]
     ) -> list[TeacherAnswer]:
-        """What the teacher from outside said of a run; nothing if the log has deleted it, or if it is about other
-        tokens."""
+        """Read the logprobs of a run's calls by the teacher from outside. Empty if the log has deleted them, or if they
+        are about other tokens."""
         async with self._limit:
             recorded = await self._broker.read(
                 TeacherAnswered, project=project, trajectory=member.trajectory, teacher=member.teacher, at_least=1
@@ -137,8 +137,8 @@ class Histories:
         return answers
 
     async def _exchanges(self, project: str, member: Member) -> list[ExchangeRecorded]:
-        """The exchanges of a member. Raises `HistoryGoneError` where fewer can be read than the member had: the log
-        deleted some, or one that others continue."""
+        """Read the exchanges of a run. Raises `HistoryGoneError` if fewer can be read than the run had, because the log
+        deleted some."""
         read = partial(self._broker.read, ExchangeRecorded, project=project, trajectory=member.trajectory)
         async with self._limit:
             exchanges = [r.event for r in await read(at_least=member.exchanges)]
@@ -166,16 +166,17 @@ def _warn_of_temperatures(member: Member, sequences: Sequence[TokenSequence]) ->
 
 
 def _distinct(exchanges: Sequence[ExchangeRecorded]) -> int:
-    """The number of exchanges; one that was recorded twice counts once."""
+    """Return the number of exchanges; one that was recorded twice counts once."""
     return len({(e.seq, e.choice) for e in exchanges})
 
 
-def _render_hints(history: History, rendered: HintedPrompts, runs: Sequence[Run], may_train: MayTrain) -> None:
-    """Add to `history` the prompts that the teacher gets, and its numbers of hints: for each call with hints, its own
-    prompt and the hints; for each call of a run that the group's best run is shown to, also the transcript of that run,
-    as a correction: what the call should have led to. Where none can be made with the transcript, the call's own hints
-    stand alone."""
-    best = best_run([member for member, _ in runs], rendered.config.best_run_reward)
+def _render_hints(history: History, prompts: HintedPrompts, runs: Sequence[Run], may_train: MayTrain) -> None:
+    """Add to `history` the teacher's prompts, and the numbers of hints used and unused.
+
+    The prompt of a call is its own prompt with its hints. In runs that are worse than the group's best run, the
+    transcript of the best run comes first, as a correction. If no prompt can be made with the transcript, the call's
+    own hints stand alone."""
+    best = best_run([member for member, _ in runs], prompts.config.best_run_reward)
     transcripts, unused = _best_run_as_hint(best, runs, may_train)
     history.hints = history.hints_unused = unused
     for member, exchanges in runs:
@@ -191,7 +192,7 @@ def _render_hints(history: History, rendered: HintedPrompts, runs: Sequence[Run]
                 try:
                     if call not in calls:
                         raise HintUnusableError(f"the run has no call {call}")
-                    prompt = rendered.render(calls[call], rendered.text_of(given))
+                    prompt = prompts.render(calls[call], prompts.text_of(given))
                     history.teacher_prompts.setdefault(member.trajectory, {})[call] = prompt
                     break
                 except HintUnusableError as error:
@@ -204,8 +205,8 @@ def _render_hints(history: History, rendered: HintedPrompts, runs: Sequence[Run]
 def _hints_by_call(
     member: Member, calls: Mapping[int, ExchangeRecorded], may_train: MayTrain
 ) -> tuple[dict[int, list[Hint]], int]:
-    """The hints of a run by the call that gets them, and how many a model wrote that `may_train` forbids. One for the
-    run as a whole (call -1) is given to its first call."""
+    """Return the hints of a run by call, and how many were left out because `may_train` forbids the model that wrote
+    them. A hint on the whole run (call -1) is given to its first call."""
     hints: dict[int, list[Hint]] = {}
     forbidden = 0
     for hint in member.hints if calls else ():
@@ -219,9 +220,9 @@ def _hints_by_call(
 
 
 def _best_run_as_hint(best: Member | None, runs: Sequence[Run], may_train: MayTrain) -> tuple[list[Hint], int]:
-    """The transcript of the group's best run as a hint for its worse runs; none if no run is worse. Returns also how
-    many (0 or 1) can't be made, or may not be used because an outside model wrote it whose table does not say
-    `may_train`: they count as hints that are not used."""
+    """Return the transcript of the group's best run as a hint for the worse runs, in a list; empty if no run is worse.
+    Return also the number of unused hints: 1 if the transcript can't be made, or may not be used because an outside
+    model whose table does not say `may_train` answered a call."""
     shown = next((exchanges for member, exchanges in runs if member is best), [])
     if best is None or not shown or not any(is_better(best, member) for member, _ in runs):
         return [], 0
@@ -235,6 +236,7 @@ def _best_run_as_hint(best: Member | None, runs: Sequence[Run], may_train: MayTr
 
 
 def _duration_s(exchanges: Sequence[ExchangeRecorded]) -> float:
+    """Return the seconds from the first call to the last answer; 0 without exchanges."""
     if not exchanges:
         return 0.0
     return (max(e.at for e in exchanges) - min(e.started_at or e.at for e in exchanges)) / 1e6

@@ -67,7 +67,7 @@ class Layout:
     """Indices among the N trained tokens, one of each prediction: replies that begin alike share the hidden states of
     their beginning, and the logits of each would be computed as often as there are such replies. `None`: all differ."""
     same_N: torch.Tensor | None = None
-    """For each trained token, the place of its prediction in `distinct_U`."""
+    """For each trained token, the index of its prediction in `distinct_U`."""
     images: tuple[tuple[bytes, ...], ...] = ()
     """For each row the files of its images, among them those of tokens that were cut off. Empty: no row has any."""
 
@@ -80,7 +80,8 @@ class Layout:
         return torch.stack([self.seen(row, at_L, at_L, span) for row in range(len(self.ends_RL))]).unsqueeze(1)
 
     def seen(self, row: int, query_q: torch.Tensor, key_k: torch.Tensor, span: AttentionSpan = FULL) -> torch.Tensor:
-        """Whether the columns `query_q` of a row see its columns `key_k`, [q, k]. The layout has `ends_RL`."""
+        """Return whether the columns `query_q` of a row see its columns `key_k`: booleans, [q, k]. Only for a layout
+        with `ends_RL`."""
         assert self.ends_RL is not None
         seen_qk = (query_q[:, None] >= key_k) & (query_q[:, None] < self.ends_RL[row, key_k])
         if self.positions_RL is not None and span != FULL:
@@ -97,7 +98,7 @@ class Layout:
 
 
 def used_ids(sequence: TokenSequence) -> npt.NDArray[np.int32]:
-    """The ids up to the one that predicts the last trained token. No later token matters."""
+    """Return the ids that go through the model: up to the one that predicts the last trained token."""
     return sequence.ids[: int(np.flatnonzero(sequence.loss_mask)[-1])]
 
 
@@ -109,8 +110,8 @@ def _layout(
     positions_RL: Int | None = None,
     ends_RL: Int | None = None,
 ) -> Layout:
-    """A layout of rows. `where[s]` is the row of sequence s and the column of each of its used tokens (`used_ids`); the
-    other parameters are the layout's fields."""
+    """Return the layout of some rows. `where[s]`: the row of sequence s, and the column of each of its used tokens
+    (`used_ids`). The other parameters are fields of the layout."""
     trained = [np.flatnonzero(s.loss_mask) for s in sequences]
     counts = [len(at) for at in trained]
     pairs = list(zip(sequences, trained, strict=True))
@@ -146,7 +147,7 @@ def _layout(
 
 
 def padded(sequences: Sequence[TokenSequence]) -> Layout:
-    """One row per sequence, padded on the right, where causal attention does not see the padding."""
+    """Return a layout of one row per sequence, padded on the right, where causal attention does not see the padding."""
     used = [used_ids(s) for s in sequences]
     length = max(len(u) for u in used)
     ids_RL = np.zeros((len(used), length), np.int64)
@@ -172,26 +173,27 @@ class _Tree:
 
 
 def segments(ends: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """The segments of a row: adjacent columns that see the same columns before them, and each other causally. `ends`
-    is a row of `ends_RL`. The padding at the end of a row, where each column sees itself alone, is one segment.
+    """Return the segments of a row: adjacent columns that see the same columns before them, and each other causally.
+    `ends` is a row of `ends_RL`. The padding at the end of a row, where each column sees itself alone, is one segment.
 
-    Returns for each its first column, the one after its last, and the segments that it sees, its own place the last."""
-    last = list(accumulate(ends, max))
+    A segment is its first column, the column after its last, and the indices of the segments that it sees; the last of
+    these is its own index."""
+    largest_end = list(accumulate(ends, max))
     padding = len(ends)
-    while padding > 1 and ends[padding - 1] == padding and last[padding - 2] < padding:
+    while padding > 1 and ends[padding - 1] == padding and largest_end[padding - 2] < padding:
         padding -= 1
     bounds = list(pairwise(sorted({0, *(end for end in ends if end <= padding), len(ends)})))
     latest = [max(ends[start:stop]) for start, stop in bounds]
     return [
-        (start, stop, [*(j for j in range(place) if latest[j] > start), place])
-        for place, (start, stop) in enumerate(bounds)
+        (start, stop, [*(j for j in range(index) if latest[j] > start), index])
+        for index, (start, stop) in enumerate(bounds)
     ]
 
 
 def attended_pairs(ends: Sequence[int]) -> int:
-    """The number of pairs of query and key that attention by segments computes. `ends` is a row of `ends_RL`."""
+    """Return the number of pairs of query and key that attention by segments computes. `ends` is a row of `ends_RL`."""
     row, columns = segments(ends), np.asarray(ends)
-    # Of an earlier segment its first columns are seen, those that the branch shares.
+    # Of an earlier segment a branch sees the first columns, which it shares.
     return sum(
         (stop - start) * (stop - start + sum(int((columns[slice(*row[j][:2])] > start).sum()) for j in seen[:-1]))
         for start, stop, seen in row
@@ -199,7 +201,7 @@ def attended_pairs(ends: Sequence[int]) -> int:
 
 
 def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the longest common prefix of two arrays."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
@@ -213,46 +215,46 @@ def _tree(sequences: Sequence[npt.NDArray[Any]]) -> _Tree:
     positions = []
     ends = np.zeros(sum(map(len, sequences)), np.int64)
     size = 0
-    before = -1
+    previous = -1
     for i in order:
         sequence = sequences[i]
-        shared = common_prefix(sequence, sequences[before]) if before >= 0 else 0
-        if before >= 0:
-            ends[columns[before][shared:]] = size
-        fresh = np.arange(size, size + len(sequence) - shared)
-        columns[i] = np.concatenate([columns[before][:shared], fresh]) if shared else fresh
+        shared = common_prefix(sequence, sequences[previous]) if previous >= 0 else 0
+        if previous >= 0:
+            ends[columns[previous][shared:]] = size
+        new_columns = np.arange(size, size + len(sequence) - shared)
+        columns[i] = np.concatenate([columns[previous][:shared], new_columns]) if shared else new_columns
         positions.append(np.arange(shared, len(sequence)))
-        size += len(fresh)
-        before = i
-    ends[columns[before]] = size
+        size += len(new_columns)
+        previous = i
+    ends[columns[previous]] = size
     return _Tree(size, np.concatenate(positions), ends[:size], columns)
 
 
-def by_group(groups: Sequence[int]) -> list[list[int]]:
-    """The places of each group's sequences; `groups[s]` is the group of sequence s."""
+def by_group(group_of: Sequence[int]) -> list[list[int]]:
+    """Return the indices of each group's sequences; `group_of[s]` is the group of sequence s."""
     members: dict[int, list[int]] = {}
-    for s, group in enumerate(groups):
+    for s, group in enumerate(group_of):
         members.setdefault(group, []).append(s)
     return list(members.values())
 
 
-def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> Layout:
-    """One row per group, in which shared prefixes are computed once and each token sees its own sequence only. The
-    sequences have no images. If no row has branches, the layout is causal and needs no mask.
+def prefix_shared(sequences: Sequence[TokenSequence], group_of: Sequence[int]) -> Layout:
+    """Return a layout of one row per group, in which shared prefixes stand once and each token sees its own sequence
+    only. If no row has branches, the layout is causal and needs no mask. The sequences must have no images.
 
-    `groups[s]` is the group of sequence s."""
-    members = by_group(groups)
-    trees = [_tree([used_ids(sequences[s]) for s in inside]) for inside in members]
+    `group_of[s]` is the group of sequence s."""
+    groups = by_group(group_of)
+    trees = [_tree([used_ids(sequences[s]) for s in indices]) for indices in groups]
     length = max(t.size for t in trees)
     ids_RL = np.zeros((len(trees), length), np.int64)
     positions_RL = np.zeros((len(trees), length), np.int64)
     # Padding sees itself: attention over no key at all would give NaN.
     ends_RL = np.tile(np.arange(1, length + 1), (len(trees), 1))
     where: list[tuple[int, Int]] = [(0, np.zeros(0, np.int64))] * len(sequences)
-    for row, (tree, inside) in enumerate(zip(trees, members, strict=True)):
+    for row, (tree, indices) in enumerate(zip(trees, groups, strict=True)):
         positions_RL[row, : tree.size] = tree.positions
         ends_RL[row, : tree.size] = tree.ends
-        for s, columns in zip(inside, tree.columns, strict=True):
+        for s, columns in zip(indices, tree.columns, strict=True):
             ids_RL[row, columns] = used_ids(sequences[s])
             where[s] = (row, columns)
     tokens = sum(t.size for t in trees)
@@ -263,20 +265,23 @@ def prefix_shared(sequences: Sequence[TokenSequence], groups: Sequence[int]) -> 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Sequences that go through the model in one pass. `indices` are their places in the batch of the step."""
+    """Sequences that go through the model in one pass."""
 
     indices: tuple[int, ...]
+    """Those of the sequences in the batch of the step."""
     layout: Layout
     is_filler: bool = False
-    """Whether a process makes the pass only because others make one more. Its results do not count."""
+    """Whether a process makes the pass only because other processes make one more. Its results do not count."""
 
 
+Row = tuple[int, list[int]]
+"""The number of tokens of a prefix tree, and the indices of its sequences."""
 Packing = Literal["prefix", "padded"]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a forward and backward pass in floating point operations. A layout is chosen by it."""
+    """The cost of a forward and backward pass in floating point operations, by which a layout is chosen."""
 
     per_token: float
     per_pair: float
@@ -284,9 +289,11 @@ class Cost:
 
     @classmethod
     def of(cls, parameters: int, width: int) -> Cost:
-        """The cost of a LoRA step. `parameters` is the number of frozen parameters without embeddings, `width` the
-        number of heads times the head dimension, summed over the layers. On CPU, attention was measured to run at
-        nearly twice the rate of the linear layers."""
+        """Return the cost of a LoRA step. `parameters`: number of frozen parameters without embeddings; `width`: number
+        of heads times the head dimension, summed over the layers."""
+        # A token takes 2 operations a parameter forward and 2 backward, as the weights are frozen. A pair takes 12 for
+        # each dimension of a head; 8 are counted, because on a CPU attention was measured to run at nearly twice the
+        # rate of the linear layers.
         return cls(4.0 * parameters, 8.0 * width)
 
 
@@ -312,46 +319,46 @@ NO_SHARED_ROWS = SharingLimits()
 
 
 def sharing_pays(
-    sequences: Sequence[TokenSequence], groups: Sequence[int], cost: Cost, limits: SharingLimits = NO_SHARED_ROWS
+    sequences: Sequence[TokenSequence], group_of: Sequence[int], cost: Cost, limits: SharingLimits = NO_SHARED_ROWS
 ) -> bool:
-    """Whether prefix trees cost less than padded rows. A tree has fewer tokens, and needs masks. `groups[s]` is the
-    group of sequence s."""
+    """Whether prefix trees cost at least 5 % less than padded rows: a tree has fewer tokens, and needs masks.
+    `group_of[s]` is the group of sequence s."""
     rows = sum(len(s.ids) * cost.per_token + _CAUSAL * len(s.ids) ** 2 * cost.per_pair for s in sequences)
     trees = 0.0
-    for _, inside in _prefix_rows(sequences, groups, sys.maxsize, limits):
-        tree = _tree([used_ids(sequences[s]) for s in inside])
+    for _, indices in _prefix_rows(sequences, group_of, sys.maxsize, limits):
+        tree = _tree([used_ids(sequences[s]) for s in indices])
         trees += tree.size * cost.per_token + attended_pairs(tree.ends.tolist()) * cost.per_pair
     return trees < 0.95 * rows
 
 
 def micro_batches(
     sequences: Sequence[TokenSequence],
-    groups: Sequence[int],
+    group_of: Sequence[int],
     budget: int,
     packing: Packing,
     limits: SharingLimits = NO_SHARED_ROWS,
 ) -> list[MicroBatch]:
-    """The batch as passes of at most about `budget` tokens, padding included. A single sequence may exceed it.
+    """Divide the batch into passes of at most about `budget` tokens, padding included. A single sequence may exceed it.
 
-    `groups[s]` is the group of sequence s."""
+    `group_of[s]` is the group of sequence s."""
     together = min(limits.of_pass, budget)
     if packing == "prefix":
         # A row without branches needs no mask, unless it shares its pass with one that has them.
-        rows: dict[bool, list[tuple[int, list[int]]]] = {False: [], True: []}
-        for size, inside in _prefix_rows(sequences, groups, budget, limits):
-            rows[size > max(len(used_ids(sequences[s])) for s in inside)].append((size, inside))
+        with_branches: dict[bool, list[Row]] = {False: [], True: []}
+        for size, indices in _prefix_rows(sequences, group_of, budget, limits):
+            with_branches[size > max(len(used_ids(sequences[s])) for s in indices)].append((size, indices))
         return [
-            _prefix_batch(sequences, of_pass) for kind in rows.values() for of_pass in _within_budget(kind, together)
+            _prefix_batch(sequences, of_pass)
+            for rows in with_branches.values()
+            for of_pass in _within_budget(rows, together)
         ]
     passes = _within_budget(((len(sequence.ids), s) for s, sequence in enumerate(sequences)), together)
-    return [MicroBatch(tuple(inside), padded([sequences[i] for i in inside])) for inside in passes]
+    return [MicroBatch(tuple(indices), padded([sequences[s] for s in indices])) for indices in passes]
 
 
 def _within_budget(rows: Iterable[tuple[int, T]], budget: int) -> list[list[T]]:
-    """Rows, given with their lengths, as passes of at most `budget` tokens with padding; a longer row is a pass of
-    its own.
-
-    Rows of similar length share a pass, so that there is little padding."""
+    """Divide rows, given with their lengths, into passes of at most `budget` tokens with padding; a longer row is a
+    pass of its own. Rows of similar length share a pass, so that there is little padding."""
     passes: list[list[T]] = []
     for length, row in sorted(rows, key=lambda r: r[0]):
         if passes and (len(passes[-1]) + 1) * length <= budget:
@@ -361,45 +368,43 @@ def _within_budget(rows: Iterable[tuple[int, T]], budget: int) -> list[list[T]]:
     return passes
 
 
-Row = tuple[int, list[int]]
-"""The number of tokens of a prefix tree, and the places of its sequences."""
-
-
 def _prefix_rows(
-    sequences: Sequence[TokenSequence], groups: Sequence[int], budget: int, limits: SharingLimits
+    sequences: Sequence[TokenSequence], group_of: Sequence[int], budget: int, limits: SharingLimits
 ) -> list[Row]:
-    """The rows with shared prefixes. A row is a group, a part of a group whose tree exceeds the budget, or several
-    groups that begin alike, as all runs of an agent do that has a system prompt."""
+    """Return the rows with shared prefixes. A row is a group, a part of a group whose tree exceeds the budget, or
+    several groups that begin alike, as all runs of an agent with a system prompt do."""
     used = [used_ids(s) for s in sequences]
     # In sorted order, neighbours share most: groups, and the parts of a group that is cut.
-    members = [sorted(inside, key=lambda s: used[s].tolist()) for inside in by_group(groups)]
+    groups = [sorted(indices, key=lambda s: used[s].tolist()) for indices in by_group(group_of)]
     rows: list[Row] = []
-    for inside in sorted(members, key=lambda inside: used[inside[0]].tolist()):
-        for size, piece in _pieces(used, inside, budget):
-            common = common_prefix(used[rows[-1][1][-1]], used[piece[0]]) if rows else 0
-            joined = rows[-1][0] + size - common if rows else 0
-            if common >= limits.in_common and joined <= min(limits.of_row, limits.of_pass, budget):
-                rows[-1] = (joined, rows[-1][1] + piece)
-            else:
-                rows.append((size, piece))
+    for group in sorted(groups, key=lambda indices: used[indices[0]].tolist()):
+        for size, piece in _pieces(used, group, budget):
+            if rows:
+                last_size, last = rows[-1]
+                common = common_prefix(used[last[-1]], used[piece[0]])
+                joined = last_size + size - common
+                if common >= limits.in_common and joined <= min(limits.of_row, limits.of_pass, budget):
+                    rows[-1] = (joined, last + piece)
+                    continue
+            rows.append((size, piece))
     return rows
 
 
-def _pieces(used: Sequence[npt.NDArray[np.int32]], inside: Sequence[int], budget: int) -> Iterator[Row]:
+def _pieces(used: Sequence[npt.NDArray[np.int32]], indices: Sequence[int], budget: int) -> Iterator[Row]:
     """Yield a group's sequences, which are sorted, as one row, or as several where their tree exceeds the budget."""
     size, piece = 0, list[int]()
-    for s in inside:
-        fresh = len(used[s]) - (common_prefix(used[s], used[piece[-1]]) if piece else 0)
-        if piece and size + fresh > budget:
+    for s in indices:
+        new_tokens = len(used[s]) - (common_prefix(used[s], used[piece[-1]]) if piece else 0)
+        if piece and size + new_tokens > budget:
             yield size, piece
-            size, piece, fresh = 0, [], len(used[s])
+            size, piece, new_tokens = 0, [], len(used[s])
         piece.append(s)
-        size += fresh
+        size += new_tokens
     yield size, piece
 
 
 def _prefix_batch(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]]) -> MicroBatch:
-    """The pass of some rows, which are given by the places of their sequences."""
+    """Return the pass over some rows, which are given by the indices of their sequences."""
     indices = [s for row in rows for s in row]
-    groups = [r for r, row in enumerate(rows) for _ in row]
-    return MicroBatch(tuple(indices), prefix_shared([sequences[s] for s in indices], groups))
+    group_of = [r for r, row in enumerate(rows) for _ in row]
+    return MicroBatch(tuple(indices), prefix_shared([sequences[s] for s in indices], group_of))

@@ -34,8 +34,8 @@ NO_ROLES: Roles = {}
 
 
 def returns_of(member: Member, calls: int, discount: float, roles: Roles = NO_ROLES) -> Floats:
-    """The return of each of the first `calls` calls of a run, [calls]. Calls after them count for nothing, nor do those
-    of another agent: the run's reward is that of each agent's last call."""
+    """Return the return of each of the first `calls` calls of a run, [calls]. A call is credited with the later calls
+    of the same agent only, and the run's reward is added to the last call of each agent."""
     returns, following = np.zeros(calls), dict.fromkeys(["", *roles.values()], member.reward)
     for call in range(calls - 1, -1, -1):
         role = roles.get(call, "")
@@ -56,7 +56,7 @@ class RunReturns:
 
 
 def _positions(calls: int, roles: Roles) -> list[tuple[str, int]]:
-    """For each of a run's first `calls` calls its agent, and which of its agent's calls it is, from 0."""
+    """Return, for each of a run's first `calls` calls, its agent and its number among the agent's calls, from 0."""
     counts: Counter[str] = Counter()
     out = []
     for call in range(calls):
@@ -67,12 +67,12 @@ def _positions(calls: int, roles: Roles) -> list[tuple[str, int]]:
 
 
 def role_baselines(runs: Sequence[RunReturns]) -> dict[str, Floats]:
-    """By agent, the mean return at each of its positions over the runs in which it made a call."""
-    return {role: baseline(returns, max(map(len, returns))) for role, returns in _by_role(runs).items()}
+    """Return, by agent, the mean return at each of its positions over the runs in which it made a call."""
+    return {role: mean_returns(returns, max(map(len, returns))) for role, returns in _by_role(runs).items()}
 
 
 def _by_role(runs: Sequence[RunReturns]) -> dict[str, list[Floats]]:
-    """By agent, the returns of its calls in each run in which it made one."""
+    """Return, by agent, the returns of its calls in each run in which it made one."""
     by_role: dict[str, list[Floats]] = {}
     for run in runs:
         roles = np.array([role for role, _ in run.positions])
@@ -82,7 +82,7 @@ def _by_role(runs: Sequence[RunReturns]) -> dict[str, list[Floats]]:
 
 
 def largest_difference(runs: Sequence[RunReturns]) -> float:
-    """The largest difference between returns that are compared: of one agent at one of its positions."""
+    """Return the largest difference between returns that are compared: those of one agent at one position."""
     differences = [0.0]
     for returns in _by_role(runs).values():
         for position in range(max(map(len, returns))):
@@ -92,23 +92,23 @@ def largest_difference(runs: Sequence[RunReturns]) -> float:
 
 
 def has_call_returns(members: Iterable[Member], discount: float) -> bool:
-    """Whether calls of one run may have different returns, so that runs are compared call by call."""
+    """Whether calls of one run may have different returns, so that runs have to be compared call by call."""
     return discount != 1.0 or any(m.call_rewards for m in members)
 
 
 def calls_with_credit(member: Member, calls: int, discount: float, roles: Roles = NO_ROLES) -> npt.NDArray[np.bool_]:
-    """Which of the first `calls` calls of a run train, [calls]: all, unless only calls of it were judged. Then those
-    that have a reward or a hint, and those that a later reward of the same agent is credited to."""
+    """Return which of the first `calls` calls of a run train, [calls]: all if the run was judged. If only calls were
+    judged, these are the calls with a reward or a hint, and those that a later reward of the same agent is credited
+    to."""
     if member.graded == "run":
         return np.ones(calls, np.bool_)
     rewarded = {int(call) for call in member.call_rewards}
     judged = rewarded | {max(hint.call, 0) for hint in member.hints}  # a hint of call -1 is on the first one
-    last_rewarded = {roles.get(call, ""): call for call in sorted(rewarded)}
-    """The last call with a reward, by the agent's role."""
+    last_rewarded = {roles.get(call, ""): call for call in sorted(rewarded)}  # by agent
     trains = np.zeros(calls, np.bool_)
     for call in range(calls):
-        a_reward_follows = discount > 0 and call <= last_rewarded.get(roles.get(call, ""), -1)
-        trains[call] = call in judged or a_reward_follows
+        has_later_reward = discount > 0 and call <= last_rewarded.get(roles.get(call, ""), -1)
+        trains[call] = call in judged or has_later_reward
     return trains
 
 
@@ -120,8 +120,9 @@ def group_returns(
     by_call: bool,
     roles: Mapping[str, Roles] | None = None,
 ) -> list[RunReturns]:
-    """The returns of each member. `by_call`: one for each of its calls, also for those of which no token is trained;
-    else one number, its reward. `roles`: by trajectory, in a group with runs of several agents."""
+    """Return the returns of each member. With `by_call`, a member has a return for each of its calls, also for those of
+    which no token is trained; else a single one, its reward. `roles`: by trajectory, in a group with runs of several
+    agents."""
     if not by_call:
         return [RunReturns(np.array([m.reward], np.float64)) for m in members]
     calls = {m.trajectory: max(m.exchanges, 1) for m in members}
@@ -135,14 +136,15 @@ def group_returns(
     return out
 
 
-def baseline(returns: Sequence[Floats], calls: int) -> Floats:
-    """The mean return of the runs at each of `calls` positions, [calls]."""
+def mean_returns(returns: Sequence[Floats], calls: int) -> Floats:
+    """Return the mean return of the runs at each of `calls` positions, [calls]. A run that is over by then counts with
+    its last call."""
     return np.array([np.array([r[min(call, len(r) - 1)] for r in returns]).mean() for call in range(calls)])
 
 
-def by_token(of_calls: Floats, sequence: TokenSequence) -> Floats | None:
-    """The numbers of the calls that sampled the trained tokens of a sequence, [k]; `None` where one number is for all
-    calls."""
-    if len(of_calls) == 1 or sequence.calls is None:
+def by_token(call_values: Floats, sequence: TokenSequence) -> Floats | None:
+    """Return for each trained token of a sequence the value of the call that sampled it, [k]; the last value is also
+    that of all later calls. `None` if all calls have one value or the calls of the tokens are not known."""
+    if len(call_values) == 1 or sequence.calls is None:
         return None
-    return of_calls[np.clip(sequence.calls[sequence.loss_mask], 0, len(of_calls) - 1)]
+    return call_values[np.clip(sequence.calls[sequence.loss_mask], 0, len(call_values) - 1)]

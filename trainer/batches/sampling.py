@@ -23,13 +23,14 @@ vocabulary costs more than the rest of the loss."""
 
 
 def defaults_of(model: Any, flags: Mapping[str, str]) -> Defaults:
-    """Return the defaults of a vLLM server.
+    """Return the sampling parameters that a vLLM server uses where a request names none.
 
     `model` is the served model as transformers loaded it, with its generation_config.json. `flags` are further flags
     of vLLM's command line (`vllm.flags` of the settings)."""
     generation = getattr(model, "generation_config", None)
     ignored = flags.get("--generation-config") == "vllm"
     defaults = generation.to_diff_dict() if generation is not None and not ignored else {}
+    # vLLM takes the flag as a JSON object, or one flag for each of its keys.
     override: dict[str, Any] = msgspec.json.decode(flags.get(_OVERRIDE, "{}").encode())
     override |= {f.removeprefix(f"{_OVERRIDE}."): v for f, v in flags.items() if f.startswith(f"{_OVERRIDE}.")}
     names = Defaults.__struct_fields__
@@ -43,24 +44,25 @@ def restrict(logits_nV: torch.Tensor, targets_n: torch.Tensor, cuts_n3: torch.Te
     Shape letters: n positions, V vocabulary. `cuts_n3`: top_k, top_p and min_p of each position. If the current policy
     excludes a target, the target keeps its logit, because the policy that sampled it allowed it."""
     top_k_n, top_p_n, min_p_n = cuts_n3.unbind(1)
-    some = ((top_k_n > 0) | (top_p_n < 1) | (min_p_n > 0)).nonzero().squeeze(1)
-    if not len(some):
+    restricted_m = ((top_k_n > 0) | (top_p_n < 1) | (min_p_n > 0)).nonzero().squeeze(1)
+    if not len(restricted_m):
         return logits_nV
     with torch.no_grad():
-        rows_mV = logits_nV[some].detach().clone()
-        least_m = rows_mV.max(-1).values + min_p_n[some].log()
+        rows_mV = logits_nV[restricted_m].detach().clone()
+        least_m = rows_mV.max(-1).values + min_p_n[restricted_m].log()
         rows_mV[rows_mV < least_m.unsqueeze(1)] = -torch.inf
-        kept_mV = _kept(rows_mV, top_k_n[some], top_p_n[some])
-        out_mV = ~kept_mV
-        out_mV.scatter_(1, targets_n[some].unsqueeze(1), False)
-        out_nV = torch.zeros(logits_nV.shape, dtype=torch.bool, device=logits_nV.device)
-        out_nV[some] = out_mV
-    return logits_nV.masked_fill(out_nV, -torch.inf)
+        excluded_mV = ~_allowed(rows_mV, top_k_n[restricted_m], top_p_n[restricted_m])
+        excluded_mV.scatter_(1, targets_n[restricted_m].unsqueeze(1), False)
+        excluded_nV = torch.zeros(logits_nV.shape, dtype=torch.bool, device=logits_nV.device)
+        excluded_nV[restricted_m] = excluded_mV
+    return logits_nV.masked_fill(excluded_nV, -torch.inf)
 
 
-def _kept(rows_mV: torch.Tensor, top_k_m: torch.Tensor, top_p_m: torch.Tensor) -> torch.Tensor:
-    """Return which tokens `top_k` and then `top_p` leave of each row, [m, V]. Tokens as probable as the `top_k`-th
-    stay, and the most probable one always does."""
+def _allowed(rows_mV: torch.Tensor, top_k_m: torch.Tensor, top_p_m: torch.Tensor) -> torch.Tensor:
+    """Return which tokens `top_k` and then `top_p` allow, of the logits of m rows: booleans, [m, V]. All tokens as
+    probable as the `top_k`-th are allowed, and the most probable one always is.
+
+    Only the `_LIKELY` most probable tokens are ordered, unless they do not decide a row."""
     size = rows_mV.shape[1]
     k_m1 = torch.where(top_k_m > 0, top_k_m, size).long().clamp(1, size).unsqueeze(1)
     p_m1 = top_p_m.unsqueeze(1)
@@ -79,6 +81,6 @@ def _kept(rows_mV: torch.Tensor, top_k_m: torch.Tensor, top_p_m: torch.Tensor) -
         count = size
     stays_mC = (sums_mC.roll(1, dims=-1) < p_m1) | (p_m1 >= 1)
     stays_mC[:, 0] = True
-    kept_mV = torch.zeros(rows_mV.shape, dtype=torch.bool, device=rows_mV.device)
-    kept_mV.scatter_(1, places_mC, stays_mC & (ordered_mC > -torch.inf))
-    return kept_mV | (whole_m1 & (rows_mV > -torch.inf))
+    allowed_mV = torch.zeros(rows_mV.shape, dtype=torch.bool, device=rows_mV.device)
+    allowed_mV.scatter_(1, places_mC, stays_mC & (ordered_mC > -torch.inf))
+    return allowed_mV | (whole_m1 & (rows_mV > -torch.inf))

@@ -33,11 +33,12 @@ class EarlierReturns(NamedTuple):
     number holds for all positions after it."""
 
     def total_at(self, position: int) -> float:
+        """Return the sum of the runs' returns at a position."""
         return self.totals[min(position, len(self.totals) - 1)]
 
     @classmethod
-    def of(cls, parts: Sequence[EarlierReturns]) -> EarlierReturns:
-        """The sums over the runs of all parts."""
+    def sum_of(cls, parts: Sequence[EarlierReturns]) -> EarlierReturns:
+        """Return the sums over the runs of all parts."""
         longest = max((len(p.totals) for p in parts), default=1)
         totals = tuple(sum(p.total_at(k) for p in parts) for k in range(longest))
         return cls(sum(p.runs for p in parts), totals)
@@ -69,36 +70,36 @@ class EarlierRuns:
             scored.insert(at, _Scored(seq, event.group, _totals([run.values for run in runs])))
 
     def before(self, event: GroupScored, seq: int) -> EarlierReturns:
-        """Return the earlier runs of the group that was scored at `seq`."""
+        """Return the returns of the earlier runs of the group that was scored at `seq` (see the module)."""
         scored = self._groups.get(_task_or_key(event), [])
         first, end = (bisect_left(scored, n, key=lambda entry: entry.seq) for n in (seq - WINDOW, seq))
         newest = {entry.group: entry.runs for entry in scored[first:end] if entry.group != event.group}
-        return EarlierReturns.of(list(newest.values()))
+        return EarlierReturns.sum_of(list(newest.values()))
 
     def forget(self, floor: int) -> None:
-        """Drop what no group after the sequence `floor` is compared with."""
+        """Drop the runs that no group after the stream sequence `floor` is compared with."""
         recent = {key: [entry for entry in s if entry.seq > floor - WINDOW] for key, s in self._groups.items()}
         self._groups = {key: scored for key, scored in recent.items() if scored}
 
 
 def task_baselines(returns: Sequence[Floats], earlier: EarlierReturns, batch_means: Floats) -> list[Floats]:
-    """The baseline of each of a run's returns, for each run of a group: the mean return of the earlier runs of its task
-    and of the other runs of its group at the same position. The mean of the batch where there are none."""
+    """Return, for each run of a group, the baseline of each of its returns: the mean return, at the same position, of
+    the earlier runs of its task and the other runs of its group. Where there are none, it is the mean of the batch."""
     count = earlier.runs + len(returns) - 1
     if not count:
-        return [batch_means[: len(of_run)] for of_run in returns]
+        return [batch_means[: len(run)] for run in returns]
     out = []
-    for own, of_run in enumerate(returns):
-        compared = EarlierReturns.of([earlier, _totals([r for i, r in enumerate(returns) if i != own])])
-        out.append(np.array([compared.total_at(k) / count for k in range(len(of_run))]))
+    for index, run in enumerate(returns):
+        others = EarlierReturns.sum_of([earlier, _totals([r for i, r in enumerate(returns) if i != index])])
+        out.append(np.array([others.total_at(k) / count for k in range(len(run))]))
     return out
 
 
 def _totals(returns: Sequence[Floats]) -> EarlierReturns:
-    """The returns of some runs, summed up at each position."""
-    return EarlierReturns.of([EarlierReturns(1, tuple(r.tolist())) for r in returns])
+    """Return the sums of some runs' returns at each position."""
+    return EarlierReturns.sum_of([EarlierReturns(1, tuple(r.tolist())) for r in returns])
 
 
 def _task_or_key(event: GroupScored) -> tuple[str, str]:
-    """What a group is compared under: its task, or its API key if it has no task."""
+    """Return the key under which a group's runs are kept: its task, or its API key if it has no task."""
     return ("task", event.task) if event.task else ("key", event.owner)

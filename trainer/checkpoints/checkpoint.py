@@ -53,8 +53,8 @@ class CheckpointError(RuntimeError):
 
 @contextlib.contextmanager
 def passed_over_if_damaged() -> Iterator[None]:
-    """Log a warning in place of the `CheckpointError` of an earlier step's adapter: only the check of the logprobs that
-    its version gave needs it."""
+    """Log a warning in place of a `CheckpointError` within the block, which reads the adapter of an earlier step: it is
+    needed only to check the logprobs of that version's tokens."""
     try:
         yield
     except CheckpointError as error:
@@ -74,13 +74,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batch_id(parent: str, groups: tuple[str, ...], config_hash: str) -> str:
-    """The id of a step's batch: a hash of the step's inputs, so that the same inputs give the same id."""
+    """Return the id of a step's batch: a hash of the step's inputs. `parent`: the version before it; `groups`: names of
+    its groups."""
     text = "\0".join((parent, config_hash, *groups))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """The files as one uncompressed tar. The same files give the same bytes."""
+    """Return the files as one uncompressed tar. The same files give the same bytes."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for name in sorted(files):
@@ -91,13 +92,13 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def adapter_archive(files: Mapping[str, bytes]) -> bytes:
-    """The adapter among the files of a checkpoint, as a tar: what the object store holds."""
+    """Return the adapter among the files of a checkpoint, as a tar: what the object store holds."""
     return pack({name: files[name] for name in ADAPTER_FILES})
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
-    """The files of an adapter tar by name. Raises `CheckpointError` where it is no tar or a compressed one, or holds
-    anything but plain files at its root."""
+    """Return the files of an adapter tar by name. Raises `CheckpointError` if it is no tar or a compressed one, or if
+    it holds anything but plain files at its root."""
     files: dict[str, bytes] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
@@ -128,7 +129,7 @@ class Checkpoints:
 
     @classmethod
     def of(cls, config: Config, model: str) -> Checkpoints:
-        """The folder of a model on the branch that `config` trains."""
+        """Return the folder of a model on the branch that `config` trains."""
         names = (config.project, config.trainer.branch, model)
         folders = (subject_token(name).replace("/", "%2F") for name in names)
         return cls(config.path(config.trainer.checkpoints, *folders))
@@ -172,16 +173,16 @@ class Checkpoints:
         shutil.rmtree(replaced)
 
     def _set_aside(self, folder: Path) -> Path:
-        """Give a step's folder, if there is one, a temporary name, which is returned: `prepare_folder` deletes it if a
-        crash comes before the caller does."""
+        """Rename a step's folder, if there is one, to a temporary name, and return its new path. The caller deletes it;
+        `prepare_folder` does after a crash."""
         aside = Path(tempfile.mkdtemp(dir=self.folder, prefix=".tmp-"))
         with contextlib.suppress(FileNotFoundError):
             folder.rename(aside)  # takes the place of the empty folder
         return aside
 
     def read(self, step: int) -> tuple[Manifest, dict[str, bytes]]:
-        """The manifest and the files of a step. Raises `CheckpointError` where a file is missing or differs from its
-        digest."""
+        """Return the manifest and the files of a step. Raises `CheckpointError` if a file is missing or differs from
+        its digest."""
         folder = self.path(step)
         try:
             manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
@@ -206,6 +207,7 @@ class Checkpoints:
             return None
 
     def set_best(self, best: Best) -> None:
+        """Store which checkpoint has the best validation reward."""
         write_whole(self.folder / BEST_FILE, msgspec.json.encode(best), durable=True)
 
     def log_id(self) -> str:
@@ -215,16 +217,18 @@ class Checkpoints:
         return path.read_text("utf-8").strip() if path.exists() else ""
 
     def set_log_id(self, identity: str) -> None:
+        """Store the identity of the log on which the checkpoints are published."""
         write_whole(self.folder / LOG_FILE, identity.encode(), durable=True)
 
     def _attempts(self) -> dict[str, int]:
+        """Return for each batch how many computations of it began and did not end."""
         try:
             return msgspec.json.decode((self.folder / ATTEMPTS_FILE).read_bytes(), type=dict[str, int])
         except (FileNotFoundError, msgspec.DecodeError):  # it is not synced: a power cut may empty it
             return {}
 
     def count_attempt(self, batch: str) -> int:
-        """Store that a computation of `batch` begins. Returns how many began without an end, this one included."""
+        """Store that a computation of `batch` begins. Returns how many began and did not end, with this one."""
         attempts = self._attempts()
         attempts[batch] = attempts.get(batch, 0) + 1
         write_whole(self.folder / ATTEMPTS_FILE, msgspec.json.encode(attempts))
@@ -239,7 +243,7 @@ class Checkpoints:
             (self.folder / ATTEMPTS_FILE).unlink(missing_ok=True)
 
     def prune(self, keep: int, also: frozenset[int] = frozenset()) -> None:
-        """Delete all but the newest `keep` and the steps in `also`."""
+        """Delete all checkpoints but those of the newest `keep` steps and of the steps in `also`."""
         pruned = [step for step in self.steps()[: -max(keep, 1)] if step not in also]
         asides = [self._set_aside(self.path(step)) for step in pruned]
         sync(self.folder)  # after a power cut no folder has a step's name and half of its files

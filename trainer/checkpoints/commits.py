@@ -38,7 +38,8 @@ class Commits:
         self._signer, self._trust = Signer.from_config(config), Trust(config.signing)
 
     async def published(self, model: str) -> list[CheckpointPublished]:
-        """The checkpoints of a model on the log, without those that no trainer signed; they are logged."""
+        """Return the checkpoints of a model on the log. Those that no trainer signed are left out, and an error is
+        logged."""
         events = [r.event for r in await self.broker.read(CheckpointPublished, **self._keys(model))]
         trusted = []
         for event in events:

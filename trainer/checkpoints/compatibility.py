@@ -21,9 +21,10 @@ _ADAPTER_SETTINGS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targ
 def require_compatible(
     event: CheckpointPublished | None, files: Mapping[str, bytes], digest: str, lora: LoraConfig, name: str
 ) -> None:
-    """Raise `ConfigError` if training can't continue from a checkpoint: `files` are those of its adapter, `digest` and
-    `lora` belong to the model that is loaded. `event` is `None` for an adapter that was trained elsewhere; `name` is
-    what errors call it."""
+    """Raise `ConfigError` if training can't continue from a checkpoint with the loaded model.
+
+    `event`: the checkpoint's, `None` for an adapter that was trained elsewhere; `files`: those of its adapter; `name`:
+    what the error calls it. `digest`, `lora`: of the loaded model."""
     if event is not None and event.base_digest != digest:
         raise ConfigError(
             f"models.base: {name} was trained on another base model ({event.base_model}): name that one, or "
@@ -41,4 +42,5 @@ def require_compatible(
 
 
 def _unordered(value: Any) -> Any:
+    """Return a list sorted, so that lists with the same items are equal; an empty one as `None`, like a missing one."""
     return sorted(value) or None if isinstance(value, list) else value

@@ -19,14 +19,14 @@ class TrainedGroup(NamedTuple):
 
 
 class Consumed:
-    """Places in GROUPS of scored groups. A place is sequence and stream time, since the server reuses sequences after
-    a power cut."""
+    """The groups that were trained, discarded or moved to the dead letters, by their places in the stream GROUPS. A
+    place is sequence and stream time, since the server reuses sequences after a power cut."""
 
     def __init__(self) -> None:
         self._places: set[Place] = set()
         self._trained: dict[tuple[str, str], TrainedGroup] = {}
         self.floor = 0
-        """Every group up to this sequence was acknowledged; their places are not kept."""
+        """Stream sequence up to which every group is acknowledged. Places up to it are not kept."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -36,8 +36,8 @@ class Consumed:
         self._places.add(place)
 
     def add_checkpoint(self, event: CheckpointPublished, first_seq: int) -> None:
-        """Add the groups that a checkpoint learned from, but for those before `first_seq`, the first message that
-        retention left in the stream: the log can neither deliver nor lose them."""
+        """Add the groups that a checkpoint learned from. Those before `first_seq`, the stream's first message, are left
+        out: retention deleted them, so they can't be delivered again."""
         seqs, times = unpack_seqs(event.group_seqs).tolist(), unpack_seqs(event.group_times).tolist()
         # Not strict: events from before sequences and stream times were recorded have none. `decode` checks that the
         # numbers agree otherwise.
@@ -47,7 +47,7 @@ class Consumed:
                 self._trained[event.model, group] = TrainedGroup(Place(seq, at), event.version)
 
     def forget(self, floor: int) -> None:
-        """Drop the places up to the sequence `floor`, up to which the server knows every acknowledgement."""
+        """Drop the places up to the sequence `floor`, up to which every group is acknowledged."""
         self.floor = max(self.floor, floor)
         self._places = {place for place in self._places if place.seq > self.floor}
 
@@ -55,11 +55,11 @@ class Consumed:
         return place in self._places
 
     async def refuse_repeated(self, event: GroupScored, broker: Broker) -> Refusal | None:
-        """Refuse a group that a checkpoint learned from before this trainer started, and that was scored again because
-        the log lost its event in a power cut.
+        """Return the refusal of a group that a checkpoint learned from before this trainer started, and that was scored
+        again because the log lost its event in a power cut. `None` for other groups.
 
-        Returns `None` if `event` is another group with the same id: the earlier event is still on the log, or the
-        stream's retention removed it."""
+        If the earlier event is still on the log, or the stream's retention removed it, `event` is another group with
+        the same name."""
         trained = self._trained.get((event.model, event.group))
         if trained is None:
             return None

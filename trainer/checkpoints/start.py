@@ -27,7 +27,7 @@ _PLAIN = {"peft_type": "LORA", "bias": "none"}
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """An adapter to begin with."""
+    """An adapter that training begins with."""
 
     source: str
     """Its address, as the checkpoint's event names it."""
@@ -49,11 +49,11 @@ def read_start(start: str, config: Config) -> Start:
             "<lake>#<branch>/<model>@<step>, such as runs/x#main/support@12. <lake> is a run directory, a store.dir or "
             "s3://<bucket>/<prefix>; the step is 1 or more, and a slash within a name is %2F"
         )
-    files, root = _open(lake, config)
+    files, root = _open_lake(lake, config)
     project, branch, model = (unquote(part or "") for part in match.group("project", "branch", "model"))
     folder = checkpoint_folder(project or config.project, branch or "main", model, int(match["step"]))
     try:
-        return _version(files, f"{root}/{folder}", start)
+        return _read_folder(files, f"{root}/{folder}", start)
     except FileNotFoundError as error:
         raise ConfigError(
             f"models.start: {root} holds no {folder}: check the project, the branch, the step, whether a slash "
@@ -67,12 +67,12 @@ def read_version(config: Config, model: str, step: int) -> Start:
     """Read a version of the project and branch of the settings from their own lake. Blocks.
 
     Raises `CheckpointError` if the lake does not hold it whole, or no trainer that is trusted signed it as this one."""
-    own = config.store.dir if config.store.dir.startswith(S3) else str(config.path(config.store.dir))
-    files, root = _open(own, config)
-    wanted = config.project, config.trainer.branch, model, step
-    folder = f"{root}/{checkpoint_folder(*wanted)}"
+    lake = config.store.dir if config.store.dir.startswith(S3) else str(config.path(config.store.dir))
+    files, root = _open_lake(lake, config)
+    identity = config.project, config.trainer.branch, model, step
+    folder = f"{root}/{checkpoint_folder(*identity)}"
     try:
-        found = _version(files, folder, folder)
+        version = _read_folder(files, folder, folder)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"step {step} of {model} is neither on disk nor in the lake {root}: check --step and --model, and whether "
@@ -80,44 +80,48 @@ def read_version(config: Config, model: str, step: int) -> Start:
         ) from error
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"step {step} is not on disk, and can't be read from the lake: {error}") from error
-    event = found.event
+    event = version.event
     assert event is not None, "a version has its event"
     if objection := Trust(config.signing).objection(event):
         raise CheckpointError(objection)
-    # The signature is of what the event says; the folder's name is nobody's.
-    if (event.project, event.branch, event.model, event.step) != wanted:
+    # The signature covers the event, not the name of its folder.
+    if (event.project, event.branch, event.model, event.step) != identity:
         raise CheckpointError(f"{folder} holds {event.version} of branch {event.branch} of project {event.project}")
-    return found
+    return version
 
 
 def _peft_folder(folder: Path) -> Start:
-    """Read an adapter that was trained elsewhere. Raises `ConfigError` for one that computes what the trainer's do
-    not."""
+    """Read an adapter that was trained elsewhere. Raises `ConfigError` if it is of a kind that the trainer does not
+    train."""
     try:
         files = {name: (folder / name).read_bytes() for name in ADAPTER_FILES}
         config = msgspec.json.decode(files["adapter_config.json"], type=dict[str, object])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"models.start: {folder} is no PEFT adapter: {error}") from error
-    others = [f"{key}={config[key]}" for key, plain in _PLAIN.items() if config.get(key, plain) != plain]
+    untrained = [f"{key}={config[key]}" for key, plain in _PLAIN.items() if config.get(key, plain) != plain]
     # 0 of layers_to_transform is a layer.
-    others += [key for key in _OTHER_ADAPTERS if config.get(key) or type(config.get(key)) is int]
-    if others:
+    untrained += [key for key in _OTHER_ADAPTERS if config.get(key) or type(config.get(key)) is int]
+    if untrained:
         raise ConfigError(
-            f"models.start: the adapter in {folder} uses {', '.join(others)}, which the trainer does not train: merge "
-            "it into its base, and name the merged model as models.base"
+            f"models.start: the adapter in {folder} uses {', '.join(untrained)}, which the trainer does not train: "
+            "merge it into its base, and name the merged model as models.base"
         )
     return Start(str(folder), files)
 
 
-def _open(lake: str, config: Config) -> tuple[fs.FileSystem, str]:
-    """The file system of a lake, and the lake's path in it."""
+def _open_lake(lake: str, config: Config) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a lake, and the lake's path in it. `lake`: a run directory, a `store.dir` or an S3
+    address."""
     if lake.startswith(S3):
         return open_s3(config.store), lake.removeprefix(S3).strip("/")
     folder = Path(lake).absolute()
     return fs.LocalFileSystem(), str(folder / "store" if (folder / "store").is_dir() else folder)
 
 
-def _version(files: fs.FileSystem, folder: str, source: str) -> Start:
+def _read_folder(files: fs.FileSystem, folder: str, source: str) -> Start:
+    """Read a version's folder in a lake. `source`: its address. Raises `CheckpointError` if its files do not match the
+    digests of its event."""
+
     def read(name: str) -> bytes:
         with files.open_input_file(f"{folder}/{name}") as file:
             return bytes(file.read())

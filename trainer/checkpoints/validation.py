@@ -22,8 +22,8 @@ class Validation:
         self._rewards: dict[int, list[float]] = {}
 
     def record(self, groups: Iterable[GroupScored]) -> bool:
-        """Count the rewards of groups that were not counted before: of runs that one version played from begin to end.
-        Returns whether `best` changed."""
+        """Count the rewards of the validation runs in `groups`, which must not have been counted before. Runs that
+        several versions played are left out. Returns whether `best` changed."""
         steps = set()
         for group in groups:
             for member in group.members:
@@ -38,17 +38,18 @@ class Validation:
         return self.best != before
 
     def _compare(self, step: int, rewards: Sequence[float]) -> None:
-        """Make a step the best one if the 95 % interval of the difference of the means lies above 0."""
+        """Make a step the best one if the 95 % interval of the difference of its mean reward and that of the best one
+        lies above 0."""
         if not step or len(rewards) < self._min_trajectories:
             return
-        best, own = self.best, Sample.of(rewards)
-        # With fewer of its own rewards than before, the log no longer holds those of before.
-        knows_more = best is not None and best.step == step and best.rewards.count <= own.count
-        if best is None or knows_more or own.difference(best.rewards)[0] > 0:
-            self.best = Best(step, own)
+        best, sample = self.best, Sample.of(rewards)
+        # The best step itself gets its new rewards, unless they are fewer than before: the log has lost some then.
+        has_more_rewards = best is not None and best.step == step and best.rewards.count <= sample.count
+        if best is None or has_more_rewards or sample.difference(best.rewards)[0] > 0:
+            self.best = Best(step, sample)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the newest step with rewards."""
+        """Return the validation metrics of the newest step that has rewards; none if there is no such step."""
         if not self._rewards:
             return {}
         step = max(self._rewards)

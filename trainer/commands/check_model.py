@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def check(base: str, config: TrainerConfig) -> dict[str, Any]:
-    """The findings as `--json` prints them: differences in nats. `refused` is the reason why the
-    model can't be trained, `None` where it can."""
+    """Load `base` as the trainer would. Return the findings as `--json` prints them: differences in nats, and in
+    `refused` the reason why the model can't be trained, `None` if it can."""
     import_first(Config(models=(ModelConfig(base=base),), trainer=config))
     from trainer.engine.engine import Engine
     from trainer.engine.loading import first_sentence
@@ -64,6 +64,7 @@ def check(base: str, config: TrainerConfig) -> dict[str, Any]:
 
 
 def _has_chat_template(base: str) -> bool:
+    """Whether the model's tokenizer has a chat template."""
     from transformers import AutoTokenizer
 
     try:
@@ -73,7 +74,7 @@ def _has_chat_template(base: str) -> bool:
 
 
 def _compared(verified: Verified) -> dict[str, Any]:
-    """The findings of the comparison with the model's own forward pass."""
+    """Return the findings of the comparison with the model's own forward pass."""
     return {
         "padded_difference": verified.padded.largest,
         "packed_difference": verified.prefix_shared.largest if verified.prefix_shared else None,
@@ -85,11 +86,11 @@ def _compared(verified: Verified) -> dict[str, Any]:
 
 
 def report(findings: dict[str, Any]) -> str:
-    """The findings as text."""
+    """Return the findings as text for a terminal."""
     lines = [f"{findings['model']}: " + (f"refused: {findings['refused']}" if findings["refused"] else "trains right")]
     if adapter := findings.get("adapter"):
-        on = ", ".join(adapter["layers"])
-        lines.append(f"  adapter: rank {adapter['rank']}, {adapter['parameters']:,} parameters, on {on}")
+        layers = ", ".join(adapter["layers"])
+        lines.append(f"  adapter: rank {adapter['rank']}, {adapter['parameters']:,} parameters, on {layers}")
     for name, text in (("padded", "one row a sequence"), ("packed", "prefixes shared"), ("images", "rows with images")):
         if (difference := findings[f"{name}_difference"]) is not None:
             lines.append(f"  {text}: at most {difference:.3g} nats from the model's own logprobs")

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from pipeline.config import ConfigError
+from pipeline.running.installations import installation_settings
 from pipeline.telemetry import logs
 from pipeline.terminal.parsers import command_parser
 from trainer.checkpoints.checkpoint import ADAPTER_FILES, CheckpointError, Checkpoints
@@ -33,9 +34,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def number_of(step: str, checkpoints: Checkpoints) -> int:
-    """Return the step that `--step` names. Raises `CheckpointError` where there is no newest or no best one, and
-    `ConfigError` for another word."""
+def parse_step(step: str, checkpoints: Checkpoints) -> int:
+    """Return the step that `--step` names: a number, `latest` or `best`. Raises `CheckpointError` if there is no latest
+    or no best checkpoint, and `ConfigError` for another word."""
     if step == "latest":
         if not (steps := checkpoints.steps()):
             raise CheckpointError(f"there is no checkpoint in {checkpoints.folder}: name a step that the lake holds")
@@ -73,7 +74,7 @@ def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         write_adapter(files, Path(folder))
-        # The others would be merged as if they were all.
+        # PEFT only warns of tensors that fit nowhere, and would merge the others.
         warnings.filterwarnings("error", message=".*adapter keys")
         try:
             model = PeftModel.from_pretrained(auto_class(base).from_pretrained(base), folder)
@@ -91,7 +92,7 @@ def write_merged(files: dict[str, bytes], base: str, out: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     with options.running("export"):
-        config = options.settings_of(args)
+        config = installation_settings(args.run_dir, args.config, args.overrides)
         if args.model is None and len(config.models) > 1:
             raise ConfigError(f"--model: name one of {', '.join(m.name for m in config.models)}")
         model = config.model(args.model) if args.model else config.models[0]
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"{args.out} exists already")
 
         checkpoints = Checkpoints.of(config, model.name)
-        step = number_of(args.step, checkpoints)
+        step = parse_step(args.step, checkpoints)
         on_disk = step in checkpoints.steps()
         files = checkpoints.read(step)[1] if on_disk else read_version(config, model.name, step).files
         args.out.mkdir(parents=True)

@@ -5,28 +5,21 @@ from __future__ import annotations
 import argparse
 from contextlib import AbstractContextManager
 
-from pipeline.config import Config, ConfigError
+from pipeline.config import ConfigError
 from pipeline.log.broker import BrokerError
-from pipeline.running.installations import installation_settings
 from pipeline.terminal.parsers import add_overrides, exit_on_error
 from trainer.checkpoints.checkpoint import CheckpointError
 from trainer.checkpoints.commits import TrainerError
 
 
 def add_installation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `settings_of` reads."""
+    """Add the options that name an installation: `config`, `run_dir` and `overrides` of `installation_settings`."""
     parser.add_argument("--config", help="settings, TOML")
     parser.add_argument("--run-dir", help="run directory; its config.toml is read unless --config is given")
     add_overrides(parser)
 
 
-def settings_of(args: argparse.Namespace) -> Config:
-    """Return the settings of the installation that the arguments name; the newest if they name none. Raises
-    `ConfigError`."""
-    return installation_settings(args.run_dir, args.config, args.overrides)
-
-
 def running(name: str) -> AbstractContextManager[None]:
-    """The context in which the command `name` runs. Where it fails, one line is written to stderr, and the program
-    exits: with 2 for a wrong argument or setting, else with 1."""
+    """Return the context in which the command `name` runs. If the command fails, one line is written to stderr and the
+    program exits: with 2 for a wrong argument or setting, else with 1."""
     return exit_on_error(name, (ConfigError,), (CheckpointError, TrainerError, BrokerError, OSError))

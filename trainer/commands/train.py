@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError("--on and --as belong together: name a data set and its format")
         if args.on is not None and args.adopt:
             raise ConfigError("--on and --adopt are two steps: take one after the other")
-        config = options.settings_of(args)
+        config = installation_settings(args.run_dir, args.config, args.overrides)
         log_of(config)
         state = read_state(Path(config.run_dir))
         if (
@@ -73,13 +73,13 @@ def main(argv: list[str] | None = None) -> None:
         os.umask(0o077)  # the files of a run are readable by their owner only
         import_first(config)
         try:
-            anyio.run(_work, config, args)
+            anyio.run(_train, config, args)
         except* (TrainerError, BrokerError) as group:
             raise TrainerError("; ".join(map(str, leaves(group)))) from group
 
 
-async def _work(config: Config, args: argparse.Namespace) -> None:
-    """Take the step that the arguments ask for and print the new version, or run the trainer."""
+async def _train(config: Config, args: argparse.Namespace) -> None:
+    """Take the single step of `--on` or `--adopt` and print the new version, or run the trainer until it is stopped."""
     if not args.adopt and args.on is None:
         from trainer.service import train
 

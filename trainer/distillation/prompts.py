@@ -25,7 +25,8 @@ from pipeline.events.types import REWARD_TOLERANCE
 
 Message = dict[str, Any]
 _CHARACTERS_PER_TOKEN = 16
-"""No text has so many on average: a prompt with more of them for each token that the model takes is not tokenized."""
+"""A prompt with more characters for each token that the model takes is refused before it is tokenized: no text has so
+many characters in a token on average."""
 
 
 class HintUnusableError(ValueError):
@@ -34,8 +35,8 @@ class HintUnusableError(ValueError):
 
 @contextlib.contextmanager
 def _malformed_as_unusable() -> Iterator[None]:
-    """Raise `HintUnusableError` in place of the errors that a malformed request causes: agents write requests, and none
-    may end the trainer."""
+    """Raise `HintUnusableError` in place of the errors that a malformed request causes. Agents write the requests,
+    which must not end the trainer."""
     try:
         yield
     except HintUnusableError:  # a `ValueError` that says why already
@@ -45,8 +46,8 @@ def _malformed_as_unusable() -> Iterator[None]:
 
 
 def best_run(members: Sequence[Member], least: float | None) -> Member | None:
-    """The member with the highest reward, the first of several; `None` if that is below `least`, or `least` is
-    `None`."""
+    """Return the member with the highest reward, the first of several; `None` if its reward is below `least`, or if
+    `least` is `None`."""
     best = max(members, key=lambda member: member.reward, default=None)
     return None if best is None or least is None or best.reward < least else best
 
@@ -58,8 +59,8 @@ def is_better(run: Member, other: Member) -> bool:
 
 @_malformed_as_unusable()
 def transcript(exchanges: Sequence[ExchangeRecorded]) -> str:
-    """A run as text: its reply if it made one call, else what followed the messages of its first call, each message
-    under its role. Where a later call does not go on from the first, only the last reply is known to belong to it.
+    """Return a run as text: its reply if it made one call, else what followed the messages of its first call, each
+    message under its role. If the last call does not continue the first one's messages, only the last reply is used.
 
     Raises `HintUnusableError` for calls that are no chat."""
     first, last = _messages(exchanges[0]), _messages(exchanges[-1])
@@ -67,48 +68,49 @@ def transcript(exchanges: Sequence[ExchangeRecorded]) -> str:
         reply = msgspec.json.decode(exchanges[-1].response)["choices"][0]["message"]
     except (msgspec.DecodeError, LookupError, TypeError) as error:
         raise HintUnusableError("the group's best run has no chat reply to show") from error
-    followed = last[len(first) :] if last[: len(first)] == first else []
-    parts = [(m["role"], _as_text(m)) for m in [*followed, as_template_reads(reply)]]
+    later = last[len(first) :] if last[: len(first)] == first else []
+    parts = [(m["role"], _as_text(m)) for m in [*later, as_template_reads(reply)]]
     return parts[0][1] if len(parts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in parts)
 
 
 class HintedPrompts:
-    """Renders prompts for the base model in the folder or of the hub name `base`. `longest`: tokens that the trainer's
-    model takes; `None`: any number. A trainer sets it, because callers choose how long their hints and calls are."""
+    """Renders a teacher's prompts for the base model `base`, a folder or hub name. `longest`: limit on the tokens of a
+    prompt and its reply, `None` for no limit. The trainer sets it, because callers choose the length of hints."""
 
     def __init__(self, base: str, config: DistillConfig, longest: int | None = None) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base)
         self.config, self._longest = config, longest
 
     def text_of(self, hints: Sequence[Hint]) -> str:
-        """What is appended to the user's message for these hints."""
+        """Return the text that is appended to the user's message for these hints."""
         templates = {"text": self.config.hint_template, "correction": self.config.correction_template}
         return "".join(templates[hint.kind].replace("{hint}", hint.text) for hint in hints)
 
     @_malformed_as_unusable()
     def render(self, exchange: ExchangeRecorded, text: str) -> npt.NDArray[np.int32]:
-        """The token ids of the call's prompt with `text` at the end of its last user message.
+        """Return the token ids of the call's prompt with `text` at the end of its last user message. Without a user
+        message, `text` becomes one.
 
         Raises `HintUnusableError` for a call without messages, for messages that the template refuses, and for a prompt
         that is too long for the model."""
         body = msgspec.json.decode(exchange.request)
         messages = _messages(exchange)
-        asked = next((m for m in reversed(messages) if m["role"] == "user"), None)
-        continued = messages.pop() if body.get("continue_final_message") else None
-        if continued is not None and continued is asked:
+        user_message = next((m for m in reversed(messages) if m["role"] == "user"), None)
+        open_message = messages.pop() if body.get("continue_final_message") else None
+        if open_message is not None and open_message is user_message:
             raise HintUnusableError("the call continues the user's message, so no hint can stand at its end")
-        if asked is None:
+        if user_message is None:
             messages.append({"role": "user", "content": text.lstrip()})
         else:
-            asked["content"] = (asked["content"] or "") + text
-        messages += [continued] if continued is not None else []
+            user_message["content"] = (user_message["content"] or "") + text
+        messages += [open_message] if open_message is not None else []
         try:
             prompt = self._tokenizer.apply_chat_template(
                 messages, tools=body.get("tools") or None, tokenize=False, **_template_arguments(body)
             )
         except (ArithmeticError, jinja2.TemplateError, TypeError, ValueError) as error:
-            told = without_sent(str(error), exchange.request.decode(errors="replace") + text)
-            raise HintUnusableError(f"the model's chat template refuses the call's messages: {told}") from error
+            reason = without_sent(str(error), exchange.request.decode(errors="replace") + text)
+            raise HintUnusableError(f"the model's chat template refuses the call's messages: {reason}") from error
         if self._longest is not None and len(prompt) > self._longest * _CHARACTERS_PER_TOKEN:
             raise HintUnusableError(
                 f"the teacher's prompt has {len(prompt)} characters, the trainer's model takes {self._longest} tokens"
@@ -123,9 +125,9 @@ class HintedPrompts:
 
 
 def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
-    """The values of a request that a template reads. A field of the request counts before `chat_template_kwargs`, as in
-    the inference server."""
-    given = body.get("chat_template_kwargs") or {}
+    """Return the values of a request that a template reads. A field of the request counts before
+    `chat_template_kwargs`, as in the inference server."""
+    template_kwargs = body.get("chat_template_kwargs") or {}
     effort = body.get("reasoning_effort")
     fields = {
         "add_generation_prompt": body.get("add_generation_prompt", True),
@@ -133,13 +135,14 @@ def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
         "documents": body.get("documents"),
         "reasoning_effort": effort,
         # The server derives it from the effort, unless the request gives it: effort `none` turns thinking off.
-        "enable_thinking": None if effort is None or "enable_thinking" in given else effort != "none",
+        "enable_thinking": None if effort is None or "enable_thinking" in template_kwargs else effort != "none",
     }
-    # `None` and `auto` are as good as not given there.
-    return {**given, **{name: value for name, value in fields.items() if value not in (None, "auto")}}
+    # The server takes `None` and `auto` as if the field were missing.
+    return {**template_kwargs, **{name: value for name, value in fields.items() if value not in (None, "auto")}}
 
 
 def _messages(exchange: ExchangeRecorded) -> list[Message]:
+    """Return the messages of a call as the template reads them. Raises `HintUnusableError` if it sent none."""
     messages = msgspec.json.decode(exchange.request).get("messages")
     if not isinstance(messages, list) or not messages:
         raise HintUnusableError("the call sent no messages: a hint needs a chat to stand in")
@@ -147,14 +150,14 @@ def _messages(exchange: ExchangeRecorded) -> list[Message]:
 
 
 def _as_text(message: Message) -> str:
-    """The content of a message, with its tool calls as JSON."""
+    """Return the content of a message as text, followed by its tool calls as JSON."""
     calls = [msgspec.json.encode(call["function"]).decode() for call in message.get("tool_calls") or ()]
     return "\n".join([*([message["content"]] if message.get("content") else []), *calls])
 
 
 def as_template_reads(message: Message) -> Message:
-    """A message as the inference server gives it to the template: parts of text joined, arguments of tool calls as
-    objects, reasoning under both of its names. Raises `HintUnusableError` for content that is no text."""
+    """Return a message as the inference server gives it to the template: parts of text joined, arguments of tool calls
+    as objects, reasoning under both of its names. Raises `HintUnusableError` for content that is no text."""
     out = dict(message)
     if (thoughts := message.get("reasoning", message.get("reasoning_content"))) is not None:
         out["reasoning"] = out["reasoning_content"] = thoughts
@@ -168,8 +171,8 @@ def as_template_reads(message: Message) -> Message:
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments, JSON text in requests, are the object that templates read. Raises
-    `HintUnusableError`."""
+    """Return a tool call with its arguments, JSON text in requests, decoded to the object that templates read. Raises
+    `HintUnusableError` if they are no JSON."""
     function = dict(call.get("function") or {})
     if isinstance(arguments := function.get("arguments"), str):
         try:

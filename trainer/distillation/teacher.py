@@ -1,4 +1,4 @@
-"""Which recorded tokens a teacher is asked about, and what it says of them.
+"""The recorded tokens that a teacher is asked about, and its logprobs of them.
 
 Shape letters: k trained tokens of a sequence, K most probable tokens of the teacher, T tokens.
 """
@@ -23,9 +23,9 @@ class HintedCall:
     """A call as its teacher reads it: with a hint in the prompt, and the recorded tokens of the call after it."""
 
     sequence: TokenSequence
-    """The tokens that it is asked about are those of the loss mask."""
+    """The teacher is asked about the tokens of its loss mask."""
     slots: npt.NDArray[np.int64]
-    """Where they are among the k trained tokens of the sequence that is taught."""
+    """The indices of these tokens among the k trained tokens of the sequence that is taught."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,43 +40,43 @@ class TeacherLogprobs:
 
     @classmethod
     def blank(cls, tokens: int, top: int, dtype: npt.DTypeLike = np.float32) -> TeacherLogprobs:
-        """Of a teacher that was asked nothing."""
+        """Return the logprobs of a teacher that was asked about none of `tokens` tokens: NaN, with `top` columns."""
         unknown = np.full((tokens, top), np.nan, dtype)
         return cls(np.full(tokens, np.nan, dtype), np.zeros((tokens, top), np.int64), unknown)
 
 
 def hinted_calls_of(sequence: TokenSequence, prompts: Mapping[int, npt.NDArray[np.int32]]) -> tuple[HintedCall, ...]:
-    """The calls of a sequence that `prompts` has a teacher's prompt for, by call."""
+    """Return the calls of a sequence that have a teacher's prompt. `prompts`: token ids by the call's number."""
     if sequence.calls is None:
         return ()
     slots_T = np.cumsum(sequence.loss_mask) - 1
     out = []
     for call, prompt in prompts.items():
         at = np.flatnonzero(sequence.calls == call)
-        taught = sequence.loss_mask[at]
-        if not taught.any():
+        trained = sequence.loss_mask[at]
+        if not trained.any():
             continue
         context = TokenSequence.made_up(sequence.trajectory, prompt, 1)
         untrained = np.zeros(len(prompt), np.bool_)
         cuts = None
         if sequence.cuts is not None:
             cuts = np.concatenate([np.tile(UNCUT, (len(prompt), 1)), sequence.cuts[at]])
-        read = TokenSequence(
+        hinted = TokenSequence(
             sequence.trajectory,
             np.concatenate([context.ids, sequence.ids[at]]),
-            np.concatenate([untrained, taught]),
+            np.concatenate([untrained, trained]),
             np.concatenate([context.logprobs, sequence.logprobs[at]]),
             np.concatenate([context.steps, sequence.steps[at]]),
             np.concatenate([context.temperatures, sequence.temperatures[at]]),
             cuts,
         )
-        out.append(HintedCall(read, slots_T[at][taught]))
+        out.append(HintedCall(hinted, slots_T[at][trained]))
     return tuple(out)
 
 
 @dataclass(frozen=True, eq=False)
 class TeacherAnswer:
-    """What a teacher from outside said of the n tokens that a call sampled (`rollout.teacher`)."""
+    """The logprobs of the n tokens that a call sampled, by a teacher from outside (`rollout.teacher`)."""
 
     call: int
     """`seq` of the call."""
@@ -87,7 +87,7 @@ class TeacherAnswer:
 
 
 def answers_by_call(event: TeacherAnswered, exchanges: Iterable[ExchangeRecorded]) -> list[TeacherAnswer]:
-    """The answers about a run's calls; none if the event is about other tokens."""
+    """Return a teacher's answers about a run's calls; none if the event has another number of tokens than the calls."""
     calls = [(e.seq, unpack_ids(e.sampled_ids)) for e in TeacherAnswered.calls_of(exchanges)]
     logprobs, width = unpack_logprobs(event.logprobs), event.top_k
     if not calls or len(logprobs) != sum(len(ids) for _, ids in calls):
@@ -95,15 +95,15 @@ def answers_by_call(event: TeacherAnswered, exchanges: Iterable[ExchangeRecorded
     top_ids = unpack_ids(event.top_ids).reshape(len(logprobs), width)
     top_logprobs = unpack_logprobs(event.top_logprobs).reshape(len(logprobs), width)
     ends = np.cumsum([len(ids) for _, ids in calls])[:-1]
-    said = zip(*(np.split(x, ends) for x in (logprobs, top_ids, top_logprobs)), strict=True)
-    return [TeacherAnswer(seq, ids, *of_call) for (seq, ids), of_call in zip(calls, said, strict=True)]
+    parts = zip(*(np.split(values, ends) for values in (logprobs, top_ids, top_logprobs)), strict=True)
+    return [TeacherAnswer(seq, ids, *of_call) for (seq, ids), of_call in zip(calls, parts, strict=True)]
 
 
 def teacher_logprobs_of(sequence: TokenSequence, answers: Sequence[TeacherAnswer]) -> TeacherLogprobs | None:
-    """What a teacher from outside said of a sequence's trained tokens; `None` if nothing.
+    """Return the logprobs of a sequence's trained tokens by a teacher from outside; `None` if it gave none.
 
-    It is asked at temperature 1. Tokens that were sampled at another temperature learn nothing from it: the policy's
-    distribution at that temperature would be drawn to the teacher's at 1, and its own away from the teacher's."""
+    The teacher's logprobs are of temperature 1, so those of tokens that were sampled at another temperature are left
+    out: they would pull the policy's distribution at that temperature to the teacher's at 1."""
     if not answers or sequence.calls is None:
         return None
     whole = TeacherLogprobs.blank(len(sequence.ids), answers[0].top_ids_nK.shape[1])
@@ -121,8 +121,8 @@ def teacher_logprobs_of(sequence: TokenSequence, answers: Sequence[TeacherAnswer
 
 
 def join_logprobs(tokens: int, parts: Sequence[tuple[HintedCall, TeacherLogprobs]]) -> TeacherLogprobs | None:
-    """The teacher's logprobs of a sequence's `tokens` trained tokens, from those of its hinted calls. `None` if there
-    are none."""
+    """Return the teacher's logprobs of a sequence's `tokens` trained tokens, from those of its hinted calls in `parts`.
+    `None` if there are no parts."""
     if not parts:
         return None
     first = parts[0][1]
@@ -135,12 +135,13 @@ def join_logprobs(tokens: int, parts: Sequence[tuple[HintedCall, TeacherLogprobs
 
 
 def metrics(teacher_logprobs: Sequence[TeacherLogprobs | None], logprobs: Sequence[Floats]) -> dict[str, float]:
-    """`tokens_taught`, and `teacher_gap`: the mean of log policy - log teacher over these tokens, which estimates the
-    reverse KL divergence in nats. `logprobs[i]` are the policy's of sequence i before the step."""
+    """Return the metrics `tokens_taught`, the number of tokens with a teacher's logprob, and `teacher_gap`: the mean of
+    log policy - log teacher over these tokens, which estimates the reverse KL divergence in nats. `logprobs[i]` are the
+    policy's of sequence i before the step. No metrics without a teacher."""
     gaps = [
-        (mine - said.logprobs_k)[~np.isnan(said.logprobs_k)]
-        for said, mine in zip(teacher_logprobs, logprobs, strict=True)
-        if said is not None
+        (by_policy - by_teacher.logprobs_k)[~np.isnan(by_teacher.logprobs_k)]
+        for by_teacher, by_policy in zip(teacher_logprobs, logprobs, strict=True)
+        if by_teacher is not None
     ]
     if not gaps:
         return {}

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from trainer.batches.examples import Example
 from trainer.batches.packing import Packing, common_prefix, used_ids
-from trainer.engine.passes import Passes, Scores
+from trainer.engine.passes import IndexedLogprobs, Passes
 from trainer.engine.state import Logprobs, TrainState
 from trainer.sequences import TokenSequence
 
 _MOST_RATIO = 10.0
-"""Of probabilities under base model and policy, in the estimate of the KL divergence."""
+"""Limit on the ratio of a token's probabilities under base model and policy, in the estimate of the KL divergence."""
 
 EVERY = 10
 """A wrong version, mask or base model is found within this number of steps, whichever version's tokens show it."""
@@ -49,8 +49,8 @@ class Step:
 
     state: TrainState
     examples: Sequence[Example]
-    groups: Sequence[int]
-    """`groups[i]` is the group of `examples[i]`."""
+    group_of: Sequence[int]
+    """`group_of[i]` is the group of `examples[i]`."""
     logprobs: Sequence[Logprobs]
     """Of each example, by the policy before the step."""
     packing: Packing
@@ -80,8 +80,9 @@ def sample(
 
 
 def sample_due(candidates: Sequence[Candidate], step: Step, share: float) -> list[Candidate]:
-    """Return the sample of a check; empty in steps in which none is made. `share` is a part of the tokens of a step; a
-    check takes that of `EVERY` steps, as it is made once in so many."""
+    """Return the sample of a check; empty in steps in which the check is not made. `share`: the part of all computed
+    tokens that the check may add. It is made once in `EVERY` steps, so a sample has this share of the tokens of so
+    many steps."""
     # Steps 1, 11, 21 and so on: step 0 has nothing to compare. Where `EVERY` is 1, `1 % EVERY` is 0: every step.
     if not candidates or not share or step.state.step % EVERY != 1 % EVERY:
         return []
@@ -90,11 +91,14 @@ def sample_due(candidates: Sequence[Candidate], step: Step, share: float) -> lis
     return sample(candidates, share * step.tokens * EVERY, step.packing, rng) or [shortest]
 
 
-def _scores(passes: Passes, drawn: Sequence[Candidate], step: Step, *, base: bool) -> tuple[Scores, int]:
-    """The logprobs of a sample, by place in `drawn`, in the layout of training, and how many tokens that took."""
+def _sample_logprobs(
+    passes: Passes, drawn: Sequence[Candidate], step: Step, *, base: bool
+) -> tuple[IndexedLogprobs, int]:
+    """Return the logprobs of the sample `drawn`, by index, computed in the layout of training, and the number of tokens
+    of their passes. With `base` they are those of the base model."""
     trees = list(dict.fromkeys(c.tree for c in drawn))
     examples = [Example(c.sequence, 0.0) for c in drawn]
-    return passes.counted_scores(examples, [trees.index(c.tree) for c in drawn], step.packing, base=base)
+    return passes.counted_logprobs(examples, [trees.index(c.tree) for c in drawn], step.packing, base=base)
 
 
 def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metrics:
@@ -108,7 +112,7 @@ def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metric
 
     A mean above about 1e-3 in float32 means that the tokens, the mask or the version are not those of the sampler."""
     candidates = [
-        Candidate(part, index, (step.groups[index], version))
+        Candidate(part, index, (step.group_of[index], version))
         for index, example in enumerate(step.examples)
         for version in sorted(set(example.sequence.steps[example.sequence.loss_mask].tolist()))
         if version != step.state.step and version in step.state.history
@@ -121,10 +125,10 @@ def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metric
     for version in sorted({c.tree[1] for c in drawn}):
         of_version = [c for c in drawn if c.tree[1] == version]
         with passes.model.with_adapter(step.state.history[version]):
-            computed, taken = _scores(passes, of_version, step, base=False)
-        tokens += taken
-        for place, logprobs in computed.items():
-            s = of_version[place].sequence
+            computed, pass_tokens = _sample_logprobs(passes, of_version, step, base=False)
+        tokens += pass_tokens
+        for index, logprobs in computed.items():
+            s = of_version[index].sequence
             differences.append(np.abs(logprobs - s.logprobs[s.loss_mask]))
     if not differences:
         return {}
@@ -138,7 +142,7 @@ def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metric
 
 
 def _comparable(sequence: TokenSequence, version: int) -> TokenSequence:
-    """The sequence with all tokens as context but those that `version` sampled with a recorded logprob."""
+    """Return the sequence with all tokens as context but those that `version` sampled with a recorded logprob."""
     return sequence.masking_out((sequence.steps != version) | np.isnan(sequence.logprobs))
 
 
@@ -146,16 +150,16 @@ def kl_to_base(passes: Passes, step: Step, share: float) -> Metrics:
     """Return `kl`: the KL divergence of the policy before the step from the base model, estimated on a sample.
 
     In nats per token, by the k3 estimator (http://joschu.net/blog/kl-approx.html): the log ratio, and a term of mean 0
-    that takes its noise away near the base. That term is cut off at `_MOST_RATIO`: far from the base a single token
-    had made 1.4 nats 40. Returns `tokens_checked` (tokens of the passes) too, and {} if the check is not due, or the
-    loss has a KL term and computes it anyway."""
+    that reduces its variance near the base model. The ratio in that term is at most `_MOST_RATIO`: far from the base
+    model a single token raised an estimate from 1.4 to 40 nats. Returns also `tokens_checked`, the tokens of the
+    passes. Returns {} if the check is not due, or if the loss has a KL term and computes the divergence anyway."""
     if passes.config.loss.beta:
         return {}
-    candidates = [Candidate(e.sequence, i, (step.groups[i], 0)) for i, e in enumerate(step.examples)]
+    candidates = [Candidate(e.sequence, i, (step.group_of[i], 0)) for i, e in enumerate(step.examples)]
     drawn = sample_due(candidates, step, share)
     if not drawn:
         return {}
-    base, tokens = _scores(passes, drawn, step, base=True)
+    base, tokens = _sample_logprobs(passes, drawn, step, base=True)
     differences = np.concatenate([base[i] - step.logprobs[c.example] for i, c in enumerate(drawn)])
     return {"kl": kl_of(differences), "tokens_checked": float(tokens)}
 

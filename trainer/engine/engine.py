@@ -26,15 +26,16 @@ from trainer.batches.examples import Example
 from trainer.distillation.teacher import HintedCall, TeacherLogprobs, join_logprobs
 from trainer.engine import checks
 from trainer.engine.fitting import Fitted, NothingFitsError, check_within_memory, run_within_memory
-from trainer.engine.late import is_late, late_metrics
+from trainer.engine.late import late_metrics
 from trainer.engine.loading import peak_tflop_per_s
 from trainer.engine.model import PolicyModel
 from trainer.engine.optimizer import PolicyOptimizer
 from trainer.engine.parallel import ProcessGroup
-from trainer.engine.passes import Passes, PassResult, Scores, first_logprobs
+from trainer.engine.passes import IndexedLogprobs, Passes, PassResult, first_logprobs
 from trainer.engine.state import SamplerMismatchError, StepResult, TrainState, Weights
 from trainer.engine.verify import logprob_bound_for
 from trainer.sequences import TokenSequence
+from trainer.staleness import is_adapter_kept, is_late
 
 logger = get_logger("trainer.engine.engine")
 T = TypeVar("T")
@@ -42,22 +43,24 @@ _AVERAGE_RATE = 0.05
 """Weight of the newest adapter in the average that teaches (`trainer.distill.teacher`), updated once a step."""
 
 
-def updates_of(groups: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
-    """The indices of the examples of each optimizer update of a step; `groups[i]` is the group of example i.
+def updates_of(group_of: Sequence[int], config: TrainerConfig, step: int) -> Iterator[list[int]]:
+    """Yield the indices of the examples of each optimizer update of a step; `group_of[i]` is the group of example i.
 
     Minibatches hold whole groups, shuffled in every epoch: a group's advantages are relative to each other, and its
     prefixes are shared. The order depends on the seed and the step alone, so a step that is repeated is the same
     step."""
-    names = list(dict.fromkeys(groups))
+    names = list(dict.fromkeys(group_of))
     count = min(config.optimizer.minibatches, len(names))
     for epoch in range(config.optimizer.epochs):
         order = np.random.default_rng([config.seed, step, epoch]).permutation(len(names))
         for part in np.array_split(order, count):
             members = {names[i] for i in part}
-            yield [index for index, group in enumerate(groups) if group in members]
+            yield [index for index, group in enumerate(group_of) if group in members]
 
 
-def with_kl_penalty(examples: Sequence[Example], policy: Scores, base: Scores, coefficient: float) -> list[Example]:
+def with_kl_penalty(
+    examples: Sequence[Example], policy: IndexedLogprobs, base: IndexedLogprobs, coefficient: float
+) -> list[Example]:
     """Return the examples with the KL penalty of `trainer.loss.kl_penalty`, from the logprobs of their trained tokens
     by the policy before the step and by the base model."""
     ratios = [policy[i] - base[i] for i in range(len(examples))]
@@ -74,12 +77,12 @@ class Updates:
 
     examples: Sequence[Example]
     """The examples that were trained: they fit into memory."""
-    groups: Sequence[int]
-    """`groups[i]` is the group of `examples[i]`."""
+    group_of: Sequence[int]
+    """`group_of[i]` is the group of `examples[i]`."""
     dropped: tuple[TokenSequence, ...]
     """The sequences that do not fit."""
     results: list[PassResult]
-    """Of each process in each update."""
+    """A result for each process in each update."""
     norms: list[float]
     """The gradient's norm before clipping, for each update."""
 
@@ -106,16 +109,16 @@ class Engine:
         self.passes.configure(config)
 
     def initial_state(self) -> TrainState:
-        """The state of step 0 with the live adapter; PEFT's fresh one changes nothing."""
+        """Return the state of step 0 with the live adapter. PEFT's fresh adapter changes nothing of the base model."""
         return self.state_with(0, self.model.weights())
 
     def state_with(self, step: int, weights: Weights) -> TrainState:
-        """The state of `step` with an adapter from elsewhere, before the optimizer has seen it."""
+        """Return the state of `step` with the adapter `weights` and a fresh optimizer."""
         published = self.model.as_published(weights)
         return TrainState(step, published, history={step: published}, master=None if published is weights else weights)
 
-    def step(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> StepResult:
-        """Take one step over `examples`; `groups[i]` says which of them share prefixes. `state` is not modified, so
+    def step(self, state: TrainState, examples: Sequence[Example], group_of: Sequence[int]) -> StepResult:
+        """Take one step over `examples`; `group_of[i]` says which of them share prefixes. `state` is not modified, so
         an abandoned step leaves no trace.
 
         Sequences that the model cuts off, and those that do not fit into memory even alone, are left out. Raises
@@ -125,12 +128,12 @@ class Engine:
         began = time.perf_counter()
         # First: it loads the adapter of `state`, under which everything below is computed.
         optimizer = PolicyOptimizer(self.model, state)
-        examples, metrics_of_late = self._mark_late(state.step, examples, groups)
-        updates = self._update(state, optimizer, *self._prepare(state, examples, groups))
+        examples, metrics_of_late = self._mark_late(state.step, examples, group_of)
+        updates = self._update(state, optimizer, *self._prepare(state, examples, group_of))
         metrics = self._measure(state, updates) | metrics_of_late
         metrics["learning_rate"] = float(optimizer.adamw.param_groups[0]["lr"])
         step, weights = state.step + 1, optimizer.weights
-        history = {s: w for s, w in state.history.items() if s >= step - self.config.max_staleness - 1}
+        history = {s: w for s, w in state.history.items() if is_adapter_kept(s, step, self.config)}
         history[step] = weights
         after = TrainState(
             step,
@@ -147,71 +150,72 @@ class Engine:
         self,
         work: Callable[[Sequence[Example], Sequence[int]], T],
         examples: Sequence[Example],
-        groups: Sequence[int],
+        group_of: Sequence[int],
         step: int,
     ) -> Fitted[T]:
-        """Do some work of the step after `step` over the examples that fit into memory. Raises `NothingFitsError`."""
-        return run_within_memory(work, examples, groups, self.passes.budget, self.passes.free, step + 1)
+        """Return the result of `work(examples, group_of)`, part of the step after `step`, over the examples that fit
+        into memory. Raises `NothingFitsError`."""
+        return run_within_memory(work, examples, group_of, self.passes.budget, self.passes.free, step + 1)
 
     def _mark_late(
-        self, step: int, examples: Sequence[Example], groups: Sequence[int]
+        self, step: int, examples: Sequence[Example], group_of: Sequence[int]
     ) -> tuple[list[Example], dict[str, float]]:
-        """Mark the examples that are late at `step` (`trainer.engine.late`), and measure them under the live adapter.
-        Returns all examples and the metrics. Raises `LateRunsError`."""
+        """Return the examples with `late` set on those that are late at `step` (`trainer.staleness`), and the metrics
+        of these. They are measured under the live adapter. Raises `LateRunsError`."""
         marked = [dataclasses.replace(e, late=is_late(e.sequence, step, self.config)) for e in examples]
         longest = self.model.longest or sys.maxsize
         late = [i for i, e in enumerate(marked) if e.late and len(e.sequence.ids) <= longest]
         if not late:
             return marked, {}
-        fitted = self._run_fitting(self.passes.scores, [marked[i] for i in late], [groups[i] for i in late], step)
+        fitted = self._run_fitting(self.passes.logprobs, [marked[i] for i in late], [group_of[i] for i in late], step)
         logprobs = [fitted.result[n] for n in range(len(fitted.examples))]
         return marked, late_metrics([e.sequence for e in fitted.examples], logprobs, self.config)
 
     def _prepare(
-        self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]
+        self, state: TrainState, examples: Sequence[Example], group_of: Sequence[int]
     ) -> tuple[list[Example], Sequence[int], list[TokenSequence]]:
-        """Compute what the updates of a step need of the policy before them, the base model and the teacher. Returns
-        the examples with it, their groups, and the sequences that are too long for the model or do not fit into
-        memory."""
+        """Add to the examples what the updates of a step need: logprobs by the policy before the step, the KL penalty
+        to the base model, and the teacher's logprobs. Returns the examples, the group of each, and the sequences that
+        are left out because they are too long for the model or do not fit into memory."""
         passes = self.passes
         dropped = self._too_long(examples)
         whole = [i for i, e in enumerate(examples) if e.sequence not in dropped]
         if not whole:
             raise NothingFitsError(dropped, state.step + 1)
-        examples, groups = [examples[i] for i in whole], [groups[i] for i in whole]
-        several_updates = len(list(updates_of(groups, self.config, state.step))) > 1
+        examples, group_of = [examples[i] for i in whole], [group_of[i] for i in whole]
+        several_updates = len(list(updates_of(group_of, self.config, state.step))) > 1
         kl_penalty = 0.0 if self.config.loss.type == "sft" else self.config.loss.kl_penalty
         if several_updates or kl_penalty:
-            scored = self._run_fitting(passes.scores, examples, groups, state.step)
-            examples, groups = list(scored.examples), scored.groups
-            dropped += scored.dropped
+            fitted = self._run_fitting(passes.logprobs, examples, group_of, state.step)
+            examples, group_of = list(fitted.examples), fitted.group_of
+            dropped += fitted.dropped
             if kl_penalty:
-                base = passes.scores(examples, groups, base=True)
-                examples = with_kl_penalty(examples, scored.result, base, kl_penalty)
+                base = passes.logprobs(examples, group_of, base=True)
+                examples = with_kl_penalty(examples, fitted.result, base, kl_penalty)
             if several_updates:
-                examples = [dataclasses.replace(e, old_logprobs=scored.result[i]) for i, e in enumerate(examples)]
-        return self._with_teacher(state, examples, groups), groups, dropped
+                examples = [dataclasses.replace(e, old_logprobs=fitted.result[i]) for i, e in enumerate(examples)]
+        return self._with_teacher(state, examples, group_of), group_of, dropped
 
     def _update(
         self,
         state: TrainState,
         optimizer: PolicyOptimizer,
         examples: Sequence[Example],
-        groups: Sequence[int],
+        group_of: Sequence[int],
         dropped: list[TokenSequence],
     ) -> Updates:
-        """Take the optimizer updates of a step over what of the batch fits into memory. Adds what does not to
-        `dropped`."""
+        """Take the optimizer updates of a step over the examples that fit into memory. Adds the sequences that do not
+        fit to `dropped`."""
         results: list[PassResult] = []
         norms: list[float] = []
-        for part in updates_of(groups, self.config, state.step):
+        for part in updates_of(group_of, self.config, state.step):
             fitting = [i for i in part if examples[i].sequence not in dropped]
             if not fitting:
                 continue
             self.model.peft.zero_grad(set_to_none=True)
             try:
                 fitted = self._run_fitting(
-                    self.passes.gradients, [examples[i] for i in fitting], [groups[i] for i in fitting], state.step
+                    self.passes.gradients, [examples[i] for i in fitting], [group_of[i] for i in fitting], state.step
                 )
             except NothingFitsError as error:
                 dropped += error.sequences
@@ -222,26 +226,26 @@ class Engine:
         if not results:
             raise NothingFitsError(dropped, state.step + 1)
         trained = [i for i, e in enumerate(examples) if e.sequence not in dropped]
-        return Updates([examples[i] for i in trained], [groups[i] for i in trained], tuple(dropped), results, norms)
+        return Updates([examples[i] for i in trained], [group_of[i] for i in trained], tuple(dropped), results, norms)
 
-    def _with_teacher(self, state: TrainState, examples: Sequence[Example], groups: Sequence[int]) -> list[Example]:
+    def _with_teacher(self, state: TrainState, examples: Sequence[Example], group_of: Sequence[int]) -> list[Example]:
         """Return the examples with the teacher's logprobs of their hinted calls. Calls that do not fit into memory are
         left out."""
-        asked = [(i, call) for i, e in enumerate(examples) for call in e.hinted_calls]
-        if not asked or not self.config.distill.weight or self.config.loss.type == "sft":
+        indexed_calls = [(i, call) for i, e in enumerate(examples) for call in e.hinted_calls]
+        if not indexed_calls or not self.config.distill.weight or self.config.loss.type == "sft":
             return list(examples)
         average = state.average if self.config.distill.teacher == "average" else None
         with nullcontext() if average is None else self.model.with_adapter(average):
             try:
-                calls = [Example(call.sequence, 0.0) for _, call in asked]
-                of_calls = [groups[i] for i, _ in asked]
-                fitted = self._run_fitting(self.passes.teacher_logprobs, calls, of_calls, state.step)
+                calls = [Example(call.sequence, 0.0) for _, call in indexed_calls]
+                group_of_call = [group_of[i] for i, _ in indexed_calls]
+                fitted = self._run_fitting(self.passes.teacher_logprobs, calls, group_of_call, state.step)
             except NothingFitsError:
                 return list(examples)  # the error is logged for each of them
-        said = {id(e.sequence): fitted.result[n] for n, e in enumerate(fitted.examples)}
+        logprobs_of = {id(e.sequence): fitted.result[n] for n, e in enumerate(fitted.examples)}
         parts: dict[int, list[tuple[HintedCall, TeacherLogprobs]]] = {}
-        for i, call in asked:
-            if (teacher_logprobs := said.get(id(call.sequence))) is not None:
+        for i, call in indexed_calls:
+            if (teacher_logprobs := logprobs_of.get(id(call.sequence))) is not None:
                 parts.setdefault(i, []).append((call, teacher_logprobs))
         return [
             dataclasses.replace(e, hinted_calls=(), teacher=join_logprobs(e.sequence.trained_tokens, parts.get(i, ())))
@@ -249,8 +253,8 @@ class Engine:
         ]
 
     def _average_adapter(self, state: TrainState, weights: Weights) -> Weights | None:
-        """The running average of the adapters after a step that ended in `weights`; `None` where no teacher needs
-        it."""
+        """Return the running average of the adapters after a step that ended in `weights`; `None` if the settings have
+        no teacher that needs it."""
         distill = self.config.distill
         if not distill.weight or distill.teacher != "average":
             return None
@@ -280,9 +284,9 @@ class Engine:
         step = checks.Step(
             state,
             updates.examples,
-            updates.groups,
+            updates.group_of,
             first_logprobs(updates.results, updates.examples),
-            passes.packing_of(updates.examples, updates.groups),
+            passes.packing_of(updates.examples, updates.group_of),
             metrics["tokens_forward"],
         )
         share = self.config.check_share / 2
@@ -300,24 +304,24 @@ class Engine:
         }
 
     def _speed(self, metrics: Mapping[str, float], compute_s: float) -> dict[str, float]:
-        """Metrics of a step that computed for so many seconds. `mfu` is the share of the GPU's peak rate that the
-        products of the base model's weights took, forward and backward; attention is not counted."""
-        found = {
+        """Return the speed of a step that computed for `compute_s` seconds, from its `metrics`. `mfu` is the share of
+        the GPU's peak rate that the products of the base model's weights took, forward and backward; attention is not
+        counted."""
+        speed = {
             "compute_s": compute_s,
             "trained_tokens_per_s": self.config.optimizer.epochs * metrics["tokens"] / compute_s,
             "forward_tokens_per_s": metrics["tokens_forward"] / compute_s,
         }
-        found["tflop_per_s"] = found["forward_tokens_per_s"] * self.passes.cost.per_token / 1e12
+        speed["tflop_per_s"] = speed["forward_tokens_per_s"] * self.passes.cost.per_token / 1e12
         if self.model.device.type == "cuda" and (peak := peak_tflop_per_s(torch.cuda.get_device_name())):
-            found["mfu"] = found["tflop_per_s"] / (peak * self.passes.processes)
-        return found
+            speed["mfu"] = speed["tflop_per_s"] / (peak * self.passes.processes)
+        return speed
 
     def _check_sampler_agrees(self, metrics: Mapping[str, float], step: int) -> None:
-        """Raise `SamplerMismatchError` where recorded and recomputed logprobs differ by more than rounding explains, as
-        far as `metrics` says by now: those of tokens of earlier versions come first, those of this one after the pass.
-        """
+        """Raise `SamplerMismatchError` if recorded and recomputed logprobs differ by more than `trainer.logprob_bound`.
+        `metrics` has a difference for the tokens of earlier versions, of this version, for both, or for none."""
         bound = logprob_bound_for(self.config, self.model.dtype)
-        for name, what in (
+        for name, tokens in (
             ("sampler_logprob_diff", "of tokens of earlier versions, recomputed with those"),
             ("on_policy_logprob_diff", "of tokens sampled by this version"),
         ):
@@ -325,7 +329,7 @@ class Engine:
             if not difference <= bound:  # NaN is refused too
                 raise SamplerMismatchError(
                     f"step {step + 1} is not taken: the sampler's logprobs and the trainer's differ by "
-                    f"{difference:.3g} nats on average {what}, and trainer.logprob_bound is {bound:g}. Check that the "
-                    "inference server runs this base model in the same type, with --logprobs-mode processed_logprobs, "
-                    "and serves the adapter that its name says"
+                    f"{difference:.3g} nats on average {tokens}, and trainer.logprob_bound is {bound:g}. Check that "
+                    "the inference server runs this base model in the same type, with --logprobs-mode "
+                    "processed_logprobs, and serves the adapter that its name says"
                 )

@@ -32,16 +32,17 @@ class PassTooLargeError(RuntimeError):
     """A forward or backward pass ran out of memory."""
 
     def __init__(self, indices: Sequence[int], tokens: int, why: str) -> None:
+        """`indices`: of the pass's sequences in the batch; `tokens`: of the pass, padding included; `why`: message of
+        the original error."""
         super().__init__(indices, tokens, why)  # all arguments, so that the error can be pickled
         self.indices, self.tokens, self.why = tuple(indices), tokens, why
-        """Indices of the pass's sequences in the batch; tokens of the pass, padding included; the original error."""
 
     def __str__(self) -> str:
         return f"out of memory in a pass of {len(self.indices)} sequence(s) and {self.tokens} tokens: {self.why}"
 
     @property
     def only_index(self) -> int | None:
-        """Set if the pass held one sequence: its index in the examples that the passes are made of."""
+        """The index of the pass's sequence in the batch; `None` if the pass held several."""
         return self.indices[0] if len(self.indices) == 1 else None
 
 
@@ -72,10 +73,6 @@ class Budget:
         self.tokens = limit if self.tokens == self._limit else min(self.tokens, limit)
         self._limit = limit
 
-    def halve(self, tried: int) -> None:
-        """Halve the budget after a pass of `tried` tokens ran out of memory; it becomes at most half of `tried`."""
-        self.tokens = max(1, min(self.tokens, tried) // 2)
-
 
 class NothingFitsError(UntrainableError):
     """No sequence of a step fits in memory, even alone, or into the model's length. `sequences` holds them."""
@@ -92,13 +89,13 @@ class NothingFitsError(UntrainableError):
 
 @dataclass(frozen=True, eq=False)
 class Fitted(Generic[T]):
-    """Result of some work over the examples that fit in memory."""
+    """The result of some work over the examples that fit in memory."""
 
     result: T
     examples: Sequence[Example]
     """The examples that fit."""
-    groups: Sequence[int]
-    """`groups[i]` is the group of `examples[i]`."""
+    group_of: Sequence[int]
+    """`group_of[i]` is the group of `examples[i]`."""
     dropped: tuple[TokenSequence, ...]
     """Sequences that do not fit in memory even alone."""
 
@@ -106,12 +103,12 @@ class Fitted(Generic[T]):
 def run_within_memory(
     work: Callable[[Sequence[Example], Sequence[int]], T],
     examples: Sequence[Example],
-    groups: Sequence[int],
+    group_of: Sequence[int],
     budget: Budget,
     free: Callable[[], None],
     step: int,
 ) -> Fitted[T]:
-    """Call `work` with the examples and their groups, and drop the sequences that do not fit in memory.
+    """Return the result of `work(examples, group_of)`, without the sequences that do not fit in memory.
 
     When a pass of several sequences runs out of memory, the token budget of a pass is halved and `work` is called
     again. When a pass of one sequence runs out of memory twice, that sequence is dropped. `free` releases the memory
@@ -122,7 +119,7 @@ def run_within_memory(
     dropped: list[TokenSequence] = []
     while True:
         try:
-            result = work(examples, groups)
+            result = work(examples, group_of)
             break
         except RuntimeError as error:
             only_index = _handle_out_of_memory(budget, error)
@@ -142,18 +139,19 @@ def run_within_memory(
         )
         dropped.append(sequence)
         examples = [e for i, e in enumerate(examples) if i != only_index]
-        groups = [g for i, g in enumerate(groups) if i != only_index]
+        group_of = [g for i, g in enumerate(group_of) if i != only_index]
         if not examples:
             raise NothingFitsError(dropped, step)
     if dropped:
         budget.tokens = before  # the dropped sequences may have caused the halvings
-    return Fitted(result, examples, groups, tuple(dropped))
+    return Fitted(result, examples, group_of, tuple(dropped))
 
 
 def check_within_memory(
     budget: Budget, free: Callable[[], None], work: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
-    """Return the metrics that `work` computes, in passes within the budget, which is halved when memory runs out.
+    """Return the metrics that `work` computes. When memory runs out, the token budget of a pass is halved and `work` is
+    called again.
 
     If one sequence does not fit even alone, the check is skipped and the metric `checks_left_out` is 1."""
     while True:
@@ -168,10 +166,11 @@ def check_within_memory(
 
 
 def _handle_out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
-    """Save memory another way, or halve the token budget of a pass, unless the failed pass held only one sequence.
+    """Make the next attempt need less memory: switch gradient checkpointing on, or halve the token budget of a pass.
 
-    Returns the index of that sequence in the examples given to `work`, else `None`. Re-raises
-    `error` if it is no out-of-memory error, or if the budget can't be made smaller."""
+    If the failed pass held only one sequence and checkpointing could not be switched on, change nothing and return the
+    sequence's index in the batch, else `None`. Re-raises `error` if it is no out-of-memory error, or if the budget
+    can't be made smaller."""
     if not is_out_of_memory(error):
         raise error
     if budget.save_memory():
@@ -182,7 +181,8 @@ def _handle_out_of_memory(budget: Budget, error: RuntimeError) -> int | None:
     if budget.tokens <= 1:
         raise error
     # Half of the tokens that the failed pass held, which may be fewer than the budget allows.
-    budget.halve(error.tokens if isinstance(error, PassTooLargeError) else budget.tokens)
+    tried = error.tokens if isinstance(error, PassTooLargeError) else budget.tokens
+    budget.tokens = max(1, min(budget.tokens, tried) // 2)
     logger.warning("out of memory: halved the token budget of a pass", budget=budget.tokens, error=_first_line(error))
     return None
 

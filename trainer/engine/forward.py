@@ -92,8 +92,8 @@ class _TrunkStub(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
 
 
 def towers_of(model: Any) -> list[str]:
-    """Return the paths of the modules of a vision-language model that are beside its text model, such as its vision
-    tower; empty for a text model."""
+    """Return the paths of the modules beside the text model of a vision-language model, such as its vision tower; empty
+    for a text model."""
     if getattr(model.config, "vision_config", None) is None:
         return []
     parent, _, leaf = _path_in(model, model.get_decoder()).rpartition(".")
@@ -145,7 +145,8 @@ class Forward:
         self._shards = ShardedModel(self.model, self.trunk, device, process_group)
 
     def one_pass(self) -> AbstractContextManager[None]:
-        """The context of one forward pass and its backward pass, whatever they consist of."""
+        """Return the context in which one forward pass and its backward pass have to run. It holds the weights of a
+        divided model's head together."""
         return nullcontext() if self._shards is None else self._shards.whole_head()
 
     @property
@@ -167,7 +168,8 @@ class Forward:
         return hidden_RLD
 
     def _image_inputs(self, layout: Layout) -> dict[str, torch.Tensor]:
-        """The trunk's further inputs for the images of a layout; none without images."""
+        """Return the trunk's further inputs for the images of a layout; empty without images. Raises
+        `ImageUnusableError` if the model is trained without images."""
         if not layout.images:
             return {}
         if self.images is None:
@@ -175,7 +177,7 @@ class Forward:
         return self.images.inputs(layout.ids_RL, layout.images)
 
     def _masks(self, layout: Layout) -> Any:
-        """The attention masks of a layout with branches, in the format that the trunk takes."""
+        """Return the attention masks of a layout with branches, in the format that the trunk takes."""
         spans = attention_spans(self.text)
         if self.mask_format is None or spans is None:
             raise ValueError(f"{type(self.model).__name__} can't share prefixes: use a padded layout")
@@ -186,25 +188,25 @@ class Forward:
         return {layer_type: masks[span] for layer_type, span in spans.items()}
 
     def _mask(self, layout: Layout, span: AttentionSpan) -> Any:
-        """The mask of the layers with this span: boolean for attention by scaled dot products, added for eager
-        attention."""
+        """Return the attention mask of the layers with this span: booleans for attention by scaled dot products,
+        numbers that are added to the attention scores for eager attention."""
         if self.attention != "eager":
             return mask_with_plan(layout, span)
         mask: Any = layout.dense_mask(span)
-        # Eager attention adds the mask to the attention scores, so true becomes 0 and false the lowest number.
+        # True becomes 0 and false the lowest number.
         dtype = self.trunk.dtype
         zero = torch.zeros((), dtype=dtype, device=mask.device)
         return torch.where(mask, zero, torch.finfo(dtype).min)
 
     def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
-        """The logits of hidden states, [n, V], as the model's own `forward` computes them."""
+        """Return the logits of hidden states, [n, V], as the model's own `forward` computes them."""
         assert self._output is not None, "call `hidden` first"
         ids = torch.zeros((1, len(hidden_nD)), dtype=torch.long, device=hidden_nD.device)
         with self._stubbed_trunk(self._output(last_hidden_state=hidden_nD.unsqueeze(0))):
             logits_nV: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits_nV
 
-    def scores(
+    def logprobs(
         self,
         hidden_ND: torch.Tensor,
         targets_N: torch.Tensor,
@@ -212,7 +214,7 @@ class Forward:
         cuts_N3: torch.Tensor | None,
         chunk: int,
         entropy: Literal["none", "measured", "trained"],
-        teacher: tuple[torch.Tensor, torch.Tensor] | None = None,
+        teacher_tops: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the logprobs of the targets, the entropies of their distributions, and the divergences from a
         teacher's, [N] each, in nats.
@@ -223,10 +225,12 @@ class Forward:
         `cuts_N3`: top_k, top_p and min_p that each target was sampled under. `entropy`: "none" returns zeros,
         "measured" the entropies without a gradient, "trained" with one.
 
-        `teacher`: ids and logprobs of a teacher's most probable tokens, [N, K], NaN where it was not asked. The
+        `teacher_tops`: ids and logprobs of a teacher's most probable tokens, [N, K], NaN where it was not asked. The
         divergence is `reverse_kl` before top_k, top_p and min_p, and 0 where it was not asked, or without a teacher."""
         count = max(1, -(-len(hidden_ND) // chunk))  # a part of a row may have no trained token
-        tops = [None] * count if teacher is None else zip(*(part.split(chunk) for part in teacher), strict=True)
+        tops: Any = [None] * count
+        if teacher_tops is not None:
+            tops = zip(*(part.split(chunk) for part in teacher_tops), strict=True)
         pieces = zip(
             hidden_ND.split(chunk),
             targets_N.split(chunk),
@@ -236,15 +240,15 @@ class Forward:
             strict=True,
         )
         if len(hidden_ND) <= chunk:
-            return self._score_chunk(*next(pieces), entropy)
-        scored = [
-            torch.utils.checkpoint.checkpoint(self._score_chunk, *piece, entropy, use_reentrant=False)
+            return self._chunk_logprobs(*next(pieces), entropy)
+        computed = [
+            torch.utils.checkpoint.checkpoint(self._chunk_logprobs, *piece, entropy, use_reentrant=False)
             for piece in pieces
         ]
-        logprobs_N, entropies_N, divergences_N = (torch.cat(part) for part in zip(*scored, strict=True))
+        logprobs_N, entropies_N, divergences_N = (torch.cat(part) for part in zip(*computed, strict=True))
         return logprobs_N, entropies_N, divergences_N
 
-    def top(
+    def top_logprobs(
         self, hidden_ND: torch.Tensor, temperatures_N: torch.Tensor, count: int, chunk: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and logprobs of the `count` most probable tokens of each position, [N, count], in nats."""
@@ -260,25 +264,25 @@ class Forward:
         logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
         return logits_nV / temperatures_n.unsqueeze(1)
 
-    def _score_chunk(
+    def _chunk_logprobs(
         self,
         hidden_nD: torch.Tensor,
         targets_n: torch.Tensor,
         temperatures_n: torch.Tensor,
         cuts_n3: torch.Tensor | None,
-        teacher: tuple[torch.Tensor, torch.Tensor] | None,
+        teacher_tops: tuple[torch.Tensor, torch.Tensor] | None,
         entropy: Literal["none", "measured", "trained"],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what `scores` returns, for one chunk of n positions."""
+        """Return what `logprobs` returns, for one chunk of n positions."""
         logits_nV = self._logits(hidden_nD, temperatures_n)
         divergences_n = logits_nV.new_zeros(len(logits_nV))
-        if teacher is not None:
-            ids_nK, teacher_nK = teacher
-            (asked_m,) = (~teacher_nK[:, 0].isnan()).nonzero(as_tuple=True)
-            mine_mK = logits_nV[asked_m].log_softmax(-1).gather(1, ids_nK[asked_m])
+        if teacher_tops is not None:
+            ids_nK, teacher_nK = teacher_tops
+            (rows_m,) = (~teacher_nK[:, 0].isnan()).nonzero(as_tuple=True)  # those that the teacher was asked about
+            policy_mK = logits_nV[rows_m].log_softmax(-1).gather(1, ids_nK[rows_m])
             tail = ids_nK.shape[1] < logits_nV.shape[1]
-            divergence_m = reverse_kl(mine_mK, teacher_nK[asked_m].to(mine_mK), tail=tail)
-            divergences_n = divergences_n.index_put((asked_m,), divergence_m)
+            divergence_m = reverse_kl(policy_mK, teacher_nK[rows_m].to(policy_mK), tail=tail)
+            divergences_n = divergences_n.index_put((rows_m,), divergence_m)
         if cuts_n3 is not None:
             logits_nV = restrict(logits_nV, targets_n, cuts_n3)
         all_logprobs_nV = torch.log_softmax(logits_nV, dim=-1)

@@ -30,8 +30,8 @@ logger = get_logger("trainer.engine.images")
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow opens further ones with programs and stubs that files of strangers should not reach."""
 _REMEMBERED = 256_000_000
-"""Bytes of processed images that are kept: the runs of a group have the same images, and a step reads them in several
-passes."""
+"""Bytes of processed images that are kept in memory: the runs of a group have the same images, and a step reads them in
+several passes."""
 
 
 class ImageUnusableError(ValueError):
@@ -53,8 +53,8 @@ class ImageInputs:
         """Raise `ImageUnusableError` unless the ids hold the placeholders of exactly these images."""
         placeholders, features, decoded = int((ids == self.token).sum()), 0, 0
         while features <= placeholders and decoded < len(images):
-            # An image too many has 1 feature or more. It is not decoded: one that the inference server did not read may
-            # be large, and a request may hold hundreds.
+            # An image beyond the placeholders counts as 1 feature and is not decoded: one that the inference server did
+            # not read may be large, and a request may hold hundreds.
             features += self.features(images[decoded]) if features < placeholders else 1
             decoded += 1
         if placeholders != features:
@@ -68,7 +68,7 @@ class ImageInputs:
     def features(self, image: bytes) -> int:
         """Return the number of placeholders of an image in a prompt. Raises `ImageUnusableError` if it can't be
         decoded."""
-        grid = self._inputs(image).get("image_grid_thw")
+        grid = self._processed_image(image).get("image_grid_thw")
         return self._fixed if grid is None else int(grid.prod()) // self._merge**2
 
     def inputs(self, ids_RL: torch.Tensor, images: Sequence[Sequence[bytes]]) -> dict[str, torch.Tensor]:
@@ -81,24 +81,25 @@ class ImageInputs:
                 if placeholders <= 0:
                     break
                 placeholders -= self.features(image)
-                used.append(self._inputs(image))
+                used.append(self._processed_image(image))
         if not used:
             return {}
-        joined = {name: torch.cat([one[name] for one in used]).to(ids_RL.device) for name in used[0]}
+        joined = {name: torch.cat([image[name] for image in used]).to(ids_RL.device) for name in used[0]}
         # 1 where a token stands for an image: Qwen-VL's positions and Gemma 3's attention need it.
         types_RL = (ids_RL == self.token).to(torch.int32)
         return joined | {"mm_token_type_ids" if "image_grid_thw" in joined else "token_type_ids": types_RL}
 
-    def _inputs(self, image: bytes) -> dict[str, torch.Tensor]:
-        """What the processor makes of an image, remembered up to `_REMEMBERED` bytes in all."""
+    def _processed_image(self, image: bytes) -> dict[str, torch.Tensor]:
+        """Return the tensors that the processor makes of an image, by name. They are kept in memory, up to
+        `_REMEMBERED` bytes of the latest images. Raises `ImageUnusableError`."""
         key = hashlib.sha256(image).digest()
         with self._lock:
             if key not in self._processed:
                 try:
-                    made = self._processor(images=[_open(image)], return_tensors="pt")
+                    inputs = self._processor(images=[_open(image)], return_tensors="pt")
                 except Exception as error:  # decoders raise errors of any kind about files of strangers
                     raise ImageUnusableError(f"an image can't be decoded: {error}") from error
-                self._processed[key] = {name: value for name, value in made.items() if torch.is_tensor(value)}
+                self._processed[key] = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
                 self._bytes += _size(self._processed[key])
                 while self._bytes > _REMEMBERED and len(self._processed) > 1:
                     self._bytes -= _size(self._processed.popitem(last=False)[1])
@@ -118,6 +119,7 @@ def _open(image: bytes) -> Image.Image:
 
 
 def _size(inputs: dict[str, torch.Tensor]) -> int:
+    """Return the bytes of an image's tensors."""
     return sum(value.nbytes for value in inputs.values())
 
 

@@ -42,7 +42,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 _VALUES_PER_TENSOR = 64
 """Values of a tensor in a base model's digest, at equal distances."""
-_NOT_THE_MODELS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_KEYS_OF_COPIES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Keys of a config.json that differ between copies of one model."""
 
 
@@ -99,18 +99,19 @@ def first_sentence(error: BaseException) -> str:
 
 
 def auto_class(base: str) -> Any:
-    """Return the class of transformers that loads a base model: another one if the model sees images."""
-    sees = type(AutoConfig.from_pretrained(base)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    """Return the class of transformers that loads a base model: another one if the model takes images."""
+    takes_images = type(AutoConfig.from_pretrained(base)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
 def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
-    """Load with transformers, and move nothing: `PolicyModel` places the weights, unless they are quantised."""
+    """Load a model with transformers, and add a fresh adapter. `PolicyModel` moves it to the device; a quantised model
+    is loaded there."""
     options: dict[str, Any] = {"dtype": dtype_for(config, device), "output_loading_info": True}
     if quantization := _quantization(config, options["dtype"]):
         options |= {"quantization_config": quantization, "device_map": {"": device}}
-    model, loaded = auto_class(base).from_pretrained(base, **options)
-    if missing := sorted(loaded["missing_keys"]):  # transformers gives them random values, and only prints it
+    model, loading_info = auto_class(base).from_pretrained(base, **options)
+    if missing := sorted(loading_info["missing_keys"]):  # transformers gives them random values, and only prints it
         raise ConfigError(
             f"{base} can't be trained: its weights lack {len(missing)} of the model's tensors: {', '.join(missing[:3])}"
         )
@@ -136,7 +137,7 @@ def _load_transformers(base: str, config: TrainerConfig, device: torch.device) -
     peft = get_peft_model(model, lora)
     disable_randomness(peft)
     required = config.memory.gradient_checkpointing == "on"
-    checkpointing = wants_checkpointing(config, device) and checkpoint(model, required=required)
+    checkpointing = wants_checkpointing(config, device) and enable_checkpointing(model, required=required)
     return LoadedModel(peft, lora, accepts_masks=True, checkpointing=checkpointing)
 
 
@@ -169,7 +170,7 @@ def base_digest(base: str, model: torch.nn.Module) -> str:
     `base` is its folder or hub name, `model` the model as it is loaded. Models of one family have equal names and
     shapes, so only values tell a fine-tuned model from its base. They are rounded to bfloat16: the digest does not
     depend on `trainer.dtype`. Adapters and quantised tensors are left out."""
-    config = {k: v for k, v in PretrainedConfig.get_config_dict(base)[0].items() if k not in _NOT_THE_MODELS}
+    config = {k: v for k, v in PretrainedConfig.get_config_dict(base)[0].items() if k not in _KEYS_OF_COPIES}
     digest = hashlib.sha256(msgspec.json.encode(config, order="sorted"))
     for name, tensor in sorted(model.named_parameters()):
         quantised = type(tensor.data) is not torch.Tensor or not tensor.is_floating_point()
@@ -182,16 +183,16 @@ def base_digest(base: str, model: torch.nn.Module) -> str:
 
 
 def wants_checkpointing(config: TrainerConfig, device: torch.device) -> bool:
-    """Whether a model is loaded with gradient checkpointing. With `auto` it is on a GPU where it can't be switched on
-    later (`PolicyModel.save_memory`): by Unsloth, and where processes wait for each other within a pass."""
+    """Whether a model is loaded with gradient checkpointing. With `auto` it is if it can't be switched on later
+    (`PolicyModel.save_memory`): on a GPU, with Unsloth or where processes wait for each other within a pass."""
     memory = config.memory
     if memory.gradient_checkpointing == "auto":
         return device.type == "cuda" and (memory.sharded or config.engine == "unsloth")
     return memory.gradient_checkpointing == "on"
 
 
-def checkpoint(model: Any, *, required: bool) -> bool:
-    """Switch gradient checkpointing on. Returns whether it is on.
+def enable_checkpointing(model: Any, *, required: bool) -> bool:
+    """Switch gradient checkpointing on. Returns whether it is on: not every model supports it.
 
     Raises `ConfigError` if it is `required` and the model does not support it."""
     try:
@@ -209,12 +210,12 @@ def checkpoint(model: Any, *, required: bool) -> bool:
 
 
 def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
-    """Return the last parts of the names of the linear layers that get an adapter, sorted.
+    """Return the last parts of the names of the linear layers that get an adapter, sorted: `trainer.lora.targets`, or
+    all layers that can have one.
 
-    These are `trainer.lora.targets`, or all layers that can have one. Routers can't: vLLM does not serve adapters on
-    them. Experts are stacked parameters, no linear layers. Nor can layers of a list, whose names are numbers, as those
-    of the decoder's layers are, nor layers whose weight another module reads. Raises `ConfigError` if the setting names
-    a layer that can't have an adapter."""
+    These can't: routers, because vLLM does not serve adapters on them; experts, which are stacked parameters and no
+    linear layers; layers of a list, because their names are numbers, as those of the decoder's layers are; and layers
+    whose weight another module reads. Raises `ConfigError` if the setting names a layer that can't have an adapter."""
     head = model.get_output_embeddings()
     towers = tuple(f"{path}." for path in towers_of(model))
     linear = {
@@ -228,7 +229,7 @@ def find_lora_targets(model: Any, config: TrainerConfig) -> list[str]:
         for name, m in linear.items()
         if type(m) is not Conv1D and type(m).__module__.startswith("transformers.models.")
     }
-    excluded |= {_leaf(name) for name in linear if _leaf(name).isdecimal()} | _read_by_others(model)
+    excluded |= {_leaf(name) for name in linear if _leaf(name).isdecimal()} | _weights_read_by_parents(model)
     # A target is the last part of a name, so dense MLP layers beside the experts are left out with them.
     if any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
         excluded |= {"gate", "router", "shared_expert_gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -245,10 +246,11 @@ _READ_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device))")
 """Code that reads the weight of a submodule, and not only its type or device."""
 
 
-def _read_by_others(model: Any) -> set[str]:
-    """Return the names of submodules whose weight the code of their parent reads, by the source of its methods.
+def _weights_read_by_parents(model: Any) -> set[str]:
+    """Return the names of submodules whose weight a method of their parent reads, as its source code shows.
 
-    Such code passes the weight to a fused kernel, as mixers of Mamba do with `out_proj`, and an adapter is bypassed."""
+    Such a method passes the weight to a fused kernel, as mixers of Mamba do with `out_proj`, and bypasses an
+    adapter."""
     methods = {
         method
         for kind in {base for module in model.modules() for base in type(module).__mro__}
@@ -266,7 +268,7 @@ def _read_by_others(model: Any) -> set[str]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the names of attributes and globals that code uses, with the functions inside it."""
+    """Return the names of attributes and globals that `code` and the functions inside it use."""
     inner = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
     return {*code.co_names}.union(*inner)
 
@@ -277,25 +279,26 @@ def _leaf(name: str) -> str:
 
 
 def _load_unsloth(base: str, config: TrainerConfig, device: torch.device) -> LoadedModel:
-    """Load with Unsloth, which places the model itself: `device` only decides the dtype, and what `auto` means for
-    checkpointing. `check_trainer` has refused quantisation other than `4bit`.
+    """Load a model with Unsloth, and add a fresh adapter. Unsloth itself moves the model to the GPU: `device` only
+    decides the dtype, and what `auto` means for checkpointing. `check_trainer` has refused quantisation other than
+    `4bit`.
 
     `_load_transformers` checks more. Unsloth does not return which tensors the weights lacked, and has checkpointing of
-    its own for every model that it loads. It takes `trainer.lora.targets` as they are: what vLLM can serve is not
-    looked up, so they should not name a router."""
+    its own for every model that it loads. `trainer.lora.targets` are not checked, so they should not name a router,
+    on which vLLM serves no adapter."""
     # Imported only here, because the import patches transformers and PEFT for the whole process.
     from unsloth import FastLanguageModel
 
     # Beyond the model's own limit Unsloth would scale its positions, which the inference server does not.
-    own = getattr(AutoConfig.from_pretrained(base).get_text_config(), "max_position_embeddings", None)
-    if own is None:
+    model_limit = getattr(AutoConfig.from_pretrained(base).get_text_config(), "max_position_embeddings", None)
+    if model_limit is None:
         raise ConfigError(
             f"{base} can't be trained with Unsloth: its config.json has no max_position_embeddings; set "
             "trainer.engine to `transformers`"
         )
-    longest = min(own, config.unsloth.max_seq_length or own)
+    longest = min(model_limit, config.unsloth.max_seq_length or model_limit)
     if longest < config.unsloth.max_seq_length:
-        logger.warning("longer sequences than the model's own limit are not trained", base=base, limit=own)
+        logger.warning("longer sequences than the model's own limit are not trained", base=base, limit=model_limit)
     checkpointing = wants_checkpointing(config, device)
     model, _ = FastLanguageModel.from_pretrained(
         model_name=base,

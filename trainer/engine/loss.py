@@ -26,7 +26,7 @@ CISPO_BOUND = 5.0
 """Bound on CISPO's ratio where `epsilon_high` is not set."""
 
 Sums = dict[str, tuple[float, float]]
-"""Of each metric the sum over tokens, and their number. Those of several passes are added."""
+"""For each metric its sum over tokens, and the number of tokens. Those of several passes are added."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ def supervised_loss(given: LossInputs, logprobs_SK: torch.Tensor) -> torch.Tenso
 
 
 _MOST = -1e-7
-"""Largest logprob of the K tokens together, so that the last bin is never empty."""
+"""Limit on the logprob of the K tokens together, so that the other tokens keep some probability."""
 
 
 def with_tail(logprobs_nK: torch.Tensor) -> torch.Tensor:
@@ -137,6 +137,7 @@ def importance_weights(
 
 
 def _mean(values_SK: torch.Tensor, mask_SK: torch.Tensor) -> torch.Tensor:
+    """Return the mean over each sequence's trained tokens, [S, 1]."""
     return (values_SK * mask_SK).sum(-1, keepdim=True) / mask_SK.sum(-1, keepdim=True).clamp(min=1.0)
 
 

@@ -54,22 +54,22 @@ def inputs_of(
         clip = config.loss.importance_clip
         weights = importance_weights(old_SK, sampled, mask, correction, clip)
         if any(e.late for e in examples):
-            of_sequences_S1 = importance_weights(old_SK, sampled, mask, "sequence_truncate", clip)
+            late_weights_S1 = importance_weights(old_SK, sampled, mask, "sequence_truncate", clip)
             late_S1 = torch.tensor([[e.late] for e in examples], device=device)
-            weights = torch.where(late_S1, of_sequences_S1, weights)
+            weights = torch.where(late_S1, late_weights_S1, weights)
     return LossInputs(mask, advantages, old_SK, weights, reference_SK, sequences, tokens)
 
 
 def _advantages(examples: Sequence[Example], old_SK: torch.Tensor, config: TrainerConfig) -> torch.Tensor:
-    """Return the weighted advantages: of each sequence, [S, 1], or of each token, [S, K], with rewards of calls,
-    a KL penalty or a teacher.
+    """Return the advantages times the weights of the trajectories: of each sequence, [S, 1]; or of each token, [S, K],
+    if calls have advantages of their own or a KL penalty or a teacher's logprobs are added.
 
-    `old_SK`: logprobs of the policy before the step."""
+    `old_SK`: logprobs by the policy before the step."""
     dtype = torch.promote_types(old_SK.dtype, torch.float32)
     weighted_S1 = torch.tensor([[e.advantage * e.weight] for e in examples], dtype=dtype, device=old_SK.device)
     teaches = config.distill.divergence == "sampled" and any(e.teacher for e in examples)
-    of_calls = any(e.call_advantages is not None for e in examples)
-    if examples[0].kl_penalty is None and not teaches and not of_calls:
+    calls_differ = any(e.call_advantages is not None for e in examples)
+    if examples[0].kl_penalty is None and not teaches and not calls_differ:
         return weighted_S1
     advantages_SK = weighted_S1.repeat(1, old_SK.shape[1])
     for row, example in enumerate(examples):

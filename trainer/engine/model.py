@@ -21,7 +21,7 @@ from trainer.distillation.teacher import TeacherLogprobs
 from trainer.engine.fitting import detect_out_of_memory
 from trainer.engine.forward import Forward
 from trainer.engine.images import image_inputs_of
-from trainer.engine.loading import base_digest, checkpoint, device_for, load
+from trainer.engine.loading import base_digest, device_for, enable_checkpointing, load
 from trainer.engine.parallel import ProcessGroup
 from trainer.engine.state import Logprobs, Weights
 from trainer.sequences import TokenSequence
@@ -93,8 +93,8 @@ class PolicyModel:
 
     def configure(self, config: TrainerConfig) -> None:
         """Apply other settings. Raises `ConfigError` if they change what the model was loaded with."""
-        if (changed := load_settings(config)) != (now := load_settings(self.config)):
-            names = ", ".join(name for name in now if changed[name] != now[name])
+        if (wanted := load_settings(config)) != (present := load_settings(self.config)):
+            names = ", ".join(name for name in present if wanted[name] != present[name])
             raise ConfigError(f"trainer: {names} can't be changed once the model is loaded")
         self.config = config
         self.peft.train()
@@ -105,17 +105,17 @@ class PolicyModel:
         torch.set_num_threads(self.config.threads)
 
     def save_memory(self) -> bool:
-        """Switch gradient checkpointing on, if `trainer.memory.gradient_checkpointing` leaves that to the trainer.
-        Returns whether it was off."""
+        """Switch gradient checkpointing on, if it is off and `trainer.memory.gradient_checkpointing` leaves that to the
+        trainer. Returns whether this call switched it on."""
         memory = self.config.memory
         if self.checkpointing or memory.gradient_checkpointing != "auto" or self.config.engine == "unsloth":
             return False
-        self.checkpointing = checkpoint(self.peft.get_base_model(), required=False)
+        self.checkpointing = enable_checkpointing(self.peft.get_base_model(), required=False)
         return self.checkpointing
 
     def move_base(self, device: torch.device) -> None:
         """Move the frozen weights to `device`: to the CPU while the inference server has the GPU, and back
-        (`trainer.gpu_turns`). The adapter stays, since others hold views of it."""
+        (`trainer.gpu_turns`). The adapter stays where it is, because the optimizer holds views of its tensors."""
         frozen = [p for p in self.peft.parameters() if not p.requires_grad]
         for tensor in [*frozen, *self.peft.buffers()]:
             tensor.data = tensor.data.to(device)
@@ -127,7 +127,7 @@ class PolicyModel:
     # -- the adapter ---------------------------------------------------------------------------------------------
 
     def weights(self) -> Weights:
-        """A copy of the live adapter, on the CPU."""
+        """Return a copy of the live adapter, on the CPU."""
         live = list(self._live.values())
         # One copy from the device, not one for each of hundreds of small tensors.
         flat = torch.cat([tensor.detach().flatten() for tensor in live]).cpu()
@@ -138,15 +138,16 @@ class PolicyModel:
         }
 
     def as_published(self, weights: Weights) -> Weights:
-        """`weights` rounded to the type in which adapters are published; `weights` itself if no rounding is needed."""
+        """Return `weights` rounded to the type in which adapters are published; the same object if it is the training
+        type."""
         if self.adapter_dtype is None:
             return weights
         return {name: tensor.to(self.adapter_dtype) for name, tensor in weights.items()}
 
     def load_adapter(self, weights: Weights) -> None:
         """Make `weights` the live adapter. Raises `ValueError` where names or shapes differ from the model's."""
-        ours, given = ({(name, tensor.shape) for name, tensor in w.items()} for w in (self._live, weights))
-        if misfits := sorted({name for name, _ in ours ^ given}):
+        live_shapes, shapes = ({(name, tensor.shape) for name, tensor in w.items()} for w in (self._live, weights))
+        if misfits := sorted({name for name, _ in live_shapes ^ shapes}):
             raise ValueError(
                 f"the adapter does not fit the model: {len(misfits)} tensors are not in both or differ in shape, such "
                 f"as {misfits[0]}: take back a change of trainer.lora.rank or the base"
@@ -171,18 +172,11 @@ class PolicyModel:
 
     @property
     def positions_at_once(self) -> int:
-        """Number of positions whose logits are in memory at once: as many as their limit allows, and at least 1."""
+        """Number of positions whose logits may be in memory at once; at least 1."""
         limit = _MAX_LOGITS if self.device.type == "cpu" else _MAX_LOGITS_ON_GPU
         return max(1, limit // self.vocabulary)
 
     def logprobs(
-        self, layout: Layout, shape: tuple[int, int], *, entropy: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies of the trained tokens, [S, K], zero where a sequence has fewer; nats, at the sampling
-        temperature."""
-        return self.scores(layout, shape, entropy=entropy)[:2]
-
-    def scores(
         self,
         layout: Layout,
         shape: tuple[int, int],
@@ -190,15 +184,18 @@ class PolicyModel:
         entropy: bool = True,
         teacher_logprobs: Sequence[TeacherLogprobs | None] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what `logprobs` returns, and the divergences from a teacher, [S, K], zero where it was not asked.
-        `teacher_logprobs` is what it said of each sequence of the layout; empty: there is no teacher."""
+        """Return the logprobs of a layout's trained tokens at the sampling temperature, the entropies of their
+        distributions, and the divergences from a teacher's: [S, K] each, in nats, zero where a sequence has fewer.
+
+        Without `entropy` the entropies are zero. `teacher_logprobs`: the teacher's, of each sequence of the layout; the
+        divergence is zero where it was not asked. Empty: there is no teacher."""
         layout = layout.to(self.device)
         hidden_RLD = self.forward.hidden(layout)
         tops = self._teacher_tops(layout, teacher_logprobs)
-        # A teacher may say different things of the same prediction, as its prompts differ.
-        each = layout.distinct_U if tops is None else None
-        at = slice(None) if each is None else each
-        scored = self.forward.scores(
+        # A prediction that several replies share is computed once, but not with a teacher: its logprobs may differ.
+        distinct_U = layout.distinct_U if tops is None else None
+        at = slice(None) if distinct_U is None else distinct_U
+        computed = self.forward.logprobs(
             hidden_RLD[layout.rows_N[at], layout.cols_N[at]],
             layout.targets_N[at],
             layout.temperatures_N[at],
@@ -208,29 +205,29 @@ class PolicyModel:
             "trained" if entropy and self.config.loss.entropy_coef else "measured" if entropy else "none",
             tops,
         )
-        if each is not None:
-            scored = tuple(values_U[layout.same_N] for values_U in scored)
-        logprobs_SK, entropies_SK, divergences_SK = (_by_sequence(values_N, layout, shape) for values_N in scored)
+        if distinct_U is not None:
+            computed = tuple(values_U[layout.same_N] for values_U in computed)
+        logprobs_SK, entropies_SK, divergences_SK = (_by_sequence(values_N, layout, shape) for values_N in computed)
         return logprobs_SK, entropies_SK, divergences_SK
 
     def _teacher_tops(
         self, layout: Layout, teacher_logprobs: Sequence[TeacherLogprobs | None]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids and logprobs of the teacher's most probable tokens at the trained tokens of a layout, in its order.
-        `None` where no teacher was asked, or only about sampled tokens."""
-        like = next((t.top_logprobs_kK for t in teacher_logprobs if t is not None), None)
-        if like is None or not like.shape[1]:
+        """Return ids and logprobs, [N, K], of the teacher's most probable tokens at the trained tokens of a layout.
+        `teacher_logprobs[s]` are those of sequence s. `None` if no teacher was asked, or only about sampled tokens."""
+        any_tops_kK = next((t.top_logprobs_kK for t in teacher_logprobs if t is not None), None)
+        if any_tops_kK is None or not any_tops_kK.shape[1]:
             return None
         # The layout holds the trained tokens of one sequence after the other.
         counts = torch.bincount(layout.sequence_N, minlength=len(teacher_logprobs)).tolist()
         slots = [slots_k.numpy() for slots_k in layout.slot_N.cpu().split(counts)]
-        said = [
-            TeacherLogprobs.blank(at.max(initial=-1) + 1, like.shape[1], like.dtype)
+        filled = [
+            TeacherLogprobs.blank(at.max(initial=-1) + 1, any_tops_kK.shape[1], any_tops_kK.dtype)
             if of_sequence is None
             else of_sequence
             for of_sequence, at in zip(teacher_logprobs, slots, strict=True)
         ]
-        pairs = list(zip(said, slots, strict=True))
+        pairs = list(zip(filled, slots, strict=True))
         ids_NK = torch.from_numpy(np.concatenate([t.top_ids_kK[at] for t, at in pairs]))
         logprobs_NK = torch.from_numpy(np.concatenate([t.top_logprobs_kK[at] for t, at in pairs]))
         return ids_NK.to(self.device), logprobs_NK.to(self.device)
@@ -238,32 +235,32 @@ class PolicyModel:
     def teacher_logprobs_of(
         self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence], top_k: int
     ) -> dict[int, TeacherLogprobs]:
-        """What the live model says as a teacher of the sequences in `batches`, by their indices in `sequences`, with
-        its `top_k` most probable tokens. Raises `PassTooLargeError` where memory runs out."""
+        """Return the logprobs that the live model, as a teacher, gives the sequences in `batches` and its `top_k` most
+        probable tokens, by the indices in `sequences`. Raises `PassTooLargeError` where memory runs out."""
         count = min(top_k, self.vocabulary)
 
-        def ask(layout: Layout, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
+        def compute(layout: Layout, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
+            """Return the fields of `TeacherLogprobs` for one pass, each with a row for each of its sequences."""
             layout = layout.to(self.device)
             hidden_RLD = self.forward.hidden(layout)
             hidden_ND = hidden_RLD[layout.rows_N, layout.cols_N]
             chunk = self.positions_at_once
-            logprobs_N = self.forward.scores(
+            logprobs_N = self.forward.logprobs(
                 hidden_ND, layout.targets_N, layout.temperatures_N, layout.cuts_N3, chunk, "none"
             )[0]
-            said = (logprobs_N, *self.forward.top(hidden_ND, layout.temperatures_N, count, chunk))
-            return (_by_sequence(part, layout, shape) for part in said)
+            fields = (logprobs_N, *self.forward.top_logprobs(hidden_ND, layout.temperatures_N, count, chunk))
+            return (_by_sequence(values_N, layout, shape) for values_N in fields)
 
-        return {i: TeacherLogprobs(*said) for i, said in self._compute_each(batches, sequences, ask)}
+        return {i: TeacherLogprobs(*fields) for i, fields in self._compute_each(batches, sequences, compute)}
 
     def logprobs_of(self, batches: Sequence[MicroBatch], sequences: Sequence[TokenSequence]) -> dict[int, Logprobs]:
-        """The logprobs of the sequences in `batches` by their indices in `sequences`; without gradients.
+        """Return the logprobs of the sequences in `batches`, by their indices in `sequences`; without gradients.
 
         Raises `PassTooLargeError` where memory runs out."""
-
-        def score(layout: Layout, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-            return self.logprobs(layout, shape, entropy=False)[:1]
-
-        return {i: logprobs for i, (logprobs,) in self._compute_each(batches, sequences, score)}
+        of_each = self._compute_each(
+            batches, sequences, lambda layout, shape: self.logprobs(layout, shape, entropy=False)[:1]
+        )
+        return {i: logprobs for i, (logprobs,) in of_each}
 
     def _compute_each(
         self,
@@ -271,8 +268,8 @@ class PolicyModel:
         sequences: Sequence[TokenSequence],
         compute: Callable[[Layout, tuple[int, int]], Iterable[torch.Tensor]],
     ) -> Iterator[tuple[int, list[Any]]]:
-        """Make the passes of `batches` without gradients. Yields the index of each sequence in them, with what
-        `compute` returned of its trained tokens: from a layout and a shape [S, K], tensors of this shape."""
+        """Make the passes of `batches` without gradients. `compute` returns tensors of the shape [S, K, …] that it is
+        given. Yields each sequence's index, with its rows of these tensors, cut to its trained tokens."""
         for batch in batches:
             shape = shape_of([sequences[i] for i in batch.indices])
             with torch.no_grad(), detect_out_of_memory(batch), self.forward.one_pass():
@@ -282,19 +279,19 @@ class PolicyModel:
 
 
 def shape_of(sequences: Sequence[TokenSequence]) -> tuple[int, int]:
-    """Number of sequences and most trained tokens in one of them: the shape [S, K] of their logprobs."""
+    """Return the number of sequences and the most trained tokens in one of them: the shape [S, K] of their logprobs."""
     return len(sequences), max(s.trained_tokens for s in sequences)
 
 
 def _adapter_dtype(config: TrainerConfig, base: torch.dtype) -> torch.dtype | None:
-    """The type of published adapters (`trainer.lora.dtype`), for a base model of the type `base`; `None`: as
-    trained."""
+    """Return the type of published adapters (`trainer.lora.dtype`), for a base model of the type `base`; `None` for the
+    type in which they are trained."""
     if config.lora.dtype == "bfloat16" or (config.lora.dtype == "auto" and base == torch.bfloat16):
         return torch.bfloat16
     return None
 
 
 def _by_sequence(values_N: torch.Tensor, layout: Layout, shape: tuple[int, int]) -> torch.Tensor:
-    """Values of the layout's trained tokens, [N, …], in `shape` [S, K, …]: zero where a sequence has fewer."""
+    """Return values of the layout's trained tokens, [N, …], in the shape [S, K, …]: zero where a sequence has fewer."""
     placed = values_N.new_zeros((*shape, *values_N.shape[1:]))
     return placed.index_put((layout.sequence_N, layout.slot_N), values_N)

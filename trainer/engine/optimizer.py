@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +17,7 @@ from trainer.engine.model import PolicyModel
 from trainer.engine.state import TrainState, UntrainableError
 
 _RATE_TIMES_PARAMETERS = 32_500
+"""Between the least and the most rate, `default_rate` is this number over the parameters: 3e-4 for the demo's model."""
 _LEAST_RATE, _MOST_RATE = 1e-5, 2e-3
 
 
@@ -32,8 +32,8 @@ def default_rate(parameters: int) -> float:
 
 
 def learning_rate(config: TrainerConfig, step: int, parameters: int) -> float:
-    """Return the rate of the step after `step` steps, for a model with so many `parameters`. It follows from the
-    settings, the model and the step alone, also where the optimizer's state was lost.
+    """Return the learning rate of the step after `step` steps, for a model with so many `parameters`. It does not
+    depend on the optimizer's state, which may be lost.
 
     The warm-up rises in equal parts and begins above 0: a step at rate 0 would cost its batch and learn nothing."""
     optimizer = config.optimizer
@@ -50,33 +50,25 @@ def learning_rate(config: TrainerConfig, step: int, parameters: int) -> float:
             return peak * (1 - math.cos(math.pi * max(0.0, left))) / 2
 
 
-def make_optimizer(
-    config: TrainerConfig, parameters: Sequence[torch.nn.Parameter], state: TrainState, size: int
-) -> torch.optim.AdamW:
-    """Return the optimizer with the progress of `state`, which is not changed, and the settings of `config`. `size`:
-    number of the whole model's parameters."""
-    on_gpu = parameters[0].device.type == "cuda"
-    # One kernel for all parameters on a GPU.
-    optimizer = torch.optim.AdamW(parameters, fused=on_gpu, foreach=not on_gpu)
-    if state.optimizer is not None:
-        # A copy, because the optimizer changes its state in place and an abandoned step must leave `state` unchanged.
-        optimizer.load_state_dict(copy.deepcopy(state.optimizer))
-    # The saved state holds the settings it was written under; those of now apply.
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, state.step, size)
-        group["weight_decay"], group["betas"] = config.optimizer.weight_decay, config.optimizer.betas
-    return optimizer
-
-
 class PolicyOptimizer:
     """The optimizer updates of one step."""
 
     def __init__(self, model: PolicyModel, state: TrainState) -> None:
         """Load the adapter of `state` into the model. `state`, the policy before the step, is not changed."""
+        config = model.config
         self._model, self._step = model, state.step
-        self._rates = model.config.optimizer.update_rates
-        """Learning rates of the updates to come, if the settings name any; the last one holds for all after it."""
-        self.adamw = make_optimizer(model.config, model.parameters, state, model.multiplied_parameters)
+        self._rates = config.optimizer.update_rates
+        """Learning rates of the next updates, if the settings name any; the last one holds for all later updates."""
+        on_gpu = model.device.type == "cuda"
+        # One kernel for all parameters on a GPU.
+        self.adamw = torch.optim.AdamW(model.parameters, fused=on_gpu, foreach=not on_gpu)
+        if state.optimizer is not None:
+            # A copy: the optimizer changes its state in place, and an abandoned step must leave `state` unchanged.
+            self.adamw.load_state_dict(copy.deepcopy(state.optimizer))
+        # The loaded state brings the settings that it was written under: replace them.
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate(config, state.step, model.multiplied_parameters)
+            group["weight_decay"], group["betas"] = config.optimizer.weight_decay, config.optimizer.betas
         self.weights = state.weights
         """The live adapter, as it is published."""
         self.master = state.master or state.weights
@@ -96,7 +88,7 @@ class PolicyOptimizer:
                 group["lr"] = self._rates[0]
             self._rates = self._rates[1:] or self._rates
         if self.weights is not self.master:
-            model.load_adapter(self.master)  # the gradients were taken at its rounded weights
+            model.load_adapter(self.master)  # the live adapter is the rounded one
         self.adamw.step()
         self.master = model.weights()
         self.weights = model.as_published(self.master)

@@ -54,7 +54,7 @@ class WorkerError(RuntimeError):
     """Another process could not do its part of the step."""
 
 
-Work = Literal["gradients", "scores", "base_scores", "teacher_logprobs"]
+Work = Literal["gradients", "logprobs", "base_logprobs", "teacher_logprobs"]
 """What is computed: gradients of the loss, logprobs under the adapter or under the base model, or what the teacher
 says."""
 
@@ -69,13 +69,13 @@ class Job:
     weights: Weights
     """The adapter to compute with."""
     examples: Sequence[Example]
-    groups: Sequence[int]
+    group_of: Sequence[int]
     budget: int
     """The token budget of a pass."""
     packing: Packing
     work: Work
     checkpointing: bool
-    """Whether memory ran out before, so that gradient checkpointing is on."""
+    """Whether gradient checkpointing was switched on because memory ran out."""
 
 
 class ProcessGroup:
@@ -118,7 +118,7 @@ class ProcessGroup:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Let the processes of a machine do the block one after the other."""
+        """Let the processes of a machine run the block one after the other. All processes must call this."""
         for turn in range(self._turns):
             if turn == self._local_rank:
                 yield
@@ -131,7 +131,7 @@ class ProcessGroup:
         dist.broadcast_object_list([job], src=0, device=_CPU)
 
     def worker_loop(self, do: Callable[[Job], None]) -> None:
-        """Do the jobs that rank 0 sends until it sends `None`."""
+        """Call `do` with each job that rank 0 sends, until it sends `None`."""
         while True:
             received: list[Job | None] = [None]
             dist.broadcast_object_list(received, src=0, device=_CPU)
@@ -142,19 +142,20 @@ class ProcessGroup:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def partition(self, batches: Sequence[MicroBatch], *, even: bool) -> list[MicroBatch]:
-        """This process's passes. All processes compute the same division. Large passes are assigned first. `even`: all
-        processes make as many passes; those with fewer repeat the smallest one, as a pass that does not count."""
+        """Return the passes of `batches` that this process makes. All processes compute the same division, in which
+        large passes are assigned first. `even`: all processes make equally many passes; those with fewer repeat the
+        smallest one, as a filler whose results do not count."""
         load = [0.0] * self.size
         parts: list[list[MicroBatch]] = [[] for _ in load]
         for batch in sorted(batches, key=_size, reverse=True):
             rank = load.index(min(load))
             load[rank] += _size(batch)
             parts[rank].append(batch)
-        mine = parts[self.rank]
+        own = parts[self.rank]
         if even:
             filler = replace(min(batches, key=_size), is_filler=True)
-            mine += [filler] * (max(map(len, parts)) - len(mine))
-        return mine
+            own += [filler] * (max(map(len, parts)) - len(own))
+        return own
 
     def all_reduce(self, work: Callable[[], T], parameters: Sequence[torch.nn.Parameter], *, together: bool) -> list[T]:
         """Do `work` in every process and sum the gradients of `parameters`. Returns the results by rank. `together`:
@@ -168,7 +169,7 @@ class ProcessGroup:
             result = work()
         except Exception as error:  # noqa: BLE001 - any error must reach the other processes
             if together:
-                _end(error)
+                _exit(error)
             failure = error
         out_of_memory = failure is not None and is_out_of_memory(failure)
         too_large = failure if isinstance(failure, PassTooLargeError) else None
@@ -190,8 +191,8 @@ class ProcessGroup:
 
     @staticmethod
     def _sum(parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Replace the gradients by their sums over all processes: of one vector, so one transfer, in float32 at
-        least."""
+        """Replace the gradients by their sums over all processes, computed in float32 at least. They are joined into
+        one vector, so that there is one transfer."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([g.to(torch.promote_types(g.dtype, torch.float32)).reshape(-1) for g in gradients])
         dist.all_reduce(flat)
@@ -200,12 +201,13 @@ class ProcessGroup:
 
 
 def _size(batch: MicroBatch) -> float:
-    """The tokens of a pass, padding included, by which passes are distributed."""
+    """Return the tokens of a pass, padding included, by which passes are distributed."""
     return float(batch.layout.ids_RL.numel())
 
 
-def _end(error: Exception) -> NoReturn:
-    """End this process at once: the others wait for it within a pass, and go on when its connections break."""
+def _exit(error: Exception) -> NoReturn:
+    """Log the error and end this process at once. The other processes wait for it within a pass; they fail when their
+    connections to it break."""
     logger.error(
         "the trainer ends: a pass that all processes make together failed in this one. After a start in which memory "
         "ran out, passes have half as many tokens",

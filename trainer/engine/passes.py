@@ -41,9 +41,9 @@ _IN_COMMON_ON_GPU = 512
 """Tokens that groups must have in common to share a row on a GPU, where each part of a row is a call of the attention
 function in each layer: so many tokens take longer than the calls of a group of 8. By estimate: no GPU has run it."""
 _LEAST_BUDGET = 64
-"""Passes are not cut below this number of tokens in order to give each process one."""
+"""Passes are made smaller so that each process has one, but not smaller than this number of tokens."""
 
-Scores = dict[int, Logprobs]
+IndexedLogprobs = dict[int, Logprobs]
 """Logprobs of an example's trained tokens, [k] in nats, by the example's index."""
 
 
@@ -61,7 +61,7 @@ class PassResult:
     """Tokens that went through the model, without padding."""
     micro_batches: int
     loss: float = 0.0
-    logprobs: Scores = field(default_factory=dict)
+    logprobs: IndexedLogprobs = field(default_factory=dict)
     sums: list[Sums] = field(default_factory=list)
     """The loss's own metrics, of each pass."""
 
@@ -103,37 +103,44 @@ class Passes:
         self.model.configure(config)
         self.budget.set_limit(config.memory.tokens_per_batch)
 
-    def gradients(self, examples: Sequence[Example], groups: Sequence[int]) -> list[PassResult]:
-        """Add the gradient of the batch's loss to the live adapter's; returns what each process computed of it."""
-        return self._in_every_process(examples, groups, "gradients")
+    def gradients(self, examples: Sequence[Example], group_of: Sequence[int]) -> list[PassResult]:
+        """Add the gradient of the batch's loss to the gradients of the live adapter. Returns each process's result."""
+        return self._in_every_process(examples, group_of, "gradients")
 
-    def scores(self, examples: Sequence[Example], groups: Sequence[int], *, base: bool = False) -> Scores:
-        """Logprobs of the trained tokens of each example under the live adapter, or under the `base` model."""
-        return self.counted_scores(examples, groups, base=base)[0]
+    def logprobs(self, examples: Sequence[Example], group_of: Sequence[int], *, base: bool = False) -> IndexedLogprobs:
+        """Return the logprobs of each example's trained tokens under the live adapter, or with `base` those under the
+        base model."""
+        return self.counted_logprobs(examples, group_of, base=base)[0]
 
-    def counted_scores(
-        self, examples: Sequence[Example], groups: Sequence[int], packing: Packing | None = None, *, base: bool = False
-    ) -> tuple[Scores, int]:
-        """Return `scores` in the layout `packing`, and how many tokens the passes computed."""
-        work: Work = "base_scores" if base else "scores"
-        parts: list[tuple[Scores, int]] = self._in_every_process(examples, groups, work, packing)
-        computed = {index: logprobs for scores, _ in parts for index, logprobs in scores.items()}
+    def counted_logprobs(
+        self,
+        examples: Sequence[Example],
+        group_of: Sequence[int],
+        packing: Packing | None = None,
+        *,
+        base: bool = False,
+    ) -> tuple[IndexedLogprobs, int]:
+        """Return `logprobs`, computed in the layout `packing`, and the number of tokens of its passes."""
+        work: Work = "base_logprobs" if base else "logprobs"
+        parts: list[tuple[IndexedLogprobs, int]] = self._in_every_process(examples, group_of, work, packing)
+        computed = {index: logprobs for of_process, _ in parts for index, logprobs in of_process.items()}
         return computed, sum(tokens for _, tokens in parts)
 
-    def teacher_logprobs(self, examples: Sequence[Example], groups: Sequence[int]) -> dict[int, TeacherLogprobs]:
-        """What the teacher (`trainer.distill.teacher`) says of each example, by its index. The live adapter is that of
-        the policy, or the average."""
-        parts: list[dict[int, TeacherLogprobs]] = self._in_every_process(examples, groups, "teacher_logprobs")
+    def teacher_logprobs(self, examples: Sequence[Example], group_of: Sequence[int]) -> dict[int, TeacherLogprobs]:
+        """Return the logprobs of each example by the teacher (`trainer.distill.teacher`), by its index. The live
+        adapter has to be the teacher's: the policy's or the average."""
+        parts: list[dict[int, TeacherLogprobs]] = self._in_every_process(examples, group_of, "teacher_logprobs")
         return {index: logprobs for part in parts for index, logprobs in part.items()}
 
     def _in_every_process(
-        self, examples: Sequence[Example], groups: Sequence[int], work: Work, packing: Packing | None = None
+        self, examples: Sequence[Example], group_of: Sequence[int], work: Work, packing: Packing | None = None
     ) -> list[Any]:
-        """Have all processes do some work over a batch. Returns the result of each (`_own_part`)."""
+        """Let all processes do `work` over a batch, in the layout `packing` or the one it is trained in. Returns the
+        result of each process (`_own_part`)."""
         weights = {} if self._process_group is None else self.model.weights()
-        packing = packing or self.packing_of(examples, groups)
+        packing = packing or self.packing_of(examples, group_of)
         budget, checkpointing = self.budget.tokens, self.model.checkpointing
-        job = Job(self._number, self.config, weights, examples, groups, budget, packing, work, checkpointing)
+        job = Job(self._number, self.config, weights, examples, group_of, budget, packing, work, checkpointing)
         if self._process_group is not None:
             self._process_group.send(job)
         return self._with_others(job)
@@ -161,20 +168,21 @@ class Passes:
             self.free()
 
     def free(self) -> None:
-        """Release what a failed pass held. Call it outside of the handler: the error's traceback holds tensors."""
+        """Release the memory that a failed pass holds. Call it after the `except` block, because the error's traceback
+        holds tensors."""
         self.model.peft.zero_grad(set_to_none=True)
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def packing_of(self, examples: Sequence[Example], groups: Sequence[int]) -> Packing:
-        """The layout in which a batch is trained."""
+    def packing_of(self, examples: Sequence[Example], group_of: Sequence[int]) -> Packing:
+        """Return the layout in which a batch is trained."""
         packing = self.config.memory.packing if self.verified.layout == "prefix" else "padded"
         if any(e.sequence.images for e in examples):
             return "padded"  # the model itself gives positions to the tokens of an image, row by row
         if packing != "auto":
             return packing
         sequences = [e.sequence for e in examples]
-        return "prefix" if sharing_pays(sequences, groups, self.cost, self._limits) else "padded"
+        return "prefix" if sharing_pays(sequences, group_of, self.cost, self._limits) else "padded"
 
     @property
     def _limits(self) -> SharingLimits:
@@ -187,38 +195,40 @@ class Passes:
         return replace(limits, of_row=0) if self.model.forward.attention == "eager" else limits
 
     def _own_batches(self, job: Job) -> list[MicroBatch]:
-        """This process's passes of a job. All processes compute the same division."""
+        """Return this process's passes of a job. All processes compute the same division. If there are fewer passes
+        than processes, the batch is divided into smaller ones."""
         sequences = [e.sequence for e in job.examples]
-        batches = micro_batches(sequences, job.groups, job.budget, job.packing, self._limits)
+        batches = micro_batches(sequences, job.group_of, job.budget, job.packing, self._limits)
         if self._process_group is None:
             return batches
         if len(batches) < self.processes:
-            # Groups are divided, so none shares its row.
+            # Groups that share a row are divided first: each has a row of its own.
             limits = replace(self._limits, of_row=0)
-            batches = micro_batches(sequences, job.groups, job.budget, job.packing, limits)
+            batches = micro_batches(sequences, job.group_of, job.budget, job.packing, limits)
         if len(batches) < self.processes:
+            # Then the groups themselves are divided.
             size = sum(b.layout.ids_RL.numel() for b in batches)
             smaller = min(job.budget, max(-(-size // self.processes), _LEAST_BUDGET))
-            batches = micro_batches(sequences, job.groups, smaller, job.packing, limits)
+            batches = micro_batches(sequences, job.group_of, smaller, job.packing, limits)
         return self._process_group.partition(batches, even=self.model.sharded)
 
     def _own_part(self, job: Job) -> Any:
-        """What `job` asks for, of this process's passes: a `PassResult`, scores with the number of tokens of the
-        passes, or the teacher's logprobs."""
+        """Return the result of this process's passes, by `job.work`: a `PassResult`; logprobs with the number of tokens
+        of the passes; or the teacher's logprobs."""
         batches, sequences = self._own_batches(job), [e.sequence for e in job.examples]
         if job.work == "gradients":
             return self.own_gradients(batches, job.examples)
         distill = self.config.distill
-        by_base = job.work == "base_scores" or (job.work == "teacher_logprobs" and distill.teacher == "base")
+        by_base = job.work == "base_logprobs" or (job.work == "teacher_logprobs" and distill.teacher == "base")
         with self.model.peft.disable_adapter() if by_base else nullcontext():
             if job.work == "teacher_logprobs":
                 top_k = distill.top_k if distill.divergence == "reverse_kl" else 0
                 return self.model.teacher_logprobs_of(batches, sequences, top_k)
-            scores = self.model.logprobs_of(batches, sequences)
-        return scores, sum(b.layout.tokens for b in batches if not b.is_filler)
+            logprobs = self.model.logprobs_of(batches, sequences)
+        return logprobs, sum(b.layout.tokens for b in batches if not b.is_filler)
 
     def own_gradients(self, batches: Sequence[MicroBatch], examples: Sequence[Example]) -> PassResult:
-        """This process's forward and backward passes."""
+        """Make this process's forward and backward passes, and return their result. `examples`: the whole batch."""
         tokens = sum(e.sequence.trained_tokens for e in examples)
         counted = [b for b in batches if not b.is_filler]
         result = PassResult(sum(b.layout.tokens for b in counted), len(counted))
@@ -228,17 +238,18 @@ class Passes:
         return result
 
     def _backward(self, batch: MicroBatch, examples: Sequence[Example], tokens: int, result: PassResult) -> None:
-        """One pass; `tokens` are the trained tokens of the update that it is a part of. Adds to `result`."""
+        """Make one forward and backward pass, and add its figures to `result`. `tokens`: number of trained tokens of
+        the whole batch."""
         own = [examples[i] for i in batch.indices]
         shape = shape_of([e.sequence for e in own])
         teacher_logprobs = [e.teacher for e in own]
-        logprobs_SK, entropies_SK, divergences_SK = self.model.scores(
+        logprobs_SK, entropies_SK, divergences_SK = self.model.logprobs(
             batch.layout, shape, teacher_logprobs=teacher_logprobs
         )
         reference_SK = None
         if self.config.loss.beta != 0.0 and self.config.loss.type != "sft":
             with torch.no_grad(), self.model.peft.disable_adapter():
-                reference_SK, _ = self.model.logprobs(batch.layout, shape, entropy=False)
+                reference_SK = self.model.logprobs(batch.layout, shape, entropy=False)[0]
         if batch.is_filler:
             # This process has fewer passes than others. With a divided model all take part in each pass, backward too:
             # it makes one whose gradient is 0.
@@ -264,8 +275,8 @@ class Passes:
     def summary(
         self, results: Sequence[PassResult], examples: Sequence[Example], step: int, updates: int
     ) -> dict[str, float]:
-        """Metrics of a step of so many `updates` over `examples`, from the results of all their passes. `step`: that of
-        the policy before it."""
+        """Return the metrics of a step of so many `updates` over `examples`, from the results of all their passes.
+        `step`: that of the policy before it."""
         sequences = [e.sequence for e in examples]
         laid_out = sum(r.tokens_forward for r in results)
         before = first_logprobs(results, examples)

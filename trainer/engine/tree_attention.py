@@ -27,8 +27,6 @@ _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _PAIRS_A_CALL = 2**15
 """Pairs of query and key that one more call of the attention function has to save, since a call has costs of its
 own."""
-
-
 _SHORT = 256
 """Keys up to which attention in bfloat16 is computed in float32 on a CPU: PyTorch's kernel for bfloat16 takes 36 ms
 forward and backward over 8 rows of 122 tokens with 9 heads, that for float32 20 ms; from 1,500 on it is faster."""
@@ -40,19 +38,10 @@ class Segment:
     to."""
 
     seen: Sequence[tuple[int, int]]
-    """The earlier segments that it sees, each with the number of its first columns that are seen, then its own."""
+    """The segments that it sees, as index and number of first columns that are seen: earlier ones, then itself."""
     mask: torch.Tensor | None
     """[1, 1, queries, columns of `seen`], or that of `lower_right_mask`. `None`: it sees no earlier segment, and itself
     causally."""
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """The plan of a row."""
-
-    lengths: list[int]
-    """Of the row's segments, which are all of its columns."""
-    segments: list[Segment]
 
 
 def mask_with_plan(layout: Layout, span: AttentionSpan) -> torch.Tensor:
@@ -72,31 +61,31 @@ def mask_with_plan(layout: Layout, span: AttentionSpan) -> torch.Tensor:
     return planned_mask
 
 
-def _plan_row(layout: Layout, row: int, ends: Sequence[int], span: AttentionSpan) -> Row:
-    """Return which earlier segments each segment of a row sees, and its mask if it needs one.
+def _plan_row(layout: Layout, row: int, ends: Sequence[int], span: AttentionSpan) -> list[Segment]:
+    """Return the plan of a row: for each of its segments the earlier ones that it sees, and its mask if it needs one.
 
-    `ends[k]`: the column from which column k is seen no more. A key that is hidden within its own segment, as padding
-    is, needs a mask of its own, as do windows and chunks."""
-    found = []
+    `ends[k]`: the column from which column k is seen no more. A segment in which a key is hidden from later columns, as
+    in padding, needs a mask, as do windows and chunks."""
+    plan = []
     pieces = segments(ends)
     device = layout.ids_RL.device
-    for start, stop, places in pieces:
+    for start, stop, indices in pieces:
         mask: torch.Tensor | None = None
         # The columns of a segment follow each other, so those that a branch shares are its first ones.
-        seen = [(j, sum(end > start for end in ends[slice(*pieces[j][:2])])) for j in places[:-1]]
-        seen.append((places[-1], stop - start))
+        seen = [(j, sum(end > start for end in ends[slice(*pieces[j][:2])])) for j in indices[:-1]]
+        seen.append((indices[-1], stop - start))
         if span != FULL or min(ends[start:stop]) < stop:
             columns = torch.cat([torch.arange(pieces[j][0], pieces[j][0] + count, device=device) for j, count in seen])
             mask = layout.seen(row, torch.arange(start, stop, device=device), columns, span)[None, None]
         elif len(seen) > 1:
             mask = lower_right_mask(stop - start, sum(count for _, count in seen), device)
-        found.append(Segment(seen, mask))
-    return Row([stop - start for start, stop, _ in pieces], found)
+        plan.append(Segment(seen, mask))
+    return plan
 
 
 def lower_right_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Return the causal mask of the last `queries` of `keys` columns: on a GPU as PyTorch's bias, by which it takes its
-    fused kernels, which know no other masks."""
+    """Return the causal mask of the last `queries` of `keys` columns: on a GPU as PyTorch's bias, the only mask that
+    its fused kernels take."""
     if device.type == "cpu":
         return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
     bias: torch.Tensor = causal_lower_right(queries, keys)
@@ -113,13 +102,14 @@ def tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return what transformers' attention by scaled dot products returns, [R, L, H, D], and `None` in place of the
     attention weights. It takes the place of that function, for calls with any mask."""
-    plan: list[Row] | None = getattr(attention_mask, "plan", None)
+    plan: list[list[Segment]] | None = getattr(attention_mask, "plan", None)
     if plan is None:
         return _attended(module, query_RHLD, key_RHLD, value_RHLD, attention_mask, **options), None
     rows = []
     parts = (part.split(1) for part in (query_RHLD, key_RHLD, value_RHLD))
     for row, *qkv in zip(plan, *parts, strict=True):
-        queries, keys, values = (part.split(row.lengths, dim=2) for part in qkv)
+        lengths = [segment.seen[-1][1] for segment in row]  # the last one seen is the segment itself
+        queries, keys, values = (part.split(lengths, dim=2) for part in qkv)
         outputs = [
             _attended(
                 module,
@@ -129,7 +119,7 @@ def tree_attention(
                 segment.mask,
                 **options,
             )
-            for query, segment in zip(queries, row.segments, strict=True)
+            for query, segment in zip(queries, row, strict=True)
         ]
         rows.append(torch.cat(outputs, dim=1))
     return torch.cat(rows), None

@@ -41,7 +41,7 @@ _TAIL = 24
 """Number of positions compared, at the end of each sequence."""
 _LONGEST = {"cpu": 1024, "cuda": 8192}
 """Length of the longest test sequence in tokens, by device type."""
-_OF_THE_MODEL = (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError)
+_MODEL_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError)
 """What the code of a model raises for masks or images that it does not take."""
 
 
@@ -68,6 +68,7 @@ class Verified:
     """The result of `verify`."""
 
     padded: Difference
+    """In padded rows."""
     prefix_shared: Difference | None
     """With shared prefixes. `None` if no such pass could be run."""
     layout: Literal["prefix", "padded"]
@@ -96,9 +97,9 @@ def logprob_bound_for(config: TrainerConfig, dtype: torch.dtype) -> float:
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.08
 
 
-def sequences(vocabulary: int, longest: int, span: int) -> list[TokenSequence]:
-    """Return random test sequences, which form one prefix tree. The longest have a few tokens more than `span`, and at
-    most `longest`.
+def random_sequences(vocabulary: int, longest: int, span: int) -> list[TokenSequence]:
+    """Return random test sequences, which form one prefix tree. The longest have a few tokens more than `span`, the
+    attention span of the model, and at most `longest`.
 
     They branch at several depths; two of them are equal, and one shares no prefix."""
     rng = np.random.default_rng(0)
@@ -126,16 +127,17 @@ def image_sequences(images: ImageInputs, vocabulary: int) -> list[TokenSequence]
     files = [_random_image(rng, width, height) for width, height in ((56, 56), (84, 56))]
     text = np.delete(np.arange(vocabulary), images.token)
     out = []
-    for chosen in ([files[0]], [], [files[1], files[0]]):
+    for images_of_sequence in ([files[0]], [], [files[1], files[0]]):
         parts = [rng.choice(text, 5)]
-        for file in chosen:
+        for file in images_of_sequence:
             parts += [np.full(images.features(file), images.token), rng.choice(text, 4)]
         ids = np.concatenate([*parts, rng.choice(text, _TAIL)])
-        out.append(replace(TokenSequence.made_up("verify", ids, _TAIL), images=tuple(chosen)))
+        out.append(replace(TokenSequence.made_up("verify", ids, _TAIL), images=tuple(images_of_sequence)))
     return out
 
 
 def _random_image(rng: np.random.Generator, width: int, height: int) -> bytes:
+    """Return a PNG file of random pixels."""
     out = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(out, "PNG")
     return out.getvalue()
@@ -179,7 +181,7 @@ def _difference(
     """Compare the logprobs of a training pass over `layout` with the reference. A NaN counts as infinite."""
     shape = shape_of(samples)
     with torch.no_grad(), model.forward.one_pass():
-        logprobs_SK, _ = model.logprobs(layout, shape, entropy=False)
+        logprobs_SK = model.logprobs(layout, shape, entropy=False)[0]
     differences = [(row[: len(ref)].cpu() - ref).abs() for row, ref in zip(logprobs_SK, reference, strict=True)]
     all_N = torch.cat(differences).nan_to_num(nan=float("inf"))
     return Difference(float(all_N.mean()), float(all_N.max()))
@@ -205,23 +207,25 @@ def verify(model: PolicyModel) -> Verified:
     with model.with_adapter(_random_adapter(model)), _in_float32(model):
         samples = _samples_for(model)
         reference = _reference_logprobs(model, samples)
-        in_rows = _verify_padded(model, samples, reference)
-        in_tree, why = _verify_prefix_sharing(model, samples, reference)
+        padded_difference = _verify_padded(model, samples, reference)
+        shared_difference, why = _verify_prefix_sharing(model, samples, reference)
         if why and model.config.memory.packing == "prefix":
             raise RefusedError(
                 f"trainer.memory.packing: prefixes can't be shared with {model.base} "
                 f"({type(model.forward.model).__name__}): {why}; use `padded` or `auto`",
-                Verified(in_rows, in_tree, "padded", model.forward.attention, why),
+                Verified(padded_difference, shared_difference, "padded", model.forward.attention, why),
             )
         if why:
             logger.info("prefixes can't be shared: every sequence gets its own row", model=model.base, why=why)
         images = None if model.images is None else _verify_images(model, model.images)
-    return Verified(in_rows, in_tree, "padded" if why else "prefix", model.forward.attention, why, images)
+    layout: Literal["prefix", "padded"] = "padded" if why else "prefix"
+    return Verified(padded_difference, shared_difference, layout, model.forward.attention, why, images)
 
 
 @contextmanager
 def _in_float32(model: PolicyModel) -> Iterator[None]:
-    """Hold the frozen weights of a 16-bit model in float32, if they are whole and memory suffices."""
+    """Hold the frozen weights of a 16-bit model in float32 within the block, unless they are quantised, divided among
+    processes, or too large for the memory."""
     config = model.config
     plain = config.engine == "transformers" and config.memory.quantization == "none" and not model.sharded
     frozen = [*model.peft.parameters(), *model.peft.buffers()] if plain else []
@@ -252,15 +256,15 @@ def _samples_for(model: PolicyModel) -> list[TokenSequence]:
     span = max((r.window or r.chunk for r in spans.values()), default=0)
     positions = getattr(text, "max_position_embeddings", None) or 1 << 20
     at_most = (_LONGEST.get(model.device.type, 1024), config.memory.tokens_per_batch, model.longest or positions)
-    return sequences(model.vocabulary, max(32, min(*at_most, positions)), span)
+    return random_sequences(model.vocabulary, max(32, min(*at_most, positions)), span)
 
 
 def _verify_padded(
     model: PolicyModel, samples: Sequence[TokenSequence], reference: Sequence[torch.Tensor]
 ) -> Difference:
-    """Compare padded rows, first with the model's fast attention. Where that is wrong, eager attention is set, which
-    computes all that a model asks for. Unsloth's attention can't be changed: there, a difference refuses the model at
-    once. Raises `RefusedError` if eager attention is wrong, too."""
+    """Return the difference of padded rows from the reference. If it is too large with the model's fast attention,
+    eager attention is set, which computes all that a model asks for, and compared. Unsloth's attention can't be
+    changed. Raises `RefusedError` if the difference stays too large."""
     config, forward = model.config, model.forward
     difference = _difference(model, padded(samples), samples, reference)
     if not difference.within_bound(config, forward.trunk.dtype) and config.engine != "unsloth":
@@ -282,7 +286,8 @@ def _verify_padded(
 
 
 def _verify_images(model: PolicyModel, images: ImageInputs) -> Difference | None:
-    """Compare rows with images; where they are wrong, the model is trained without images, which is logged."""
+    """Return the difference of padded rows with images from the reference; `None` if none could be computed. If rows
+    with images are wrong, the model is trained without images from now on, which is logged."""
     try:
         samples = image_sequences(images, model.vocabulary)
         reference = _reference_logprobs(model, samples)
@@ -291,7 +296,7 @@ def _verify_images(model: PolicyModel, images: ImageInputs) -> Difference | None
         why = "" if right else f"its logprobs differ by {difference}"
     except torch.OutOfMemoryError:
         raise
-    except _OF_THE_MODEL as error:
+    except _MODEL_ERRORS as error:
         difference, why = None, f"{type(error).__name__}: {error}"[:300]
     if why:
         logger.warning("runs with images are not trained", model=model.base, why=why)
@@ -302,9 +307,10 @@ def _verify_images(model: PolicyModel, images: ImageInputs) -> Difference | None
 def _verify_prefix_sharing(
     model: PolicyModel, samples: Sequence[TokenSequence], reference: Sequence[torch.Tensor]
 ) -> tuple[Difference | None, str]:
-    """Try the model's mask formats on a prefix tree and keep the first that gives right logprobs.
+    """Try the model's mask formats on a prefix tree, and set the first that gives right logprobs.
 
-    Returns its difference and an empty string, or the last difference (`None` if no pass ran) and why none is right."""
+    Returns its difference from the reference and an empty string. If no format is right, returns the last difference,
+    or `None` if no pass ran, and the reason why prefixes can't be shared."""
     if not model.accepts_masks:
         return None, "the engine replaces the attention mask"
     difference: Difference | None = None
@@ -317,7 +323,7 @@ def _verify_prefix_sharing(
             difference = _difference(model, layout, samples, reference)
         except torch.OutOfMemoryError:
             raise
-        except _OF_THE_MODEL as error:
+        except _MODEL_ERRORS as error:
             why = f"it does not accept the attention mask of a prefix tree ({type(error).__name__}: {error})"[:300]
             continue
         if difference.within_bound(model.config, model.forward.trunk.dtype):

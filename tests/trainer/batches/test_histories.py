@@ -65,6 +65,13 @@ def test_a_best_run_that_is_no_chat_is_not_shown_and_ends_nothing(tmp_path: Path
     assert list(group.teacher_prompts["worse"]) == [0]
 
 
+@pytest.mark.parametrize("may", [True, False])
+def test_a_best_run_that_an_outside_model_answered_is_shown_where_it_may_train(tmp_path: Path, may: bool) -> None:
+    best = [asked("best", 0, policy_version="outside:master")]
+    taught = with_hints(tmp_path, best, 0, None, may_train=lambda _: may)
+    assert (taught.hints, taught.hints_unused, list(taught.teacher_prompts)) == (1, 1 - may, ["worse"] * may)
+
+
 async def test_the_requests_of_a_groups_runs_are_not_in_memory_together() -> None:
     """Each request repeats its conversation, so that they are much larger than the tokens."""
 

@@ -29,9 +29,8 @@ from trainer.sequences import TokenSequence
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = TrainerConfig(dtype="float64", lora=LoraConfig(rank=4))
-    made = exactly(Engine(tiny_base, config))
+def engine(tiny_base: str) -> Engine:
+    made = exactly(Engine(tiny_base, TrainerConfig(dtype="float64", lora=LoraConfig(rank=4))))
     stir(made)
     return made
 
@@ -148,7 +147,7 @@ def test_groups_with_a_system_prompt_go_to_several_processes_whole(
 
     monkeypatch.setattr(engine.passes, "_process_group", Four())
     monkeypatch.setattr(Passes, "_limits", SharingLimits(of_row=16_384))
-    job = Job(0, engine.config, {}, examples, groups, 16_384, "prefix", "scores", False)
+    job = Job(0, engine.config, {}, examples, groups, 16_384, "prefix", "logprobs", False)
     batches = engine.passes._own_batches(job)
     assert [b.layout.tokens for b in batches] == [550 + 8 * 59] * 4
 
@@ -161,10 +160,7 @@ def test_pairs_are_counted_as_the_plan_attends(seed: int, monkeypatch: pytest.Mo
     assert layout.ends_RL is not None
     mask = tree_attention.mask_with_plan(layout, FULL)
     (row,) = mask.plan  # type: ignore[attr-defined]
-    attended = [
-        length * sum(count for _, count in segment.seen)
-        for length, segment in zip(row.lengths, row.segments, strict=True)
-    ]
+    attended = [segment.seen[-1][1] * sum(count for _, count in segment.seen) for segment in row]
     assert attended_pairs(layout.ends_RL[0].tolist()) == sum(attended)
 
 

@@ -166,7 +166,7 @@ def test_a_token_that_the_policy_would_now_cut_keeps_its_logit() -> None:
 
 
 @pytest.mark.parametrize("packing", ["padded", "prefix"])
-def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Path, packing: str) -> None:
+def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, packing: str) -> None:
     config = TrainerConfig(dtype="float64", lora=LoraConfig(rank=4), loss=LossConfig(entropy_coef=0.1))
     engine = exactly(Engine(tiny_base, config))
     stir(engine)
@@ -177,7 +177,7 @@ def test_logprobs_are_those_of_the_cut_distribution(tiny_base: str, tmp_path: Pa
         second = exchange(name, 1, [5, 6, 7, 8, 9, 4], [10, ord(name) % VOCAB], request=request)
         sequences += build(name, [first, second])
     layout = padded(sequences) if packing == "padded" else prefix_shared(sequences, [0, 0])
-    out, entropies = engine.model.logprobs(layout, (2, 4))
+    out, entropies, _ = engine.model.logprobs(layout, (2, 4))
     for row, s in zip(out, sequences, strict=True):
         ids = torch.from_numpy(s.ids.astype(np.int64))
         logits = engine.model.peft(input_ids=ids[None]).logits[0].detach()

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline import config as configuration
 from pipeline.config import Config, NatsConfig
-from pipeline.events import GroupDiscarded, Hint, unpack_seqs
+from pipeline.events import Hint, unpack_seqs
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
 from tests.trainer import kit
@@ -73,45 +74,6 @@ async def fill(broker: Broker, groups: int, *, hints: bool) -> None:
             await broker.publish(kit.group(f"g{i}", rewards[::-1], judge="labels", offline=True, origin=f"main/{i}"))
 
 
-def final_weights(config: Config, step: int) -> dict[str, np.ndarray]:
-    _, files = checkpoint.Checkpoints(config.path("checkpoints", "p", "main", kit.MODEL)).read(step)
-    return {k: v.numpy() for k, v in weights_of(files).items()}
-
-
-async def _uninterrupted(
-    lives: Lives, base: str, folder: Path, server: NatsServer, steps: int, groups: int, **changed: object
-) -> tuple[list[tuple[str, ...]], dict[str, np.ndarray]]:
-    nats = NatsConfig(url=server.url, ack_timeout_s=60)
-    config = run(base, folder, nats, steps, **changed)
-    async with Broker.connect(nats) as broker:
-        await fill(broker, groups, hints="distill.weight" in changed)
-        assert lives.live(config) == 0
-        return [e.groups for e in await kit.checkpoints(broker)], final_weights(config, steps)
-
-
-async def _check(
-    broker: Broker,
-    config: Config,
-    steps: int,
-    groups: list[tuple[str, ...]],
-    weights: dict[str, np.ndarray],
-    *,
-    exact: bool,
-) -> None:
-    events = await kit.checkpoints(broker)
-    assert [e.step for e in events] == list(range(1, steps + 1))
-    assert [e.groups for e in events] == groups
-    trained = [seq for e in events for seq in unpack_seqs(e.group_seqs).tolist()]
-    assert len(trained) == len(set(trained))
-    discarded = await broker.read(GroupDiscarded)
-    assert len({(r.event.group, r.event.judge) for r in discarded}) == len(discarded)
-    mine = final_weights(config, steps)
-    assert mine.keys() == weights.keys()
-    for name, tensor in mine.items():
-        near, small = (0.0, 0.0) if exact else (1e-5, 1e-7)
-        np.testing.assert_allclose(tensor, weights[name], rtol=near, atol=small, err_msg=name)
-
-
 @asynccontextmanager
 async def killed(
     lives: Lives,
@@ -124,14 +86,25 @@ async def killed(
 ) -> AsyncIterator[Callable[..., int]]:
     """Lives of a trainer over `groups` groups. At the end it runs undisturbed, and has to reach the steps and weights
     of a run that nothing interrupted."""
-    expected = await _uninterrupted(lives, base, folder / "whole", start_nats(), steps, groups, **changed)
-    nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
-    config = run(base, folder / "killed", nats, steps, **changed)
-    async with Broker.connect(nats) as broker:
-        await fill(broker, groups, hints="distill.weight" in changed)
-        yield partial(lives.live, config)
-        assert lives.live(config) == 0
-        await _check(broker, config, steps, *expected, exact=bool({"distill.weight", "loss.baseline"} & changed.keys()))
+    trained, weights = [], []
+    for name in ("whole", "killed"):
+        nats = NatsConfig(url=start_nats().url, ack_timeout_s=60)
+        config = run(base, folder / name, nats, steps, **changed)
+        async with Broker.connect(nats) as broker:
+            await fill(broker, groups, hints="distill.weight" in changed)
+            if name == "killed":
+                yield partial(lives.live, config)
+            assert lives.live(config) == 0
+            events, discards = await kit.checkpoints(broker), await kit.discards(broker)
+        assert [e.step for e in events] == list(range(1, steps + 1))
+        seqs = [seq for e in events for seq in unpack_seqs(e.group_seqs).tolist()]
+        assert len(seqs) == len(set(seqs))
+        assert len({(d.group, d.judge) for d in discards}) == len(discards)
+        trained.append([e.groups for e in events])
+        weights.append(weights_of(checkpoint.Checkpoints.of(config, kit.MODEL).read(steps)[1]))
+    assert trained[0] == trained[1]
+    exact = bool({"distill.weight", "loss.baseline"} & changed.keys())
+    torch.testing.assert_close(weights[1], weights[0], rtol=0 if exact else 1e-5, atol=0 if exact else 1e-7)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,15 @@ def power(nats_server: NatsServer, tmp_path: Path) -> Power:
     return Power(nats_server, tmp_path)
 
 
+@pytest.fixture
+async def power_with_streams(power: Power, nats_config: NatsConfig) -> Power:
+    """The streams are made, and survive a cut."""
+    async with Broker.connect(nats_config):
+        pass
+    await power.synced()
+    return power
+
+
 @asynccontextmanager
 async def ended_by_the_cut(config: Config) -> AsyncIterator[None]:
     """The trainer service, which has to end because its log lost its end in the block."""
@@ -86,21 +95,18 @@ async def test_checkpoints_that_the_log_lost_are_published_again_from_disk(
 
 
 async def test_after_a_power_cut_of_the_log_a_running_trainer_trains_new_groups(
-    settings: kit.Settings, power: Power
+    settings: kit.Settings, power_with_streams: Power
 ) -> None:
     """The log's machine alone lost its power. The trainer sees it when its connection is back, ends, and reads the log
     anew at its next start."""
     config = settings(groups_per_step=1)
-    async with Broker.connect(config.nats):
-        pass
-    await power.synced()
     async with Broker.connect(config.nats) as broker:
         async with ended_by_the_cut(config):
             for i in range(3):
                 await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
             before = await steps_reach(broker, 3)
             await all_acked(broker)
-            await power.cut()
+            await power_with_streams.cut()
         async with running(config):
             assert await steps_reach(broker, 3) == before  # without waiting for a step
             for i in range(10, 13):
@@ -111,20 +117,17 @@ async def test_after_a_power_cut_of_the_log_a_running_trainer_trains_new_groups(
 
 
 async def test_a_step_is_not_published_behind_one_that_the_log_lost(
-    settings: kit.Settings, power: Power, monkeypatch: pytest.MonkeyPatch
+    settings: kit.Settings, power_with_streams: Power, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cut comes while a step is computed, before the trainer looks after the log."""
     monkeypatch.setattr(service, "_RECONNECT_CHECK_S", 3600.0)
     config = settings(groups_per_step=1)
-    async with Broker.connect(config.nats):
-        pass
-    await power.synced()
     async with Broker.connect(config.nats) as broker:
         async with ended_by_the_cut(config):
             await kit.publish_group(broker, "g0", [0.0, 1.0], seed=0)
             before = await steps_reach(broker, 1)
             await all_acked(broker)
-            await power.cut()
+            await power_with_streams.cut()
             await kit.publish_group(broker, "g1", [0.0, 1.0], seed=1, step=1)
         async with running(config):
             events = await steps_reach(broker, 2)
@@ -155,19 +158,16 @@ async def test_steps_that_neither_log_nor_disk_holds_are_reported_and_training_c
 
 
 async def test_a_disk_that_diverged_from_the_log_is_refused(
-    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power: Power
+    nats_config: NatsConfig, tiny_base: str, tmp_path: Path, power_with_streams: Power
 ) -> None:
     """The disk went another way than the log: publishing it would give one version two meanings."""
     config = kit.settings(tiny_base, tmp_path / "a", nats_config, groups_per_step=1)
     other = kit.settings(tiny_base, tmp_path / "b", nats_config, groups_per_step=1)
-    async with Broker.connect(nats_config):
-        pass
-    await power.synced()
     async with Broker.connect(nats_config) as broker, running(config):
         for i in range(3):
             await kit.publish_group(broker, f"g{i}", [0.0, 1.0], seed=i)
         await steps_reach(broker, 3)
-    await power.cut()
+    await power_with_streams.cut()
     async with Broker.connect(nats_config) as broker, running(other):
         await kit.publish_group(broker, "else", [0.0, 1.0], seed=9)
         await steps_reach(broker, 1)

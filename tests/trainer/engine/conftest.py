@@ -12,10 +12,9 @@ from trainer.engine.engine import Engine
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(tiny_base: str) -> Engine:
     values = {"dtype": "float64", "lora.rank": 4, "optimizer.learning_rate": 1e-2}
-    config = with_values(TrainerConfig(), values)
-    return exactly(Engine(tiny_base, config))
+    return exactly(Engine(tiny_base, with_values(TrainerConfig(), values)))
 
 
 @pytest.fixture

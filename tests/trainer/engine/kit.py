@@ -25,7 +25,7 @@ def sampled_by(engine: Engine, state: TrainState, name: str, seed: int, step: in
     (blank,) = build(name, [exchange(name, 0, prompt, reply, step=at)])
     engine.model.load_adapter(state.weights)
     with torch.no_grad():
-        logprobs, _ = engine.model.logprobs(padded([blank]), (1, 5))
+        logprobs = engine.model.logprobs(padded([blank]), (1, 5))[0]
     (sequence,) = build(name, [exchange(name, 0, prompt, reply, logprobs=logprobs[0].tolist(), step=at)])
     return sequence
 

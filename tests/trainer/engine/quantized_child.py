@@ -44,9 +44,8 @@ def gradient(engine: Engine) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in engine.model.parameters if p.grad is not None])
 
 
-def figures(base: str, kind: str, scratch: Path) -> dict[str, Any]:
-    settings = {"optimizer.learning_rate": 1e-2, "logprob_bound": 1e9, "lora.rank": 4}
-    config = with_values(TrainerConfig(), settings)
+def figures(base: str, kind: str) -> dict[str, Any]:
+    config = with_values(TrainerConfig(), {"optimizer.learning_rate": 1e-2, "logprob_bound": 1e9, "lora.rank": 4})
     whole, held = (Engine(base, with_values(config, {"memory.quantization": name})) for name in ("none", kind))
     full_bytes = held_bytes = 0
     modules = dict(whole.model.peft.named_modules())
@@ -77,9 +76,8 @@ def figures(base: str, kind: str, scratch: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    base = families.make("qwen3", folder / "qwen3")
-    sys.stdout.write(json.dumps({kind: figures(base, kind, folder) for kind in ("fp8", "4bit")}) + "\n")
+    base = families.make("qwen3", Path(sys.argv[1], "qwen3"))
+    sys.stdout.write(json.dumps({kind: figures(base, kind) for kind in ("fp8", "4bit")}) + "\n")
 
 
 if __name__ == "__main__":

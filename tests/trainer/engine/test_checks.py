@@ -47,7 +47,7 @@ def test_checks_compute_at_most_their_share_of_the_tokens(
 ) -> None:
     """3 % by default, whichever version sampled the tokens."""
     tokens = {True: 0, False: 0}
-    compute = PolicyModel.scores
+    compute = PolicyModel.logprobs
 
     def counted(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
         tokens[torch.is_grad_enabled()] += layout.tokens
@@ -58,7 +58,7 @@ def test_checks_compute_at_most_their_share_of_the_tokens(
         examples = sampled(engine, before if age else state, 30 * i, 24, max(0, state.step - age))
         with monkeypatch.context() as counting:
             if i > 1:
-                counting.setattr(PolicyModel, "scores", counted)
+                counting.setattr(PolicyModel, "logprobs", counted)
             before, state = state, engine.step(state, examples, [n // 8 for n in range(24)]).state
     assert 0 < tokens[False] <= 0.03 * tokens[True]
 
@@ -207,9 +207,9 @@ def test_a_nan_of_the_trainer_fails_the_comparison_with_the_sampler(
     compute = PolicyModel.logprobs
 
     def broken(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
-        logprobs, rest = compute(self, *args, **kwargs)
+        logprobs, *rest = compute(self, *args, **kwargs)
         logprobs[0, 0] = torch.nan
-        return logprobs, rest
+        return logprobs, *rest
 
     monkeypatch.setattr(PolicyModel, "logprobs", broken)
     metrics = checks.compare_earlier_versions(engine.passes, step, 1.0)

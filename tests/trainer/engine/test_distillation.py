@@ -1,7 +1,6 @@
 """A step with a teacher: its gradient against the literal formulas, and who teaches."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,14 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_base: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    config = with_values(TrainerConfig(), SETTINGS)
-    engine = exactly(Engine(tiny_base, config))
+def engine(tiny_base: str) -> Engine:
+    engine = exactly(Engine(tiny_base, with_values(TrainerConfig(), SETTINGS)))
     stir(engine)
     return engine
+
+
+def configure(engine: Engine, **values: Any) -> None:
+    engine.configure(with_values(TrainerConfig(), SETTINGS | values))
 
 
 def sequences() -> list[TokenSequence]:
@@ -114,12 +116,7 @@ def test_the_gradient_is_that_of_the_literal_formula(
     engine: Engine, divergence: str, top_k: int, advantage: float, packing: str
 ) -> None:
     """Of the rewards' and the teacher's advantage together, and of the teacher's alone."""
-    engine.configure(
-        with_values(
-            TrainerConfig(),
-            SETTINGS | {"distill.divergence": divergence, "distill.top_k": top_k, "memory.packing": packing},
-        )
-    )
+    configure(engine, **{"distill.divergence": divergence, "distill.top_k": top_k, "memory.packing": packing})
 
     def terms() -> list[torch.Tensor]:
         out = []
@@ -144,12 +141,7 @@ def test_the_answers_of_a_teacher_from_outside_have_the_gradient_of_the_literal_
 ) -> None:
     """The teacher reads what the policy read, at temperature 1. Of three calls it did not answer for one, and teaches
     nothing about one that was sampled at another temperature."""
-    engine.configure(
-        with_values(
-            TrainerConfig(),
-            SETTINGS | {"distill.divergence": divergence, "distill.teacher": "outside", "distill.top_k": 3},
-        )
-    )
+    configure(engine, **{"distill.divergence": divergence, "distill.teacher": "outside", "distill.top_k": 3})
     torch.manual_seed(2)
     distributions = (2 * torch.randn(2, 3, VOCAB)).log_softmax(-1).double()
     calls = [
@@ -181,7 +173,7 @@ def test_the_answers_of_a_teacher_from_outside_have_the_gradient_of_the_literal_
 
 
 def test_without_a_weight_hints_change_nothing(engine: Engine) -> None:
-    engine.configure(with_values(TrainerConfig(), SETTINGS | {"distill.weight": 0.0}))
+    configure(engine, **{"distill.weight": 0.0})
     state = engine.initial_state()
     plain = [Example(s, a) for s, a in zip(sequences(), (0.4, -0.4), strict=True)]
     steps = [engine.step(state, batch, [0, 0]) for batch in (examples(), plain)]
@@ -190,9 +182,9 @@ def test_without_a_weight_hints_change_nothing(engine: Engine) -> None:
     assert "tokens_taught" not in steps[0].metrics
 
 
-def test_who_teaches(engine: Engine, tmp_path: Path) -> None:
+def test_who_teaches(engine: Engine) -> None:
     """The policy, the average, which is exact after a restart, and the base model."""
-    engine.configure(with_values(TrainerConfig(), SETTINGS | {"distill.teacher": "average"}))
+    configure(engine, **{"distill.teacher": "average"})
     state = engine.initial_state()
     first = engine.step(state, examples(), [0, 0])
     assert first.state.average is not None
@@ -205,7 +197,7 @@ def test_who_teaches(engine: Engine, tmp_path: Path) -> None:
     gaps = {"average": second.metrics["teacher_gap"]}
     assert resumed.metrics["teacher_gap"] == gaps["average"]
     for teacher in ("policy", "base"):
-        engine.configure(with_values(TrainerConfig(), SETTINGS | {"distill.teacher": teacher}))
+        configure(engine, **{"distill.teacher": teacher})
         gaps[teacher] = engine.step(first.state, examples(), [0, 0]).metrics["teacher_gap"]
     assert len(set(gaps.values())) == 3
     assert second.metrics["tokens_taught"] == 5

@@ -1,7 +1,7 @@
 """Steps where memory does not hold what the budget allows. A stand-in for the passes says when memory runs out."""
 
 import pickle
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import torch
 from pipeline.config import LoraConfig, MemoryConfig, TrainerConfig
 from tests.kits.settings import with_values
 from tests.trainer.engine.kit import batch
-from tests.trainer.kit import VOCAB, exactly, exchange
+from tests.trainer.kit import VOCAB, exactly, sequence
 from trainer.batches.examples import Example
 from trainer.batches.packing import Layout
 from trainer.engine import checks
@@ -19,59 +19,43 @@ from trainer.engine.engine import Engine
 from trainer.engine.fitting import PassTooLargeError, is_out_of_memory
 from trainer.engine.model import PolicyModel
 from trainer.engine.state import UntrainableError
-from trainer.sequences import build
 
 
-@pytest.fixture
-def engine(tiny_base: str, tmp_path: Path) -> Engine:
-    config = TrainerConfig(
-        dtype="float64",
-        logprob_bound=1e9,
-        lora=LoraConfig(rank=4),
-        memory=MemoryConfig(tokens_per_batch=1024, packing="padded", gradient_checkpointing="off"),
-    )
+def engine_with(tiny_base: str, **memory: Any) -> Engine:
+    memory_config = MemoryConfig(tokens_per_batch=1024, packing="padded", **memory)
+    config = TrainerConfig(dtype="float64", logprob_bound=1e9, lora=LoraConfig(rank=4), memory=memory_config)
     return exactly(Engine(tiny_base, config))
 
 
-def with_room_for(engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on a pass of more tokens runs out of memory; the sizes of the passes that were tried."""
-    original, tried = PolicyModel.scores, []
+@pytest.fixture
+def engine(tiny_base: str) -> Engine:
+    return engine_with(tiny_base, gradient_checkpointing="off")
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, condition: Callable[[PolicyModel, int], bool]) -> list[int]:
+    """From now on a pass runs out of memory where this is true of the model and the pass's tokens. Returns the sizes of
+    the passes that were tried."""
+    original, tried = PolicyModel.logprobs, []
 
     def limited(self: PolicyModel, layout: Layout, *args: Any, **kwargs: Any) -> Any:
         tried.append(layout.ids_RL.numel())
-        if layout.ids_RL.numel() > tokens:
+        if condition(self, tried[-1]):
             raise torch.OutOfMemoryError  # without a message: its first line was an IndexError
         return original(self, layout, *args, **kwargs)
 
-    monkeypatch.setattr(PolicyModel, "scores", limited)
+    monkeypatch.setattr(PolicyModel, "logprobs", limited)
     return tried
 
 
-def long_one(tokens: int) -> Example:
-    prompt = [2 + i % (VOCAB - 2) for i in range(tokens)]
-    (sequence,) = build("long", [exchange("long", 0, prompt, [3, 4, 5])])
-    return Example(sequence, 0.7)
-
-
 def test_out_of_memory_switches_checkpointing_on_before_passes_become_smaller(
-    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = MemoryConfig(tokens_per_batch=1024, packing="padded")
-    engine = exactly(
-        Engine(tiny_base, TrainerConfig(dtype="float64", logprob_bound=1e9, lora=LoraConfig(rank=4), memory=memory))
-    )
+    engine = engine_with(tiny_base)
     state = engine.initial_state()
     examples = batch(engine, state)
     whole = engine.step(state, examples, [0] * 6)
     assert not engine.model.checkpointing
-    original = PolicyModel.scores
-
-    def limited(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
-        if not self.checkpointing:
-            raise torch.OutOfMemoryError("too much")
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(PolicyModel, "scores", limited)
+    fail(monkeypatch, lambda model, _: not model.checkpointing)
     again = engine.step(state, examples, [0] * 6)
     assert engine.model.checkpointing
     assert again.metrics["token_budget"] == whole.metrics["token_budget"] == 1024
@@ -84,7 +68,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(engine: Engine, m
     state = engine.initial_state()
     examples = batch(engine, state)
     whole = engine.step(state, examples, [0] * 6)
-    with_room_for(engine, 60, monkeypatch)
+    fail(monkeypatch, lambda _, tokens: tokens > 60)
     engine.configure(msgspec.structs.replace(engine.config, check_share=0.0))
     halved = engine.step(state, examples, [0] * 6)
     assert halved.metrics["token_budget"] <= 64
@@ -95,7 +79,7 @@ def test_out_of_memory_halves_the_budget_and_the_step_is_taken(engine: Engine, m
     for limit, budget in ((2000, halved.metrics["token_budget"]), (30, 30)):  # a changed limit raises no reduced budget
         engine.configure(with_values(engine.config, {"memory.tokens_per_batch": limit}))
         assert engine.passes.budget.tokens == budget
-    monkeypatch.setattr(engine.model, "scores", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
+    monkeypatch.setattr(engine.model, "logprobs", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         engine.step(state, examples, [0] * 6)
 
@@ -111,8 +95,8 @@ def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
     without = engine.step(state, examples, [0] * 6)
     assert without.dropped == ()
     assert without.metrics["sequences_dropped"] == 0
-    tried = with_room_for(engine, 150, monkeypatch)
-    long = long_one(200)
+    tried = fail(monkeypatch, lambda _, tokens: tokens > 150)
+    long = Example(sequence([2 + i % (VOCAB - 2) for i in range(203)], [200, 201, 202]), 0.7)
     result = engine.step(state, [*examples[:3], long, *examples[3:]], [0] * 7)
     assert result.dropped == (long.sequence,)
     assert (result.metrics["sequences_dropped"], result.metrics["tokens_dropped"]) == (1, 3)
@@ -128,7 +112,7 @@ def test_a_sequence_that_does_not_fit_alone_is_left_out_and_the_rest_is_trained(
 def test_a_batch_of_which_no_sequence_fits_is_untrainable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     state = engine.initial_state()
     examples = batch(engine, state)
-    with_room_for(engine, 5, monkeypatch)
+    fail(monkeypatch, lambda _, tokens: tokens > 5)
     with pytest.raises(UntrainableError, match="step 1 skipped: none of its 6 sequences fits in memory on its own"):
         engine.step(state, examples, [0] * 6)
 
@@ -136,16 +120,9 @@ def test_a_batch_of_which_no_sequence_fits_is_untrainable(engine: Engine, monkey
 def test_a_check_that_does_not_fit_is_skipped_and_reported(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = PolicyModel.scores
-
-    def checks_fail(self: PolicyModel, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("too much")
-        return original(self, *args, **kwargs)
-
     state = engine.initial_state()
     examples = batch(engine, state)
-    monkeypatch.setattr(PolicyModel, "scores", checks_fail)
+    fail(monkeypatch, lambda *_: not torch.is_grad_enabled())
     monkeypatch.setattr(checks, "EVERY", 1)
     engine.configure(msgspec.structs.replace(engine.config, check_share=1.0))
     metrics = engine.step(state, examples, [0] * 6).metrics

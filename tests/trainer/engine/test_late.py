@@ -13,9 +13,10 @@ from tests.trainer import kit
 from tests.trainer.kit import discards, steps_reach
 from trainer.batches.examples import Example
 from trainer.batches.groups import GroupWithHistory, Refusal
-from trainer.engine.late import LateRunsError, is_late, late_metrics
+from trainer.engine.late import LateRunsError, late_metrics
 from trainer.engine.loss_inputs import inputs_of
 from trainer.sequences import OTHER_BRANCH, build
+from trainer.staleness import is_late
 
 LATE: dict[str, object] = {"late": "sequence_truncate", "max_staleness": 2}
 

@@ -23,7 +23,7 @@ from pipeline.config import (
     VllmConfig,
 )
 from tests.trainer.families import make
-from tests.trainer.kit import backward, exactly, make_model, stir, tree_of_conversations
+from tests.trainer.kit import backward, exactly, make_model, sequence, stir, tree_of_conversations
 from trainer.batches.examples import Example
 from trainer.batches.packing import MicroBatch
 from trainer.engine import loading
@@ -95,9 +95,7 @@ class FastLanguageModel:
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **wanted))
 
 
-def test_unsloth_gets_the_settings_and_padded_batches(
-    tiny_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsloth_gets_the_settings_and_padded_batches(tiny_base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
     monkeypatch.setattr(engines, "device_for", lambda _: CPU)
     config = TrainerConfig(
@@ -193,7 +191,6 @@ def test_a_model_that_can_not_checkpoint_says_so(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(("served", "setting", "longest"), [(0, 0, 512), (17, 0, 17), (17, 18, 18), (0, 9999, 512)])
 def test_unsloth_prepares_for_the_served_length_and_longer_sequences_are_dropped(
     tiny_base: str,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     served: int,
@@ -201,8 +198,6 @@ def test_unsloth_prepares_for_the_served_length_and_longer_sequences_are_dropped
     longest: int,
 ) -> None:
     """Unsloth cuts longer rows off, and scales the positions of a model beyond its own limit."""
-    from tests.trainer.kit import sequence
-
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=FastLanguageModel))
     monkeypatch.setattr(engines, "device_for", lambda _: CPU)
     model = ModelConfig(base=tiny_base)

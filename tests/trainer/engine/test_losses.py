@@ -48,7 +48,6 @@ class PaddedGRPOTrainer(GRPOTrainer):
 
 @pytest.fixture(autouse=True)
 def _stirred(engine: Engine, configured: Configure) -> None:
-    """Random weights, and after each test the settings of before."""
     stir(engine)
 
 

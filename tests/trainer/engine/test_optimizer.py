@@ -1,7 +1,6 @@
 """The optimizer and its schedule."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,14 +96,10 @@ SCHEDULES: dict[str, dict[str, object]] = {
     ("schedule", "dtype"),
     [*((name, "float32") for name in SCHEDULES), ("warm-up", "bfloat16"), ("updates", "bfloat16")],
 )
-def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(
-    tiny_base: str, tmp_path: Path, schedule: str, dtype: str
-) -> None:
+def test_a_run_resumed_after_every_step_equals_an_uninterrupted_run(tiny_base: str, schedule: str, dtype: str) -> None:
     """The same learning rates and the same bits of every weight, the float32 masters of rounded adapters included."""
-    values = {"lora.rank": 4, "lora.dtype": dtype, "optimizer.learning_rate": 1e-2, "logprob_bound": 1.0} | SCHEDULES[
-        schedule
-    ]
-    engine = Engine(tiny_base, with_values(TrainerConfig(), values))
+    values = {"lora.rank": 4, "lora.dtype": dtype, "optimizer.learning_rate": 1e-2, "logprob_bound": 1.0}
+    engine = Engine(tiny_base, with_values(TrainerConfig(), values | SCHEDULES[schedule]))
     start = engine.initial_state()
     batches = [batch(engine, start, seed=20 * i) for i in range(5)]
 

@@ -1,7 +1,5 @@
 """Supervised fine-tuning (`trainer.loss.type = "sft"`) against its literal formula."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -15,7 +13,7 @@ from trainer.sequences import build
 REWARDS = ((1.0,), (1.0, 0.25, -0.5))
 
 
-def test_the_gradient_is_that_of_the_weighted_mean_negative_logprob(tiny_base: str, tmp_path: Path) -> None:
+def test_the_gradient_is_that_of_the_weighted_mean_negative_logprob(tiny_base: str) -> None:
     """Also with settings of other losses, equal rewards, one member, and recorded logprobs, which are not used."""
     settings = {"loss.type": "sft", "loss.beta": 0.5, "loss.kl_penalty": 0.2, "loss.entropy_coef": 0.1}
     config = with_values(TrainerConfig(dtype="float64", lora=LoraConfig(rank=4)), settings)

@@ -75,9 +75,9 @@ def test_a_plan_is_made_where_it_saves_pairs() -> None:
         assert (plan is not None) == saves
         if plan is not None:
             (row,) = plan
-            assert sum(row.lengths) == layout.ids_RL.shape[1]
-            assert row.segments[0].mask is None  # the prompt
-            assert sum(segment.mask is None for segment in row.segments) == 1
+            assert sum(segment.seen[-1][1] for segment in row) == layout.ids_RL.shape[1]
+            assert row[0].mask is None  # the prompt
+            assert sum(segment.mask is None for segment in row) == 1
 
 
 def test_padding_is_one_segment() -> None:

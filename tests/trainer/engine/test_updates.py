@@ -1,6 +1,5 @@
 """Steps of several updates over one batch: epochs and minibatches, as in PPO."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def test_a_step_of_several_updates_equals_a_literal_loop(
     result = engine.step(state, examples, GROUPS)
 
     engine.model.load_adapter(state.weights)
-    start = engine.passes.scores(examples, GROUPS)
+    start = engine.passes.logprobs(examples, GROUPS)
     held = [Example(e.sequence, e.advantage, old_logprobs=start[i]) for i, e in enumerate(examples)]
     optimizer = torch.optim.AdamW(engine.model.parameters, lr=1e-2, weight_decay=0.0)
     for update in updates_of(GROUPS, engine.config, 0):
@@ -94,7 +93,7 @@ def test_a_sequence_that_does_not_fit_is_left_out_of_every_update(
     assert all(bool(torch.isfinite(w).all()) for w in result.state.weights.values())
 
 
-def test_gradients_use_the_rounded_adapter_and_small_updates_accumulate(tiny_base: str, tmp_path: Path) -> None:
+def test_gradients_use_the_rounded_adapter_and_small_updates_accumulate(tiny_base: str) -> None:
     """With `lora.dtype` = bfloat16 the trainer's logprobs are those of the published weights, and float32 weights
     take updates that are smaller than a step of bfloat16."""
     config = TrainerConfig(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pipeline import streams
-from pipeline.config import Config, NatsConfig, save
+from pipeline.config import NatsConfig, save
 from pipeline.events import CheckpointPublished, unpack_seqs
 from pipeline.log import key_value
 from pipeline.log.broker import Broker
@@ -20,18 +20,12 @@ from trainer.checkpoints.commits import TrainerError
 from trainer.lease import Lease
 
 
-def config_of(nats: NatsConfig, folder: Path, **changed: object) -> Config:
-    return kit.settings("base", folder, nats, **changed)
-
-
-async def test_one_of_several_has_the_lease_until_it_releases_it(
-    broker: Broker, nats_config: NatsConfig, tmp_path: Path
-) -> None:
+async def test_one_of_several_has_the_lease_until_it_releases_it(broker: Broker, tmp_path: Path) -> None:
     with (
-        Lease(broker, config_of(nats_config, tmp_path / "a"), "trainer") as first,
-        Lease(broker, config_of(nats_config, tmp_path / "b"), "trainer") as second,
-        Lease(broker, config_of(nats_config, tmp_path / "a"), "trainer") as same_folder,
-        Lease(broker, config_of(nats_config, tmp_path / "a", branch="stricter"), "experiment") as branch,
+        Lease(broker, kit.settings("base", tmp_path / "a"), "trainer") as first,
+        Lease(broker, kit.settings("base", tmp_path / "b"), "trainer") as second,
+        Lease(broker, kit.settings("base", tmp_path / "a"), "trainer") as same_folder,
+        Lease(broker, kit.settings("base", tmp_path / "a", branch="stricter"), "experiment") as branch,
     ):
         assert await first.take()
         assert await first.take()  # it is renewed
@@ -46,21 +40,17 @@ async def test_one_of_several_has_the_lease_until_it_releases_it(
         assert not await first.take()
 
 
-async def test_a_trainer_that_starts_again_in_its_folder_has_the_lease_at_once(
-    broker: Broker, nats_config: NatsConfig, tmp_path: Path
-) -> None:
-    config = config_of(nats_config, tmp_path)
-    with Lease(broker, config, "trainer") as died:
-        assert await died.take()
-    with Lease(broker, config, "trainer") as again:
-        assert await again.take()
+async def test_a_trainer_that_starts_again_in_its_folder_has_the_lease_at_once(broker: Broker, tmp_path: Path) -> None:
+    for _ in range(2):
+        with Lease(broker, kit.settings("base", tmp_path), "trainer") as lease:
+            assert await lease.take()
 
 
 async def test_a_trainer_that_lost_its_lease_ends(
-    broker: Broker, nats_config: NatsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "_RENEW_S", 0.01)
-    with Lease(broker, config_of(nats_config, tmp_path), "trainer") as lease:
+    with Lease(broker, kit.settings("base", tmp_path), "trainer") as lease:
         assert await lease.take()
         await key_value.put(broker, streams.FLEET.name, "trainer.p.main", b"another", 10)
         with pytest.raises(TrainerError, match="another trainer trains this branch"):
