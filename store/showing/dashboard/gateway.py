@@ -55,4 +55,6 @@ class Gateway:
         try:
             return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
         except GatewayError as error:
+            if error.status == 404 and not error.code:  # the gateway's own 404 have a code
+                raise PageError(503, f"{url} is another server than the gateway: correct `ui.gateway_url`.") from error
             raise PageError(error.status if error.status >= 400 else 503, str(error)) from error

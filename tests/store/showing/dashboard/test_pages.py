@@ -14,6 +14,7 @@ from store.showing.dashboard.gateway import Gateway
 from store.showing.dashboard.server import _SINGLE
 from store.showing.pages import groups as reading_groups
 from store.showing.pages import trajectories as reading
+from store.showing.pages.errors import PageError
 from store.showing.pages.history import History
 from tests.store.kit import checkpoint, completed, exchange, fill, opened, promoted, run_of_one_step, scored
 from tests.store.showing.dashboard.conftest import LISTS, URL, Open
@@ -275,14 +276,29 @@ def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> Non
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("status", [0, 502, 503, 504])
+@pytest.mark.parametrize("status", [0, 200, 302, 404, 502, 503, 504])
 async def test_pages_about_versions_do_without_a_gateway_that_is_away(
     monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """A proxy may say so for it."""
+    """A proxy or another server may answer in its place. A decision then says what to do."""
 
     def away(*_: object) -> None:
         raise GatewayError("away", status)
 
     monkeypatch.setattr(GatewayApi, "ask", away)
-    assert await Gateway(Config(ui=UiConfig(gateway_url="http://gateway"))).policies("key") is None
+    gateway = Gateway(Config(ui=UiConfig(gateway_url="http://gateway")))
+    assert await gateway.policies("key") is None
+    with pytest.raises(PageError, match=r"ui\.gateway_url" if status == 404 else "away") as refused:
+        await gateway.decide("key", "m", "promote", {})
+    assert refused.value.status == (status if status > 404 else 503)
+
+
+@pytest.mark.anyio
+async def test_a_refusal_of_the_gateway_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise GatewayError("no such model", 404, "model_not_found")
+
+    monkeypatch.setattr(GatewayApi, "ask", refuse)
+    with pytest.raises(PageError, match="no such model") as refused:
+        await Gateway(Config(ui=UiConfig(gateway_url="http://gateway"))).decide("key", "m", "promote", {})
+    assert refused.value.status == 404
