@@ -268,6 +268,19 @@ def test_a_correction_stays_with_its_run_whatever_its_name_is(open_dashboard: Op
     assert re.findall(r'action="(/correct[^"?]*)', shown) == ["/correct/..%2Flabel%2Fg0"]
 
 
+def test_a_run_whose_name_ends_in_json_has_a_page_and_data(open_dashboard: Open, run_dir: Path) -> None:
+    """An address with `.json` is the data of the run without that ending if there is one: no run can hide another's."""
+    fill(run_dir, opened("x.json"), exchange("x.json"), opened("t0.json"), exchange("t0.json"))
+    client = open_dashboard()
+    page = client.get("/trajectory/x.json")
+    assert "<h1" in page.text
+    assert 'href="/trajectory/x.json.json"' in page.text
+    assert client.get("/trajectory/x.json.json").json()["trajectory"] == "x.json"
+    assert client.get("/trajectory/t0.json").json()["trajectory"] == "t0"
+    missing = client.get("/trajectory/none.json")
+    assert (missing.status_code, missing.json()["status"]) == (404, 404)
+
+
 def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> None:
     fill(run_dir, promoted(request="r", prompt="Play <well>.", replaces="Play."))
     client = open_dashboard()
