@@ -88,7 +88,7 @@ class Dashboard:
         self._templates.filters.update(
             {filter_.__name__: filter_ for filter_ in filters}, code=_code, urlencode=_quoted
         )
-        routes = [Route("/", lambda _: _redirect("/overview")), Mount("/static", StaticFiles(directory=_HERE / "static"))]
+        routes = [Route("/", _home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
         for name, load in _LISTS.items():
             routes += [
                 Route(f"/{name}", self._page(name, load)),
@@ -298,6 +298,10 @@ class Dashboard:
 def _redirect(address: str, reason: str = "") -> Response:
     """Send a browser to another page. The body says so to a program, which may not follow."""
     return PlainTextResponse(f"{reason}See {address}\n", 303, {"location": address})
+
+
+def _home(request: Request) -> Response:
+    return _redirect("/overview")
 
 
 def _quoted(value: Any) -> str:
