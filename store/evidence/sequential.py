@@ -23,6 +23,7 @@ import numpy.typing as npt
 _BETS = np.array([0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.27, 0.4, 0.6, 0.85])
 """Shares of the capital. The best one is about the mean over the variance of a difference, which nobody knows."""
 _HALVINGS = 40
+"""Of the range from 0 to 1, until the end of an interval is known to 1e-12."""
 
 
 class Interval(NamedTuple):

@@ -223,14 +223,14 @@ class Dashboard:
         return {"sides": shown, "runs": sorted(runs), "choices": choices, "selection": selection}
 
     def _readable_runs(self, key: str) -> dict[str, Config]:
-        """Return, by folder name, the settings of this run and of those runs in the same parent folder that who has
-        `key` may read. For this run `Access.key` has checked it."""
+        """Return, by folder name, the settings of this run and of those runs in the same parent folder that the user
+        who has `key` may read. For this run `Access.key` has checked it."""
         here = Path(self._history.config.run_dir)
         runs = {here.name: self._history.config}
         for folder in installations_under(here.parent):
             with contextlib.suppress(ConfigError):  # a run that can't be read opens to nobody
                 config = installation_settings(folder, sections=SECTIONS)
-                if folder.name != here.name and self._access.opens(config, key):
+                if folder.name != here.name and self._access.may_read(config, key):
                     runs[folder.name] = config
         return runs
 
@@ -255,7 +255,7 @@ class Dashboard:
         """Record the scores of the form (`store.showing.dashboard.labels`)."""
         key = self._access.key(request)
         group, form = request.path_params["group"], await self._form(request)
-        bodies = labels.bodies(form)
+        bodies = labels.feedback_of_scores(form)
         for trajectory, body in bodies.items():
             await self._gateway.give_feedback(key, trajectory, body)
         query = urlencode({**request.query_params, "labeled": len(bodies)})
