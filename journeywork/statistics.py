@@ -136,6 +136,11 @@ class Sample:
         return (ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2
 
 
+def finite(value: float) -> float | None:
+    """Return `value`, or `None` if it is NaN or infinite, which JSON does not know."""
+    return value if math.isfinite(value) else None
+
+
 def t95(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t distribution with `freedom` degrees of freedom (1 or more), from a
     table or by its expansion around the normal quantile (Abramowitz and Stegun, 26.7.5)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from journeywork.evaluation.entrants import Entrant
 from journeywork.gathering import TaskGroup
-from journeywork.statistics import Estimate, mean_of, paired_difference
+from journeywork.statistics import Estimate, finite, mean_of, paired_difference
 from journeywork.trajectory import Trajectory, Usage
 
 REWARD = "reward"
@@ -154,11 +154,6 @@ class EvaluationReport:
                 "pairs": change.count,
             }
         return measure
-
-
-def finite(value: float) -> float | None:
-    """Return `value`, or `None` if it is NaN or infinite, which JSON does not know."""
-    return value if math.isfinite(value) else None
 
 
 def result_of(

@@ -280,8 +280,7 @@ class EventTable:
                         post_commithook_properties=NO_HOOKS,
                     )
                 self._delta = None
-                self.snapshot()
-                self.make_durable()
+                self.sync()
             raise CommitFailedError(f"{self.tag}: {_MAX_REFUSALS} attempts to add the columns of this version")
 
     # -- rows that files hold ------------------------------------------------------------------------------------------

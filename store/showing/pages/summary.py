@@ -6,14 +6,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from journeywork.statistics import Sample
+from journeywork.statistics import Sample, finite
 from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.running.state import read_state
 from pipeline.statistics.progress import reward_text
 from pipeline.statistics.utilization import bound_by
 from store.alarms.table import ALARMS
 from store.showing.pages.history import History, Row
-from store.showing.pages.intervals import SAMPLE, finite, sample_of
+from store.showing.pages.intervals import SAMPLE, sample_of
 from store.showing.pages.takeover import takeover_texts
 from store.showing.pages.texts import ago, counted, number, signed, when
 
