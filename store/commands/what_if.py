@@ -79,8 +79,8 @@ def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
 async def _replay_groups(
     config: Config, connection: duckdb.DuckDBPyConnection, groups: Sequence[StoredGroup], question: Question
 ) -> None:
-    """Publish the groups on the branch of each variant; for those that are judged again, once on a branch of the groups
-    as they were."""
+    """Publish the groups on the branch of each variant. The variants that are judged again share one branch, which has
+    the groups as they were: `journeywork rejudge` publishes on their own."""
     for branch in dict.fromkeys(question.runs_branch if p.judged else p.branch for p in question.plans):
         counts = await replay(log_of(config), connection, groups, branch)
         _print(f"{counts['groups']} groups replayed onto {branch}, which had {counts['already']} already")

@@ -56,7 +56,7 @@ class Rewriter:
         return sum(len(self._affected_rows(table, name)) for name in table.files().names)
 
     def erase(self) -> None:
-        """Replace the files, durably, and delete the old ones. May be called again."""
+        """Replace the files that hold rows of the plan, durably, and delete the old ones. May be called again."""
         for table in self._lake.tables():
             # A table object of its own: its commits are checked against the snapshot that this one read.
             own, replaced = EventTable(self._lake.storage, table.tag), set[str]()
@@ -89,7 +89,7 @@ class Rewriter:
         return any_young
 
     def _replace(self, table: EventTable, replaced: set[str]) -> None:
-        """Replace the files of a table's newest version, and add their names to `replaced`."""
+        """Replace the files of a table's newest version that hold rows of the plan; add their names to `replaced`."""
         for name in table.files().names:
             if not (affected := self._affected_rows(table, name)):
                 continue

@@ -186,20 +186,22 @@ def _add_versions(connection: duckdb.DuckDBPyConnection, config: Config, plan: P
     """Set `learned`, `clean` and `outside` of the plan: the versions that learned from its runs, by model the newest
     one that did not, and what versions were made from outside this history."""
     rows = connection.execute(_VERSIONS, {"project": config.project}).fetchall()
-    groups, known = {(g.model, g.group) for g in plan.groups}, {d.sha256: d.trains for d in data_sets}
+    groups, own_data_sets = {(g.model, g.group) for g in plan.groups}, {d.sha256: d.trains for d in data_sets}
     names, main = dict[str, None](), list[tuple[str, str]]()
-    learned, parents = set(plan.learned), list[tuple[str, str]]()
+    learned = set(plan.learned)
+    parents = list[tuple[str, str]]()
+    """Versions with the version that each was made from."""
     for branch, model, version, parent, source, trained in rows:
         name, data_set = _version_name(branch, version), _DATA_SET.fullmatch(source)
         origin = _version_in_own_lake(source, config)
         names[name] = None
         if branch == "main":
             main.append((model, version))
-        if any((model, group) in groups for group in trained) or (data_set and known.get(data_set["sha256"])):
+        if any((model, group) in groups for group in trained) or (data_set and own_data_sets.get(data_set["sha256"])):
             learned.add(name)
         if origin or not source or data_set:  # a step on a data set continues its parent
             parents.append((name, origin or _version_name(branch, parent)))
-        if source and not origin and not (data_set and data_set["sha256"] in known):
+        if source and not origin and not (data_set and data_set["sha256"] in own_data_sets):
             plan.outside[name] = source
     while more := {name for name, parent in parents if parent in learned} - learned:
         learned |= more
@@ -276,6 +278,6 @@ def _first_column(connection: duckdb.DuckDBPyConnection, query: str, values: dic
 
 
 def _held_up_sentence(what: str, names: list[str], way_out: str) -> str:
-    """Return a sentence of `Plan.held_up`, with at most ten of the names of `what` holds the erasure up."""
+    """Return a sentence of `Plan.held_up`: `what` holds the erasure up, ten at most of its `names`, and what to do."""
     shown = ", ".join(sorted(names)[:10]) + (", …" if len(names) > 10 else "")
     return f"{what} ({len(names)}: {shown}): {way_out}"

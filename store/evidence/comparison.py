@@ -309,27 +309,30 @@ class Part(NamedTuple):
 def _compare_pairs(metric: Metric, parts: Sequence[Part], alpha: float) -> Finding:
     """Compare the two sides of all shares pair by pair, in the order in which the runs were opened. Where one side gets
     more runs, a pair is the mean of several of its runs and one run of the other."""
-    candidate, control, late = list[Bounds](), list[Bounds](), [0, 0]
-    least, greatest = list[float](), list[float]()
+    candidate, control = list[Bounds](), list[Bounds]()
+    candidate_late = control_late = 0
+    least, greatest = list[float](), list[float]()  # of each pair, the ends of its difference
     width = metric.high - metric.low
     for percent, candidates, controls in parts:
-        known = _bounds(metric, candidates), _bounds(metric, controls)
-        candidate += known[0]
-        control += known[1]
-        late = [late[0] + _count_late(candidates, known[0]), late[1] + _count_late(controls, known[1])]
-        of_candidate = _means(known[0], max(round(percent / (100 - percent)), 1))
-        of_control = _means(known[1], max(round((100 - percent) / percent), 1))
-        # Cut at both ends: means round.
-        least += [min(max(c[0] - o[1], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
-        greatest += [min(max(c[1] - o[0], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
-        if (len(known[0]), len(known[1])) != (len(candidates), len(controls)):
+        of_candidate, of_control = _bounds(metric, candidates), _bounds(metric, controls)
+        candidate += of_candidate
+        control += of_control
+        candidate_late += _count_late(candidates, of_candidate)
+        control_late += _count_late(controls, of_control)
+        ours = _means(of_candidate, max(round(percent / (100 - percent)), 1))
+        theirs = _means(of_control, max(round((100 - percent) / percent), 1))
+        for (our_least, our_greatest), (their_least, their_greatest) in zip(ours, theirs, strict=False):
+            # Cut at both ends: means round.
+            least.append(min(max(our_least - their_greatest, -width), width))
+            greatest.append(min(max(our_greatest - their_least, -width), width))
+        if (len(of_candidate), len(of_control)) != (len(candidates), len(controls)):
             break  # the pairs of the next share come after all of this one
     return Finding(
         sql=metric.sql,
         candidate_runs=len(candidate),
         control_runs=len(control),
-        candidate_late=late[0],
-        control_late=late[1],
+        candidate_late=candidate_late,
+        control_late=control_late,
         candidate_mean=_mean_of_middles(candidate),
         control_mean=_mean_of_middles(control),
         pairs=len(least),
@@ -340,7 +343,8 @@ def _compare_pairs(metric: Metric, parts: Sequence[Part], alpha: float) -> Findi
 
 
 def _bounds(metric: Metric, runs: Sequence[Run]) -> list[Bounds]:
-    """Return the bounds of the runs before the first one whose value is not known yet."""
+    """Return the bounds of each run before the first one that has no value and is not late. Both are the run's value,
+    cut to the metric's range; of a late run without a value, they are those of `metric.late`."""
     late = (metric.low, metric.high) if metric.late is None else (metric.late, metric.late)
     known = itertools.takewhile(lambda run: run[0] or run[1] is not None, runs)
     return [late if value is None else (cut := min(max(value, metric.low), metric.high), cut) for _, value in known]

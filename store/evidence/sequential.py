@@ -54,8 +54,8 @@ def interval(values: Sequence[float], low: float, high: float, alpha: float = 0.
 
 
 def _lower_end(scaled: npt.NDArray[np.float64], alpha: float) -> float:
-    """Return the largest m of 0 to 1 that the bets have refused as an upper bound of the mean, and 0 if there is none.
-    The capital falls with m, so that m is found by halving."""
+    """Return the lower end of the interval of the mean of `scaled`, values from 0 to 1: the largest m for which the
+    bets refuse that the mean is at most m; 0 if there is none. The capital falls with m, so halving finds it."""
     least, most = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
