@@ -67,10 +67,11 @@ class Attempts:
         self._reads = anyio.Semaphore(_READS)
         self._scenarios_at_once = max(_SCENARIOS_AT_ONCE, concurrency)
 
-    def group(self, progress: Progress, tried: int) -> str:
-        """Return the name of a group: the first of a scenario or held-out task, or one for a further try."""
+    def group(self, progress: Progress, try_number: int) -> str:
+        """Return the name of a group of attempts at a scenario or held-out task: the first one (`try_number` 0), or one
+        for a further try."""
         label = "" if progress.evaluated is None else f"eval-{progress.evaluated}-"
-        return f"{self._name}-{label}{progress.number}" + (f".{tried}" if tried else "")
+        return f"{self._name}-{label}{progress.number}" + (f".{try_number}" if try_number else "")
 
     async def _recorded(self, trajectory: str) -> dict[str, Any] | None:
         """Return an attempt as the gateway describes it; `None` if it was never opened."""
@@ -82,8 +83,9 @@ class Attempts:
                 return None
             raise
 
-    async def _settled(self, trajectory: str) -> dict[str, Any] | None:
-        """Return an attempt as recorded, once it is complete. An open one has lost its process: it gets no result."""
+    async def _read_ended(self, trajectory: str) -> dict[str, Any] | None:
+        """Return an attempt as `_recorded` does. One that is open is completed without a result first: one process at a
+        time runs a loop, so the process that opened the attempt has died."""
         state = await self._recorded(trajectory)
         if state is not None and state["status"] == "open":
             try:
@@ -95,13 +97,13 @@ class Attempts:
         return state
 
     async def read(self, progress: Progress) -> Progress:
-        """Read into `progress`, in which all attempts are missing, what the gateway has of them. Those that
-        are still open have lost their process, and are completed without a result. Raises `ValueError` if they were
-        begun with another model, or in a group of another size."""
+        """Update `progress`, in which all attempts are missing, with those that the gateway has, and return it. Open
+        attempts are completed without a result (`_read_ended`). Raises `ValueError` if they were begun with another
+        model, or in a group of another size."""
         size = progress.missing
         while progress.missing and progress.tries < self._tries:
             group = self.group(progress, progress.tries)
-            states = await run_all(self._settled, [f"{group}-{at}" for at in range(progress.missing)])
+            states = await run_all(self._read_ended, [f"{group}-{at}" for at in range(progress.missing)])
             opened = [state for state in states if state is not None]
             if not opened:
                 break

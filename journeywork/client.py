@@ -45,7 +45,7 @@ def _new_id() -> str:
     return f"t-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(10)}"
 
 
-def _opening(model: str, options: OpenOptions) -> dict[str, Any]:
+def _opening_body(model: str, options: OpenOptions) -> dict[str, Any]:
     """Return the body of the request that opens a trajectory: a new id unless `options` have one, and `pinned` with the
     base model under its one name."""
     opening: dict[str, Any] = {"model": model, "id": _new_id(), **options}
@@ -54,12 +54,12 @@ def _opening(model: str, options: OpenOptions) -> dict[str, Any]:
     return opening
 
 
-def _opened(body: Mapping[str, Any], send_feedback: Callable[..., Any]) -> Trajectory:
+def _trajectory_of(body: Mapping[str, Any], send_feedback: Callable[..., Any]) -> Trajectory:
     """Return the trajectory in the gateway's answer to its opening. Raises `JourneyworkError` for the answer of another
     server. `send_feedback` is what the trajectory's own `feedback` calls."""
     try:
-        known = {name: body[name] for name in ("id", "model", "group", "base_url", "api_key")}
-        return Trajectory(**known, _send_feedback=send_feedback)
+        fields = {name: body[name] for name in ("id", "model", "group", "base_url", "api_key")}
+        return Trajectory(**fields, _send_feedback=send_feedback)
     except KeyError as missing:
         raise transport.JourneyworkError(
             f"the answer to opening a trajectory lacks {missing}: is this the gateway's URL?"
@@ -104,8 +104,8 @@ class AsyncJourneywork:
 
     async def open(self, model: str, **options: Unpack[OpenOptions]) -> Trajectory:
         """Open a trajectory of `model`. Raises `JourneyworkError` when the gateway refuses it."""
-        body = await self._request("POST", "/v1/trajectories", _opening(model, options))
-        return _opened(body, self._feedback_of_runs)
+        body = await self._request("POST", "/v1/trajectories", _opening_body(model, options))
+        return _trajectory_of(body, self._feedback_of_runs)
 
     async def complete(self, trajectory: str, **result: Unpack[CompleteOptions]) -> dict[str, Any]:
         """Complete a trajectory. A second call with the same result has no effect; another result raises
@@ -126,20 +126,21 @@ class AsyncJourneywork:
         return await self._request("POST", path, body)
 
     async def get(self, trajectory: str) -> dict[str, Any]:
+        """Return a trajectory as `GET /v1/trajectories/<id>` describes it: its opening, status and result."""
         return await self._request("GET", _path(trajectory))
 
     async def group(self, group: str, model: str = "") -> dict[str, Any]:
-        """Whether a group was trained (and in which version) or discarded (and why). `model` may be left out if there
-        is one only."""
+        """Return whether a group was trained (and in which version) or discarded (and why). `model` may be left out if
+        there is one only."""
         query = f"?model={quote(model, safe='')}" if model else ""
         return await self._request("GET", f"/v1/groups/{quote(group, safe='')}{query}")
 
     async def policies(self) -> list[dict[str, Any]]:
-        """For each model: the version its name currently resolves to, and the loaded versions."""
+        """Return for each model the version its name currently resolves to, and the loaded versions."""
         return list((await self._request("GET", "/v1/policies"))["data"])
 
     async def models(self) -> list[str]:
-        """Names that `model` of a call may hold: models, and their versions."""
+        """Return the names that `model` of a call may hold: models, and their versions."""
         return [model["id"] for model in (await self._request("GET", "/v1/models"))["data"]]
 
     async def record_evaluation(self, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +161,7 @@ class AsyncJourneywork:
         options = {**options, "id": options.get("id") or _new_id()}
         try:
             run = await self.open(model, **options)
-        except self._cancelled():
+        except self._cancellation_errors():
             # The gateway may have opened it already. It is asked once: the opening has waited for it.
             with self._shield(), suppress(httpx.TransportError):
                 path = _path(options["id"], "/complete")
@@ -228,8 +229,8 @@ class AsyncJourneywork:
         """Return a context that no cancellation ends."""
         return anyio.CancelScope(shield=True)
 
-    def _cancelled(self) -> tuple[type[BaseException], ...]:
-        """Return the exceptions that a cancellation raises."""
+    def _cancellation_errors(self) -> tuple[type[BaseException], ...]:
+        """Return the classes of the exception that a cancellation raises."""
         return (anyio.get_cancelled_exc_class(),)
 
 
@@ -256,7 +257,7 @@ class _BlockingCore(AsyncJourneywork):
     def _shield(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def _cancelled(self) -> tuple[type[BaseException], ...]:
+    def _cancellation_errors(self) -> tuple[type[BaseException], ...]:
         return ()
 
 

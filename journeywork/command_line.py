@@ -30,7 +30,7 @@ def command_parser(name: str, module_docs: str | None) -> argparse.ArgumentParse
 
 
 def at_least_one(text: str) -> int:
-    """Return a whole number from 1 for argparse."""
+    """Return the whole number of an argument, for argparse. Raises `ArgumentTypeError` if it is none, or below 1."""
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"it must be a whole number of at least 1, not {text!r}")
     return int(text)
@@ -88,10 +88,10 @@ def _gateway_in(state: Path) -> str:
 
 
 @contextmanager
-def output_of_one_object(wanted: bool) -> Iterator[None]:
-    """With `--json`, send what rollouts and the programs that they start print to standard error, so that standard
-    output is one JSON object."""
-    if not wanted:
+def output_of_one_object(as_json: bool) -> Iterator[None]:
+    """If `as_json` (`--json`), what the block prints, and what programs that it starts print, goes to standard error:
+    the command then writes one JSON object to standard output."""
+    if not as_json:
         yield
         return
     sys.stdout.flush()

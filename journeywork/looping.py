@@ -181,8 +181,8 @@ class _Loop(Generic[Task]):
                 self.result.incomplete.append(progress.number)
         return known
 
-    def rest(self, known: Sequence[Progress]) -> Iterator[Progress]:
-        """Yield what is left to play: first what was started before, then the scenarios after it."""
+    def remaining(self, known: Sequence[Progress]) -> Iterator[Progress]:
+        """Yield what is left to play: the started scenarios (`known`) that lack attempts, then those after them."""
         for progress in known:
             if progress.missing and progress.tries < self._options.tries:
                 yield progress
@@ -237,7 +237,7 @@ class _Loop(Generic[Task]):
                 for at in range(size):
                     await self._slots.acquire()
                     if not at and progress.evaluated is None:
-                        # `begin` has counted the group, with the step before it waited for its slot.
+                        # `count_next_group` has counted the group, with the step before it waited for its slot.
                         self._count(group)
                     playing.start_soon(self._attempt, progress, group, at, size)
         if progress.missing and progress.evaluated is None:
@@ -263,7 +263,7 @@ class _Loop(Generic[Task]):
                 return int(entry["step"])
         raise ValueError(f"the gateway does not serve the model {self._model!r}")
 
-    async def _decided(self) -> dict[str, dict[str, Any]]:
+    async def _read_decided(self) -> dict[str, dict[str, Any]]:
         """Return the groups that were trained or discarded since the last call, as the gateway describes them. One that
         it does not know any more has expired and counts as discarded."""
 
@@ -284,15 +284,15 @@ class _Loop(Generic[Task]):
         """Count the groups of an earlier process that still wait for the trainer: it trains them before new ones."""
         for progress in known:
             self._undecided |= dict.fromkeys(self.attempts.group(progress, tried) for tried in range(progress.tries))
-        for group in await self._decided():
+        for group in await self._read_decided():
             del self._undecided[group]
 
     async def watch(self) -> None:
-        """Read the served step and the fate of groups, every `poll_s` seconds."""
+        """Read the served step, and which groups were trained or discarded, every `poll_s` seconds until cancelled."""
         while True:
             step = await self.served_step()
             if step != self.result.step or len(self._undecided) >= self._most_undecided:
-                decided = await self._decided()
+                decided = await self._read_decided()
                 # Read once more, after the decisions and before their groups make room for others: a group that begins
                 # from now on begins with this step or a newer one.
                 step = await self.served_step()
@@ -305,16 +305,18 @@ class _Loop(Generic[Task]):
             self._notify()
             await anyio.sleep(self._options.poll_s)
 
-    def begin(self, progress: Progress) -> None:
-        """Count a group that is about to start."""
+    def count_next_group(self, progress: Progress) -> None:
+        """Count the group that `play` starts next for `progress`, so that `may_start` reckons with it."""
         self._count(self.attempts.group(progress, progress.tries))
 
     def _count(self, group: str) -> None:
+        """Count a group as undecided and as not known to the gateway yet, with the present step as that of its
+        start."""
         self._undecided[group] = self.result.step
         self._unopened.add(group)
 
     def end(self) -> None:
-        """No group will start any more."""
+        """Note that no group will start any more, so that `evaluations` ends."""
         self._over = True
         self._notify()
 
@@ -370,10 +372,10 @@ async def loop(
                 if options.evaluate_every:
                     evaluating.start_soon(running.evaluations)
                 async with anyio.create_task_group() as playing:
-                    for progress in running.rest(known):
+                    for progress in running.remaining(known):
                         if not await running.may_start():
                             break
-                        running.begin(progress)
+                        running.count_next_group(progress)
                         playing.start_soon(running.play, progress)
                 running.end()
             watching.cancel_scope.cancel()

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _Z95 = 1.959964
+"""The 97.5 % quantile of the normal distribution."""
 _T95 = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.306, 2.26216, 2.22814, 2.20099, 2.17881)
+"""That of Student's t distribution with 1 to 12 degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,14 @@ class Sample:
         )
 
     def _range(self, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
-        """The range of the values. It is unknown of a single one."""
+        """Return the range of the values: `bounds`, or the one that is assumed; infinite for a single value."""
         if self.count < 2:
             return -math.inf, math.inf
         return bounds or _assumed_range(self.least, self.greatest)
 
     def _centre_and_half(self, low: float, high: float) -> tuple[float, float]:
-        """The centre of the interval without regard to the range, which is from `low` to `high`, and half of its
-        width."""
+        """Return the centre and half the width of the interval before it is cut to the range `low` to `high` of the
+        values; the half is infinite if nothing is known."""
         known = math.isfinite(low)
         if not known:
             low, high = self.least, self.greatest
@@ -134,6 +136,11 @@ class Sample:
         student = t95(n - 1) * math.sqrt(self.variance / n)
         ends = min(centre - half, self.mean - student), max(centre + half, self.mean + student)
         return (ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2
+
+
+def finite(value: float) -> float | None:
+    """Return `value`, or `None` if it is NaN or infinite, which JSON does not know."""
+    return value if math.isfinite(value) else None
 
 
 def t95(freedom: int) -> float:

@@ -55,18 +55,18 @@ class Backoff:
         self._end = self._began + wait_s
 
     def report_unreachable(self, url: str, problem: str) -> str:
-        """Return `problem` with the gateway's URL and what to check. It is logged at this process's first failure,
-        because the URL may be wrong, and after some seconds without the gateway; not at the end of the time, when an
-        error tells it."""
+        """Return a message of `problem`, the gateway's URL and what to check. Log it at this process's first failure,
+        because the URL may be wrong, and every `_WARN_EVERY_S` of a failure that lasts; not once `wait_s` is over,
+        because an error says it then."""
         now = time.monotonic()
-        told = f"the gateway {url} can't be reached ({problem}): check this address, and that the gateway runs"
+        message = f"the gateway {url} can't be reached ({problem}): check this address, and that the gateway runs"
         due = url not in self._warned or (
             now - self._began >= _WARN_AFTER_S and now - self._warned[url] >= _WARN_EVERY_S
         )
         if due and now < self._end:
             self._warned[url] = now
-            _log.warning("%s; trying for %.0f s more", told, self._end - now)
-        return told
+            _log.warning("%s; trying for %.0f s more", message, self._end - now)
+        return message
 
     def wait_for_training(self, reply: httpx.Response) -> None:
         """Begin to count `wait_s` again if the gateway lets no group begin before others are trained: it is reachable,
@@ -108,8 +108,8 @@ def gateway_url(url: str | None) -> str:
     if not address:
         raise ValueError("no gateway URL: pass `url` or set the environment variable JOURNEYWORK_URL")
     if not address.startswith(("http://", "https://")):
-        written = f": write 'http://{address}'" if "://" not in address else ""
-        raise ValueError(f"the gateway URL {address!r} must begin with http:// or https://{written}")
+        hint = f": write 'http://{address}'" if "://" not in address else ""
+        raise ValueError(f"the gateway URL {address!r} must begin with http:// or https://{hint}")
     try:
         host = httpx.URL(address).host
     except httpx.InvalidURL as error:

@@ -32,21 +32,21 @@ async def resolve(client: Client, policies: Sequence[str]) -> list[str]:
             if model not in served:
                 # A branch of the history (`support+stricter`), about which there are no decisions: its name stands for
                 # its newest version.
-                if not (of_branch := _versions(model, known)):
+                if not (versions := _versions(model, known)):
                     raise ValueError(f"the gateway has no model {model!r}; it has: {', '.join(served) or 'none'}")
-                served[model] = of_branch[-1]
+                served[model] = versions[-1]
             if version and version not in known:
-                raise ValueError(f"the gateway has no version {version!r}; it has: {_listed(model, known)}")
+                raise ValueError(f"the gateway has no version {version!r}; it has: {_versions_text(model, known)}")
     return [version or served[model] for model, version in parsed]
 
 
 def _versions(model: str, known: Sequence[str]) -> list[str]:
-    """Return the versions of a model, the oldest first."""
+    """Return the versions of a model among the names `known`, the oldest first."""
     versions = [name for name in known if name.rpartition("@")[0] == model]
     return sorted(versions, key=lambda name: int(name.rpartition("@")[2]))
 
 
-def _listed(model: str, known: Sequence[str]) -> str:
+def _versions_text(model: str, known: Sequence[str]) -> str:
     """Return the versions of a model as a text: all, or the first one and the latest."""
     versions = _versions(model, known)
     if len(versions) > _SHOWN:

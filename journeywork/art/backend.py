@@ -94,11 +94,11 @@ class RemoteBackend:
         whole loss. What is not given is the installation's. Raises `UnsupportedError`, `NotCapturedError` and
         `TrainingError`, also for a setting that the installation does not let a step choose."""
         settings = step_settings(learning_rate, options)
-        given = as_groups(trajectory_groups)
+        groups = as_groups(trajectory_groups)
         async with await self._gateway(model) as gateway:
-            result = await train_groups(gateway, model.name, given, settings)
+            result = await train_groups(gateway, model.name, groups, settings)
             await self._open_calls(gateway, model)
-        result.metrics = step_metrics(result.metrics, given)
+        result.metrics = step_metrics(result.metrics, groups)
         return result
 
     async def log_validation(self, model: TrainableModel[Any], trajectory_groups: Iterable[TrajectoryGroup]) -> None:

@@ -56,7 +56,7 @@ def is_captured(trajectory: Trajectory) -> bool:
 
 
 def _choices(trajectory: Trajectory) -> Iterator[tuple[str, Any]]:
-    """Yield the choices, each with its place."""
+    """Yield each choice of a trajectory after its place, such as `messages_and_choices[2]`."""
     conversations = [("messages_and_choices", trajectory.messages_and_choices)]
     for number, history in enumerate(trajectory.additional_histories):
         conversations.append((f"additional_histories[{number}].messages_and_choices", history.messages_and_choices))
@@ -70,7 +70,7 @@ def _choices(trajectory: Trajectory) -> Iterator[tuple[str, Any]]:
 def _reference(item: Any) -> Reference | None:
     """Return which recorded call a choice (or its dictionary) is of; `None` if it names none."""
     fields = item if isinstance(item, dict) else {"index": item.index, **(item.model_extra or {})}
-    named = fields.get(REFERENCE)
-    if not isinstance(named, dict) or not {"trajectory", "reply"} <= named.keys():
+    call = fields.get(REFERENCE)
+    if not isinstance(call, dict) or not {"trajectory", "reply"} <= call.keys():
         return None
-    return Reference(trajectory=str(named["trajectory"]), reply=str(named["reply"]), choice=int(fields.get("index", 0)))
+    return Reference(trajectory=str(call["trajectory"]), reply=str(call["reply"]), choice=int(fields.get("index", 0)))

@@ -34,8 +34,7 @@ def settings_of(config: InternalModelConfig | None) -> tuple[dict[str, Any], lis
     parts: dict[str, Any] = {**(config or {})}
     init, engine = dict(parts.pop("init_args", {})), dict(parts.pop("engine_args", {}))
     settings: dict[str, Any] = {}
-    lengths = (init.pop("max_seq_length", None), engine.pop("max_model_len", None))
-    for length in lengths:
+    for length in (init.pop("max_seq_length", None), engine.pop("max_model_len", None)):
         if length is not None:
             settings["vllm.max_model_len"] = length
     if init.pop("load_in_4bit", False):
@@ -61,14 +60,14 @@ def step_settings(learning_rate: float | None, options: Mapping[str, Any]) -> di
     trained as the installation says. `loss_fn` and `kl_penalty_coef` choose ART's loss.
 
     Raises `UnsupportedError` for another option that has a value."""
-    given = {n: v for n, v in options.items() if v is not None and n not in _WITHOUT_EFFECT}
-    loss_fn, penalty = given.pop("loss_fn", None), given.pop("kl_penalty_coef", None)
+    others = {n: v for n, v in options.items() if v is not None and n not in _WITHOUT_EFFECT}
+    loss_fn, penalty = others.pop("loss_fn", None), others.pop("kl_penalty_coef", None)
     if loss_fn not in (None, "cispo"):
-        given["loss_fn"] = loss_fn
-    if given:
-        chosen = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        others["loss_fn"] = loss_fn
+    if others:
+        listed = ", ".join(f"{name}={value!r}" for name, value in others.items())
         raise UnsupportedError(
-            f"train() can't honour {chosen}: set trainer.loss or trainer.optimizer of the installation (docs/art.md)"
+            f"train() can't honour {listed}: set trainer.loss or trainer.optimizer of the installation (docs/art.md)"
         )
     settings = loss_settings(penalty or 0.0) if loss_fn or penalty is not None else {}
     if learning_rate is not None:

@@ -43,21 +43,20 @@ async def gather_trajectory_groups(
 
     async def play(group: Awaitable[TrajectoryGroup]) -> list[TrajectoryGroup]:
         played = await wrap_group_awaitable(group)
-        if played is None or after_each is None:
-            return [played] if played is not None else []
-        after = await after_each(played)
-        if after is None:
+        if played is not None and after_each is not None:
+            played = await after_each(played)
+        if played is None:
             return []
-        return after if isinstance(after, list) else [after]
+        return played if isinstance(played, list) else [played]
 
     with gathering(total, pbar_desc, max_exceptions):
-        lists = await _all([play(group) for group in waiting])
+        lists = await _gather_all([play(group) for group in waiting])
     return [group for played in lists for group in played]
 
 
 async def wrap_group_awaitable(awaitable: Awaitable[Any]) -> Any:
-    """Return what is awaited, a group or any iterable of trajectories, and count it in the current context. `None` for
-    an exception that the context allows."""
+    """Await a group, or any sequence of trajectories, count it in the current context, and return it. Return `None`
+    instead of an exception that the context allows."""
     context = get_gather_context()
     if isinstance(awaitable, PendingGroup):
         return await awaitable  # it counts its trajectories itself
@@ -71,9 +70,10 @@ async def wrap_group_awaitable(awaitable: Awaitable[Any]) -> Any:
     return group
 
 
-async def _all(played: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results. An exception is raised, and what is still played is cancelled."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in played]
+async def _gather_all(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run coroutines concurrently, and return their results in order. Raises the first exception, after the others were
+    cancelled and have ended."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -104,4 +104,4 @@ async def gather_trajectories(
         return played
 
     with gathering(len(waiting), pbar_desc, max_exceptions) as context:
-        return await _all([play(item, context) for item in waiting])
+        return await _gather_all([play(item, context) for item in waiting])

@@ -54,10 +54,10 @@ class GatherContext:
         logprobs."""
         for trajectory in trajectories:
             choices = [item for item in trajectory.messages_and_choices if isinstance(item, Choice)]
-            said = [choice.logprobs for choice in choices if choice.logprobs is not None]
-            if said:
-                tokens = sum(len(logprobs.content or logprobs.refusal or ()) for logprobs in said)
-                trajectory.metrics["completion_tokens"] = tokens / len(said)
+            logprobs_of = [choice.logprobs for choice in choices if choice.logprobs is not None]
+            if logprobs_of:
+                tokens = sum(len(logprobs.content or logprobs.refusal or ()) for logprobs in logprobs_of)
+                trajectory.metrics["completion_tokens"] = tokens / len(logprobs_of)
             for name, value in {"reward": trajectory.reward, **trajectory.metrics}.items():
                 self.sums[name] += value
                 self.numbers[name] += 1

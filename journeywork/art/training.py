@@ -199,7 +199,9 @@ async def train_chats(
 
 
 async def await_step(gateway: Gateway, model: str, groups: Sequence[str]) -> TrainResult:
-    """Wait until every group was trained or discarded, and until the version that it was trained into is served."""
+    """Wait until every group was trained or discarded, and until the version that learned from them is served. Return
+    that version with the metrics of its step; the served step alone if all groups were discarded. Raises
+    `TrainingError` if a group is a dead letter, the version can't be served, or `_STEP_S` is over."""
     waiting = set(groups)
     trained: dict[str, Any] = {}
     reasons: list[str] = []

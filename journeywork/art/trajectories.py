@@ -211,6 +211,7 @@ def as_groups(items: Iterable[Trajectory | BaseException | AnyGroup]) -> list[Tr
 
 
 def _are_awaitables(items: list[Any]) -> TypeGuard[list[Awaitable[Trajectory]]]:
+    """Return whether a group is made of coroutines, which are never mixed with trajectories."""
     return any(inspect.isawaitable(item) for item in items)
 
 

@@ -64,10 +64,10 @@ def load_scenarios(text: str, limit: int | None = None) -> list[Any]:
         tasks = scenarios() if callable(scenarios) else scenarios
         if isinstance(tasks, str) or not isinstance(tasks, Iterable):
             raise ValueError(f"{text!r} is no list of tasks but {type(tasks).__name__}")
-    chosen = list(itertools.islice(tasks, limit))
-    if not chosen:
+    task_list = list(itertools.islice(tasks, limit))
+    if not task_list:
         raise ValueError(f"there are no tasks in {text}")
-    return chosen
+    return task_list
 
 
 def _read_jsonl(path: Path) -> list[Any]:

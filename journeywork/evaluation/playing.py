@@ -60,18 +60,18 @@ async def play(
     if baseline is not None and [task.task for task in baseline.tasks] != names:
         raise ValueError(f"{baseline.entrant.name} played other tasks, so it is no baseline of these")
     for position, (entrant, version) in enumerate(zip(parsed_entrants, versions, strict=True), len(results)):
-        groups_of = [f"{evaluation}-{position}-{number}-{name}"[:_MAX_GROUP] for number, name in enumerate(names)]
+        group_names = [f"{evaluation}-{position}-{number}-{name}"[:_MAX_GROUP] for number, name in enumerate(names)]
         began = time.monotonic()
         groups = await gathering.gather(
             client,
             entrant.model,
             range(len(task_list)),
-            _by_number(rollout, task_list, entrant.prompt, concurrency),
+            _rollout_by_number(rollout, task_list, entrant.prompt, concurrency),
             group_size=attempts,
             concurrency=concurrency,
             split="val",
             pinned=version,
-            name=groups_of.__getitem__,
+            name=group_names.__getitem__,
             describe=names.__getitem__,
             max_exceptions=max_exceptions,
             progress=progress,
@@ -84,7 +84,7 @@ async def play(
     return report
 
 
-def _by_number(rollout: Rollout[Task], tasks: Sequence[Task], prompt: str, concurrency: int) -> Rollout[int]:
+def _rollout_by_number(rollout: Rollout[Task], tasks: Sequence[Task], prompt: str, concurrency: int) -> Rollout[int]:
     """Return a rollout that takes the number of a task, and plays that task with `rollout` and a system prompt.
 
     `gather` plays numbers in place of tasks, so that two equal tasks are two groups."""

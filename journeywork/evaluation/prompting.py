@@ -74,9 +74,9 @@ class _GepaAdapter:
         """Return each task with the metadata of its run, and its reward and metrics."""
 
         def row(task: Any, result: TaskResult) -> dict[str, Any]:
-            said = {"Generated Outputs": list(result.metadata)} if result.metadata else {}
+            outputs = {"Generated Outputs": list(result.metadata)} if result.metadata else {}
             inputs = task if isinstance(task, str) else json.dumps(task, default=str)
-            return {"Inputs": inputs, **said, "Feedback": _feedback(result)}
+            return {"Inputs": inputs, **outputs, "Feedback": _feedback(result)}
 
         return {_PROMPT: [row(task, result) for task, result in eval_batch.trajectories]}
 
@@ -99,8 +99,8 @@ def _prompt_writer(server: str, key_env: str) -> Callable[[str | list[dict[str, 
         raise ValueError(f"--key-env {key_env}: this environment variable is not set")
     headers = {"Authorization": f"Bearer {os.environ[key_env]}"} if key_env else {}
 
-    def write(asked: str | list[dict[str, Any]]) -> str:
-        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    def write(prompt: str | list[dict[str, Any]]) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         body = {"model": model, "messages": messages}
         answer = httpx.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=600)
         return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])

@@ -27,11 +27,11 @@ def text_report(report: EvaluationReport) -> str:
         for error, count in Counter(result.errors).most_common(_ERRORS)
     ]
     lines = [
-        _text_table(_means(report)),
+        _text_table(_means_table(report)),
         f"Differences are to {first}, paired by task; * marks an interval that does not contain 0.",
-        *unrewarded(report),
+        *_unrewarded(report),
         *errors,
-        _text_table(_costs(report)),
+        _text_table(_costs_table(report)),
     ]
     return "\n\n".join(lines)
 
@@ -44,7 +44,7 @@ def _text_table(table: Table) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def unrewarded(report: EvaluationReport) -> list[str]:
+def _unrewarded(report: EvaluationReport) -> list[str]:
     """Return one sentence for each entrant that has tasks without a reward."""
     return [
         f"{result.entrant.name}: {missing:,} of {len(result.tasks):,} tasks {'has' if missing == 1 else 'have'} "
@@ -54,7 +54,7 @@ def unrewarded(report: EvaluationReport) -> list[str]:
     ]
 
 
-def _means(report: EvaluationReport) -> Table:
+def _means_table(report: EvaluationReport) -> Table:
     """Return a row for each measure and entrant: the mean, and the difference to the first entrant."""
     rows = []
     for measure in report.measures:
@@ -70,7 +70,7 @@ def _name_and_version(result: EntrantResult) -> str:
     return f"{name} ({result.version})" if result.version and result.version != name else name
 
 
-def _costs(report: EvaluationReport) -> Table:
+def _costs_table(report: EvaluationReport) -> Table:
     """Return a row for each entrant: its runs, their calls and tokens, and the time that they took."""
     rows = [
         {

@@ -13,7 +13,7 @@ from typing import Any
 
 from journeywork.evaluation.entrants import Entrant
 from journeywork.gathering import TaskGroup
-from journeywork.statistics import Estimate, mean_of, paired_difference
+from journeywork.statistics import Estimate, finite, mean_of, paired_difference
 from journeywork.trajectory import Trajectory, Usage
 
 REWARD = "reward"
@@ -68,7 +68,7 @@ class EntrantResult:
         return self.usage.calls_s / self.usage.calls if self.usage.calls else None
 
     def quantile_s(self, share: float) -> float | None:
-        """Return a quantile of the seconds of a run."""
+        """Return the quantile `share` (0 to 1) of the seconds of a run; `None` without a run of known duration."""
         if not self.runs_s:
             return None
         return self.runs_s[min(int(len(self.runs_s) * share), len(self.runs_s) - 1)]
@@ -96,8 +96,8 @@ class EvaluationReport:
     def difference(self, position: int, measure: str) -> Estimate:
         """Return the mean of the entrant's value minus the baseline's over the tasks for which both have one, with the
         interval of pairs. `position`: the entrant's place in `entrants`."""
-        both = zip(self.entrants[0].tasks, self.entrants[position].tasks, strict=True)
-        pairs = [(a.values[measure], b.values[measure]) for a, b in both if measure in a.values and measure in b.values]
+        rows = zip(self.entrants[0].tasks, self.entrants[position].tasks, strict=True)
+        pairs = [(a.values[measure], b.values[measure]) for a, b in rows if measure in a.values and measure in b.values]
         return paired_difference([before for before, _ in pairs], [after for _, after in pairs])
 
     def request_body(self, position: int) -> dict[str, Any]:
@@ -154,11 +154,6 @@ class EvaluationReport:
                 "pairs": change.count,
             }
         return measure
-
-
-def finite(value: float) -> float | None:
-    """Return `value`, or `None` if it is NaN or infinite, which JSON does not know."""
-    return value if math.isfinite(value) else None
 
 
 def result_of(

@@ -53,8 +53,8 @@ def write_project(name: str, folder: Path, *, tiny: bool = False) -> list[Path]:
 
 def make_tiny_model(folder: Path) -> None:
     """Run the project's `make_model.py`. Raises `InitError` if it fails, for want of torch or otherwise."""
-    made = subprocess.run([sys.executable, "make_model.py"], cwd=folder, check=False)
-    if made.returncode:
+    process = subprocess.run([sys.executable, "make_model.py"], cwd=folder, check=False)
+    if process.returncode:
         raise InitError(
             f"{folder}/make_model.py failed, and the project has no base model. It needs the services' environment "
             "(docs/install.md): run it there by `python make_model.py`"

@@ -26,14 +26,15 @@ _REMEMBERED = 10_000
 
 
 class SpanMaker:
-    """Makes the spans and the scores of an event, with what the log says about its trajectory."""
+    """Makes the spans and the scores of an event. What they say of its trajectory is read from the log once for many
+    events."""
 
     def __init__(self, broker: Broker, shown: bool) -> None:
         """`shown`: whether prompts, replies and explanations are part of the spans (`telemetry.content`)."""
         self._broker, self._shown = broker, shown
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
-        """What is common to the spans of a trajectory, by project and trajectory; those unused longest are
-        forgotten."""
+        """What is common to the spans of a trajectory, by project and trajectory. Of more than `_REMEMBERED`, the one
+        that was not used for the longest time is forgotten."""
 
     async def make(self, recorded: LogEntry[AnyEvent]) -> tuple[list[ReadableSpan], list[langfuse.Score]]:
         """Return the spans and the scores of an event; none for an event that traces do not show."""
@@ -62,7 +63,8 @@ class SpanMaker:
     async def _run(
         self, project: str, trajectory: str, group: str, model: str, call: LogEntry[AnyEvent] | None = None
     ) -> Run:
-        """Return a trajectory as its spans show it. `call` is one of its calls."""
+        """Return what the spans of a trajectory have in common. `call`: the call that is being exported, which saves a
+        read of the log if it is the trajectory's first."""
         key = (project, trajectory)
         if key not in self._runs:
             opened = await self._broker.read_last(TrajectoryOpened, project=project, trajectory=trajectory)
@@ -72,6 +74,7 @@ class SpanMaker:
             self._runs[key] = make_run(project, trajectory, group, model, event, context, self._shown)
             if len(self._runs) > _REMEMBERED:
                 self._runs.popitem(last=False)
+        self._runs.move_to_end(key)
         return self._runs[key]
 
     async def _first_headers(self, project: str, trajectory: str, call: LogEntry[AnyEvent] | None) -> Mapping[str, str]:

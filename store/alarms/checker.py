@@ -68,20 +68,20 @@ def create_measured_tables(
     ):
         connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} ({columns})")
         if rows:
-            places = ", ".join("?" * len(rows[0]))
-            connection.executemany(f"INSERT INTO {name} VALUES ({places})", rows)  # noqa: S608 - no one's text
+            placeholders = ", ".join("?" * len(rows[0]))
+            connection.executemany(f"INSERT INTO {name} VALUES ({placeholders})", rows)  # noqa: S608 - no user's text
 
 
 def evaluate(
     connection: duckdb.DuckDBPyConnection, config: Config, alarm: Alarm, now: datetime | None = None
 ) -> list[AlarmChanged]:
-    """Run the query of `alarm`, and return an event for each row: its condition is met, for this model, server,
+    """Run the query of `alarm`. Return an event for each row, which says that the condition is met for a model, server,
     consumer or stream. `connection` has the store's views and the tables of `create_measured_tables`; `now` is a time
     in UTC, the present if it is `None`. A row without a detail is logged and left out, because such an event can't be
     decoded. Raises `duckdb.Error`."""
-    compared = threshold(config, alarm)
+    limit = threshold(config, alarm)
     values = {
-        "threshold": compared,
+        "threshold": limit,
         "now": (now or datetime.now(UTC)).replace(tzinfo=None),
         "steps": config.alarms.steps,
         "groups": config.alarms.groups,
@@ -100,7 +100,7 @@ def evaluate(
                     model=model,
                     about=about,
                     value=math.nan if value is None else float(value),
-                    threshold=compared,
+                    threshold=limit,
                     detail=detail,
                     action=alarm.action,
                 )
@@ -151,16 +151,15 @@ class Checker:
                     conditions, unknown = await self._check(connection)
                 took_s = anyio.current_time() - began
                 try:
-                    await self._catch_up()
+                    await self._read_changes()
                 except BrokerError as error:
                     logger.warning("the raised alarms could not be read from the log", why=str(error))
                     continue
                 await self._apply(conditions, unknown)
 
-    async def _catch_up(self) -> None:
-        """Read the changes on the log, and log those that this checker published.
-
-        Raises `BrokerError`."""
+    async def _read_changes(self) -> None:
+        """Read the changes that the log has since the last call into `_raised`. Write a log line for each that this
+        checker published. Raises `BrokerError`."""
         for recorded in await self._broker.read(AlarmChanged, start_seq=self._read_to + 1):
             event = recorded.event
             key = _key(event)
@@ -195,7 +194,8 @@ class Checker:
     def _query(
         self, connection: duckdb.DuckDBPyConnection, measured: list[Fill], unwritten: list[Unwritten]
     ) -> tuple[list[AlarmChanged], set[str]]:
-        """Run the alarms' queries, in a thread. Returns as `_check` does, for queries that failed."""
+        """Run the alarms' queries; it blocks. Return the conditions that are met, and the names of the alarms whose
+        query failed: all of them if the lake can't be read."""
         try:
             damaged: set[str] = set()
             sql.define_views(connection, self._lake, self._shown, damaged)
@@ -232,13 +232,13 @@ class Checker:
             if self._absent[key] >= _CLEAR_AFTER:
                 await self._publish(msgspec.structs.replace(event, state="cleared", at=now_us()))
 
-    async def _may_be_starting(self, met: AlarmChanged) -> bool:
-        """Return whether an inference server is behind because it may still be starting: less than
-        `vllm.start_timeout_s` ago it began with this store, or was found without the record that its sampler agent
+    async def _may_be_starting(self, condition: AlarmChanged) -> bool:
+        """Return whether `condition` says that an inference server is behind, and the server may still be starting:
+        less than `vllm.start_timeout_s` ago this store started, or the server lacked the record that its sampler agent
         writes when it holds all versions."""
-        if met.alarm != "replica_behind":
+        if condition.alarm != "replica_behind":
             return False
-        key = streams.key_subject(streams.FLEET.name, streams.sampler_key(met.project, met.about))
+        key = streams.key_subject(streams.FLEET.name, streams.sampler_key(condition.project, condition.about))
         try:
             record = await self._broker.leader_get(streams.key_value_stream(streams.FLEET.name), {"last_by_subj": key})
         except BrokerError as error:
@@ -246,18 +246,19 @@ class Checker:
             return True  # the next check asks again
         now = time.monotonic()
         if record is None or not record.payload:
-            self._starting.setdefault(met.about, now)
-        return now - self._starting.get(met.about, self._began) < self._config.vllm.start_timeout_s
+            self._starting.setdefault(condition.about, now)
+        return now - self._starting.get(condition.about, self._began) < self._config.vllm.start_timeout_s
 
     async def _publish(self, event: AlarmChanged) -> None:
         """Publish a change, unless another store has published one on its subject since this one read the log."""
         self._sent[_key(event)] = event
         try:
             await self._broker.publish(event, after=self._newest.get(event.subject(), 0))
-            await self._catch_up()
+            await self._read_changes()
         except BrokerError as error:
             logger.error("an alarm was not recorded", alarm=event.alarm, state=event.state, why=str(error))
 
 
 def _key(event: AlarmChanged) -> Key:
+    """Return what tells the alarm of an event from other raised alarms."""
     return event.alarm, event.project, event.model, event.about

@@ -30,7 +30,7 @@ _UNREWARDED = """SELECT project, model, 1, 1.0, format('{} groups were discarded
 FROM unrewarded"""
 
 _LEAST_GROUPS = 6
-"""With fewer groups of a version, its reward says more of the tasks than of the policy."""
+"""Versions of fewer groups are not compared: the mean of so few depends more on the tasks than on the policy."""
 
 _BACK = (
     "Serve a version from before (`journeywork policy promote`) and train it with a lower "

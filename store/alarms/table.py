@@ -204,5 +204,5 @@ FROM damaged WHERE (SELECT count(*) FROM damaged) > $threshold ORDER BY path""",
 
 
 def threshold(config: Config, alarm: Alarm) -> float:
-    """The value of the alarm's setting."""
+    """Return the value of the setting `alarm.setting`, with which the alarm's query compares."""
     return float(attrgetter(alarm.setting)(config))

@@ -40,15 +40,15 @@ _OF_CALLS = """trajectory || '/' || "call", value FROM (
 
 
 def parse_side(text: str) -> dict[str, str]:
-    """Parse a side such as `branch=main,judge=…` to a filter: column to value. Raises `ConfigError` for an unknown
+    """Parse a side such as `branch=main,judge=…` into a filter: value by key. Raises `ConfigError` for an unknown
     key."""
-    out = {}
+    side = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if not equals or key not in _KEYS:
             raise ConfigError(f"{part!r} selects nothing: write {' or '.join(k + '=…' for k in _KEYS)}")
-        out[key] = value
-    return out
+        side[key] = value
+    return side
 
 
 Group = tuple[str, str, str]
@@ -103,15 +103,15 @@ def rewards(connection: duckdb.DuckDBPyConnection, side: dict[str, str], *, call
         source = _OF_CALLS if calls else "trajectory, reward FROM rewards"
         conditions += " AND outcome = 'scored'"
         query = f"SELECT project, model, group_id, {source} WHERE {conditions} ORDER BY scored_at"
-    out: Rewards = {}
+    by_group: Rewards = {}
     for project, model, group, trajectory, value, *rubrics in connection.execute(query, list(side.values())).fetchall():
         if rubrics and len(by_hash := dict(rubrics[0])) > 1:
             listed = " or ".join(f"rubric={digest} ({name})" for digest, name in sorted(by_hash.items()))
             raise ConfigError(
                 f"judge_model={side['judge_model']} scored group {group} by several rubrics: add {listed}"
             )
-        out.setdefault((project, model, group), {})[trajectory] = value
-    return out
+        by_group.setdefault((project, model, group), {})[trajectory] = value
+    return by_group
 
 
 def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -149,7 +149,7 @@ def compare(a: Rewards, b: Rewards) -> tuple[dict[str, Any], Rewards]:
             correlations.append(float(np.corrcoef(_ranks(x), _ranks(y))[0, 1]))
         opposite = _signs(x) * _signs(y) < 0
         if opposite.any():
-            flipped[group] = {t: b[group][t] for t, turned in zip(shared, opposite, strict=True) if turned}
+            flipped[group] = {t: b[group][t] for t, differs in zip(shared, opposite, strict=True) if differs}
     changed = sum(map(len, flipped.values()))
     return {
         "groups": groups,

@@ -41,7 +41,7 @@ class Plan:
 
 
 def _as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Settings by dotted names as texts `section.key=value`."""
+    """Return settings, given by dotted names, as texts `section.key=value`."""
     return [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in settings.items()]
 
 
@@ -52,7 +52,7 @@ def as_flags(overrides: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked."""
+    """What `journeywork what-if` is asked: which groups of which model, and which variants."""
 
     id: str
     model: str
@@ -70,7 +70,8 @@ class Question:
 
 
 def read_question(args: argparse.Namespace, config: Config) -> Question:
-    """Return the question that the arguments ask about a run. Raises `ConfigError`, `OSError`."""
+    """Return the question that the arguments of the command ask about the run with the settings `config`. Raises
+    `ConfigError`, `OSError`."""
     names = [model.name for model in config.models]
     model = args.model or names[0]
     if model not in names:
@@ -89,7 +90,7 @@ def read_question(args: argparse.Namespace, config: Config) -> Question:
                 f"models: the variant {name} has another model or base. A branch is served beside main, by the same "
                 "server, so it has main's base. For another one, `journeywork replay` the groups to a run of its own"
             )
-        judged[name] = _is_judged(given, variant)
+        judged[name] = _needs_judging(given, variant)
     about = [selection, start, {name: _with_contents(given) for name, given in settings.items()}]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
     plans = tuple(
@@ -98,8 +99,9 @@ def read_question(args: argparse.Namespace, config: Config) -> Question:
     return Question(digest, model, names.index(model), selection, start, plans)
 
 
-def _is_judged(settings: Mapping[str, Any], variant: Config) -> bool:
-    """Whether groups have to be judged again with settings, which make `variant` of the run's."""
+def _needs_judging(settings: Mapping[str, Any], variant: Config) -> bool:
+    """Return whether a variant's groups have to be judged again: `settings`, in which it differs from the run, are
+    about judging, or about a teacher that the judge asks from outside. `variant`: all of its settings."""
     taught = any(variant.trainer_of(model).distill.asks_outside for model in variant.models)
     return any(name.startswith(_JUDGING) or (taught and _TEACHING.match(name)) for name in settings)
 
@@ -142,7 +144,8 @@ def _flatten(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _with_contents(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the contents of the files that they name: with other contents it is another question."""
+    """Return settings with the contents of the files that they name, under `files`. They are a part of the question's
+    id, because a file with other contents makes it another question."""
     # Not `Path.is_file`, which raises for a text that is longer than any name.
     named = [value for value in settings.values() if isinstance(value, str) and os.path.isfile(value)]  # noqa: PTH113
     return {**settings, "files": {value: Path(value).read_text("utf-8") for value in named}}

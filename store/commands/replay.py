@@ -58,13 +58,16 @@ def select_groups(
     return [StoredGroup(group, seq) for group, seq in rows]
 
 
-def on_branch(stored: StoredGroup, branch: str, ends: Mapping[str, int], others: Collection[str] = ()) -> GroupScored:
-    """Return the group as an event of `branch`, whose verdicts cost nothing: they were paid for once. `ends`: by
-    trajectory, the present sequence of its `rollout.completed`. `others`: groups that are published with it."""
+def on_branch(
+    stored: StoredGroup, branch: str, end_seqs: Mapping[str, int], others: Collection[str] = ()
+) -> GroupScored:
+    """Return the group as an event of `branch`. Its verdicts cost nothing, because they were paid for once.
+    `end_seqs`: by trajectory, the present sequence of its `rollout.completed`. `others`: groups that are
+    published with it."""
     group = stored.group
     origin = group.origin or f"{group.branch}/{stored.seq}"
     members = tuple(
-        msgspec.structs.replace(m, completed_seq=ends.get(m.trajectory, m.completed_seq)) for m in group.members
+        msgspec.structs.replace(m, completed_seq=end_seqs.get(m.trajectory, m.completed_seq)) for m in group.members
     )
     verdicts = tuple(msgspec.structs.replace(v, cost_usd=0.0) for v in group.verdicts)
     return msgspec.structs.replace(
@@ -87,7 +90,7 @@ async def republish_events(
 
     A header makes every consumer skip these events, because they were consumed before. Readers of a trajectory's
     history get them."""
-    published, ends = 0, {}
+    published, end_seqs = 0, {}
     for member in group.members:
         stored = rebuild.trajectory(connection, group.project, member.trajectory)
         for events in _by_subject(stored):
@@ -99,16 +102,16 @@ async def republish_events(
                     seq = (await broker.publish(event, {RETRY_HEADER: "replay"}, message_id=again)).seq
                     published += 1
                 if isinstance(event, TrajectoryCompleted):
-                    ends[member.trajectory] = seq
-    return published, ends
+                    end_seqs[member.trajectory] = seq
+    return published, end_seqs
 
 
 def _by_subject(events: Iterable[Event]) -> Iterable[list[Event]]:
-    """The events in lists of one subject each: the log is asked once for each subject."""
-    out: dict[str, list[Event]] = {}
+    """Return events in lists of one subject each, so that the log is asked once for each subject."""
+    by_subject: dict[str, list[Event]] = {}
     for event in events:
-        out.setdefault(event.subject(), []).append(event)
-    return out.values()
+        by_subject.setdefault(event.subject(), []).append(event)
+    return by_subject.values()
 
 
 async def replay(
@@ -119,16 +122,16 @@ async def replay(
     counts = {"groups": 0, "already": 0, "republished": 0}
     async with Broker.connect(nats, name="replay") as broker:
         # What the branch holds already waits, and is joined by the new groups of its batch, or was trained.
-        there = {r.event.message_id() for r in await broker.read(GroupScored, branch=branch)}
+        ids_on_branch = {r.event.message_id() for r in await broker.read(GroupScored, branch=branch)}
         others: dict[tuple[str, str], set[str]] = {}
         for group in (on_branch(stored, branch, {}) for stored in groups):
-            if group.message_id() not in there:
+            if group.message_id() not in ids_on_branch:
                 others.setdefault((group.project, group.model), set()).add(group.group)
         for stored in groups:
-            published, ends = await republish_events(broker, connection, stored.group)
+            published, end_seqs = await republish_events(broker, connection, stored.group)
             counts["republished"] += published
             names = others.get((stored.group.project, stored.group.model), ())
-            ack = await broker.publish(on_branch(stored, branch, ends, names))
+            ack = await broker.publish(on_branch(stored, branch, end_seqs, names))
             counts["already" if ack.duplicate else "groups"] += 1
     return counts
 

@@ -79,11 +79,11 @@ def answer(args: argparse.Namespace, run_dir: Path) -> WhatIfAnswered:
 async def _replay_groups(
     config: Config, connection: duckdb.DuckDBPyConnection, groups: Sequence[StoredGroup], question: Question
 ) -> None:
-    """Publish the groups on the branch of each variant; for those that are judged again, once on a branch of the groups
-    as they were."""
+    """Publish the groups on the branch of each variant. The variants that are judged again share one branch, which has
+    the groups as they were: `journeywork rejudge` publishes on their own."""
     for branch in dict.fromkeys(question.runs_branch if p.judged else p.branch for p in question.plans):
         counts = await replay(log_of(config), connection, groups, branch)
-        _say(f"{counts['groups']} groups replayed onto {branch}, which had {counts['already']} already")
+        _print(f"{counts['groups']} groups replayed onto {branch}, which had {counts['already']} already")
 
 
 def _train(commands: Commands, question: Question, plan: Plan) -> None:
@@ -91,7 +91,7 @@ def _train(commands: Commands, question: Question, plan: Plan) -> None:
     settings = as_flags(plan.overrides)
     if plan.judged:
         commands.call("rejudge", "--from-branch", question.runs_branch, "--branch", plan.branch, *settings)
-    _say(f"training {plan.branch}")
+    _print(f"training {plan.branch}")
     own = [f"trainer.branch={plan.branch}"]
     own += [f"models.{question.index}.start={question.start}"] if question.start else []
     commands.call("train", "--until-empty", *settings, *as_flags(own))
@@ -101,7 +101,7 @@ def _compare(
     args: argparse.Namespace, config: Config, question: Question, groups: int, commands: Commands, gateway: GatewayApi
 ) -> WhatIfAnswered:
     """Evaluate the branches' last versions beside `main`'s, and publish the answer."""
-    published = anyio.run(_checkpoints, config, question.model)
+    published = anyio.run(_read_checkpoints, config, question.model)
     variants = tuple(_variant(question, plan, published) for plan in question.plans)
     baseline = version_name(question.model, max((c.step for c in published if c.branch == "main"), default=0))
     for variant in variants:
@@ -125,28 +125,31 @@ def _compare(
     for entrant in played["entrants"]:
         for measure in entrant["measures"]:
             if measure["name"] == "reward":
-                _say(_line(entrant["entrant"], measure))
+                _print(_reward_line(entrant["entrant"], measure))
     return answered
 
 
 def _evaluation_flags(args: argparse.Namespace) -> list[str]:
-    """The flags of `journeywork eval` that the arguments give."""
+    """Return those of the arguments that are passed on to `journeywork eval`, as its flags."""
     given = {name: getattr(args, name) for name in _EVALUATION}
     return [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
 
 
-async def _checkpoints(config: Config, model: str) -> list[CheckpointPublished]:
+async def _read_checkpoints(config: Config, model: str) -> list[CheckpointPublished]:
+    """Return the versions of a model that the log has, of all branches."""
     async with Broker.connect(log_of(config), name="what-if") as broker:
         return [r.event for r in await broker.read(CheckpointPublished, project=config.project, model=model)]
 
 
 async def _publish(config: Config, event: WhatIfAnswered) -> None:
+    """Record the answer on the log."""
     async with Broker.connect(log_of(config), name="what-if") as broker:
         await broker.publish(event)
 
 
 def _variant(question: Question, plan: Plan, published: Sequence[CheckpointPublished]) -> Variant:
-    """The variant as it was trained. Raises `WhatIfError` if it has no version."""
+    """Return the variant of `plan` as it was trained: its last version among those `published`, and its groups. Raises
+    `WhatIfError` if it has no version."""
     # A checkpoint without groups is no step of training: it is the version that the branch began with.
     trained = [c for c in published if c.branch == plan.branch and c.groups]
     if not trained:
@@ -164,7 +167,7 @@ def _variant(question: Question, plan: Plan, published: Sequence[CheckpointPubli
 
 
 def _wait_until_known(gateway: GatewayApi, version: str) -> None:
-    """Wait until the gateway has read of a version. Raises `GatewayError` if it does not."""
+    """Wait until the gateway knows a version. Raises `GatewayError` if it does not within `_KNOWN_WITHIN_S`."""
     deadline = time.monotonic() + _KNOWN_WITHIN_S
     while True:
         try:
@@ -177,7 +180,7 @@ def _wait_until_known(gateway: GatewayApi, version: str) -> None:
 
 
 class Commands:
-    """Runs commands of Journeywork on an installation. What they tell goes to a file of it."""
+    """Runs commands of Journeywork on an installation. Their output is appended to its `logs/what-if.log`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run = ["--run-dir", str(run_dir)]
@@ -208,7 +211,9 @@ class Commands:
         return printed
 
 
-def _line(name: str, measure: Mapping[str, Any]) -> str:
+def _reward_line(name: str, measure: Mapping[str, Any]) -> str:
+    """Return an entrant's mean reward as a line, with the difference to the first entrant and its interval if there is
+    one."""
     if measure.get("difference") is None:
         return f"{name}: reward {measure['mean']:.4g}"
     ends = (measure["difference_low"], measure["difference_high"])
@@ -216,7 +221,8 @@ def _line(name: str, measure: Mapping[str, Any]) -> str:
     return f"{name}: reward {measure['mean']:.4g}, difference {measure['difference']:+.4g} [{low}, {high}]"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
+    """Write a line to standard output at once, without characters that a terminal would act on."""
     sys.stdout.write(visible(text) + "\n")
     sys.stdout.flush()
 
@@ -225,7 +231,7 @@ def _say(text: str) -> None:
 
 
 def _utc(text: str) -> datetime:
-    """A time in ISO 8601, UTC where it names no zone, without its zone. Raises `ValueError`."""
+    """Return a time in ISO 8601 as UTC without a zone; one that names no zone is in UTC. Raises `ValueError`."""
     at = datetime.fromisoformat(text)
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).astimezone(UTC).replace(tzinfo=None)
 
@@ -256,11 +262,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     run_dir = find_installation(args.run_dir).resolve()
     answered = answer(args, run_dir)
-    _say(f"the dashboard's page What if has the answer; evaluation {answered.evaluation}")
+    _print(f"the dashboard's page What if has the answer; evaluation {answered.evaluation}")
     for variant in answered.variants:
         version = version_name(answered.model, int(variant.version.rpartition("@")[2]))
         source = f"{run_dir}#{version_address(variant.branch, version)}"
-        _say(f"to go on from {variant.version}: journeywork train --run-dir {run_dir} --adopt '{source}'")
+        _print(f"to go on from {variant.version}: journeywork train --run-dir {run_dir} --adopt '{source}'")
     return 0
 
 

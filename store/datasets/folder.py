@@ -33,19 +33,20 @@ class Source:
 
 
 def split_of(key: str, test_share: float) -> str:
-    """Return the split of a task: by the hash of its name, so that it stays when other tasks come or go."""
-    place = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
-    return "test" if place < test_share else "train"
+    """Return the split of the task `key`. The hash of this name decides, so the split stays when other tasks come or
+    go."""
+    hash_share = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+    return "test" if hash_share < test_share else "train"
 
 
 def files_of(rows: Sequence[Row], source: Source, test_share: float) -> dict[str, bytes]:
-    """Return the files of a data set by name."""
+    """Return the files of a data set by name: JSONL and Parquet of each split that has rows, and the card."""
     columns = dict.fromkeys(name for row in rows for name in row)
-    even: list[Row] = [{n: row.get(n, "[]" if n == "tools" else None) for n in columns} for row in rows]
-    schema = pa.Table.from_pylist(even).schema  # of all rows: a split may lack a field of another's messages
+    full_rows: list[Row] = [{n: row.get(n, "[]" if n == "tools" else None) for n in columns} for row in rows]
+    schema = pa.Table.from_pylist(full_rows).schema  # of all rows: a split may lack a field of another's messages
     files = {}
     for split in SPLITS:
-        if own := [row for row in even if split_of(row["task"], test_share) == split]:
+        if own := [row for row in full_rows if split_of(row["task"], test_share) == split]:
             files[f"{split}.jsonl"] = b"".join(msgspec.json.encode(row) + b"\n" for row in own)
             sink = pa.BufferOutputStream()
             pq.write_table(pa.Table.from_pylist(own, schema), sink, compression="zstd")
@@ -66,8 +67,8 @@ def write(files: Mapping[str, bytes], out: Path) -> None:
 
 
 def remove(out: Path) -> None:
-    """Delete the files of a data set, and its folder if nothing else is in it; what is gone already stays so. The card
-    goes last: an interrupted removal finds the folder again. Raises `OSError`."""
+    """Delete the files of a data set, and its folder if nothing else is in it. Files that are missing are skipped. The
+    card is deleted last: by it, an erasure that was interrupted finds the folder again. Raises `OSError`."""
     for name in (*_DATA, "README.md"):
         (out / name).unlink(missing_ok=True)
     if out.is_dir() and not any(out.iterdir()):
@@ -75,7 +76,7 @@ def remove(out: Path) -> None:
 
 
 def _card(rows: Sequence[Row], source: Source, test_share: float, files: Mapping[str, bytes]) -> str:
-    """The data set's `README.md`, with the head that the Hugging Face hub reads."""
+    """Return the text of the data set's `README.md`, with the head that the Hugging Face hub reads."""
     calls = [c for run in source.runs for c in run.calls]
     versions = Counter(v for run in source.runs for v in run.versions)
     events = hashlib.sha256()
@@ -128,7 +129,7 @@ users wrote to their owners' rights. Check for personal data before you pass the
 
 
 def _repetitions(rows: Sequence[Row], test_share: float) -> str:
-    """Say how many rows repeat another one in everything but where they come from."""
+    """Return sentences that say how many rows repeat another one in everything but their run and task."""
     splits: dict[bytes, list[str]] = {}
     for row in rows:
         text = msgspec.json.encode({k: v for k, v in row.items() if k not in ("run", "runs", "task")})

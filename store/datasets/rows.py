@@ -58,7 +58,8 @@ def rows_of(runs: Sequence[Run], kind: str, may_train: Callable[[str], bool]) ->
 
 
 def _sft(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
-    for run, conversation in _conversations(runs, left_out):
+    """Yield a row for each conversation, up to its last sampled reply."""
+    for run, conversation in _usable_conversations(runs, left_out):
         replies = [*conversation.sampled]
         if replies:
             messages = _messages(conversation)[: replies[-1] + 1]
@@ -66,23 +67,25 @@ def _sft(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
 
 
 def _kto(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
+    """Yield a row for each reply, with the label whether its run has a higher reward than its group's mean."""
     means = {name: fmean(r.reward or 0.0 for r in members) for name, members in _groups(runs).items()}
     runs = _with_reward(runs, left_out)
-    differ = [run for run in runs if abs((run.reward or 0.0) - means[run.compared_in]) > REWARD_TOLERANCE]
-    if ties := len(runs) - len(differ):
+    unequal = [run for run in runs if abs((run.reward or 0.0) - means[run.group_key]) > REWARD_TOLERANCE]
+    if ties := len(runs) - len(unequal):
         left_out["a run whose reward is its group's mean"] += ties
-    for run, conversation in _conversations(differ, left_out):
+    for run, conversation in _usable_conversations(unequal, left_out):
         messages = _messages(conversation)
         for place in filter(None, conversation.sampled):
             yield {
                 "prompt": messages[:place],
                 "completion": [messages[place]],
-                "label": (run.reward or 0.0) > means[run.compared_in],
+                "label": (run.reward or 0.0) > means[run.group_key],
                 **_about(conversation, run),
             }
 
 
 def _dpo(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
+    """Yield a row for each pair whose first different message is a reply that the model sampled in both runs."""
     for better, worse in _pairs(runs, left_out):
         preferred, rejected = (_messages(r.conversations[0]) for r in (better, worse))
         pairs = zip(preferred, rejected, strict=False)
@@ -101,6 +104,7 @@ def _dpo(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
 
 
 def _reward(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[Row]:
+    """Yield a row of two whole conversations for each pair."""
     for better, worse in _pairs(runs, left_out):
         chosen, rejected = (_messages(r.conversations[0]) for r in (better, worse))
         yield {"chosen": chosen, "rejected": rejected, **_about(better.conversations[0], better, worse)}
@@ -115,17 +119,17 @@ FORMATS: Mapping[str, Callable[[Sequence[Run], Counter[str]], Iterator[Row]]] = 
 
 
 def _with_reward(runs: Sequence[Run], left_out: Counter[str]) -> list[Run]:
-    """The runs that have a reward; the others are counted in `left_out`."""
+    """Return the runs that have a reward. The others are counted in `left_out`."""
     left_out.update("a run without a reward" for run in runs if run.reward is None)
     return [run for run in runs if run.reward is not None]
 
 
 def _groups(runs: Sequence[Run]) -> dict[tuple[str, str, str], list[Run]]:
-    """The runs with a reward, by the group that they are compared in."""
+    """Return the runs that have a reward, by their group (`Run.group_key`)."""
     groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
         if run.reward is not None:
-            groups.setdefault(run.compared_in, []).append(run)
+            groups.setdefault(run.group_key, []).append(run)
     return groups
 
 
@@ -133,7 +137,7 @@ def _pairs(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, R
     """Yield pairs of a group's runs, as the module's docstring says, the better run first."""
     runs = _with_reward(runs, left_out)
     # A pair is made of their first conversations.
-    usable = {run.trajectory for run, c in _conversations(runs, left_out) if c is run.conversations[0]}
+    usable = {run.trajectory for run, c in _usable_conversations(runs, left_out) if c is run.conversations[0]}
     for members in _groups([run for run in runs if run.trajectory in usable]).values():
         ranked = sorted(members, key=lambda run: (-(run.reward or 0.0), run.trajectory))
         for i in range(len(ranked) // 2):
@@ -142,8 +146,9 @@ def _pairs(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, R
                 yield better, worse
 
 
-def _conversations(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, Conversation]]:
-    """The conversations of runs that rows can hold."""
+def _usable_conversations(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tuple[Run, Conversation]]:
+    """Yield each conversation that rows can hold, after its run. The others are counted in `left_out`, by the
+    reason."""
     for run in runs:
         for conversation in run.conversations:
             try:
@@ -155,13 +160,13 @@ def _conversations(runs: Sequence[Run], left_out: Counter[str]) -> Iterator[tupl
 
 
 def _messages(conversation: Conversation) -> list[Message]:
-    """The messages of a conversation as rows have them. Raises `RowlessError`."""
+    """Return the messages of a conversation as rows have them. Raises `RowlessError`."""
     return [_message(m, sampled=n in conversation.sampled) for n, m in enumerate(conversation.messages)]
 
 
 def _message(message: Message, *, sampled: bool) -> Message:
-    """A message with what chat templates read of it, its content as one text. Raises `RowlessError` if a row can't hold
-    it: an image, or what a reply (`sampled`) has beside text, reasoning and tool calls."""
+    """Return a message with the fields that chat templates read, its content as one text. Raises `RowlessError` if a
+    row can't hold it: an image, or what a reply (`sampled`) has beside text, reasoning and tool calls."""
     role, content = str(message.get("role") or "assistant"), message.get("content")
     if role == "prompt":
         raise RowlessError("a plain completion, which has no messages")
@@ -169,22 +174,22 @@ def _message(message: Message, *, sampled: bool) -> Message:
         raise RowlessError("a conversation with images, audio or files")
     fields = {name: value for name, value in message.items() if value not in (None, "", [], {})}
     row: Message = {"role": role, "content": text_of(fields.pop("content", None))}
-    said = dict.fromkeys(fields.pop(name) for name in _REASONING if isinstance(fields.get(name), str))
-    if said:
-        row[_REASONING[-1]], *others = said
+    reasonings = dict.fromkeys(fields.pop(name) for name in _REASONING if isinstance(fields.get(name), str))
+    if reasonings:
+        row[_REASONING[-1]], *others = reasonings
         if others:
             raise RowlessError("a message with two reasonings")
     calls = fields.pop("tool_calls", [])
     if calls:
-        row["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+        row["tool_calls"] = [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     row |= {name: str(fields.pop(name)) for name in ("name", "tool_call_id") if name in fields}
     if sampled and (other := sorted(fields.keys() - _NOT_SAMPLED)):
         raise RowlessError(f"a reply with `{other[0]:.40}`, which no row holds")
     return row
 
 
-def _call(call: Any) -> dict[str, Any]:
-    """A tool call as rows have it. Raises `RowlessError`."""
+def _tool_call(call: Any) -> dict[str, Any]:
+    """Return a tool call as rows have it. Raises `RowlessError`."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise RowlessError("a tool call that calls no function")
@@ -195,7 +200,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _about(conversation: Conversation, *runs: Run) -> Row:
-    """The columns that every format has: tools, if the conversation has any, the run or runs, and the task."""
+    """Return the columns that every format has: tools, if the conversation has any, the run or runs, and the task."""
     names = [run.trajectory for run in runs]
     tools = {"tools": msgspec.json.encode(conversation.tools).decode()} if conversation.tools else {}
     return {**tools, **({"runs": names} if len(runs) > 1 else {"run": names[0]}), "task": runs[0].key}

@@ -53,13 +53,13 @@ class Run:
     conversations: tuple[Conversation, ...]
 
     @property
-    def compared_in(self) -> tuple[str, str, str]:
-        """The group whose runs it is compared with: project, model and name."""
+    def group_key(self) -> tuple[str, str, str]:
+        """Project, model and name of its group, within which rewards are compared."""
         return self.project, self.model, self.group
 
     @property
     def key(self) -> str:
-        """What its split is chosen by: the same for all runs of one task."""
+        """The name of its task, which its split is chosen by: the same for all runs of one task."""
         return self.task or self.group or self.trajectory
 
 

@@ -70,8 +70,8 @@ async def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--subject names nobody")
     config = installation_settings(args.run_dir)
     async with Broker.connect(log_of(config), name="erase", provision=False) as broker:
-        await _until_written(broker)
-        plan = await anyio.to_thread.run_sync(_plan, config, args)
+        await _wait_until_written(broker)
+        plan = await anyio.to_thread.run_sync(_make_plan, config, args)
         rewriter = Rewriter(open_lake(config), config.project, plan)
         if not journal_of(config, plan.digest).exists():
             await on_log.count(broker, config.project, plan)
@@ -84,11 +84,11 @@ async def _run(args: argparse.Namespace) -> int:
         if args.yes and plan.runs:
             await _erase(config, broker, plan, rewriter, args.by)
         elif plan.runs:
-            sys.stdout.write(visible(f"nothing was deleted: {_next(plan)}\n"))
+            sys.stdout.write(visible(f"nothing was deleted: {_next_step(plan)}\n"))
     return 0
 
 
-async def _until_written(broker: Broker) -> None:
+async def _wait_until_written(broker: Broker) -> None:
     """Wait until the store has written what the log holds. Raises `ConfigError` if it doesn't."""
     deadline = anyio.current_time() + _WRITTEN_S
     while await broker.lag("store-"):
@@ -97,7 +97,8 @@ async def _until_written(broker: Broker) -> None:
         await anyio.sleep(0.5)  # the server does not tell when a consumer's lag changes
 
 
-def _plan(config: Config, args: argparse.Namespace) -> Plan:
+def _make_plan(config: Config, args: argparse.Namespace) -> Plan:
+    """Return the plan of the command's arguments, by the history in the lake."""
     with sql.connect(config) as connection:
         return make_plan(connection, config, args.subject, untrained=args.untrained, finished=args.finished)
 
@@ -108,7 +109,7 @@ async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter,
     write_whole(journal, msgspec.json.encode(plan), durable=True, mode=0o600)
     crash.point("erase.planned")
     await on_log.erase(broker, config.project, plan)
-    await _until_written(broker)  # the store must hold the discards before its rows are rewritten
+    await _wait_until_written(broker)  # the store must hold the discards before its rows are rewritten
     crash.point("erase.log_done")
     for folder in plan.folders:
         folders.remove(Path(folder))
@@ -145,7 +146,8 @@ async def _erase(config: Config, broker: Broker, plan: Plan, rewriter: Rewriter,
 
 
 async def _check(config: Config, broker: Broker, plan: Plan) -> int:
-    """Say whether there is a receipt and nothing else."""
+    """Print the receipts for the person, and what to do about runs that are left. Return the command's status: 0 if
+    there is a receipt and nothing is left, else 1."""
     receipts = [r.event for r in await broker.read(DataErased, project=config.project) if r.event.digest == plan.digest]
     for receipt in receipts:
         messages, rows = sum(receipt.messages.values()), sum(receipt.rows.values())
@@ -155,19 +157,19 @@ async def _check(config: Config, broker: Broker, plan: Plan) -> int:
     if not receipts:
         sys.stdout.write("there is no receipt\n")
     if left:
-        sys.stdout.write(visible(f"something is left: {_next(plan)}\n"))
+        sys.stdout.write(visible(f"something is left: {_next_step(plan)}\n"))
     return 1 if left or not receipts else 0
 
 
-def _next(plan: Plan) -> str:
-    """What to do so that the plan is carried out."""
+def _next_step(plan: Plan) -> str:
+    """Return what to do so that the plan is carried out."""
     if plan.held_up or plan.runs:
         return "; ".join(plan.held_up) or "run the command with --yes"
     return "run the command again when the runs that are left out are finished"
 
 
 def _summary(plan: Plan) -> str:
-    """What the plan reaches, as lines."""
+    """Return what the plan reaches, as lines of text."""
     lines = [f"{len(plan.runs)} runs in {len(plan.groups)} scored groups"]
     if plan.left:
         shown = ", ".join(plan.left[:10]) + (", …" if len(plan.left) > 10 else "")

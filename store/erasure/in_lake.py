@@ -47,15 +47,16 @@ class Rewriter:
         """Return by table the number of rows that `erase` would change."""
         counts: dict[str, int] = {}
         for table in self._lake.tables():
-            if rows := table.read_newest_files(partial(self._count, table)):
+            if rows := table.read_newest_files(partial(self._count_affected, table)):
                 counts[table.tag] = rows
         return counts
 
-    def _count(self, table: EventTable) -> int:
-        return sum(len(self._rows(table, name)) for name in table.files().names)
+    def _count_affected(self, table: EventTable) -> int:
+        """Return the number of rows of the plan in the files of the table's newest version."""
+        return sum(len(self._affected_rows(table, name)) for name in table.files().names)
 
     def erase(self) -> None:
-        """Replace the files, durably, and delete the old ones. May be called again."""
+        """Replace the files that hold rows of the plan, durably, and delete the old ones. May be called again."""
         for table in self._lake.tables():
             # A table object of its own: its commits are checked against the snapshot that this one read.
             own, replaced = EventTable(self._lake.storage, table.tag), set[str]()
@@ -66,33 +67,33 @@ class Rewriter:
                 replace()
 
     def _delete_orphans(self, table: EventTable, replaced: set[str]) -> bool:
-        """Delete the files in a table's folder that are not part of the table and hold rows of the plan. A young one
-        that was never part of it (it is not in `replaced`) may be one that the store is about to commit: it stays for
-        now. Returns whether there is such a file."""
+        """Delete the files in a table's folder that are not part of the table and hold rows of the plan. Return whether
+        it has to be called again: one that is younger than `_COMMITTED_S`, and not in `replaced`, may be about to be
+        committed by the store, so it stays for now."""
         folder = fs.FileSelector(f"{table.storage.root}/{table.tag}", allow_not_found=True)
         # Before the snapshot: what another process commits between the two is then part of the table.
-        there = table.storage.files.get_file_info(folder)
-        names, young = table.files().names, False
-        for info in there:
+        infos = table.storage.files.get_file_info(folder)
+        names, any_young = table.files().names, False
+        for info in infos:
             name = info.base_name
             if not name.endswith(".parquet") or name in names:
                 continue
             try:
-                affected = self._rows(table, name)
+                affected = self._affected_rows(table, name)
                 if affected and name not in replaced and time.time() - info.mtime.timestamp() < _COMMITTED_S:
-                    young = True
+                    any_young = True
                 elif affected:
                     table.storage.files.delete_file(table.storage.key(table.tag, name))
             except FileNotFoundError:
                 continue  # the store's own vacuum was faster
-        return young
+        return any_young
 
     def _replace(self, table: EventTable, replaced: set[str]) -> None:
-        """Replace the files of a table's newest version, and add their names to `replaced`."""
+        """Replace the files of a table's newest version that hold rows of the plan; add their names to `replaced`."""
         for name in table.files().names:
-            if not (affected := self._rows(table, name)):
+            if not (affected := self._affected_rows(table, name)):
                 continue
-            rows = self._without(table.tag, table.storage.read(table.tag, name), affected)
+            rows = self._remaining_rows(table.tag, table.storage.read(table.tag, name), affected)
             added = [write_rows(table.storage, table.tag, rows)] if rows.num_rows else []
             try:
                 table.commit([*added, remove_action(name)])
@@ -102,7 +103,7 @@ class Rewriter:
             replaced.add(name)
             crash.point("erase.file_replaced")
 
-    def _rows(self, table: EventTable, name: str) -> list[int]:
+    def _affected_rows(self, table: EventTable, name: str) -> list[int]:
         """Return the indices of a file's rows that are to be left out or changed."""
         tag = table.tag
         if tag == _DEAD:
@@ -110,20 +111,22 @@ class Rewriter:
             return [i for i, subject in enumerate(subjects) if self._is_of_plan(subject)]
         if tag == _SCORED:
             rows = table.storage.read(tag, name).to_pylist() if self._groups else []
-            return [i for i, row in enumerate(rows) if self._without_texts(row) != row]
+            return [i for i, row in enumerate(rows) if self._redacted(row) != row]
         if "trajectory" not in columns.arrow_schema(tag).names:
             return []
         rows = table.storage.read(tag, name, ["project", "trajectory"]).to_pylist()
         return [i for i, row in enumerate(rows) if row["project"] == self._project and row["trajectory"] in self._runs]
 
-    def _without(self, tag: str, rows: pa.Table, affected: list[int]) -> pa.Table:
-        """What stays of a file's rows: those that are not `affected`; of scored groups all, without texts."""
+    def _remaining_rows(self, tag: str, rows: pa.Table, affected: list[int]) -> pa.Table:
+        """Return what stays of a file's rows: those that are not `affected` (indices); of scored groups all,
+        redacted."""
         if tag == _SCORED:
-            return pa.Table.from_pylist([self._without_texts(row) for row in rows.to_pylist()], rows.schema)
+            return pa.Table.from_pylist([self._redacted(row) for row in rows.to_pylist()], rows.schema)
         return rows.take(np.delete(np.arange(rows.num_rows), affected))
 
-    def _without_texts(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row of a scored group; without the judges' words and the erased runs' hints, if it is of the plan."""
+    def _redacted(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the row of a scored group; if it is of the plan, without the judges' words, without the erased runs'
+        hints, and without its task if all its runs are erased."""
         if row["project"] != self._project or (row["model"], row["group"]) not in self._groups:
             return row
         erased = [member["trajectory"] in self._runs for member in row["members"]]

@@ -28,13 +28,13 @@ async def messages_of(broker: Broker, project: str, plan: Plan) -> AsyncGenerato
     for event, names in _events_of(plan):
         subject = subject_filter(event, project=project, **names)
         # The subject of a dead letter that was delivered again has one more token.
-        for each in (subject, f"{subject}.*") if subject[-1] != ">" else (subject,):
-            async with aclosing(broker.messages(stream_of(event), subject=each)) as found:
-                async for message in found:
+        for pattern in (subject, f"{subject}.*") if subject[-1] != ">" else (subject,):
+            async with aclosing(broker.messages(stream_of(event), subject=pattern)) as messages:
+                async for message in messages:
                     yield stream_of(event), message
     is_of_plan = SubjectsOfPlan(project, plan)
-    async with aclosing(broker.messages(stream_of(DeadLettered))) as found:
-        async for message in found:
+    async with aclosing(broker.messages(stream_of(DeadLettered))) as messages:
+        async for message in messages:
             try:
                 letter = await broker.event_of(decode(message.payload))
             except (msgspec.DecodeError, HistoryGoneError):
@@ -52,8 +52,9 @@ def _events_of(plan: Plan) -> Iterator[tuple[type[Event], dict[str, str]]]:
 
 
 class SubjectsOfPlan:
-    """Says of a subject whether it is that of a message of a plan: an event about one of its runs
-    (`rollout.<kind>.<project>.….<run>`), or one of its scored groups (`group.scored.<project>.<model>.<group>`)."""
+    """The subjects of a plan's messages: an object of it is called with a subject, and returns whether this is that of
+    an event about one of the runs (`rollout.<kind>.<project>.….<run>`), or of one of the scored groups
+    (`group.scored.<project>.<model>.<group>`)."""
 
     def __init__(self, project: str, plan: Plan) -> None:
         self._project = subject_token(project)
@@ -85,8 +86,8 @@ async def erase(broker: Broker, project: str, plan: Plan) -> None:
             project=project, group=group, model=model, trajectories=tuple(runs), reason="history_gone", by="erase"
         )
         await broker.publish(discarded)
-    async with aclosing(messages_of(broker, project, plan)) as found:
-        async for stream, message in found:
+    async with aclosing(messages_of(broker, project, plan)) as messages:
+        async for stream, message in messages:
             claim = _claim_of(message)
             if claim is not None:
                 await objects.erase(broker, claim.bucket, claim.object)
@@ -95,8 +96,8 @@ async def erase(broker: Broker, project: str, plan: Plan) -> None:
 
 
 def _claim_of(message: StoredMessage) -> ClaimCheck | None:
-    """The claim check in a message whose event is in the object store, because it is too large for the log; `None` for
-    any other message."""
+    """Return the claim check in a message whose event is in the object store, because it is too large for the log;
+    `None` for any other message."""
     try:
         form = decode(message.payload)
     except msgspec.DecodeError:

@@ -159,7 +159,7 @@ def make_plan(
     if not untrained:
         way_out = "erase them when they are trained, or stop the trainer and add --untrained, which discards them"
         holding.append(("groups that wait for the trainer", [group for _, group, _ in plan.untrained], way_out))
-    plan.held_up = [_reason(what, names, way_out) for what, names, way_out in holding if names]
+    plan.held_up = [_held_up_sentence(what, names, way_out) for what, names, way_out in holding if names]
     groups = {Group(m, g) for m, g in connection.execute(_GROUPS, values).fetchall()}
     plan.groups = sorted({*plan.groups, *groups}, key=lambda g: (g.model, g.group))
     data_sets = list(_data_sets(Path(config.run_dir), runs))
@@ -170,8 +170,8 @@ def make_plan(
 
 
 def _unfinished(connection: duckdb.DuckDBPyConnection, config: Config, runs: set[str], *, untrained: bool) -> set[str]:
-    """Return those of the runs that are open or wait for a judge, or for the trainer unless `untrained`, and the runs
-    that they have calls or corrections of: these tell that they are the person's."""
+    """Return those of the runs that are open or wait for a judge, or for the trainer unless `untrained`; and those
+    whose calls or corrections they have: without these, nothing would tell that the copies are the person's."""
     values: dict[str, Any] = {"project": config.project, "runs": sorted(runs)}
     unfinished = {*_first_column(connection, _OPEN, values), *_first_column(connection, _UNJUDGED, values)}
     if not untrained:
@@ -183,22 +183,25 @@ def _unfinished(connection: duckdb.DuckDBPyConnection, config: Config, runs: set
 
 
 def _add_versions(connection: duckdb.DuckDBPyConnection, config: Config, plan: Plan, data_sets: list[_DataSet]) -> None:
-    """Set the versions that learned from the runs, the newest ones that did not, and what came from outside."""
+    """Set `learned`, `clean` and `outside` of the plan: the versions that learned from its runs, by model the newest
+    one that did not, and what versions were made from outside this history."""
     rows = connection.execute(_VERSIONS, {"project": config.project}).fetchall()
-    groups, known = {(g.model, g.group) for g in plan.groups}, {d.sha256: d.trains for d in data_sets}
+    groups, own_data_sets = {(g.model, g.group) for g in plan.groups}, {d.sha256: d.trains for d in data_sets}
     names, main = dict[str, None](), list[tuple[str, str]]()
-    learned, parents = set(plan.learned), list[tuple[str, str]]()
+    learned = set(plan.learned)
+    parents = list[tuple[str, str]]()
+    """Versions with the version that each was made from."""
     for branch, model, version, parent, source, trained in rows:
         name, data_set = _version_name(branch, version), _DATA_SET.fullmatch(source)
         origin = _version_in_own_lake(source, config)
         names[name] = None
         if branch == "main":
             main.append((model, version))
-        if any((model, group) in groups for group in trained) or (data_set and known.get(data_set["sha256"])):
+        if any((model, group) in groups for group in trained) or (data_set and own_data_sets.get(data_set["sha256"])):
             learned.add(name)
         if origin or not source or data_set:  # a step on a data set continues its parent
             parents.append((name, origin or _version_name(branch, parent)))
-        if source and not origin and not (data_set and data_set["sha256"] in known):
+        if source and not origin and not (data_set and data_set["sha256"] in own_data_sets):
             plan.outside[name] = source
     while more := {name for name, parent in parents if parent in learned} - learned:
         learned |= more
@@ -209,7 +212,7 @@ def _add_versions(connection: duckdb.DuckDBPyConnection, config: Config, plan: P
 
 
 def _version_name(branch: str, version: str) -> str:
-    """A version as `Plan.learned` has it."""
+    """Return the name of a version as `Plan.learned` has it."""
     return version if branch == "main" else f"{branch}/{version}"
 
 
@@ -255,7 +258,8 @@ def _data_sets(folder: Path, runs: set[str]) -> Iterator[_DataSet]:
 
 
 def _runs_in(file: Path) -> set[str]:
-    """Return the names of the runs in a data set. Raises `ConfigError` if it can't be read: it may hold any."""
+    """Return the names of the runs in a data set's file. Raises `ConfigError` if it can't be read, because it may then
+    hold the person's."""
     names: set[str] = set()
     try:
         rows: pa.Table = pq.read_table(file)
@@ -269,11 +273,11 @@ def _runs_in(file: Path) -> set[str]:
 
 
 def _first_column(connection: duckdb.DuckDBPyConnection, query: str, values: dict[str, Any]) -> list[str]:
-    """The values of a query's first column, as text."""
+    """Return the values of a query's first column, as text."""
     return [str(row[0]) for row in connection.execute(query, values).fetchall()]
 
 
-def _reason(what: str, names: list[str], way_out: str) -> str:
-    """A sentence of `Plan.held_up`, with at most ten of the names."""
+def _held_up_sentence(what: str, names: list[str], way_out: str) -> str:
+    """Return a sentence of `Plan.held_up`: `what` holds the erasure up, ten at most of its `names`, and what to do."""
     shown = ", ".join(sorted(names)[:10]) + (", …" if len(names) > 10 else "")
     return f"{what} ({len(names)}: {shown}): {way_out}"

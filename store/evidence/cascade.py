@@ -26,14 +26,14 @@ def find_threshold(pairs: Sequence[tuple[float, bool]], quality: float, alpha: f
     passed = None
     for least in THRESHOLDS:
         shown = [agrees for logprob, agrees in pairs if logprob >= least]
-        if _chance(len(shown), sum(shown), quality) <= alpha / len(THRESHOLDS):
+        if _binomial_tail(len(shown), sum(shown), quality) <= alpha / len(THRESHOLDS):
             passed = Cascade(
                 min_logprob=least, quality=quality, alpha=alpha, pairs=len(pairs), shown=len(shown), agreed=sum(shown)
             )
     return passed
 
 
-def _chance(count: int, agreed: int, quality: float) -> float:
+def _binomial_tail(count: int, agreed: int, quality: float) -> float:
     """Return the probability that `agreed` or more of `count` answers agree, if each does so with `quality`."""
     logs = (
         math.lgamma(count + 1)

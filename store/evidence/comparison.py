@@ -218,7 +218,7 @@ def read_evidence(connection: duckdb.DuckDBPyConnection, project: str, begun: Ev
             Part(share.percent, *([(run[0], run[number]) for run in runs] for runs in of_share.values()))
             for share, of_share in zip(begun.shares, sides, strict=True)
         ]
-        findings.append(_compared(metric, parts, plan.alpha))
+        findings.append(_compare_pairs(metric, parts, plan.alpha))
     evidence = msgspec.structs.replace(begun, until=until, findings=tuple(findings))
     return msgspec.structs.replace(evidence, verdict=verdict(evidence))
 
@@ -226,12 +226,13 @@ def read_evidence(connection: duckdb.DuckDBPyConnection, project: str, begun: Ev
 def _read_runs(
     connection: duckdb.DuckDBPyConnection, project: str, begun: Evidence, until: int, metrics: Sequence[Metric]
 ) -> list[tuple[Any, ...]]:
-    """The rows of `_RUNS` for a comparison, as they were at `until`, with a number of each metric. Raises
+    """Return the rows of `_RUNS` for the comparison `begun`, as they were at `until`: of each run its id, time of
+    opening, pinned version, whether its deadline has passed, its steps, and a number of each metric. Raises
     `ConfigError`."""
     columns = [f"nullif(CAST(({metric.sql}) AS DOUBLE), 'nan'::DOUBLE)" for metric in metrics]
     expressions = ", ".join(columns)
     named = ", ".join(metric.sql for metric in metrics)
-    _check(connection, expressions, len(metrics), named)
+    _check_expressions(connection, expressions, len(metrics), named)
     query = _RUNS.format(
         columns=", ".join(f"{column} AS n{i}" for i, column in enumerate(columns)),
         firsts=", ".join(f"arg_min(n{i}, moment) FILTER (n{i} IS NOT NULL) AS n{i}" for i in range(len(columns))),
@@ -249,21 +250,21 @@ def _read_runs(
         return connection.execute(query, values).fetchall()
     except duckdb.Error as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"the metrics {named} can't be computed: {reason} {_columns(connection)}") from error
+        raise ConfigError(f"the metrics {named} can't be computed: {reason} {_columns_text(connection)}") from error
 
 
 def _side_of(begun: Evidence, share: Share, trajectory: str, pinned: str | None, steps: list[int] | None) -> str:
-    """The version whose result a run is; empty if it is none's, because its calls named another version or came before
-    the split. `pinned`: what a decision about an outside model gave it; `steps`: the first and the last step of the
-    policy that answered it, `None` without a call."""
+    """Return the version (candidate or control) whose result a run is; empty if other versions answered its calls,
+    because they named one or came before the split. `pinned`: the version that a decision about an outside model gave
+    the run; `steps`: the first and the last step of the policy that answered it, `None` without a call."""
     if is_outside(begun.control):
         return pinned or begun.control
     side = begun.candidate if split_point(trajectory) < share.percent else begun.control
     return side if steps in (None, [parse_version(side)[1]] * 2) else ""
 
 
-def _columns(connection: duckdb.DuckDBPyConnection) -> str:
-    """A sentence that lists what a metric can be made of."""
+def _columns_text(connection: duckdb.DuckDBPyConnection) -> str:
+    """Return a sentence that lists what a metric can be made of."""
     columns = ", ".join(connection.view("trajectories").columns)
     return (
         f"A run has {columns}, judged (the reward that training got), and by name metrics['…'], rewards['…'] and "
@@ -271,7 +272,7 @@ def _columns(connection: duckdb.DuckDBPyConnection) -> str:
     )
 
 
-def _check(connection: duckdb.DuckDBPyConnection, columns: str, count: int, named: str) -> None:
+def _check_expressions(connection: duckdb.DuckDBPyConnection, columns: str, count: int, named: str) -> None:
     """Raise `ConfigError` unless `columns` are `count` expressions over a run, for the metrics `named`. They
     come from an event, and run with the rights of the caller: a query within them could read any file, or send what it
     read elsewhere."""
@@ -305,61 +306,66 @@ class Part(NamedTuple):
     controls: Sequence[Run]
 
 
-def _compared(metric: Metric, parts: Sequence[Part], alpha: float) -> Finding:
-    """Compare the two sides pair by pair, in the order in which the runs were opened. Where one side gets more runs,
-    the mean of several of its runs stands against one of the other."""
-    candidate, control, late = list[Bounds](), list[Bounds](), [0, 0]
-    least, greatest = list[float](), list[float]()
+def _compare_pairs(metric: Metric, parts: Sequence[Part], alpha: float) -> Finding:
+    """Compare the two sides of all shares pair by pair, in the order in which the runs were opened. Where one side gets
+    more runs, a pair is the mean of several of its runs and one run of the other."""
+    candidate, control = list[Bounds](), list[Bounds]()
+    candidate_late = control_late = 0
+    least, greatest = list[float](), list[float]()  # of each pair, the ends of its difference
     width = metric.high - metric.low
     for percent, candidates, controls in parts:
-        known = _bounds(metric, candidates), _bounds(metric, controls)
-        candidate += known[0]
-        control += known[1]
-        late = [late[0] + _late(candidates, known[0]), late[1] + _late(controls, known[1])]
-        of_candidate = _means(known[0], max(round(percent / (100 - percent)), 1))
-        of_control = _means(known[1], max(round((100 - percent) / percent), 1))
-        # Cut at both ends: means round.
-        least += [min(max(c[0] - o[1], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
-        greatest += [min(max(c[1] - o[0], -width), width) for c, o in zip(of_candidate, of_control, strict=False)]
-        if (len(known[0]), len(known[1])) != (len(candidates), len(controls)):
+        of_candidate, of_control = _bounds(metric, candidates), _bounds(metric, controls)
+        candidate += of_candidate
+        control += of_control
+        candidate_late += _count_late(candidates, of_candidate)
+        control_late += _count_late(controls, of_control)
+        ours = _means(of_candidate, max(round(percent / (100 - percent)), 1))
+        theirs = _means(of_control, max(round((100 - percent) / percent), 1))
+        for (our_least, our_greatest), (their_least, their_greatest) in zip(ours, theirs, strict=False):
+            # Cut at both ends: means round.
+            least.append(min(max(our_least - their_greatest, -width), width))
+            greatest.append(min(max(our_greatest - their_least, -width), width))
+        if (len(of_candidate), len(of_control)) != (len(candidates), len(controls)):
             break  # the pairs of the next share come after all of this one
     return Finding(
         sql=metric.sql,
         candidate_runs=len(candidate),
         control_runs=len(control),
-        candidate_late=late[0],
-        control_late=late[1],
-        candidate_mean=_middle(candidate),
-        control_mean=_middle(control),
+        candidate_late=candidate_late,
+        control_late=control_late,
+        candidate_mean=_mean_of_middles(candidate),
+        control_mean=_mean_of_middles(control),
         pairs=len(least),
-        difference=_middle(list(zip(least, greatest, strict=True))),
+        difference=_mean_of_middles(list(zip(least, greatest, strict=True))),
         low=interval(least, -width, width, alpha).low,
         high=interval(greatest, -width, width, alpha).high,
     )
 
 
 def _bounds(metric: Metric, runs: Sequence[Run]) -> list[Bounds]:
-    """Return the bounds of the runs before the first one whose value is not known yet."""
+    """Return the bounds of each run before the first one that has no value and is not late. Both are the run's value,
+    cut to the metric's range; of a late run without a value, they are those of `metric.late`."""
     late = (metric.low, metric.high) if metric.late is None else (metric.late, metric.late)
     known = itertools.takewhile(lambda run: run[0] or run[1] is not None, runs)
     return [late if value is None else (cut := min(max(value, metric.low), metric.high), cut) for _, value in known]
 
 
 def _means(bounds: Sequence[Bounds], size: int) -> list[Bounds]:
-    """Return the means of consecutive `size` bounds. What is left over at the end waits for more."""
+    """Return the means of every `size` consecutive bounds. Fewer than that at the end are left out, until more runs are
+    known."""
     return [
         (fmean([least for least, _ in part]), fmean([greatest for _, greatest in part]))
         for part in (bounds[at : at + size] for at in range(0, len(bounds) - size + 1, size))
     ]
 
 
-def _middle(bounds: Sequence[Bounds]) -> float | None:
-    """The mean of the middles of some bounds; `None` if there are none."""
+def _mean_of_middles(bounds: Sequence[Bounds]) -> float | None:
+    """Return the mean of the middles of bounds; `None` if there are none."""
     return fmean([(least + greatest) / 2 for least, greatest in bounds]) if bounds else None
 
 
-def _late(runs: Sequence[Run], bounds: Sequence[Bounds]) -> int:
-    """How many of the runs that `bounds` are of had no value at their deadline."""
+def _count_late(runs: Sequence[Run], bounds: Sequence[Bounds]) -> int:
+    """Return how many of the runs that `bounds` were made of, the first ones, had no value at their deadline."""
     return sum(value is None for _, value in runs[: len(bounds)])
 
 

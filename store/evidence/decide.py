@@ -172,7 +172,7 @@ def _begin(args: argparse.Namespace) -> int:
     }
     gateway = connect(args)
     say_what_is_awaited(args.candidate, args.control)  # the answer comes when the gateway has loaded both versions
-    gateway.ask("POST", _path(begun.model, "split"), body)
+    gateway.ask("POST", _policy_path(begun.model, "split"), body)
     sys.stdout.write(
         visible(f"begun: {args.candidate} against {args.control}; now: journeywork decide watch {begun.model}\n")
     )
@@ -218,18 +218,18 @@ def _find_cascade(args: argparse.Namespace, connection: duckdb.DuckDBPyConnectio
         pairs = [(float(logprob), bool(agrees)) for logprob, agrees in connection.execute(args.pairs).fetchall()]
     except (duckdb.Error, TypeError, ValueError) as error:
         raise ConfigError(f"--pairs: the query does not give numbers and truth values: {error}") from error
-    found = find_threshold(pairs, args.quality, args.alpha)
-    if found is None:
+    cascade = find_threshold(pairs, args.quality, args.alpha)
+    if cascade is None:
         agreed = sum(agrees for _, agrees in pairs)
         raise ConfigError(
             f"no logprob keeps a quality of {args.quality:g}: of {len(pairs)} pairs {agreed} agree. Compare more "
             "calls, or state a lower quality"
         )
     sys.stdout.write(
-        f"answers with a mean logprob of {found.min_logprob:.4g} or more are shown: {found.shown} of {found.pairs} "
-        f"pairs, of which {found.agreed} agree\n"
+        f"answers with a mean logprob of {cascade.min_logprob:.4g} or more are shown: {cascade.shown} of "
+        f"{cascade.pairs} pairs, of which {cascade.agreed} agree\n"
     )
-    return found
+    return cascade
 
 
 def _watch(args: argparse.Namespace) -> int:
@@ -239,11 +239,11 @@ def _watch(args: argparse.Namespace) -> int:
     while True:
         evidence = _read_until_now(config, begun)
         _print_findings(evidence)
-        awaited = evidence.verdict == "promote" and evidence.plan.approval
-        if awaited:
+        awaits_approval = evidence.verdict == "promote" and evidence.plan.approval
+        if awaits_approval:
             sys.stdout.write(f"it waits for `journeywork decide approve {args.model}`\n")
         sys.stdout.flush()  # a pipe would keep the lines of many looks
-        if not awaited and evidence.verdict != "continue":
+        if not awaits_approval and evidence.verdict != "continue":
             crash.point("decide.before_publish")
             _until_answered(partial(_publish, gateway, begun, evidence), args.once, args.every)
             crash.point("decide.after_publish")
@@ -256,8 +256,8 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _until_answered(request: Callable[[], T], once: bool, every: float) -> T:
-    """Repeat a request until the gateway answers, unless `once`: a gateway that is started again, or has no log for a
-    while, ends no watch. A decision is made once however often it is sent. Raises `GatewayError` where the gateway
+    """Return what `request` returns. Repeat it every `every` seconds while the gateway does not answer (it restarts, or
+    has no log), unless `once`. A decision is made once however often it is sent. Raises `GatewayError` if the gateway
     refuses."""
     while True:
         try:
@@ -282,8 +282,9 @@ def _approve(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Compute every decision again, exactly: the same runs in the same order give the same floats. Decisions may differ
-    rightly where runs were erased or are older than `store.keep_days`, or came to the store late (`_SETTLED_S`)."""
+    """Compute every recorded decision again and print which are equal: the same runs in the same order give the same
+    floats. Return 1 if one differs. It may differ rightly where runs were erased or are older than `store.keep_days`,
+    or came to the store late (`_SETTLED_S`)."""
     config = installation_settings(args.run_dir, sections=("store",))
     connection = sql.connect(config)
     different = 0
@@ -293,15 +294,16 @@ def _check(args: argparse.Namespace) -> int:
         again = read_evidence(connection, config.project, recorded, recorded.until)
         different += again != recorded
         now = msgspec.json.encode(again).decode()
-        said = "equal" if again == recorded else f"DIFFERENT: recorded {text}, now {now}"
-        sys.stdout.write(visible(f"{model}: {recorded.verdict} of {recorded.candidate}: {said}") + "\n")
+        result = "equal" if again == recorded else f"DIFFERENT: recorded {text}, now {now}"
+        sys.stdout.write(visible(f"{model}: {recorded.verdict} of {recorded.candidate}: {result}") + "\n")
     if others := len(rows) - len(decisions):
         sys.stdout.write(f"{others} decisions have evidence of other programs, which is not computed\n")
     sys.stdout.write(f"{len(decisions)} decisions, {different} different\n")
     return 1 if different else 0
 
 
-def _path(model: str, action: str) -> str:
+def _policy_path(model: str, action: str) -> str:
+    """Return the path of the gateway's API for a decision (`action`) about a model."""
     return f"/v1/policies/{quote(model, safe='')}/{action}"
 
 
@@ -314,7 +316,8 @@ def _read_recorded(text: str) -> Evidence | None:
 
 
 def _in_force(gateway: GatewayApi, model: str) -> _Begun:
-    """Return the comparison in force. Raises `ConfigError` if there is none."""
+    """Return the comparison that is in force for a model, by the last decision. Raises `ConfigError` if there is
+    none."""
     policies = {p["model"]: p for p in gateway.ask("GET", "/v1/policies")["data"]}
     decision = (policies.get(model) or {}).get("decision") or {}
     evidence = _read_recorded(decision.get("evidence") or "")
@@ -322,7 +325,7 @@ def _in_force(gateway: GatewayApi, model: str) -> _Begun:
         why = f"the last decision is {decision['action']}" if decision else "there was no decision"
         raise ConfigError(f"no comparison of {model} is in force, {why}: journeywork decide begin")
     share = Share(percent=decision["percent"], since=decision["at"])
-    # What raised the share has it not yet.
+    # The evidence that raised the share was recorded before, so it lacks the new share.
     earlier = evidence.shares if evidence.verdict == "raise" else ()
     begun = msgspec.structs.replace(evidence, shares=(*earlier, share), verdict="continue", findings=())
     last = decision["request"]
@@ -336,8 +339,8 @@ def _read_until_now(config: Config, begun: _Begun) -> Evidence:
 
 
 def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "") -> None:
-    """Decide, once: whoever comes second, also after a kill, finds that it is decided. Nothing is decided over the
-    head of someone who decided meanwhile."""
+    """Send the decision that the verdict asks for to the gateway. The id `request` makes it one decision, however often
+    it is sent; `after` makes the gateway refuse it if somebody decided meanwhile. Either is printed and is no error."""
     raised = evidence.verdict == "raise"
     version = evidence.candidate if raised or evidence.verdict == "promote" else evidence.control
     percent = evidence.next_percent()
@@ -345,7 +348,7 @@ def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "
     body = {
         "version": version,
         "by": by,
-        "reason": _describe(evidence.plan.metric.sql, evidence.findings[0]),
+        "reason": _finding_text(evidence.plan.metric.sql, evidence.findings[0]),
         "evidence": msgspec.json.encode(evidence).decode(),
         "request": f"{begun.request}-{percent:g}" if raised else f"{begun.request}-decided",
         "after": begun.last,
@@ -354,7 +357,7 @@ def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "
     }
     say_what_is_awaited(version)
     try:
-        gateway.ask("POST", _path(evidence.model, "split" if raised else "promote"), body)
+        gateway.ask("POST", _policy_path(evidence.model, "split" if raised else "promote"), body)
     except GatewayError as error:
         if error.code not in ("request_exists", "decision_changed"):
             raise
@@ -366,11 +369,12 @@ def _publish(gateway: GatewayApi, begun: _Begun, evidence: Evidence, by: str = "
 
 def _print_findings(evidence: Evidence) -> None:
     for metric, finding in zip((evidence.plan.metric, *evidence.plan.guards), evidence.findings, strict=True):
-        sys.stdout.write(visible(_describe(metric.sql, finding)) + "\n")
+        sys.stdout.write(visible(_finding_text(metric.sql, finding)) + "\n")
     sys.stdout.write(f"verdict: {evidence.verdict}\n")
 
 
-def _describe(name: str, finding: Finding) -> str:
+def _finding_text(name: str, finding: Finding) -> str:
+    """Return a finding as a line: means, difference with its interval, and numbers of runs and pairs."""
     runs = f"{finding.candidate_runs} and {finding.control_runs} runs, {finding.pairs} pairs"
     if finding.candidate_late or finding.control_late:
         runs += f", {finding.candidate_late} and {finding.control_late} late"

@@ -23,6 +23,7 @@ import numpy.typing as npt
 _BETS = np.array([0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.18, 0.27, 0.4, 0.6, 0.85])
 """Shares of the capital. The best one is about the mean over the variance of a difference, which nobody knows."""
 _HALVINGS = 40
+"""Of the range from 0 to 1, until the end of an interval is known to 1e-12."""
 
 
 class Interval(NamedTuple):
@@ -53,8 +54,8 @@ def interval(values: Sequence[float], low: float, high: float, alpha: float = 0.
 
 
 def _lower_end(scaled: npt.NDArray[np.float64], alpha: float) -> float:
-    """Return the largest m of 0 to 1 that the bets have refused as an upper bound of the mean, and 0 if there is none.
-    The capital falls with m, so that m is found by halving."""
+    """Return the lower end of the interval of the mean of `scaled`, values from 0 to 1: the largest m for which the
+    bets refuse that the mean is at most m; 0 if there is none. The capital falls with m, so halving finds it."""
     least, most = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (least + most) / 2

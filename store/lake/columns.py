@@ -73,41 +73,42 @@ def packed_list(values: Sequence[bytes], dtype: str) -> pa.ListArray:
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(offsets)], children=[items])
 
 
-def _text(values: Sequence[bytes]) -> pa.Array:
-    """Return UTF-8 bytes as text. Invalid bytes are replaced, so that the event can be stored."""
+def _text_column(values: Sequence[bytes]) -> pa.Array:
+    """Return a text column made from UTF-8 bytes, one per row. Invalid bytes are replaced, so that the event can be
+    stored."""
     try:
         return pa.array(values, pa.binary()).cast(pa.string())
     except pa.ArrowInvalid:
         return pa.array([v.decode("utf-8", "replace") for v in values], pa.string())
 
 
-def _plain(value: Any) -> Any:
+def _for_arrow(value: Any) -> Any:
     """Convert a value inside an event to the form that pyarrow accepts: structs to dicts, maps to lists of pairs."""
     if isinstance(value, msgspec.Struct):
-        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+        return {name: _for_arrow(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, tuple):
-        return [_plain(v) for v in value]
+        return [_for_arrow(v) for v in value]
     if isinstance(value, dict):
         return list(value.items())
     return value
 
 
 def _builder(column: Column) -> Callable[[list[Any]], pa.Array]:
-    """A function from the values of a field in some events to the column of its table."""
+    """Return the function that makes the column of a table from the values of its field in several events."""
     if column.kind in schema.PACKED:
         dtype = schema.PACKED[column.kind]
         return lambda values: packed_list(values, dtype)
     if column.kind == "json":
-        return _text
+        return _text_column
     kind = arrow_type(column)
     if column.kind in ("list", "map", "struct"):
-        return lambda values: pa.array([_plain(v) for v in values], kind)
+        return lambda values: pa.array([_for_arrow(v) for v in values], kind)
     return lambda values: pa.array(values, kind)
 
 
 @functools.cache
 def _builders(tag: str) -> tuple[tuple[str, Callable[[list[Any]], pa.Array]], ...]:
-    """The names and builders of a tag's columns, without those of the envelope, which `table` makes itself."""
+    """Return the names and builders of a tag's columns, without those of the envelope, which `table` makes itself."""
     skip = len(schema.ENVELOPE)
     return tuple((c.name, _builder(c)) for c in schema.tables()[tag][skip:])
 

@@ -63,7 +63,7 @@ def add_action(
 
     `seqs`, `ats`: lowest and highest sequence and stream time (microseconds) in the file. `merged`: its rows were in
     other files of the table."""
-    low, high = ({"log_seq": int(s), "log_at": _time(int(at))} for s, at in zip(seqs, ats, strict=True))
+    low, high = ({"log_seq": int(s), "log_at": _iso_time(int(at))} for s, at in zip(seqs, ats, strict=True))
     stats = {"numRecords": rows, "minValues": low, "maxValues": high, "nullCount": {"log_seq": 0, "log_at": 0}}
     return AddAction(name, size, {}, int(time.time() * 1000), not merged, json.dumps(stats))
 
@@ -127,7 +127,8 @@ def last_checkpoint(storage: Storage, tag: str) -> int:
         return -1
 
 
-def _time(at: int) -> str:
+def _iso_time(at: int) -> str:
+    """Return a time in microseconds since the epoch in ISO 8601, as Delta's statistics have it."""
     return (_EPOCH + timedelta(microseconds=at)).isoformat(timespec="microseconds")
 
 

@@ -99,6 +99,7 @@ class Maintenance:
         self._checkpoint(own, delta)
 
     def _set_properties(self, delta: DeltaTable) -> None:
+        """Set the table's Delta properties to those of the settings, if they differ."""
         wanted = table_properties(self._config)
         if wanted.items() - delta.metadata().configuration.items():
             delta.alter.set_table_properties(wanted, post_commithook_properties=NO_HOOKS)
@@ -118,7 +119,7 @@ class Maintenance:
                 seqs = int(files.first[inputs].min()), int(files.last[inputs].max())
                 ats = int(files.oldest[inputs].min()), int(files.newest[inputs].max())
                 new = file_name(table.tag, *seqs)
-                size = table.storage.write(table.tag, new, _rows(table, names))
+                size = table.storage.write(table.tag, new, _row_groups(table, names))
                 action = add_action(new, size, int(files.rows[inputs].sum()), seqs, ats, merged=True)
                 table.commit([action, *(remove_action(name, merged=True) for name in names)])
                 crash.point("store.compacted")
@@ -192,7 +193,7 @@ class Maintenance:
         delta.cleanup_metadata()
 
 
-def _rows(table: EventTable, names: list[str]) -> Iterator[pa.Table]:
+def _row_groups(table: EventTable, names: list[str]) -> Iterator[pa.Table]:
     """Yield all rows of the files, in tables of about 64 MiB to bound memory. Columns that a file lacks are null."""
     empty = columns.arrow_schema(table.tag).empty_table()
     waiting, size = [empty], 0

@@ -73,6 +73,7 @@ class Files:
 
     @classmethod
     def from_delta(cls, delta: DeltaTable) -> Files:
+        """Return the files of a snapshot. A file without statistics may hold any sequence and any time."""
         # Neither `pa.table` nor `fill_null` nor `to_numpy`: they import pandas, which takes longer than most queries.
         added = pa.RecordBatchReader.from_stream(delta.get_add_actions(flatten=True)).read_all()
 
@@ -122,7 +123,7 @@ class EventTable:
         """Read and return the table's newest version; `None` if nothing was ever committed. Raises one of
         `LAKE_ERRORS`."""
         with self._lock:
-            self._delta = self._newest()
+            self._delta = self._read_newest()
             self._read_at = time.time()
             return self._delta
 
@@ -130,8 +131,9 @@ class EventTable:
         """Return the version of the last snapshot; -1 if nothing was ever committed."""
         return -1 if self._delta is None else self._delta.version()
 
-    def _newest(self) -> DeltaTable | None:
-        """The table at its newest version, read from the last snapshot on if possible; `None` without a commit."""
+    def _read_newest(self) -> DeltaTable | None:
+        """Return the table at its newest version, read from the last snapshot on if possible; `None` without a
+        commit."""
         if self._delta is not None:
             try:
                 self._delta.update_incremental()
@@ -150,6 +152,7 @@ class EventTable:
             return self._files_of_snapshot()
 
     def _files_of_snapshot(self) -> Files:
+        """Return the files of the last snapshot."""
         # Maintenance updates `_delta` too, so it may be newer than `_files` though `snapshot` found nothing new.
         if self._files is None or self._files_version != self._version():
             self._files = _NO_FILES if self._delta is None else Files.from_delta(self._delta)
@@ -277,8 +280,7 @@ class EventTable:
                         post_commithook_properties=NO_HOOKS,
                     )
                 self._delta = None
-                self.snapshot()
-                self.make_durable()
+                self.sync()
             raise CommitFailedError(f"{self.tag}: {_MAX_REFUSALS} attempts to add the columns of this version")
 
     # -- rows that files hold ------------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class EventTable:
         Raises one of `LAKE_ERRORS`, and `DamagedFileError` if a file of the table is missing or damaged."""
         with self._lock:
             seqs, ats = table["log_seq"].to_numpy(), table["log_at"].cast(pa.int64()).to_numpy()
-            stored = self.read_newest_files(lambda: self._stored(seqs, ats))
+            stored = self.read_newest_files(lambda: self._are_stored(seqs, ats))
             return table.filter(pa.array(~stored)) if stored.any() else table
 
     def read_newest_files(self, read: Callable[[], Result]) -> Result:
@@ -305,7 +307,7 @@ class EventTable:
                 searched = self._version()
                 self._delta = self._files = None
 
-    def _stored(self, seqs: Ints, ats: Ints) -> npt.NDArray[np.bool_]:
+    def _are_stored(self, seqs: Ints, ats: Ints) -> npt.NDArray[np.bool_]:
         """Return for each event whether a file holds it. An event is its stream sequence and its stream time: after a
         power cut, or in a stream that was made again, other events have the same sequences."""
         files, identities = self.files(), set[tuple[int, int]]()
@@ -317,6 +319,7 @@ class EventTable:
         return np.fromiter((event in identities for event in events), dtype=bool, count=len(seqs))
 
     def _read_identities(self, name: str) -> tuple[Ints, Ints]:
+        """Return the sequences and the stream times (microseconds) of the events in a file."""
         rows = self.storage.read(self.tag, name, ["log_seq", "log_at"])
         return rows["log_seq"].to_numpy(), rows["log_at"].cast(pa.int64()).to_numpy()
 

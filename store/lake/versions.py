@@ -39,6 +39,8 @@ async def copy_version(broker: Broker, storage: Storage, contents: str, event: C
 
 
 async def _copy_files(broker: Broker, storage: Storage, contents: str, event: CheckpointPublished) -> None:
+    """Copy a version's adapter, its training state if `contents` is `all`, and last its event, which marks the copy as
+    complete. Raises `HistoryGoneError` if the adapter is gone, and `OSError`."""
     folder = checkpoint_folder(event.project, event.branch, event.model, event.step)
     if await anyio.to_thread.run_sync(storage.holds, folder, EVENT):
         return

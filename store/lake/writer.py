@@ -85,7 +85,7 @@ class Writer:
                     tg.start_soon(keep_alive, self._broker.client, self.spec, self._waiting)
                     while True:
                         await self._take(puller)
-                        if self._due():
+                        if self._is_due():
                             # This bounds memory: one batch is filled while one is written.
                             await self._slot.acquire()
                             batch, self._filling = self._filling, WriteBatch()
@@ -98,7 +98,7 @@ class Writer:
                         await self._finish(self._writing)
                         self._writing = None
                     self._received += puller.take_nowait()
-                    await self._accept()
+                    await self._fill_batch()
                     await self._finish(self._filling)
 
     def _waiting(self) -> list[str]:
@@ -108,8 +108,8 @@ class Writer:
         batches = [b for b in (self._writing, self._filling) if b is not None and b.began < since]
         return [message.reply for batch in batches for message in batch.messages.values()]
 
-    def _due(self) -> bool:
-        """Whether the batch that is being filled is to be written: by its events, its bytes or its age."""
+    def _is_due(self) -> bool:
+        """Return whether the batch that is being filled has reached a limit: of events, of bytes or of age."""
         batch, config = self._filling, self._config
         return bool(batch.messages) and (
             len(batch.messages) >= config.flush_rows
@@ -130,9 +130,9 @@ class Writer:
             await require_consumer(self._broker, self.spec, error)
             await anyio.sleep(_RETRY_S)  # no event tells that the server is back
             return
-        await self._accept()
+        await self._fill_batch()
 
-    async def _accept(self) -> None:
+    async def _fill_batch(self) -> None:
         """Add what was received to the batch that is being filled."""
         batch = self._filling
         if self._received and not batch.messages:
@@ -224,6 +224,7 @@ class Writer:
             return
 
     def _commit(self, tag: str, rows: list[Row]) -> None:
+        """Commit events of one tag to the lake; it blocks. Raises `UnstorableError`, or one of `LAKE_ERRORS`."""
         self._lake.append(tag, columns.table(tag, *zip(*rows, strict=True)))
 
     async def _drop_unstorable(self, batch: WriteBatch, rows: list[Row]) -> None:

@@ -44,8 +44,8 @@ _LONG = ("varchar", "blob", "list", "array", "struct", "map")
 
 
 def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.DuckDBPyConnection:
-    """A connection with every table and view over the store of a run; with `query`, only those that it names have
-    rows. Raises `StoreError` where there is no store, `DamagedFileError`."""
+    """Return a connection with every table and view over the store of a run; with `query`, only those that it names
+    have rows. Raises `StoreError` where there is no store, `DamagedFileError`."""
     connection = duckdb.connect()
     # DuckDB prints the progress of a slow query to stdout, where commands print JSON. In a notebook without ipywidgets
     # it refuses the setting, and prints nothing.
@@ -64,13 +64,13 @@ def connect(run_dir: str | Path | Config, query: str | None = None) -> duckdb.Du
 
 
 def set_price(connection: duckdb.DuckDBPyConnection, config: Config) -> None:
-    """Tell the views what an hour of an inference server costs."""
+    """Define the macro by which the views know what an hour of an inference server costs (`store.gpu_usd_h`)."""
     connection.execute(f"CREATE OR REPLACE MACRO gpu_usd_h() AS {config.store.gpu_usd_h!r}::DOUBLE")
 
 
 def _tags_of(query: str) -> Collection[str]:
-    """The tags whose rows a query may read: those that it names, also through views. All, if it may run SQL that is a
-    value."""
+    """Return the tags whose rows a query may read: those that it names, also through views; all if it may run SQL that
+    is a value."""
     words = set(re.findall(r"\w+", query.lower()))
     for view in reversed(VIEWS):  # each reads only those before it
         if view.name in words:
@@ -126,7 +126,7 @@ def _define_view_of_tag(
     the names. Raises `DamagedFileError`, unless such a file can be added to `left_out`."""
     while True:
         try:
-            rows = _rows(connection, lake, tag, names) if names else _no_rows(tag)
+            rows = _query_of_files(connection, lake, tag, names) if names else _query_without_rows(tag)
             connection.execute(f"CREATE OR REPLACE VIEW {table_name(tag)} AS {rows}")
         except (duckdb.IOException, duckdb.InvalidInputException, FileNotFoundError) as error:
             damaged = next((name for name in names if name in str(error)), None)
@@ -152,16 +152,16 @@ def view_columns() -> dict[str, dict[str, str]]:
 
 
 def table_name(tag: str) -> str:
-    """The name of a tag's table: `rollout.exchange` is `rollout_exchange`."""
+    """Return the name of a tag's table: `rollout_exchange` for `rollout.exchange`."""
     return tag.replace(".", "_")
 
 
 @functools.cache
-def _schema() -> dict[str, dict[str, str]]:
-    """By tag, the columns of the current schema and their types, as DuckDB writes them."""
+def _columns_of_tags() -> dict[str, dict[str, str]]:
+    """Return by tag the columns of the current schema and their types, as DuckDB writes them."""
     with duckdb.connect() as connection:
         return {
-            tag: _types(connection, "SELECT " + ", ".join(f'NULL::{_type(c)} AS "{c.name}"' for c in its))
+            tag: _column_types(connection, "SELECT " + ", ".join(f'NULL::{_sql_type(c)} AS "{c.name}"' for c in its))
             for tag, its in schema.tables().items()
         }
 
@@ -181,36 +181,37 @@ _SCALARS = {
 }
 
 
-def _type(column: schema.Column) -> str:
-    """The type of a column in SQL. An empty Arrow table would tell it too, but DuckDB imports pandas to read one."""
+def _sql_type(column: schema.Column) -> str:
+    """Return the type of a column in SQL. An empty Arrow table would tell it too, but DuckDB imports pandas to read
+    one."""
     if column.kind in schema.PACKED:
         return f"{_SCALARS[schema.PACKED[column.kind]]}[]"
     if column.kind == "struct":
-        fields = ", ".join(f'"{field.name}" {_type(field)}' for field in column.fields)
+        fields = ", ".join(f'"{field.name}" {_sql_type(field)}' for field in column.fields)
         return f"STRUCT({fields})"
     if column.item is not None:
-        item = _type(column.item)
+        item = _sql_type(column.item)
         return f"{item}[]" if column.kind == "list" else f"MAP(VARCHAR, {item})"
     return _SCALARS[column.kind]
 
 
-def _no_rows(tag: str) -> str:
-    """A query without rows that has every column of the current schema."""
-    nulls = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in _schema()[tag].items())
+def _query_without_rows(tag: str) -> str:
+    """Return a query that has every column of the current schema of a tag, and no rows."""
+    nulls = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in _columns_of_tags()[tag].items())
     return f"SELECT {nulls} WHERE false"
 
 
-def _rows(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Sequence[str]) -> str:
-    """A query of the rows in files. It has every column of the current schema, null where a file is older than the
-    column.
+def _query_of_files(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Sequence[str]) -> str:
+    """Return a query of the rows in the files `names`. It has every column of the current schema, null where a file is
+    older than the column.
 
     A column that the files hold with its type is read as it is: DuckDB's optimizer then knows its statistics. Behind a
     union or a cast it does not, and it reads whole tables to find a few rows."""
     files = ", ".join(quoted(lake.storage.url(tag, name)) for name in names)
     read = f"FROM read_parquet([{files}], union_by_name = true)"
-    stored = _types(connection, read)
+    stored = _column_types(connection, read)
     selected = []
-    for name, wanted in _schema()[tag].items():
+    for name, wanted in _columns_of_tags()[tag].items():
         if stored.get(name) == wanted:
             selected.append(f'"{name}"')
         else:
@@ -220,8 +221,8 @@ def _rows(connection: duckdb.DuckDBPyConnection, lake: Lake, tag: str, names: Se
     return f"SELECT {', '.join(selected)} {read}"
 
 
-def _types(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, str]:
-    """The columns of a query and their types, as DuckDB writes them."""
+def _column_types(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, str]:
+    """Return the columns of a query and their types, as DuckDB writes them."""
     return {row[0]: row[1] for row in connection.execute(f"DESCRIBE {query}").fetchall()}
 
 
@@ -232,12 +233,12 @@ def execute(connection: duckdb.DuckDBPyConnection, query: str, values: Mapping[s
 
 
 def quoted(text: str) -> str:
-    """A text as SQL."""
+    """Return a text as a string literal of SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def rows_of(result: duckdb.DuckDBPyConnection | duckdb.DuckDBPyRelation) -> list[dict[str, Any]]:
-    """The rows of a result, with their values by the names of the columns."""
+    """Return the rows of a result, with their values by the names of the columns."""
     names = [column[0] for column in result.description or ()]
     return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
@@ -258,8 +259,8 @@ def write_result(result: duckdb.DuckDBPyRelation | None, form: str, out: Any) ->
 
 
 def table_text(result: duckdb.DuckDBPyRelation, cell: int | None) -> str:
-    """The result as DuckDB prints it, with all rows and columns. Each cell is one line, of at most `cell`
-    characters."""
+    """Return a result as DuckDB prints it, with all rows and columns. Each cell is one line, of at most `cell`
+    characters (`None`: of any length)."""
     cells = ", ".join(
         _one_line(i, name, cell) if kind.id in _LONG else f"#{i}"
         for i, (name, kind) in enumerate(zip(result.columns, result.types, strict=True), 1)
@@ -271,7 +272,8 @@ def table_text(result: duckdb.DuckDBPyRelation, cell: int | None) -> str:
 
 
 def _one_line(column: int, name: str, cell: int | None) -> str:
-    """SQL that makes one line, of at most `cell` characters, of the values of a column, given by its number from 1."""
+    """Return SQL that makes one line, of at most `cell` characters, of each value of a column, given by its number from
+    1."""
     text = f"replace(#{column}::VARCHAR, chr(10), '⏎')"
     if cell is not None:
         text = f"CASE WHEN length({text}) > {cell} THEN left({text}, {cell - 1}) || '…' ELSE {text} END"

@@ -9,7 +9,7 @@ from pipeline.commands.main import OWN, SUBCOMMANDS
 from store.alarms.table import ALARMS
 from store.reading import sql
 from tests.deploy.kit import ROOT
-from tests.store.kit import fill, run_of_one_step
+from tests.store.conftest import history as history
 
 PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")
 RUNBOOK = PAGE.split("## When an alarm comes\n")[1].split("\n## ")[0]
@@ -24,13 +24,6 @@ def test_the_commands_exist() -> None:
     commands = re.findall(r"(?:`|-- )journeywork ([a-z-]+)", RUNBOOK)
     assert {"status", "sql", "dead", "replay", "policy"} <= set(commands)
     assert set(commands) <= {*OWN, *SUBCOMMANDS}
-
-
-@pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    fill(folder, *run_of_one_step())
-    return folder
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -17,9 +17,9 @@ from journeywork.art.trajectories import History, Trajectory, get_messages
 
 
 def add_call(trajectory: Trajectory, request: dict[str, Any], body: bytes) -> None:
-    """Add a call and its answer in `body`, a JSON document or server-sent events, to the conversation that it
-    continues; any other call begins an additional history. What is no chat completion is left out."""
-    reply = _streamed(body) if body.lstrip().startswith((b"data:", b":", b"event:")) else _whole(body)
+    """Add a call to the conversation of `trajectory` that it continues; any other call begins an additional history.
+    `body`: the answer, a JSON document or server-sent events. An answer that is no chat completion is left out."""
+    reply = _parse_stream(body) if body.lstrip().startswith((b"data:", b":", b"event:")) else _parse_document(body)
     if reply is None or not reply.choices:
         return
     messages, choice = list(request.get("messages") or []), reply.choices[0]
@@ -37,19 +37,19 @@ def add_call(trajectory: Trajectory, request: dict[str, Any], body: bytes) -> No
 
 def _continues(earlier: list[Any], messages: list[Any]) -> bool:
     """Return whether a request's `messages` begin with all `earlier` ones."""
-    return len(earlier) <= len(messages) and all(map(_same, earlier, messages))
+    return len(earlier) <= len(messages) and all(map(_is_same_message, earlier, messages))
 
 
-def _same(message: dict[str, Any], other: dict[str, Any]) -> bool:
+def _is_same_message(message: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two messages say the same. Clients leave fields out that are empty, and some write the arguments of a
     call anew when they send it back."""
     names = ("role", "content", "tool_call_id")
     if any((message.get(name) or None) != (other.get(name) or None) for name in names):
         return False
-    return _calls(message) == _calls(other)
+    return _tool_calls(message) == _tool_calls(other)
 
 
-def _calls(message: dict[str, Any]) -> list[Any]:
+def _tool_calls(message: dict[str, Any]) -> list[Any]:
     """Return id, name and arguments of a message's calls of tools."""
     calls = []
     for call in message.get("tool_calls") or ():
@@ -61,7 +61,7 @@ def _calls(message: dict[str, Any]) -> list[Any]:
     return calls
 
 
-def _whole(body: bytes) -> ChatCompletion | None:
+def _parse_document(body: bytes) -> ChatCompletion | None:
     """Return the completion in a JSON document; `None` if it is none."""
     try:
         return ChatCompletion.model_validate_json(body)
@@ -69,7 +69,7 @@ def _whole(body: bytes) -> ChatCompletion | None:
         return None
 
 
-def _streamed(body: bytes) -> ChatCompletion | None:
+def _parse_stream(body: bytes) -> ChatCompletion | None:
     """Return the completion that the chunks of a stream make up, with the references to the recorded call; `None` if
     no choice has ended."""
     from openai.lib.streaming.chat import ChatCompletionStreamState  # 20 ms that few programs need
@@ -96,9 +96,9 @@ def _streamed(body: bytes) -> ChatCompletion | None:
         state.handle_chunk(chunk)
     if not finished:
         return None
-    made = state.current_completion_snapshot.model_dump()
-    for choice in made["choices"]:
+    completion = state.current_completion_snapshot.model_dump()
+    for choice in completion["choices"]:
         choice["finish_reason"] = choice["finish_reason"] or "stop"
         if choice["index"] in references:
             choice[REFERENCE] = references[choice["index"]]
-    return ChatCompletion.model_validate(made)
+    return ChatCompletion.model_validate(completion)

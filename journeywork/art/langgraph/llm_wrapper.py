@@ -45,10 +45,10 @@ class _Rollout:
             self._capture(response, await response.aread())
 
         blocking = DefaultHttpxClient(verify=_tls(), event_hooks={"response": [read]})
-        waiting = DefaultAsyncHttpxClient(verify=_tls(), event_hooks={"response": [read_later]})
+        asynchronous = DefaultAsyncHttpxClient(verify=_tls(), event_hooks={"response": [read_later]})
         self.connections.callback(blocking.close)
-        self.connections.push_async_callback(waiting.aclose)
-        return blocking, waiting
+        self.connections.push_async_callback(asynchronous.aclose)
+        return blocking, asynchronous
 
     def _capture(self, response: Any, body: bytes) -> None:
         """Add a call that succeeded to the trajectory."""
@@ -101,14 +101,14 @@ def init_chat_model(model: str | None = None, *, model_provider: str | None = No
     current = _current_rollout.get()
     if current is None:
         raise RuntimeError("init_chat_model must be called in a function that wrap_rollout wraps")
-    served, (blocking, waiting) = current.model, current.clients()
+    served, (blocking, asynchronous) = current.model, current.clients()
     options: dict[str, Any] = {
         "model": model or served.get_inference_name(),
         "max_retries": 8,
         "base_url": served.inference_base_url,
         "api_key": served.inference_api_key,
         "http_client": blocking,
-        "http_async_client": waiting,
+        "http_async_client": asynchronous,
         **kwargs,
     }
     return ChatOpenAI(**options)

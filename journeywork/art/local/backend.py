@@ -99,7 +99,7 @@ class LocalBackend(RemoteBackend):
             await asyncio.sleep(_POLL_S)  # another process writes the file
 
     def _launch(self, run_dir: Path, model: Model[Any]) -> processes.Installation:
-        """Start an installation, if a caller that was cancelled has not started it."""
+        """Start an installation, and return its process; that of an earlier call if one was cancelled meanwhile."""
         process = self._started.get(run_dir)
         if process is not None and process.poll() is None:
             return process
@@ -118,7 +118,7 @@ class LocalBackend(RemoteBackend):
             log.warning("options without effect in _internal_config: %s (docs/art.md)", ", ".join(without_effect))
         # A step for which the program chooses nothing is trained as ART trains it.
         defaults = {"optimizer.learning_rate": LEARNING_RATE, **loss_settings()}
-        settings = {f"trainer.{name}": v for name, v in defaults.items() if v is not None} | settings
+        settings = {f"trainer.{name}": value for name, value in defaults.items()} | settings
         settings |= {"models.0.name": model.name, "models.0.base": model.base_model, "project": model.project}
         return [program, "up", "--run-dir", str(run_dir), *processes.flags(settings), *self._up_options]
 

@@ -47,10 +47,10 @@ class Installation(subprocess.Popen[bytes]):
         """Copy the process's standard error to the program's, and keep its end. Runs in a thread until it is closed."""
         assert self.stderr is not None
         with self.stderr as pipe:
-            while said := pipe.read(_LOG_BYTES):
-                self._end = (self._end + said)[-_LOG_BYTES:]
+            while chunk := pipe.read(_LOG_BYTES):
+                self._end = (self._end + chunk)[-_LOG_BYTES:]
                 with suppress(OSError):  # the program's is closed
-                    os.write(2, said)
+                    os.write(2, chunk)
 
     def end_of_errors(self) -> str:
         """Return the end of what the process, which has ended, wrote on standard error. Blocks until it is read."""

@@ -93,7 +93,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
         self._step = await self.model.get_step()
         state = (self.model.read_state() or {}).get(_STATE, {})
         self._evaluated = int(state.get("last_eval_step", self._step))
-        while self._drawn < int(state.get("scenario_offset", 0)) and await self._next() is not None:
+        while self._drawn < int(state.get("scenario_offset", 0)) and await self._next_scenario() is not None:
             pass  # an earlier trainer has played it
         most_waiting = max(1, self.max_steps_off_policy * self._sizes[1])
         put, played = anyio.create_memory_object_stream[TrajectoryGroup](most_waiting)
@@ -112,18 +112,19 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
 
     # -- playing -----------------------------------------------------------------------------------------------------
 
-    async def _next(self) -> ScenarioT | None:
+    async def _next_scenario(self) -> ScenarioT | None:
         """Return the next scenario and count it; `None` after the last. Only one worker draws at a time."""
-        drawn = self._scenarios
+        source = self._scenarios
         async with self._drawing:
-            scenario = await anext(drawn, None) if isinstance(drawn, AsyncIterator) else next(drawn, None)
+            scenario = await anext(source, None) if isinstance(source, AsyncIterator) else next(source, None)
             self._drawn += scenario is not None
         return scenario
 
     async def _play(self, put: MemoryObjectSendStream[TrajectoryGroup]) -> None:
-        """Play until the scenarios end. `_train` ends when every worker has closed its `put`."""
+        """Play scenarios until they end, and send their groups to `put`. `_train` ends when every worker has closed
+        its own `put`."""
         async with put:
-            while (scenario := await self._next()) is not None:
+            while (scenario := await self._next_scenario()) is not None:
                 await self._served.wait()
                 version = self._step
                 try:
@@ -133,8 +134,8 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                 except Exception:
                     log.exception("a rollout failed; its scenario is left out: %r", scenario)
                     continue
-                described = scenario.get("metadata") if isinstance(scenario, dict) else None
-                for name, value in (described or {}).items():
+                metadata = scenario.get("metadata") if isinstance(scenario, dict) else None
+                for name, value in (metadata or {}).items():
                     if isinstance(value, str | int | float | bool | None):
                         group.metadata[name if name == "scenario_id" else f"scenario_{name}"] = value
                 for trajectory in group.trajectories:
@@ -164,7 +165,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             if not self.max_steps_off_policy:
                 self._served = anyio.Event()
             result = await self.backend.train(self.model, batch, **self._options)
-            ages = [self._step - version for group in batch if (version := _version(group)) is not None]
+            ages = [self._step - version for group in batch if (version := _oldest_version(group)) is not None]
             self._step = result.step
             metrics = {
                 "throughput/step_trainer_idle_s": began - waited,
@@ -193,7 +194,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
             if not group.trajectories and group.exceptions:
                 first = group.exceptions[0]
                 raise RuntimeError(f"every rollout of a group failed, the first by {first.type}: {first.message}")
-            if (version := _version(group)) is not None and self._step - version > self.max_steps_off_policy:
+            if (version := _oldest_version(group)) is not None and self._step - version > self.max_steps_off_policy:
                 self._stale += 1
             elif can_train(group):
                 batch.append(group)
@@ -230,7 +231,7 @@ class PipelineTrainer(Generic[ScenarioT, ConfigT]):
                     await self.model.log(groups, split=split, step=step)
 
 
-def _version(group: TrajectoryGroup) -> int | None:
+def _oldest_version(group: TrajectoryGroup) -> int | None:
     """Return the oldest version with which a trajectory of the group began, where it is known."""
     versions = (trajectory.initial_policy_version for trajectory in group.trajectories)
     return min((version for version in versions if version is not None), default=None)

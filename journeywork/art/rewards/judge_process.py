@@ -66,7 +66,7 @@ class JudgeProcess:
         answer.set_running_or_notify_cancel()  # it can't be cancelled, so that the reader can always set it
         with self._writing:
             number = next(self._numbers)
-            line = json.dumps({"id": number, "environment": changed, **request}, default=_plain) + "\n"
+            line = json.dumps({"id": number, "environment": changed, **request}, default=_json_form) + "\n"
             self._answers[number] = answer
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):  # it has ended, which the reader tells
@@ -89,7 +89,8 @@ class JudgeProcess:
         self._log.close()
 
     def _read(self) -> None:
-        """Give each answer to the one who waits for it, until the process ends; then all others fail."""
+        """Set each answer that the process writes as the result of its request's future, until the process ends; then
+        the other futures get an error (`_fail`). Runs in a thread."""
         assert self._process.stdout is not None
         with self._process.stdout:
             for line in self._process.stdout:
@@ -105,14 +106,15 @@ class JudgeProcess:
             self._fail()
 
     def _fail(self) -> None:
-        """End every wait with the end of the process's log. Called with `_writing` held, after the process ended."""
+        """Give every request that waits for an answer a `JudgeDiedError` with the end of the process's log. Called with
+        `_writing` held, after the process ended."""
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _ERROR_BYTES))
         why = self._log.read().decode(errors="replace").strip()
         while self._answers:
             self._answers.popitem()[1].set_exception(JudgeDiedError(why))
 
 
-def _plain(value: Any) -> Any:
+def _json_form(value: Any) -> Any:
     """Return what JSON can hold for a value that it can't, such as a choice of OpenAI's client."""
     return value.model_dump() if isinstance(value, pydantic.BaseModel) else str(value)
 

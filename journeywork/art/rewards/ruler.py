@@ -70,7 +70,7 @@ async def ruler(
     if not message_lists:
         return []
     names = [str(number) for number in range(1, len(message_lists) + 1)]
-    trajectories = [{"id": n, "messages": list(said)} for n, said in zip(names, message_lists, strict=True)]
+    trajectories = [{"id": n, "messages": list(messages)} for n, messages in zip(names, message_lists, strict=True)]
     group = {"tools": list(tools or ()), "trajectories": trajectories}
     answer = await _judge(group, judge_model, dict(extra_litellm_params or {}), rubric)
     if debug:

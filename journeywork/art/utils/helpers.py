@@ -96,11 +96,11 @@ def iterate_dataset(
         from tqdm.auto import tqdm
 
         numbers = iter(tqdm(numbers, initial=initial_step, total=total, desc="steps", disable=None))
-    order, ordered = list[int](), -1
+    order, order_epoch = list[int](), -1
     for step in numbers:
         epoch, epoch_step = divmod(step, steps)
-        if epoch != ordered:
-            order, ordered = list(range(len(dataset))), epoch
+        if epoch != order_epoch:
+            order, order_epoch = list(range(len(dataset))), epoch
             random.Random(epoch).shuffle(order)
         indices = order[epoch_step * groups_per_step : (epoch_step + 1) * groups_per_step]
         yield DatasetBatch([dataset[at] for at in indices], step, epoch, epoch_step)

@@ -53,12 +53,12 @@ def create_sft_dataset_iterator(
         raise ValueError(
             f"peak_lr must be above 0, and warmup_ratio from 0 to below 1; not {peak_lr} and {warmup_ratio}"
         )
-    an_epoch = math.ceil(len(trajectories) / batch_size)
-    rates = learning_rates(an_epoch * epochs, peak_lr, int(an_epoch * epochs * warmup_ratio))
+    batches_per_epoch = math.ceil(len(trajectories) / batch_size)
+    rates = learning_rates(batches_per_epoch * epochs, peak_lr, int(batches_per_epoch * epochs * warmup_ratio))
     for epoch in range(epochs):
         order = list(trajectories)
         random.Random(42 + epoch).shuffle(order)
-        for first in range(0, an_epoch, chunk_size):
-            end, step = min(an_epoch, first + chunk_size), epoch * an_epoch + first
+        for first in range(0, batches_per_epoch, chunk_size):
+            end, step = min(batches_per_epoch, first + chunk_size), epoch * batches_per_epoch + first
             config = TrainSFTConfig(learning_rate=rates[step : step + end - first], batch_size=batch_size)
             yield SFTChunk(order[first * batch_size : end * batch_size], config, step, epoch, first)

@@ -10,14 +10,14 @@ from pipeline.statistics.utilization import BUSY
 from store.reading.views.view import GPU_USD_S, NEVER, View
 
 
-def _answering(whose: str, name: str) -> str:
-    """Return SQL for the seconds in which calls were answered, shadow calls too, as the column `name`. They are the
-    union of the calls that share the columns `whose`: each adds the part after the end of those that began before
-    it."""
+def _answering(partition: str, name: str) -> str:
+    """Return SQL of a row for each call, shadow calls too, with the seconds in which it was answered and no call before
+    it was, as the column `name`. So the sum over calls counts no second twice. `partition`: the columns that such
+    calls have in common, such as `replica`."""
     return f"""
           SELECT project, model, trajectory, version, shadow, "at", greatest(0, epoch_us("at" - greatest(
             started_at, coalesce(max("at") OVER (
-              PARTITION BY {whose} ORDER BY started_at, log_seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+              PARTITION BY {partition} ORDER BY started_at, log_seq ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
             ), started_at)))) / 1e6 AS {name}
           FROM (
             SELECT project, model, trajectory, policy_version AS version, false AS shadow, "at", started_at, replica,

@@ -143,7 +143,7 @@ STEPS = View(
 
 
 def _statistics_of(name: str, condition: str) -> str:
-    """SQL of the columns `<name>_groups`, `<name>_mean` and so on, over the rows that meet a condition."""
+    """Return SQL of the columns `<name>_groups`, `<name>_mean` and so on, over the rows that meet a condition."""
     aggregates = {"mean": "avg", "variance": "var_samp", "least": "min", "greatest": "max"}
     return f"count(*) FILTER ({condition}) AS {name}_groups, " + ", ".join(
         f"{function}(reward) FILTER ({condition}) AS {name}_{column}" for column, function in aggregates.items()

@@ -51,14 +51,14 @@ def _operator_keys(config: Config) -> set[str]:
     return {key.sha256.lower() for key in keys if key.role == "operator" and time.time() < expires_at(key)}
 
 
-def _opens(config: Config, key: str) -> bool:
+def _is_operator_key(config: Config, key: str) -> bool:
     """Return whether `key` is an operator's key of the installation. Raises as `_operator_keys`."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return any(secrets.compare_digest(known.encode(), digest.encode()) for known in _operator_keys(config))
 
 
 class Access:
-    """Decides about every request."""
+    """Decides whether the dashboard of one run answers a request, by where it comes from and by its user's key."""
 
     def __init__(self, config: Config) -> None:
         """Raises `ConfigError` as `_operator_keys`, and if the run has no keys and `ui.host` is not of the loopback
@@ -88,15 +88,15 @@ class Access:
         """Return whether `key` is an operator's key of this run and project that has not expired. Raises a 503
         `PageError` while the file of keys cannot be read."""
         try:
-            return _opens(self._config, key)
+            return _is_operator_key(self._config, key)
         except ConfigError as error:
             raise PageError(503, f"Nobody can sign in until the keys are corrected. {error}") from error
 
-    def opens(self, config: Config, key: str) -> bool:
-        """Return whether who has `key` may read another run, whose settings are `config`: as its own dashboard decides.
-        A run without keys is open on this machine only."""
+    def may_read(self, config: Config, key: str) -> bool:
+        """Return whether the user who has `key` may read another run, whose settings are `config`, as that run's own
+        dashboard would decide. A run without keys is open on this machine only. Raises as `_operator_keys`."""
         if config.gateway.keys or config.path(config.gateway.keys_file).exists():
-            return _opens(config, key)
+            return _is_operator_key(config, key)
         return self._loopback
 
     def check_origin(self, request: Request) -> bool:
@@ -119,12 +119,11 @@ class Access:
             if (request.headers.get("sec-fetch-mode"), request.headers.get("sec-fetch-dest")) == whole_page:
                 return True
             raise PageError(403, _OTHER_PAGE)
-        own = (
-            origin.partition("://")[2] == host
-            if origin
-            else (site == "same-origin" or "authorization" in request.headers)
-        )
-        if own:
+        if origin:
+            is_own = origin.partition("://")[2] == host
+        else:
+            is_own = site == "same-origin" or "authorization" in request.headers
+        if is_own:
             return False
         if origin or site != "none":
             raise PageError(403, _OTHER_PAGE)
@@ -135,8 +134,8 @@ class Access:
         )
 
     def key(self, request: Request) -> str:
-        """The key of the request's user; empty where the run has no keys. Raises `SignInError` where the user must sign
-        in, `PageError` for a bearer token that is wrong, and as `_accepts`."""
+        """Return the key of the request's user; empty where the run has no keys. Raises `SignInError` where the user
+        must sign in, `PageError` for a bearer token that is wrong, and as `_accepts`."""
         if not self._requires_key():
             return ""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")

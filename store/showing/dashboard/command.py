@@ -32,6 +32,7 @@ def _port(text: str) -> int:
 
 
 def _ready(**facts: str | int | float) -> None:
+    """Print where the dashboard is. `serve` calls it when it listens."""
     sys.stdout.write(f"the dashboard is at {facts['url']}\n")
     sys.stdout.flush()
 

@@ -27,7 +27,8 @@ class Gateway:
         self._config = config
 
     async def policies(self, key: str) -> list[dict[str, Any]] | None:
-        """What the models' names stand for; `None` where the gateway does not answer."""
+        """Return for each model the version that its name stands for, as `GET /v1/policies` has it; `None` if no
+        gateway answers."""
         with anyio.move_on_after(_READ_S):
             try:
                 return list((await self._ask(key, "GET", "/v1/policies"))["data"])
@@ -43,10 +44,12 @@ class Gateway:
     async def give_feedback(self, key: str, trajectory: str, body: dict[str, Any]) -> str:
         """Record what a person says of a trajectory. Return its `use`, what settings make of it. Raises
         `PageError`."""
-        told = await self._ask(key, "POST", f"/v1/trajectories/{quote(trajectory, safe='')}/feedback", body)
-        return str(told["signals"][0]["use"])
+        answer = await self._ask(key, "POST", f"/v1/trajectories/{quote(trajectory, safe='')}/feedback", body)
+        return str(answer["signals"][0]["use"])
 
     async def _ask(self, key: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the gateway's answer to a request with the user's key. Raises `PageError`: a 503 if no gateway
+        answers, else with the gateway's status and message."""
         state = read_state(Path(self._config.run_dir))
         url = self._config.ui.gateway_url or (state.url("gateway") if state and "gateway" in state.services else "")
         if not url:
@@ -55,4 +58,6 @@ class Gateway:
         try:
             return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
         except GatewayError as error:
+            if error.status == 404 and not error.code:  # the gateway's own 404 have a code
+                raise PageError(503, f"{url} is another server than the gateway: correct `ui.gateway_url`.") from error
             raise PageError(error.status if error.status >= 400 else 503, str(error)) from error

@@ -10,29 +10,30 @@ from typing import Any
 from store.showing.pages.errors import PageError
 
 
-def bodies(form: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The feedback by trajectory, for a form with the fields `score:<trajectory>` and `comment:<trajectory>`. Raises
-    `PageError` where no score was given."""
-    given: dict[str, dict[str, str]] = {"score": {}, "comment": {}}
+def feedback_of_scores(form: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the bodies of the gateway's feedback route by trajectory, for a form with the fields `score:<trajectory>`
+    and `comment:<trajectory>`. Raises a 400 `PageError` for what is no score from 0 to 1, and if none was given."""
+    texts: dict[str, dict[str, str]] = {"score": {}, "comment": {}}
     for field, text in form.items():
-        what, _, trajectory = field.partition(":")
-        if trajectory and what in given and text.strip():
-            given[what][trajectory] = text.strip()
+        kind, _, trajectory = field.partition(":")
+        if trajectory and kind in texts and text.strip():
+            texts[kind][trajectory] = text.strip()
     try:
-        scores = {trajectory: float(text) for trajectory, text in given["score"].items()}
+        scores = {trajectory: float(text) for trajectory, text in texts["score"].items()}
     except ValueError as error:
         raise PageError(400, f"A score is a number from 0 to 1: {error}.") from error
     if not scores or not all(0 <= score <= 1 for score in scores.values()):
         raise PageError(400, "Give at least one trajectory a score from 0 to 1, and none another one.")
-    if stray := given["comment"].keys() - scores.keys():
-        raise PageError(400, f"The comment on {min(stray)[:80]!r} needs a score beside it.")
+    if unscored := texts["comment"].keys() - scores.keys():
+        raise PageError(400, f"The comment on {min(unscored)[:80]!r} needs a score beside it.")
     common = {"name": "label", "source": "dashboard"}
-    return {t: {**common, "value": s, "text": given["comment"].get(t, "")} for t, s in scores.items()}
+    return {t: {**common, "value": s, "text": texts["comment"].get(t, "")} for t, s in scores.items()}
 
 
 def correction(form: Mapping[str, str]) -> dict[str, Any]:
-    """The feedback of a form with the fields `call`, the number of a call, and `correction`, the answer that it should
-    have given. The same form again is the same signal. Raises `PageError`."""
+    """Return the body of the gateway's feedback route for a form with the fields `call`, the number of a call, and
+    `correction`, the answer that it should have given. The same form again is the same signal. Raises a 400
+    `PageError`."""
     call, text = form.get("call", ""), form.get("correction", "").strip().replace("\r\n", "\n")
     if not (call.isascii() and call.isdigit()) or len(call) > 9:
         raise PageError(400, f"call={call[:40]!r}: write the number of a call.")

@@ -35,7 +35,7 @@ from store.showing.pages.errors import PageError, SignInError
 from store.showing.pages.history import History
 
 _HERE = Path(__file__).parent
-_FOLLOW = """<!doctype html>
+_SAME_PAGE_AGAIN = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Journeywork</title><meta http-equiv="refresh" content="0"></head>
 <body><main><h1>Journeywork</h1><p>You followed a link. The page opens.</p></main></body></html>
 """
@@ -65,9 +65,10 @@ _SINGLE: dict[str, Callable[..., Data]] = {
     "trajectory": trajectories.trajectory,
     "checkpoint": checkpoints.checkpoint,
 }
-_DATA: dict[str, Callable[..., Data]] = {"overview": overview.with_curves}
+_JSON_DATA: dict[str, Callable[..., Data]] = {"overview": overview.with_curves}
 """Pages whose JSON holds more than their HTML."""
 _WITH_POLICIES = ("overview", "numbers", "checkpoint", "decisions")
+"""Pages that get what the gateway says of versions."""
 
 
 class Dashboard:
@@ -87,15 +88,13 @@ class Dashboard:
         self._templates.filters.update(
             {filter_.__name__: filter_ for filter_ in filters}, code=_code, urlencode=_quoted
         )
-        routes = [Route("/", self._home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
+        routes = [Route("/", _home), Mount("/static", StaticFiles(directory=_HERE / "static"))]
         for name, load in _LISTS.items():
             routes += [
                 Route(f"/{name}", self._page(name, load)),
-                Route(f"/{name}.json", self._page(name, _DATA.get(name, load))),
+                Route(f"/{name}.json", self._page(name, _JSON_DATA.get(name, load))),
             ]
-        for name, one in _SINGLE.items():
-            page = self._page(name, one, named=True)
-            routes += [Route(f"/{name}/{{name:path}}{end}", page) for end in (".json", "")]
+        routes += [Route(f"/{name}/{{name:path}}", self._page_of_one(name, load)) for name, load in _SINGLE.items()]
         routes += [
             *(Route(f"/compare{end}", self._compare) for end in ("", ".json")),
             Route("/label/{group:path}", self._label, methods=["POST"]),
@@ -108,27 +107,34 @@ class Dashboard:
             routes=routes,
             middleware=[Middleware(_Guard, access=self._access)],
             exception_handlers=dict.fromkeys((PageError, StoreError, duckdb.Error, 404, 405), self._failed),
-            lifespan=self._life,
+            lifespan=self._lifespan,
         )
 
     @contextlib.asynccontextmanager
-    async def _life(self, app: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Close the history when the server stops."""
         yield
         self._history.close()
 
     # -- answering ---------------------------------------------------------------------------------------------------
 
-    async def _answer(self, request: Request, page: str, load: Callable[[], Data]) -> Response:
-        """Check the user, load the page's data in a thread, and render it as HTML or JSON. A page about versions gets
-        what the gateway says they are now."""
+    async def _answer(
+        self, request: Request, page: str, load: Callable[[], Data], as_json: bool | None = None
+    ) -> Response:
+        """Check the user, load the page's data in a thread, and render it (`_render`). A page about versions gets what
+        the gateway says they are now."""
         key = self._access.key(request)
         data = await anyio.to_thread.run_sync(load)
         if page in _WITH_POLICIES:
             data = {**data, "policies": await self._gateway.policies(key)}
-        return self._render(request, page, data)
+        return self._render(request, page, data, as_json=as_json)
 
-    def _render(self, request: Request, page: str, data: Data, status: int = 200) -> Response:
-        if request.url.path.endswith(".json"):
+    def _render(
+        self, request: Request, page: str, data: Data, status: int = 200, as_json: bool | None = None
+    ) -> Response:
+        """Return `data` as JSON, or as HTML by the template of `page`. By default the address decides: `.json` at its
+        end asks for JSON."""
+        if request.url.path.endswith(".json") if as_json is None else as_json:
             return Response(texts.as_json(data), status, media_type="application/json")
         link = request.url.path + ".json" + (f"?{request.url.query}" if request.url.query else "")
         text = self._templates.get_template(f"{page}.html").render(
@@ -144,6 +150,7 @@ class Dashboard:
         return HTMLResponse(text, status)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
+        """Return the page, or the JSON, of an error. A browser that has to sign in is sent to that page."""
         if isinstance(error, SignInError) and not request.url.path.endswith(".json"):
             return _redirect("/sign-in", "An operator's key is needed: programs send it as bearer token. ")
         status: int = getattr(error, "status", 0) or getattr(error, "status_code", 500)
@@ -155,30 +162,46 @@ class Dashboard:
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
-    async def _home(self, request: Request) -> Response:
-        return _redirect("/overview")
+    def _page(self, page: str, load: Callable[..., Data]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a page of `_LISTS`, whose data `load` returns."""
 
-    def _page(
-        self, page: str, load: Callable[..., Data], named: bool = False
-    ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            what = [request.path_params["name"]] if named else []
-            return await self._answer(request, page, lambda: load(self._history, *what, request.query_params))
+            return await self._answer(request, page, lambda: load(self._history, request.query_params))
+
+        return answer
+
+    def _page_of_one(self, page: str, load: Callable[..., Data]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of a page of `_SINGLE`, whose data `load` returns for a name. The address `<name>.json` is
+        the data of `<name>`; if there is none, it is the page of what is called `<name>.json`."""
+
+        async def answer(request: Request) -> Response:
+            def data_of(name: str) -> Callable[[], Data]:
+                return lambda: load(self._history, name, request.query_params)
+
+            name = request.path_params["name"]
+            try:
+                return await self._answer(request, page, data_of(name.removesuffix(".json")))
+            except PageError as error:
+                if error.status != 404 or not name.endswith(".json"):
+                    raise
+                with contextlib.suppress(PageError):
+                    return await self._answer(request, page, data_of(name), as_json=False)
+                raise
 
         return answer
 
     async def _compare(self, request: Request) -> Response:
         """Compare the parameters `side`, each `<run>/<branch>` or `<run>` for its branch `main`; without one, this run
         is shown alone."""
-        asked, key = request.query_params.getlist("side"), self._access.key(request)
-        return await self._answer(request, "compare", lambda: self._compared(asked, self._readable_runs(key)))
+        requested, key = request.query_params.getlist("side"), self._access.key(request)
+        return await self._answer(request, "compare", lambda: self._compared(requested, self._readable_runs(key)))
 
-    def _compared(self, asked: list[str], runs: dict[str, Config]) -> Data:
-        """Return the curves of the sides that are `asked` for, and every side that can be chosen. Branches of a run
-        can be chosen only once one of its sides is shown: to list them, its history has to be opened. `runs`: those
-        that the user may read. Raises `PageError`."""
+    def _compared(self, requested: list[str], runs: dict[str, Config]) -> Data:
+        """Return the curves of the `requested` sides, and every side that can be chosen. Branches of a run can be
+        chosen only once one of its sides is shown: to list them, its history has to be opened. `runs`: those that the
+        user may read. Raises `PageError`."""
         here = Path(self._history.config.run_dir).name
-        parts = (side.partition("/") for side in asked or [here])
+        parts = (side.partition("/") for side in requested or [here])
         sides = list(dict.fromkeys((run, branch or "main") for run, _, branch in parts))
         if len(sides) > _SIDES:
             raise PageError(400, f"{len(sides)} runs and branches: choose {_SIDES} at most.")
@@ -200,14 +223,14 @@ class Dashboard:
         return {"sides": shown, "runs": sorted(runs), "choices": choices, "selection": selection}
 
     def _readable_runs(self, key: str) -> dict[str, Config]:
-        """Return, by folder name, the settings of this run and of those runs in the same parent folder that who has
-        `key` may read. For this run `Access.key` has checked it."""
+        """Return, by folder name, the settings of this run and of those runs in the same parent folder that the user
+        who has `key` may read. For this run `Access.key` has checked it."""
         here = Path(self._history.config.run_dir)
         runs = {here.name: self._history.config}
         for folder in installations_under(here.parent):
             with contextlib.suppress(ConfigError):  # a run that can't be read opens to nobody
                 config = installation_settings(folder, sections=SECTIONS)
-                if folder.name != here.name and self._access.opens(config, key):
+                if folder.name != here.name and self._access.may_read(config, key):
                     runs[folder.name] = config
         return runs
 
@@ -232,7 +255,7 @@ class Dashboard:
         """Record the scores of the form (`store.showing.dashboard.labels`)."""
         key = self._access.key(request)
         group, form = request.path_params["group"], await self._form(request)
-        bodies = labels.bodies(form)
+        bodies = labels.feedback_of_scores(form)
         for trajectory, body in bodies.items():
             await self._gateway.give_feedback(key, trajectory, body)
         query = urlencode({**request.query_params, "labeled": len(bodies)})
@@ -248,6 +271,7 @@ class Dashboard:
     # -- signing in --------------------------------------------------------------------------------------------------
 
     async def _sign_in(self, request: Request) -> Response:
+        """GET: the form. POST: open a session for the form's key; with a wrong key, show the form with the error."""
         if request.method == "GET":
             return self._render(request, "sign_in", {"error": ""})
         form = await self._form(request)
@@ -264,6 +288,7 @@ class Dashboard:
         return response
 
     async def _form(self, request: Request) -> dict[str, str]:
+        """Return the fields of a form. Raises a 413 `PageError` if it is too large, or does not say its length."""
         length = request.headers.get("content-length", "")
         if not length.isascii() or not length.isdigit() or int(length) > _BODY:
             raise PageError(413, f"A form has at most {_BODY} bytes.")
@@ -275,6 +300,10 @@ def _redirect(address: str, reason: str = "") -> Response:
     return PlainTextResponse(f"{reason}See {address}\n", 303, {"location": address})
 
 
+def _home(request: Request) -> Response:
+    return _redirect("/overview")
+
+
 def _quoted(value: Any) -> str:
     """Jinja's `urlencode`, which keeps a slash: a browser goes from `/correct/../label/x` to `/label/x`, and agents
     choose the names of their runs."""
@@ -282,13 +311,14 @@ def _quoted(value: Any) -> str:
 
 
 def _code(text: str) -> Markup:
-    """Text with parts between backticks as HTML."""
+    """Return a text as HTML, with its parts between backticks as `<code>`."""
     parts = text.split("`")
     return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts))
 
 
 class _Guard:
-    """Checks where every request comes from, and adds the security headers to every answer."""
+    """Middleware that checks where every request comes from (`Access.check_origin`), and adds the security headers to
+    every answer."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
@@ -304,7 +334,7 @@ class _Guard:
         if scope["type"] == "http":
             try:
                 if self._access.check_origin(Request(scope)):
-                    app = HTMLResponse(_FOLLOW)
+                    app = HTMLResponse(_SAME_PAGE_AGAIN)
             except PageError as error:
                 app = PlainTextResponse(f"{error}\n", error.status)
         await app(scope, receive, with_headers)

@@ -24,9 +24,11 @@ class ListenError(Exception):
 
 
 class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are `pipeline.running.service`'s."""
+        """Handle no signal: `pipeline.running.service` does."""
         yield
 
 

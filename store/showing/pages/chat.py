@@ -14,7 +14,7 @@ from store.showing.pages.texts import pretty
 
 
 def parse_json(text: str | None) -> Any:
-    """Recorded JSON; `None` where it is none."""
+    """Return parsed JSON; `None` for a text that is none."""
     try:
         return msgspec.json.decode(text or "null")
     except msgspec.DecodeError:
@@ -22,7 +22,7 @@ def parse_json(text: str | None) -> Any:
 
 
 def value_at(value: Any, *path: str | int) -> Any:
-    """The part of parsed JSON at `path`; `None` where there is none."""
+    """Return the part of parsed JSON at `path` (names and positions); `None` if there is none."""
     for step in path:
         try:
             value = value[step]
@@ -32,20 +32,20 @@ def value_at(value: Any, *path: str | int) -> Any:
 
 
 def request_messages(request: str | None) -> list[Any]:
-    """The messages of a recorded request."""
+    """Return the messages of a recorded request; none if it has no list of them."""
     messages = value_at(parse_json(request), "messages")
     return messages if isinstance(messages, list) else []
 
 
 def new_messages(before: list[Any], later: list[Any]) -> list[Any]:
-    """The messages of `later` that follow those which it has in common with `before` from the beginning on."""
+    """Return the messages of `later` after the first ones that are equal to those of `before`."""
     pairs = zip(before, later, strict=False)
     return later[sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
 
 
 def shown_message(sent: Any) -> Row:
-    """A message of a request for the page: its role, its text, with the names of its images, its reasoning and refusal
-    (empty where there is none), and its tool calls."""
+    """Return a message of a request as pages show it: its role, its text with the names of its images, its reasoning
+    and refusal (empty if there is none), and its tool calls as indented JSON (`None` if there are none)."""
     if not isinstance(sent, dict):
         sent = {"content": str(sent)}
     content, calls = sent.get("content"), sent.get("tool_calls")
@@ -59,16 +59,17 @@ def shown_message(sent: Any) -> Row:
 
 
 def is_same_reply(message: Row, reply: Row) -> bool:
-    """Whether a message of a request is the reply of the call before. Agents may leave its reasoning out."""
+    """Return whether a message of a request is the reply of the call before, both as `shown_message` returns them.
+    Agents may leave its reasoning out."""
     return {**reply, "reasoning": message["reasoning"] and reply["reasoning"]} == message
 
 
 def task_text(request: str | None) -> str:
-    """The first message of a user in a recorded request, else its first message."""
+    """Return the text of the first message of a user in a recorded request, else of its first message."""
     messages = [shown_message(message) for message in request_messages(request)]
     return next((m["content"] for m in messages if m["role"] == "user"), messages[0]["content"] if messages else "")
 
 
 def shown_reply(response: str | None, choice: int) -> Row:
-    """The message of a choice of a recorded response."""
+    """Return the message of a choice of a recorded response, as `shown_message` does."""
     return shown_message(value_at(parse_json(response), "choices", choice, "message") or {})

@@ -53,12 +53,13 @@ _VERSIONS = """
 
 
 def checkpoints(history: History, query: Query) -> dict[str, Any]:
-    """Checkpoints, by model and branch."""
+    """Return the page of checkpoints, which `query` may filter by model and branch."""
     return list_page(history, query, _CHECKPOINTS, _COLUMNS, equal=("model", "branch"))
 
 
 def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
-    """One policy version: what it learned from, what it scored, who loaded it, and the decisions about it."""
+    """Return the page of a policy version: what it learned from, what it scored, who loaded it, and the decisions about
+    it. Raises a 404 `PageError`."""
     model, _, number = name.rpartition("@")
     step = as_step(number)
     if step is None:
@@ -90,8 +91,8 @@ def checkpoint(history: History, name: str, query: Query) -> dict[str, Any]:
 
 
 def decisions(history: History, query: Query) -> dict[str, Any]:
-    """Every decision about which version a model's name stands for, and the models and versions that a new one can be
-    about."""
+    """Return the page of the decisions about which version a model's name stands for, with the models and versions that
+    a new one can be about."""
     source = "(SELECT *, log_seq AS stream_seq FROM policy_promoted)"
     columns = {"when": '"at"', "model": "model", "decision": "action", "version": "version", "by": '"by"'}
     return {

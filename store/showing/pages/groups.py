@@ -28,13 +28,13 @@ _CHOICES = {
     "signal": ("yes", "no"),
     "reason": get_args(get_type_hints(GroupDiscarded)["reason"]),
 }
-_OF = "project = $project AND model = $model AND group_id = $group AND branch = $branch"
+_OF_GROUP = "project = $project AND model = $model AND group_id = $group AND branch = $branch"
 _AT_STEP = "(group_id, branch) IN (SELECT group_id, branch FROM rewards WHERE last_step = $step)"
 
 
 def groups(history: History, query: lists.Query) -> dict[str, Any]:
-    """Groups, those of training first. `query` may filter them by model, branch, split, status, reason, task, policy
-    step, and whether their rewards differ."""
+    """Return the page of groups, those of training first. `query` may filter them by model, branch, split, status,
+    reason, task, policy step, and whether their rewards differ."""
     rows = lists.list_page(
         history,
         query,
@@ -70,8 +70,9 @@ def add_tasks(history: History, rows: list[Row]) -> None:
 
 
 def group(history: History, name: str, query: lists.Query) -> dict[str, Any]:
-    """The members of a group: reward, components, the judge's words, the last reply, signals. If several models have a
-    group of this name, `query` may name the model and its project; `others` are those that are not shown."""
+    """Return the page of a group: its members with reward, components, the judge's words, the last reply and signals.
+    If several models have a group of this name, `query` may name the model and its project; `others` are those that are
+    not shown. Raises a 404 `PageError`."""
     named = {"group": name, "branch": lists.branch_of(query)}
     scored = history.rows("SELECT * FROM groups WHERE group_id = $group AND branch = $branch", named)
     played = history.rows(
@@ -79,28 +80,28 @@ def group(history: History, name: str, query: lists.Query) -> dict[str, Any]:
            ORDER BY attempt""",
         named,
     )
-    named_so = dict.fromkeys((row["project"], row["model"]) for row in (*scored, *played))
-    models = [{"project": project, "model": model} for project, model in named_so]
-    of = next((m for m in models if all(query.get(key) in (None, "", m[key]) for key in m)), None)
-    if of is None:
+    pairs = dict.fromkeys((row["project"], row["model"]) for row in (*scored, *played))
+    models = [{"project": project, "model": model} for project, model in pairs]
+    shown = next((m for m in models if all(query.get(key) in (None, "", m[key]) for key in m)), None)
+    if shown is None:
         raise PageError(404, f"There is no group {name!r} in this history, or none of this model.")
-    selection = {**named, **of}
-    runs = {row["trajectory"]: row for row in played if of.items() <= row.items()}
-    scored = [row for row in scored if of.items() <= row.items()]
+    selection = {**named, **shown}
+    runs = {row["trajectory"]: row for row in played if shown.items() <= row.items()}
+    scored = [row for row in scored if shown.items() <= row.items()]
     waiting = [] if scored else list(runs.values())
     add_decisions(history, waiting)
     members = _members(history, selection, runs)
-    calls = _calls(history, [row["trajectory"] for row in members])
+    calls = _calls_of(history, [row["trajectory"] for row in members])
     for member in members:
         call = calls.get(member["trajectory"])
         member["reply"] = chat.shown_reply(call["response"], 0) if call else None
-    best, worst = _ends(members)
+    best, worst = _best_and_worst(members)
     tasks = (row["task"] for row in (*scored, *runs.values()))
     named_task: Row = {"group_id": name, "task": next(filter(None, tasks), "")}
     add_tasks(history, [named_task])
     return {
         **selection,
-        "others": [{"group_id": name, **m} for m in models if m != of],
+        "others": [{"group_id": name, **m} for m in models if m != shown],
         "scored": scored,
         "task": named_task["task"],
         "waits_until": max((run["waits_until"] for run in waiting if run["waits_until"]), default=None),
@@ -111,10 +112,10 @@ def group(history: History, name: str, query: lists.Query) -> dict[str, Any]:
 
 
 def _members(history: History, selection: Row, runs: dict[str, Row]) -> list[Row]:
-    """The scored members of a group, from the highest reward down, then its other runs (`runs`, by id); each with its
-    run, its verdicts and its signals."""
+    """Return the scored members of a group, from the highest reward down, then its other runs (`runs`, by id); each
+    with its run, its verdicts and its signals."""
     members = history.rows(
-        f"SELECT * FROM rewards WHERE {_OF} ORDER BY reward DESC NULLS LAST, trajectory",  # noqa: S608
+        f"SELECT * FROM rewards WHERE {_OF_GROUP} ORDER BY reward DESC NULLS LAST, trajectory",  # noqa: S608
         selection,
     )
     known = {row["trajectory"] for row in members}
@@ -124,7 +125,7 @@ def _members(history: History, selection: Row, runs: dict[str, Row]) -> list[Row
         if run_id not in known
     ]
     verdicts = history.rows(
-        f'SELECT * FROM verdicts WHERE {_OF} ORDER BY verdict, trajectory, "call"',  # noqa: S608
+        f'SELECT * FROM verdicts WHERE {_OF_GROUP} ORDER BY verdict, trajectory, "call"',  # noqa: S608
         selection,
     )
     signals = history.rows("SELECT * FROM signals WHERE group_id = $group ORDER BY given_at", selection)
@@ -135,8 +136,8 @@ def _members(history: History, selection: Row, runs: dict[str, Row]) -> list[Row
     return members
 
 
-def _calls(history: History, members: list[str]) -> dict[str, Row]:
-    """The first and the last request of each member, and its last response."""
+def _calls_of(history: History, members: list[str]) -> dict[str, Row]:
+    """Return by trajectory the first (`first`) and the last request (`last`) of each member, and its last response."""
     if not members:
         return {}
     rows = history.rows(
@@ -148,9 +149,9 @@ def _calls(history: History, members: list[str]) -> dict[str, Row]:
     return {row["trajectory"]: row for row in rows}
 
 
-def _ends(members: list[Row]) -> tuple[str, str]:
-    """The ids of the runs with the highest and the lowest reward; the second is empty where it is no lower. If no
-    member was scored, the first is that of any member."""
+def _best_and_worst(members: list[Row]) -> tuple[str, str]:
+    """Return the ids of the runs with the highest and the lowest reward; the second is empty if it is no lower. If no
+    member was scored, the first is that of any member, and empty without one."""
     scored = [row for row in members if row["outcome"] == "scored" and row["reward"] is not None]
     if not scored:
         return (members[0]["trajectory"] if members else ""), ""
@@ -159,7 +160,8 @@ def _ends(members: list[Row]) -> tuple[str, str]:
 
 
 def _conversations(calls: dict[str, Row], best: str, worst: str) -> Row:
-    """`prompt`: the messages with which the group began; `best` and `worst`: what was said after them, or `None`."""
+    """Return the conversations of a group's best and worst run, which have these ids: `prompt`, the messages with which
+    the group began, and `best` and `worst`, the messages after them, or `None`."""
     compared = [run_id for run_id in (best, worst) if run_id in calls]
     opening = chat.request_messages(calls[compared[0]]["first"]) if compared else []
 

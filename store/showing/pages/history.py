@@ -55,8 +55,8 @@ class History:
         self._spill.cleanup()
 
     def rows(self, query: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
-        """Run a query of this program (never a user's text) with those of the named parameters (`$name`) that it
-        uses; returns its rows."""
+        """Return the rows of a query of this program (never a user's text), with those of the named parameters
+        (`$name`) that it uses."""
         self._refresh()
         try:
             return self._run(query, parameters or {})
@@ -66,16 +66,17 @@ class History:
             return self._run(query, parameters or {})
 
     def _run(self, query: str, parameters: Mapping[str, Any]) -> list[Row]:
+        """Run a query once over the files that the views read, one query at a time."""
         with self._one_query, self._connection.cursor() as cursor:
             return sql.rows_of(sql.execute(cursor, query, parameters))
 
     def row(self, query: str, parameters: Mapping[str, Any] | None = None) -> Row | None:
-        """Run a query as `rows` does; returns its first row, or `None`."""
+        """Return the first row of a query, or `None`. See `rows`."""
         return next(iter(self.rows(query, parameters)), None)
 
     def shared_rows(self, query: str, parameters: Mapping[str, Any] | None = None) -> list[Row]:
-        """Run a query over much of the history as `rows` does, or return its cached result (`_REUSE`). The rows must
-        not be changed."""
+        """Return the rows of a query over much of the history, or its cached result (`_REUSE`). The rows must not be
+        changed. See `rows`."""
         used = {name: (parameters or {})[name] for name in sorted(set(sql.PARAMETER.findall(query)))}
         key = query, repr(used)
         rows, stands_until = self._results.get(key, ([], 0.0))
@@ -92,6 +93,7 @@ class History:
         return rows
 
     def _refresh(self) -> None:
+        """Let the views read the files that the lake has now, unless they did so less than `_REFRESH_S` ago."""
         with self._lock:
             if time.monotonic() - self._refreshed_at >= _REFRESH_S:
                 sql.define_views(self._connection, self._lake, self._files)

@@ -6,10 +6,9 @@ values of an interval are the groups' means.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from journeywork.statistics import Sample
+from journeywork.statistics import Sample, finite
 from store.showing.pages.history import Row
 
 SAMPLE = """avg("value") AS mean, count(*) AS groups, var_samp("value") AS variance, min("value") AS least,
@@ -23,13 +22,11 @@ def sample_of(row: Row) -> Sample:
 
 
 def with_intervals(rows: Sequence[Row]) -> list[Row]:
-    """Return rows that have the columns `SAMPLE` with `low` and `high` instead of the last three of them; `None` if
-    nothing is known."""
-    rest = ({k: v for k, v in row.items() if k not in ("variance", "least", "greatest")} for row in rows)
-    ends = (map(finite, sample_of(row).interval()) for row in rows)
-    return [{**row, **dict(zip(("low", "high"), pair, strict=True))} for row, pair in zip(rest, ends, strict=True)]
-
-
-def finite(value: float) -> float | None:
-    """Return `value`, `None` if it is infinite, which JSON does not know."""
-    return value if math.isfinite(value) else None
+    """Return rows that have the columns `SAMPLE` with the ends of the mean's interval, `low` and `high`, instead of the
+    last three of them; an end is `None` if nothing is known of it."""
+    shown = []
+    for row in rows:
+        low, high = map(finite, sample_of(row).interval())
+        rest = {name: value for name, value in row.items() if name not in ("variance", "least", "greatest")}
+        shown.append({**rest, "low": low, "high": high})
+    return shown

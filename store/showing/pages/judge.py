@@ -23,7 +23,7 @@ _AGREEMENT = """
 
 
 def judge(history: History, query: Query) -> dict[str, Any]:
-    """What was measured of the judges, their agreement with people, and their cost."""
+    """Return the page of what was measured of the judges, their agreement with people, and their cost."""
     return {
         "measured": history.rows('SELECT * FROM group_measured ORDER BY "at" DESC LIMIT 200'),
         "costs": history.shared_rows(

@@ -36,35 +36,36 @@ def list_page(
     equal: Iterable[str] = (),
     **conditions: str,
 ) -> Row:
-    """Rows of `source`, SQL text of this program that can follow FROM.
+    """Return one page of the rows of `source`, SQL text of this program that can follow FROM, as `query` filters and
+    orders them.
 
-    `columns`: what the list can be ordered by, to its expression; the first is the order that is used if the address
-    names none; there, rows for which `first` holds come before others. `key`: a column that tells rows apart; then only
-    it is sorted, and the rest read afterwards. `choices`: the values that a filter can have, for filters that have few.
-    `sort=<column>` orders from the lowest value up and `sort=-<column>` from the highest down. The column
-    `stream_seq` makes the order definite. `equal`: columns that a parameter of their name must equal; `conditions`:
-    other filters by parameter, SQL with `$<parameter>`. Raises `PageError` for a parameter with another value."""
+    `columns`: SQL expressions that the list can be ordered by, by their names in the address. `sort=<name>` orders from
+    the lowest value up and `sort=-<name>` from the highest down, and the column `stream_seq` makes the order definite.
+    Without `sort`, the first of `columns` orders, from the highest down, and rows for which the SQL condition `first`
+    holds come before others. `key`: a column that tells rows apart; then only it is sorted, and the rest read
+    afterwards. `equal`: columns that a parameter of their name must equal; `conditions`: other filters by parameter,
+    SQL with `$<parameter>`; `choices`: the values that a filter can have, for filters that have few. Raises `PageError`
+    for a parameter with another value."""
     sort = query.get("sort") or "-" + next(iter(columns))
     column, down = sort.removeprefix("-"), sort.startswith("-")
     if column not in columns:
         raise PageError(400, f"sort={sort[:40]!r}: choose one of {', '.join(columns)}, or -{column[:40]} and so on.")
     conditions |= {name: f"{name} = ${name}" for name in equal}
-    used = _filters(query, conditions, choices or {})
-    where = " AND ".join(conditions[name] for name in used) or "true"
-    page = _page(query)
+    filters = _filters(query, conditions, choices or {})
+    where = " AND ".join(conditions[name] for name in filters) or "true"
+    page = _page_number(query)
     direction = "DESC" if down else "ASC"
     order_by = "" if query.get("sort") or first == "true" else f"({first}) DESC, "
     order_by += f"{columns[column]} {direction} NULLS LAST, stream_seq {direction}"
     rows = history.rows(
         f"SELECT {key or '*'} FROM {source} WHERE {where} ORDER BY {order_by} "  # noqa: S608
         f"LIMIT {PAGE + 1} OFFSET {page * PAGE}",
-        used,
+        filters,
     )
     if key and rows:
         order = {row[key]: i for i, row in enumerate(rows)}
-        found = f"SELECT * FROM {source} WHERE {is_one_of(key, order)}"  # noqa: S608
-        whole = history.rows(found, numbered_parameters(order))
-        rows = sorted(whole, key=lambda row: order[row[key]])
+        whole_rows = f"SELECT * FROM {source} WHERE {is_one_of(key, order)}"  # noqa: S608
+        rows = sorted(history.rows(whole_rows, numbered_parameters(order)), key=lambda row: order[row[key]])
     return {
         "rows": rows[:PAGE],
         "page": page,
@@ -75,31 +76,34 @@ def list_page(
 
 
 def _filters(query: Query, names: Iterable[str], choices: Mapping[str, Collection[str]]) -> dict[str, str]:
-    """The filters that the address sets, by name, with their values as the database reads them. Raises `PageError`."""
-    used = {name: value for name in names if (value := query.get(name, "").strip())}
+    """Return the filters (of `names`) that the address sets, by name, with their values as the database reads them.
+    Raises `PageError` for a value that is not among the filter's `choices`, or has not its form (`_FORMS`)."""
+    filters = {name: value for name in names if (value := query.get(name, "").strip())}
     for name, allowed in choices.items():
-        if name in used and used[name] not in allowed:
-            raise PageError(400, f"{name}={used[name][:40]!r}: choose one of {', '.join(allowed)}.")
-    for name in _FORMS.keys() & used.keys():
+        if name in filters and filters[name] not in allowed:
+            raise PageError(400, f"{name}={filters[name][:40]!r}: choose one of {', '.join(allowed)}.")
+    for name in _FORMS.keys() & filters.keys():
         parse, what = _FORMS[name]
-        if (value := parse(used[name])) is None:
-            raise PageError(400, f"{name}={used[name][:40]!r}: write {what}.")
-        used[name] = str(value)  # the database reads fewer forms
-    return used
+        if (value := parse(filters[name])) is None:
+            raise PageError(400, f"{name}={filters[name][:40]!r}: write {what}.")
+        filters[name] = str(value)  # the database reads fewer forms
+    return filters
 
 
 def is_one_of(column: str, values: Collection[str]) -> str:
-    """The condition that `column` is one of `values`, for the parameters `numbered_parameters(values)`. Written out
-    like this, it reaches the files, and only the parts of them that may hold the values are read."""
+    """Return the SQL condition that `column` is one of `values`, for the parameters `numbered_parameters(values)`.
+    DuckDB applies such a list of parameters to the statistics of the files, so it reads only the parts that may hold
+    the values."""
     return f"{column} IN ({', '.join(f'${name}' for name in numbered_parameters(values))})"
 
 
 def numbered_parameters(values: Iterable[str]) -> dict[str, str]:
-    """The parameters of `is_one_of`."""
+    """Return the parameters of `is_one_of`: the values by the names `value0`, `value1` and so on."""
     return {f"value{i}": value for i, value in enumerate(values)}
 
 
-def _page(query: Query) -> int:
+def _page_number(query: Query) -> int:
+    """Return the number of the page that the address names, from 0. Raises a 400 `PageError`."""
     text = query.get("page") or "0"
     if not (text.isascii() and text.isdigit() and len(text) < 5 and int(text) <= _LAST_PAGE):
         raise PageError(400, f"page={text[:40]!r}: write a number from 0 to {_LAST_PAGE}. Filters shorten a list.")
@@ -107,17 +111,19 @@ def _page(query: Query) -> int:
 
 
 def as_step(text: str) -> int | None:
-    """A number of a step; `None` where `text` is none."""
+    """Return the number of a step, or of a call; `None` if `text` is none."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
 
 def _as_number(text: str) -> float | None:
+    """Return a finite number; `None` if `text` is none."""
     with contextlib.suppress(ValueError):
         return value if math.isfinite(value := float(text)) else None
     return None
 
 
 def _as_day(text: str) -> date | None:
+    """Return a day in ISO 8601; `None` if `text` is none."""
     with contextlib.suppress(ValueError):
         return date.fromisoformat(text)
     return None
@@ -134,5 +140,5 @@ _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def branch_of(query: Query) -> str:
-    """The branch that the address names, `main` if it names none."""
+    """Return the branch that the address names, `main` if it names none."""
     return query.get("branch") or "main"

@@ -105,8 +105,8 @@ _DISCARDS = """
 
 
 def models(history: History) -> list[str]:
-    """The names of the installation's models: those of the settings that have events, then others with events, then the
-    rest."""
+    """Return the names of the installation's models: those of the settings that have events, then others with events,
+    then the rest."""
     named = [model.name for model in history.config.models]
     rows = history.shared_rows(
         "SELECT DISTINCT model FROM policy_checkpoint UNION SELECT DISTINCT model FROM rollout_opened"
@@ -116,7 +116,7 @@ def models(history: History) -> list[str]:
 
 
 def branches(history: History) -> list[str]:
-    """The branches of a run, `main` first."""
+    """Return the branches of a run, `main` first."""
     rows = history.shared_rows(
         "SELECT DISTINCT branch FROM group_scored UNION SELECT DISTINCT branch FROM policy_checkpoint"
     )
@@ -124,7 +124,7 @@ def branches(history: History) -> list[str]:
 
 
 def overview(history: History, query: Query) -> dict[str, Any]:
-    """Counts, alarms, and the latest evaluations and decisions."""
+    """Return the page of an installation: its `numbers`, what it cost, and the latest evaluations and decisions."""
     data = numbers(history, query)
     return {
         **data,
@@ -147,12 +147,13 @@ def overview(history: History, query: Query) -> dict[str, Any]:
 
 
 def with_curves(history: History, query: Query) -> dict[str, Any]:
-    """The overview with its curves, which the page draws from its JSON."""
+    """Return the overview with its curves: the page's JSON, of which its script draws them."""
     return {**overview(history, query), **curves(history, query)}
 
 
 def numbers(history: History, query: Query) -> dict[str, Any]:
-    """What the overview shows again and again: the run in sentences, alarms, counts, and discards by reason."""
+    """Return the part of the overview that a page reloads while the run is running: the run in sentences, alarms,
+    counts, and discards by reason."""
     selection = selection_of(history, query)
     return {
         **selection,
@@ -163,8 +164,8 @@ def numbers(history: History, query: Query) -> dict[str, Any]:
 
 
 def selection_of(history: History, query: Query) -> dict[str, Any]:
-    """The model and branch of the address, or the first ones, and the models that there are. Raises a `PageError`
-    for others."""
+    """Return the model and branch of the address, or the first ones, and the models that there are. Raises a 404
+    `PageError` for a model or branch that the history does not have."""
     names, branch = models(history), branch_of(query)
     model = query.get("model") or (names[0] if names else "")
     for kind, name, known in (("model", model, names), ("branch", branch, branches(history))):
@@ -175,7 +176,7 @@ def selection_of(history: History, query: Query) -> dict[str, Any]:
 
 
 def curves(history: History, query: Query) -> dict[str, Any]:
-    """The counts and curves of one model and branch, which compare shows too."""
+    """Return the counts and curves of one model and branch, for the overview and for compare."""
     selection = selection_of(history, query)
     counts = history.shared_rows(_COUNTS, selection)[0]
     selection["width"] = 1 + (counts["steps"] or 0) // _POINTS

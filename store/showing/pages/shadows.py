@@ -23,7 +23,8 @@ _COLUMNS = {"when": "answered_at", "task": "task", "logprob": "mean_logprob"}
 
 
 def shadows(history: History, query: Query) -> dict[str, Any]:
-    """Agreement by task and version, with intervals over runs, and the calls where the apprentice was worse."""
+    """Return the page of shadow calls: agreement by task and version, with intervals over runs, and the calls where the
+    apprentice was worse."""
     worse = list_page(history, query, "(FROM shadows WHERE NOT as_good)", _COLUMNS, equal=("model", "task"))
     for row in worse["rows"]:
         row["task"] = row["task"] or chat.task_text(row["request"])

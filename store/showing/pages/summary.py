@@ -6,14 +6,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from journeywork.statistics import Sample
+from journeywork.statistics import Sample, finite
 from pipeline.events import PolicyPromoted, standing_decisions
 from pipeline.running.state import read_state
 from pipeline.statistics.progress import reward_text
 from pipeline.statistics.utilization import bound_by
 from store.alarms.table import ALARMS
 from store.showing.pages.history import History, Row
-from store.showing.pages.intervals import SAMPLE, finite, sample_of
+from store.showing.pages.intervals import SAMPLE, sample_of
 from store.showing.pages.takeover import takeover_texts
 from store.showing.pages.texts import ago, counted, number, signed, when
 
@@ -139,6 +139,7 @@ def gain_of(history: History, selection: Row) -> Row | None:
 
 
 def _gain_text(gain: Row | None) -> str:
+    """Return the sentence about the gain on held-out tasks, of which `gain_of` returns the figures."""
     if gain is None:
         return "Nothing was measured on held-out tasks."
     text = f"{gain['entrant']} scores {signed(gain['gain'])} against {gain['baseline']} "
@@ -173,7 +174,8 @@ def utilization_texts(history: History, selection: Row) -> list[str]:
 
 
 def _waiting(history: History, selection: Row, moment: datetime) -> Row:
-    """Return the counts of the runs that wait, and until when the newest one waits for feedback."""
+    """Return the counts of the runs that wait to be scored, and `until`: when the newest one's wait for feedback ends,
+    or `None` if that is over by `moment`."""
     row = history.shared_rows(_WAITING, selection)[0]
     wait_s = history.config.feedback.wait_s
     until = row["newest"] + timedelta(seconds=wait_s) if row["runs"] and wait_s else None
@@ -181,6 +183,7 @@ def _waiting(history: History, selection: Row, moment: datetime) -> Row:
 
 
 def _waiting_text(waiting: Row) -> str:
+    """Return the sentence about the runs that wait to be scored, of which `_waiting` returns the counts."""
     runs = f"{waiting['runs']:,} run{'s wait' if waiting['runs'] > 1 else ' waits'}"
     if waiting["until"]:
         return f"{runs} for feedback until {when(waiting['until'])} UTC."

@@ -28,26 +28,29 @@ def takeover_texts(history: History) -> list[str]:
     """Return a sentence for each outside model about which there is a decision."""
     quality = {(row["model"], row["side"]): row for row in history.shared_rows(_QUALITY, {})}
     return [
-        _text(row, quality.get((row["model"], "apprentice")), quality.get((row["model"], "master")))
+        _takeover_text(row, quality.get((row["model"], "apprentice")), quality.get((row["model"], "master")))
         for row in history.shared_rows(_NEWEST, {})
     ]
 
 
-def _text(row: Row, apprentice: Row | None, master: Row | None) -> str:
+def _takeover_text(row: Row, apprentice: Row | None, master: Row | None) -> str:
+    """Return the sentence about an outside model. `row`: of `_NEWEST`; the others: each side's row of `_QUALITY`."""
     share = row["own"] / row["calls"] if row["calls"] else 0.0
     text = (
         f"The apprentice of {row['model']} answered {share:.0%} of the {number(row['calls'])} calls of the newest day. "
     )
-    text += f"Its runs score {_quality(apprentice)}, the master's {_quality(master)}. That day cost "
-    text += _usd(row["spent"])
-    return text + ("." if row["full"] is None else f"; by the master alone it would be {_usd(row['full'])}.")
+    text += f"Its runs score {_quality_text(apprentice)}, the master's {_quality_text(master)}. That day cost "
+    text += _usd_text(row["spent"])
+    return text + ("." if row["full"] is None else f"; by the master alone it would be {_usd_text(row['full'])}.")
 
 
-def _usd(value: float) -> str:
+def _usd_text(value: float) -> str:
+    """Return an amount in USD: in cents from one dollar on, else with three significant digits."""
     return f"${value:,.2f}" if value >= 1 else f"${value:.3g}"
 
 
-def _quality(row: Row | None) -> str:
+def _quality_text(row: Row | None) -> str:
+    """Return the mean reward of a side with its 95 % interval and number of tasks."""
     if row is None:
         return "nothing yet"
     low, high = sample_of(row).interval()

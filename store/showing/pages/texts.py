@@ -17,8 +17,8 @@ def as_json(data: Any, indent: int = 0) -> bytes:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """A figure with so many decimal places, with three significant digits where these would all be 0. A whole number
-    and one from 1,000 on have none."""
+    """Return a figure with `digits` decimal places, or with three significant digits if these would all be 0. An `int`
+    and a number from 1,000 on have none; `None` and NaN are a dash."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, int):
@@ -30,37 +30,37 @@ def number(value: Any, digits: int = 3) -> str:
 
 
 def counted(value: int | None, noun: str) -> str:
-    """A number with its noun: 1 call, 2 calls."""
+    """Return a number with its noun: `1 call`, `2 calls`."""
     return f"{number(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def when(value: datetime | None) -> str:
-    """A time to the second."""
+    """Return a time to the second; a dash for `None`."""
     return value.strftime("%Y-%m-%d %H:%M:%S") if value else "–"
 
 
 def short(value: Any, length: int = 200) -> str:
-    """The beginning of a long text."""
+    """Return a text, or of a longer one the first `length` characters, with an ellipsis as the last."""
     text = "" if value is None else str(value)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def pretty(value: Any) -> str:
-    """JSON with line breaks; a text that is no JSON as it is."""
+    """Return a value, or a text of JSON, as indented JSON. A text that is no JSON is returned as it is."""
     with contextlib.suppress(msgspec.DecodeError):
         return as_json(msgspec.json.decode(value) if isinstance(value, str) else value, indent=1).decode()
     return str(value)
 
 
 def signed(value: Any) -> str:
-    """A difference with its sign."""
+    """Return a difference with its sign; a dash for `None`."""
     if value is None:
         return "–"
     return f"{'−' if value < 0 else '+'}{number(abs(value))}"
 
 
 def ago(seconds: float) -> str:
-    """How long ago something was, in the largest unit that fits."""
+    """Return how long ago something was, in the largest unit that fits: `2 hours ago`."""
     for unit, size in (("day", 86_400), ("hour", 3_600), ("minute", 60), ("second", 1)):
         if (count := int(seconds // size)) >= 1:
             return f"{counted(count, unit)} ago"
@@ -109,5 +109,5 @@ NAMES = {
 
 
 def name(value: Any) -> str:
-    """The name for people of something that the code has a name for."""
+    """Return what people read in place of a name of the code (`NAMES`); the name itself if there is nothing else."""
     return NAMES.get(value, str(value)) if value is not None else "–"

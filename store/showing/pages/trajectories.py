@@ -58,9 +58,8 @@ Decode = Callable[[int], str]
 
 
 def trajectories(history: History, query: lists.Query) -> dict[str, Any]:
-    """Trajectories by task or group, outcome, split, policy step, text, reward, day of opening (UTC) and the person
-    whom their metadata names. `waits_until`: the time (UTC) until which the group of a run with the outcome `waits`
-    waits for feedback; `None` where no such time is known."""
+    """Return the page of trajectories. `query` may filter them by task or group, outcome, split, policy step, text,
+    reward, day of opening (UTC) and the person whom their metadata names. `add_decisions` adds to each row."""
     by_reward = (query.get("sort") or "").endswith("reward") or query.get("least") or query.get("most")
     outcomes = {"waits": _UNDECIDED, "scored": f"outcome = 'scored' AND NOT ({_UNDECIDED})"}
     page = lists.list_page(
@@ -87,8 +86,9 @@ def trajectories(history: History, query: lists.Query) -> dict[str, Any]:
 
 
 def add_decisions(history: History, runs: list[Row]) -> None:
-    """Add to runs what was decided about their groups: the reward for training where the agent reported none. The
-    outcome of a run whose group is not decided is `waits`."""
+    """Add to runs what was decided about their groups: the reward for training if the agent reported none. A run whose
+    group is not decided gets the outcome `waits`, and in `waits_until` the time (UTC) until which it waits for
+    feedback, `None` if that is over."""
     groups = {run["group_id"] or run["trajectory"] for run in runs if run["reward"] is None}
     rows = (
         history.rows(
@@ -117,7 +117,8 @@ def add_decisions(history: History, runs: list[Row]) -> None:
 
 
 def trajectory(history: History, name: str, query: lists.Query) -> dict[str, Any]:
-    """One trajectory: its messages, and for every call the sampled tokens with logprob, loss mask and version."""
+    """Return the page of a trajectory: its messages, and for every call the sampled tokens with logprob, loss mask and
+    version. `from` of the query is the first call that is shown. Raises `PageError`."""
     first = lists.as_step(query.get("from") or "0")
     if first is None:
         raise PageError(400, f"from={query['from'][:40]!r}: write the number of a call.")
@@ -186,7 +187,7 @@ def _show_calls(history: History, run: Row, calls: list[Row], decode: Decode) ->
 
 
 def _untrained(history: History, call: Row, *, mask_truncated: bool) -> Untrained:
-    """Why no token of a call is trained; empty if its unforced tokens are."""
+    """Return why no token of a call is trained; empty if its unforced tokens are."""
     return untrained_reason(
         status=call["status"],
         side_call=call["side_call"],
@@ -197,8 +198,8 @@ def _untrained(history: History, call: Row, *, mask_truncated: bool) -> Untraine
 
 
 def _trainer_of(config: Config, model: str) -> TrainerConfig:
-    """The trainer's settings of a model; the shared ones for a model that is no longer in the settings, or whose table
-    holds what this version does not know."""
+    """Return the trainer's settings of a model; the shared ones for a model that is no longer in the settings, or whose
+    table holds what this version does not know."""
     try:
         return config.trainer_of(config.model(model))
     except ConfigError:
@@ -206,7 +207,8 @@ def _trainer_of(config: Config, model: str) -> TrainerConfig:
 
 
 def _sampling_defaults(history: History, model: str) -> Defaults:
-    """What vLLM takes for settings that a request does not name, where the base model is a folder of this machine."""
+    """Return what vLLM takes for settings that a request does not name: those of the base model's
+    `generation_config.json`, if the base is a folder of this machine."""
     file = _file_of_base(history, model, "generation_config.json")
     try:
         return msgspec.json.decode(file.read_bytes(), type=Defaults, strict=False) if file else NO_DEFAULTS
@@ -215,13 +217,13 @@ def _sampling_defaults(history: History, model: str) -> Defaults:
 
 
 def _file_of_base(history: History, model: str, name: str) -> Path | None:
-    """The path of a file of a model's base, if the base is a folder of this machine that has it."""
+    """Return the path of a file of a model's base, if the base is a folder of this machine that has it."""
     paths = (Path(settings.base) / name for settings in history.config.models if settings.name == model)
     return next((path for path in paths if path.is_file()), None)
 
 
 def _tokens(call: Row, decode: Decode) -> list[Row]:
-    """Every sampled token of a call, with what the trainer's loss mask says of it."""
+    """Return every sampled token of a call: id, text, logprob, whether it was forced, and whether it is trained."""
     ids, logprobs, forced = (call[name] or [] for name in ("sampled_ids", "logprobs", "forced"))
     trained = loss_mask(call["untrained"], np.array(forced, np.int8), len(ids))
     return [
@@ -237,14 +239,15 @@ def _tokens(call: Row, decode: Decode) -> list[Row]:
 
 
 def _decoder(history: History, model: str) -> Decode:
-    """A function from a token id to its text; `str` where the base model's tokenizer is not on this machine."""
+    """Return the function from a token id to its text; `str` if the base model's tokenizer is not on this machine."""
     path = _file_of_base(history, model, "tokenizer.json")
     return _load_decoder(path, path.stat().st_mtime) if path else str
 
 
 @functools.lru_cache(maxsize=4)
 def _load_decoder(path: Path, changed: float) -> Decode:
-    """The decoder of a tokenizer's file, kept until the file changes (`changed`: its time of modification)."""
+    """Return the decoder of a tokenizer's file. `changed`, the file's time of modification, is a part of the cache's
+    key: a file that changes is loaded again."""
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:

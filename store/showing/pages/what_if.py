@@ -15,10 +15,10 @@ _ADOPTED = "SELECT version, source FROM checkpoints WHERE branch = 'main' AND so
 
 
 def what_if(history: History, query: Query) -> dict[str, Any]:
-    """Every answer, with the measures of the version of `main`, and of each variant with its measures and the version
-    of `main` that adopted it, if one did."""
-    shown = list_page(history, query, _ANSWERS, {"when": '"at"', "model": "model"}, equal=("model",))
-    evaluations = dict.fromkeys(row["evaluation"] for row in shown["rows"])
+    """Return the page of the answers of `journeywork what-if`: of each the measures of `main`'s version, and the
+    variants with their measures and the version of `main` that adopted them (empty if none did)."""
+    page = list_page(history, query, _ANSWERS, {"when": '"at"', "model": "model"}, equal=("model",))
+    evaluations = dict.fromkeys(row["evaluation"] for row in page["rows"])
     measured: dict[tuple[str, str], list[Row]] = {}
     if evaluations:
         measures = f"""SELECT * FROM evaluations WHERE {is_one_of("evaluation", evaluations)}
@@ -27,19 +27,19 @@ def what_if(history: History, query: Query) -> dict[str, Any]:
             measured.setdefault((row["evaluation"], row["entrant"]), []).append(row)
     adopted = {row["source"].rpartition("#")[2]: row["version"] for row in history.rows(_ADOPTED)}
     answers = []
-    for row in shown["rows"]:
+    for row in page["rows"]:
         variants = [_variant(row["model"], variant) for variant in row["variants"] or ()]
         for variant in variants:
             variant["measures"] = measured.get((row["evaluation"], variant["version"]), [])
             variant["adopted"] = adopted.get(variant["source"], "")
         baseline = measured.get((row["evaluation"], row["baseline"]), [])
         answers.append({**row, "variants": variants, "baseline_measures": baseline})
-    return {**shown, "rows": answers, "run_dir": history.config.run_dir}
+    return {**page, "rows": answers, "run_dir": history.config.run_dir}
 
 
 def _variant(model: str, variant: Row) -> Row:
-    """A variant with its settings by name, the name of its version on its branch, and what `train --adopt` takes after
-    the lake."""
+    """Return a variant with its settings by name, its version's name on its branch (`of_branch`), and the address that
+    `train --adopt` takes after the lake (`source`)."""
     version = f"{model}@{variant['version'].rpartition('@')[2]}"
     return {
         **variant,

@@ -56,25 +56,24 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 
 
 TRAINED = {"status": "trained", "version": "m@1", "metrics": {"loss/train": 0.5}}
+BOTH = {"a": TRAINED, "b": TRAINED}
 EQUAL = {"status": "discarded", "reason": "no_variance", "detail": "all 2 rewards are 1"}
 
 
 async def test_it_waits_until_the_version_is_served(served: Served) -> None:
-    both = {"a": TRAINED, "b": TRAINED}
-    result = await served({}, {"a": TRAINED}, both, {**both, "served": 1})
+    result = await served({}, {"a": TRAINED}, BOTH, {**BOTH, "served": 1})
     assert (result.step, result.version) == (1, "m@1")
     assert result.metrics == {"loss/train": 0.5}
 
 
 async def test_a_name_that_is_pinned_elsewhere_does_not_hold_it_up(served: Served) -> None:
-    pinned = {"a": TRAINED, "b": TRAINED, "policy": {"decision": {"version": "m@0"}}}
-    loaded = {**pinned, "policy": {**pinned["policy"], "loaded": ["m@0", "m@1"]}}
-    assert (await served(pinned, loaded)).step == 1
+    pinned = {"decision": {"version": "m@0"}}
+    loaded = {**pinned, "loaded": ["m@0", "m@1"]}
+    assert (await served({**BOTH, "policy": pinned}, {**BOTH, "policy": loaded})).step == 1
 
 
 async def test_a_version_that_one_of_several_servers_has_loaded_is_waited_for(served: Served) -> None:
-    both = {"a": TRAINED, "b": TRAINED}
-    some = {**both, "policy": {"loaded": ["m@0", "m@1"], "decision": {"version": ""}}}
+    some = {**BOTH, "policy": {"loaded": ["m@0", "m@1"], "decision": {"version": ""}}}
     with pytest.raises(AssertionError, match="train still waits"):
         await served(some, some, some)
 
@@ -87,7 +86,7 @@ async def test_discarded_groups_are_done_with(served: Served) -> None:
 
 
 async def test_a_version_that_is_refused_is_an_error(served: Served) -> None:
-    refused = {"a": TRAINED, "b": TRAINED, "policy": {"refused": {"m@1": "changes nothing"}}}
+    refused = {**BOTH, "policy": {"refused": {"m@1": "changes nothing"}}}
     with pytest.raises(art.TrainingError, match=r"m@1 was trained and can't be served: changes nothing"):
         await served(refused)
 
@@ -99,8 +98,7 @@ async def test_groups_that_cannot_be_trained_are_an_error(served: Served) -> Non
 
 
 async def test_a_gateway_that_was_away_is_asked_again(served: Served) -> None:
-    both = {"a": TRAINED, "b": TRAINED}
-    assert (await served({}, {**both, "served": 1}, breaks=GatewayUnavailableError("gone"))).step == 1
+    assert (await served({}, {**BOTH, "served": 1}, breaks=GatewayUnavailableError("gone"))).step == 1
 
 
 async def test_a_key_that_was_revoked_ends_the_wait(served: Served) -> None:

@@ -64,3 +64,13 @@ async def test_what_is_too_large_for_the_backend_stops_nothing(
     await run_until(nats_config, lambda: len(receiver.spans) == 11)
     (refused,) = [r for r in caplog.records if r.getMessage().startswith("the trace backend refused")]
     assert vars(refused)["fields"]["trace"] == f"{trace.trace_id('p', 't2'):032x}"
+
+
+async def test_of_too_many_trajectories_the_one_that_was_not_used_longest_is_forgotten(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "_REMEMBERED", 2)
+    maker = telemetry.SpanMaker(broker, False)
+    for name in ("t1", "t2", "t1", "t3"):
+        await maker._run("p", name, "g", "m")
+    assert list(maker._runs) == [("p", "t1"), ("p", "t3")]

@@ -27,7 +27,7 @@ KL = met("kl_rise")
 async def started(broker: Broker, folder: Path) -> Checker:
     """A checker that has read the log."""
     checker = Checker(Config(run_dir=str(folder)), broker, {})
-    await checker._catch_up()
+    await checker._read_changes()
     return checker
 
 
@@ -117,7 +117,7 @@ async def test_two_stores_raise_and_end_an_alarm_once(broker: Broker, tmp_path: 
 
     async def at_once(present: list[AlarmChanged]) -> list[str]:
         for checker in checkers:
-            await checker._catch_up()
+            await checker._read_changes()
         async with anyio.create_task_group() as tg:
             for checker in checkers:
                 tg.start_soon(checker._apply, present, set())

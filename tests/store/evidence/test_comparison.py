@@ -191,7 +191,7 @@ def test_what_is_no_number_of_a_run_of_this_project_does_not_count(connection: d
 def test_rounded_means_stay_within_the_range(high: float, percent: float) -> None:
     """The mean of three times 0.1 is 0.10000000000000002, which no range from 0 to 0.1 has."""
     part = comparison.Part(percent, [(False, high)] * 60, [(False, 0.0)] * 60)
-    finding = comparison._compared(Metric(sql="reward", high=high), [part], 0.05)
+    finding = comparison._compare_pairs(Metric(sql="reward", high=high), [part], 0.05)
     assert finding.pairs
     assert finding.high <= high
 

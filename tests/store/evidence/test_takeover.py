@@ -27,7 +27,7 @@ from store.evidence.comparison import (
     Part,
     Plan,
     Share,
-    _compared,
+    _compare_pairs,
     read_evidence,
     verdict,
 )
@@ -87,7 +87,7 @@ class Plain:
                 at = sum(run.opened > begin for begin in begins) - 1
                 sides[at][not run.own].append((late <= now, value if known <= min(late, now) else None))
             parts = [Part(share.percent, *of_share) for share, of_share in zip(evidence.shares, sides, strict=True)]
-            findings.append(_compared(metric, parts, PLAN.alpha))
+            findings.append(_compare_pairs(metric, parts, PLAN.alpha))
         found = msgspec.structs.replace(evidence, until=micros(now), findings=tuple(findings))
         return msgspec.structs.replace(found, verdict=verdict(found))
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from store.showing.dashboard.labels import bodies, correction
+from store.showing.dashboard.labels import correction, feedback_of_scores
 from store.showing.pages.errors import PageError
 
 
 def test_scores_with_comments() -> None:
     common = {"name": "label", "source": "dashboard"}
-    made = bodies({"score:a": "1", "score:b:c": " 0.25", "score:d": "", "comment:a": "right"})
+    made = feedback_of_scores({"score:a": "1", "score:b:c": " 0.25", "score:d": "", "comment:a": "right"})
     assert made == {"a": {**common, "value": 1.0, "text": "right"}, "b:c": {**common, "value": 0.25, "text": ""}}
 
 
@@ -26,11 +26,11 @@ def test_a_correction_is_the_same_signal_when_its_form_is_sent_again() -> None:
 @pytest.mark.parametrize(
     ("read", "form", "said"),
     [
-        (bodies, {}, "Give at least one"),
-        (bodies, {"score:a": "1.5"}, "from 0 to 1"),
-        (bodies, {"score:a": "nan"}, "from 0 to 1"),
-        (bodies, {"score:a": "x"}, "from 0 to 1"),
-        (bodies, {"score:a": "1", "comment:b": "why"}, "needs a score"),
+        (feedback_of_scores, {}, "Give at least one"),
+        (feedback_of_scores, {"score:a": "1.5"}, "from 0 to 1"),
+        (feedback_of_scores, {"score:a": "nan"}, "from 0 to 1"),
+        (feedback_of_scores, {"score:a": "x"}, "from 0 to 1"),
+        (feedback_of_scores, {"score:a": "1", "comment:b": "why"}, "needs a score"),
         (correction, {"correction": "b2"}, "number of a call"),
         (correction, {"call": "-1", "correction": "b2"}, "number of a call"),
         (correction, {"call": "0", "correction": " \n"}, "Write the answer"),

@@ -14,6 +14,7 @@ from store.showing.dashboard.gateway import Gateway
 from store.showing.dashboard.server import _SINGLE
 from store.showing.pages import groups as reading_groups
 from store.showing.pages import trajectories as reading
+from store.showing.pages.errors import PageError
 from store.showing.pages.history import History
 from tests.store.kit import checkpoint, completed, exchange, fill, opened, promoted, run_of_one_step, scored
 from tests.store.showing.dashboard.conftest import LISTS, URL, Open
@@ -267,6 +268,19 @@ def test_a_correction_stays_with_its_run_whatever_its_name_is(open_dashboard: Op
     assert re.findall(r'action="(/correct[^"?]*)', shown) == ["/correct/..%2Flabel%2Fg0"]
 
 
+def test_a_run_whose_name_ends_in_json_has_a_page_and_data(open_dashboard: Open, run_dir: Path) -> None:
+    """An address with `.json` is the data of the run without that ending if there is one: no run can hide another's."""
+    fill(run_dir, opened("x.json"), exchange("x.json"), opened("t0.json"), exchange("t0.json"))
+    client = open_dashboard()
+    page = client.get("/trajectory/x.json")
+    assert "<h1" in page.text
+    assert 'href="/trajectory/x.json.json"' in page.text
+    assert client.get("/trajectory/x.json.json").json()["trajectory"] == "x.json"
+    assert client.get("/trajectory/t0.json").json()["trajectory"] == "t0"
+    missing = client.get("/trajectory/none.json")
+    assert (missing.status_code, missing.json()["status"]) == (404, 404)
+
+
 def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> None:
     fill(run_dir, promoted(request="r", prompt="Play <well>.", replaces="Play."))
     client = open_dashboard()
@@ -275,14 +289,29 @@ def test_a_decision_shows_its_prompt(open_dashboard: Open, run_dir: Path) -> Non
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("status", [0, 502, 503, 504])
+@pytest.mark.parametrize("status", [0, 200, 302, 404, 502, 503, 504])
 async def test_pages_about_versions_do_without_a_gateway_that_is_away(
     monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """A proxy may say so for it."""
+    """A proxy or another server may answer in its place. A decision then says what to do."""
 
     def away(*_: object) -> None:
         raise GatewayError("away", status)
 
     monkeypatch.setattr(GatewayApi, "ask", away)
-    assert await Gateway(Config(ui=UiConfig(gateway_url="http://gateway"))).policies("key") is None
+    gateway = Gateway(Config(ui=UiConfig(gateway_url="http://gateway")))
+    assert await gateway.policies("key") is None
+    with pytest.raises(PageError, match=r"ui\.gateway_url" if status == 404 else "away") as refused:
+        await gateway.decide("key", "m", "promote", {})
+    assert refused.value.status == (status if status > 404 else 503)
+
+
+@pytest.mark.anyio
+async def test_a_refusal_of_the_gateway_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise GatewayError("no such model", 404, "model_not_found")
+
+    monkeypatch.setattr(GatewayApi, "ask", refuse)
+    with pytest.raises(PageError, match="no such model") as refused:
+        await Gateway(Config(ui=UiConfig(gateway_url="http://gateway"))).decide("key", "m", "promote", {})
+    assert refused.value.status == 404
