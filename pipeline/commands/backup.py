@@ -68,7 +68,7 @@ def backup(config: Config, folder: Path) -> Manifest:
     require_empty(folder)
     inside = config.path(config.store.dir).resolve() == config.path(_STORE).resolve()
     left_out = _LEFT_OUT if inside else (*_LEFT_OUT, _STORE)
-    with folder_lock.hold(run_dir, "journeywork backup"):
+    with folder_lock.lock_exclusively(run_dir, "journeywork backup"):
         folder_lock.make_private(folder)
         names = ((name.partition("/")[0], name) for name in _files(run_dir))
         copied = (name for top, name in names if top not in left_out and not top.endswith(".lock"))

@@ -212,7 +212,7 @@ def _up(args: argparse.Namespace) -> None:
     os.umask(0o077)  # only the owner may read a run's files
     folder_lock.make_private(Path(config.run_dir))
     log_file = config.path("logs", "supervisor.log")
-    with folder_lock.hold(Path(config.run_dir)) as lock:
+    with folder_lock.lock_exclusively(Path(config.run_dir)) as lock:
         require_same_bases(config)
         _check_by_services(config, planned, specs)
         check_ports(planned, [spec.name for spec in specs])
@@ -277,7 +277,7 @@ def _exec(args: argparse.Namespace) -> None:
     spec = make(config, args.port, args.host)
     os.umask(0o077)
     folder_lock.make_private(Path(config.run_dir))
-    folder_lock.for_server(Path(config.run_dir), args.server)
+    folder_lock.lock_for_server(Path(config.run_dir), args.server)
     if spec.prepare is not None:
         spec.prepare()
     os.execve(spec.argv[0], list(spec.argv), spec.environment(config))  # noqa: S606 - no shell on purpose

@@ -57,14 +57,14 @@ _PROVIDERS = {
 
 def variable_names(config: Config, process: str) -> tuple[str, ...]:
     """Return the names (and beginnings with `*`) of the variables that `process` gets."""
-    own = [name for _, name in _variables_in_settings(config, process)]
+    names = [name for _, name in _variables_in_settings(config, process)]
     if process == "judge":
-        own += _key_variables(config.judge.model)
+        names += _key_variables(config.judge.model)
         if config.teacher.url:
-            own += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
+            names += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
     if process == "gateway" and config.outside:
-        own += _OUTWARD
-    return (*EVERY, *NEEDS.get(process, ()), *own, *config.environment.get(process, ()))
+        names += _OUTWARD
+    return (*EVERY, *NEEDS.get(process, ()), *names, *config.environment.get(process, ()))
 
 
 def _variables_in_settings(config: Config, process: str) -> list[tuple[str, str]]:

@@ -141,7 +141,7 @@ def test_a_run_that_can_t_be_copied_is_refused(stopped: Config, tmp_path: Path) 
     run_dir = Path(stopped.run_dir)
     with pytest.raises(ConfigError, match="inside of the run directory"):
         backup(stopped, run_dir / "copy")
-    with folder_lock.hold(run_dir), pytest.raises(folder_lock.InstallationInUseError):
+    with folder_lock.lock_exclusively(run_dir), pytest.raises(folder_lock.InstallationInUseError):
         backup(stopped, tmp_path / "copy")
     (run_dir / "nats").rename(tmp_path / "nats")
     with pytest.raises(ConfigError, match="a NATS server of your own"):

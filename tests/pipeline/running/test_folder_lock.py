@@ -69,7 +69,7 @@ def test_a_run_directory_in_use_is_refused_and_not_touched(tmp_path: Path, capsy
         assert files(tmp_path) == before
     finally:
         assert end(process, signal.SIGTERM) == 0
-    with folder_lock.hold(tmp_path):
+    with folder_lock.lock_exclusively(tmp_path):
         pass
 
 
@@ -78,7 +78,7 @@ import sys
 from pathlib import Path
 from pipeline.running import folder_lock
 for server in sys.argv[2:]:
-    folder_lock.for_server(Path(sys.argv[1]), server)
+    folder_lock.lock_for_server(Path(sys.argv[1]), server)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -88,7 +88,7 @@ LEFT = """
 import subprocess, sys
 from pathlib import Path
 from pipeline.running import folder_lock
-with folder_lock.hold(Path(sys.argv[1])) as lock:
+with folder_lock.lock_exclusively(Path(sys.argv[1])) as lock:
     child = subprocess.Popen(["sleep", "600"], pass_fds=(lock,), stdout=subprocess.DEVNULL)
     print(child.pid, flush=True)
     sys.stdin.read()
@@ -103,14 +103,17 @@ def test_nothing_starts_beside_what_a_killed_up_left_behind(tmp_path: Path) -> N
         child = int(up.stdout.readline())
         up.kill()
     said = rf"journeywork up \(process {up.pid}, or what it started\) runs there;"
-    for lock in (partial(folder_lock.for_server, tmp_path, "nats"), folder_lock.hold(tmp_path).__enter__):
+    for lock in (
+        partial(folder_lock.lock_for_server, tmp_path, "nats"),
+        folder_lock.lock_exclusively(tmp_path).__enter__,
+    ):
         with pytest.raises(InstallationInUseError, match=said):
             lock()
     ended = os.pidfd_open(child)
     os.kill(child, signal.SIGKILL)
     select.select([ended], [], [])
     os.close(ended)
-    with folder_lock.hold(tmp_path):
+    with folder_lock.lock_exclusively(tmp_path):
         pass
 
 
@@ -120,10 +123,10 @@ def test_servers_of_exec_share_a_run_directory_but_not_with_up_and_one_of_them_i
         assert servers.stdout is not None
         assert servers.stdout.readline() == b"held\n"
         refused = pytest.raises(InstallationInUseError, match="a server of journeywork exec runs there;")
-        with refused, folder_lock.hold(tmp_path):
+        with refused, folder_lock.lock_exclusively(tmp_path):
             pass
         again = subprocess.run([*command[:4], "nats"], capture_output=True, text=True)
         assert f"journeywork exec nats (process {servers.pid}, or what it started) runs there;" in again.stderr
         servers.communicate()
-    with folder_lock.hold(tmp_path):
+    with folder_lock.lock_exclusively(tmp_path):
         pass
