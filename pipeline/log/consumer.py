@@ -65,8 +65,8 @@ async def keep_alive(client: FastClient, spec: streams.ConsumerSpec, replies: Ca
 
 
 async def require_consumer(reader: StreamReader, spec: streams.ConsumerSpec, gone: ConsumerGoneError) -> None:
-    """Log that a consumer gave nothing: its server is away, or elects a leader. Raises `BrokerError` if the consumer
-    does not exist."""
+    """Find out why pulling `spec` failed with `gone`. Raises `BrokerError` if the consumer does not exist any more, or
+    may not be asked about; else logs that its server is away, or elects a leader."""
     why = str(gone)
     try:
         await reader.js.consumer_info(spec.stream, spec.name)
@@ -118,8 +118,10 @@ class Delivery(LogEntry[AnyEvent]):
         self.consumption.settle(self)
 
     async def _is_on_log(self) -> bool:
-        """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power
-        cut, the acknowledgement would be another message's, and no consumer would get that message."""
+        """Return whether the log still holds the message that was delivered. The server is asked only if the connection
+        broke since."""
+        # An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power cut,
+        # it would acknowledge another message, and no consumer would get that one.
         reader = self.consumption.reader
         if reader.client.stats["reconnects"] == self.reconnects:
             return True
@@ -168,7 +170,7 @@ class Consumption:
         if self._trial is not None:  # nothing else is handed out while a message is handled alone
             with anyio.move_on_after(ALONE_S):
                 await self._trial.settled.wait()
-            await self._end_trial(self._trial.deaths)
+            await self._end_trial()
         if self._redelivered:
             return await self._try_alone()
         out: list[Delivery] = []
@@ -195,7 +197,8 @@ class Consumption:
         return out or await self._try_alone()
 
     async def _try_alone(self) -> list[Delivery]:
-        """Return the next message that was delivered before, to be handled alone; none if there is none.
+        """Return the next message that was delivered before, as a list of one, to be handled alone; an empty list if
+        there is none. One that has ended its process too often becomes a dead letter.
 
         A death is counted in advance, because a process that is killed can't count it. `_end_trial` takes it back."""
         while self._redelivered:
@@ -215,12 +218,12 @@ class Consumption:
             return [delivery]
         return []
 
-    async def _end_trial(self, deaths: int) -> None:
-        """Let the next message be handled. `deaths`: how often the one that was handled alone has ended its process. It
-        replaces the number that `_try_alone` recorded, which was one too high."""
+    async def _end_trial(self) -> None:
+        """Let other messages be handled beside the one that was handled alone, and take back the death that
+        `_try_alone` has counted for that one in advance."""
         assert self._trial is not None
-        delivery, self._trial = self._trial.delivery, None
-        await self._deaths.record(delivery.stream, delivery.place, deaths)
+        trial, self._trial = self._trial, None
+        await self._deaths.record(trial.delivery.stream, trial.delivery.place, trial.deaths)
 
     def settle(self, delivery: Delivery) -> None:
         """Forget a delivery that was acknowledged or given back."""
@@ -230,7 +233,8 @@ class Consumption:
             self._trial.settled.set()
 
     def accuse(self, delivery: Delivery) -> None:
-        """Count the death of this process, if it comes, as caused by a delivery."""
+        """Remember that the handler of a delivery raised. If the exception ends this process, `close` counts a death of
+        that message."""
         if self.spec.max_deaths and delivery in self.unsettled:
             self._culprits.add(delivery)
 
@@ -245,13 +249,13 @@ class Consumption:
             if self._trial is not None:
                 if own_fault and not culprits:
                     culprits = {self._trial.delivery}
-                await self._end_trial(self._trial.deaths)
+                await self._end_trial()
             for delivery in culprits:
                 deaths = await self._deaths.count(delivery.stream, delivery.place)
                 await self._deaths.record(delivery.stream, delivery.place, deaths + 1)
         finally:
-            # After the deaths, which the next process of a message reads. Also where they can't be recorded, or not in
-            # the caller's time: their bucket may be away while the stream is not.
+            # Deliveries are given back after the deaths are recorded, because their next process reads these. They are
+            # given back too if the deaths can't be recorded, or not in time: the bucket may be away, the stream not.
             with anyio.move_on_after(_GIVING_BACK_S, shield=True):
                 for reply in self.replies():
                     await self.reader.client.publish(reply, Msg.Ack.Nak)
@@ -281,7 +285,8 @@ class Consumption:
 
 @contextmanager
 def handling(deliveries: Iterable[Delivery]) -> Iterator[None]:
-    """Count an exception that leaves the block and ends the process as caused by `deliveries`."""
+    """Handle `deliveries` in the block. An exception that leaves it and ends the process counts as a death by them
+    (`Consumption.close`)."""
     try:
         yield
     except Exception:
@@ -291,6 +296,7 @@ def handling(deliveries: Iterable[Delivery]) -> Iterator[None]:
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether a service fails by itself: it was not cancelled, and neither the log nor a setting failed."""
-    others = BrokerError | ConfigError | nats.errors.Error
-    return any(isinstance(e, Exception) and not isinstance(e, others) for e in leaves(error))
+    """Return whether `error`, with which a service ends, is a fault of the service's own code: it holds an exception
+    that is no cancellation and is not about the log or a setting."""
+    outside_causes = BrokerError | ConfigError | nats.errors.Error
+    return any(isinstance(e, Exception) and not isinstance(e, outside_causes) for e in leaves(error))

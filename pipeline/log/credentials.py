@@ -38,7 +38,8 @@ def make_client(config: NatsConfig) -> FastClient:
 
 
 def options(config: NatsConfig, name: str) -> dict[str, Any]:
-    """Return the arguments of nats-py's `connect` for authentication and TLS of the connection called `name`."""
+    """Return the arguments of nats-py's `connect` for authentication and TLS of the connection called `name`, which
+    decides its NATS user. Raises `ConfigError` for an address with a password, and files that can't be used."""
     if any(map(names_user, config.servers)):
         raise ConfigError(
             "nats.url: an address must not hold a user name, password or token; use nats.users or nats.nkey_seed"

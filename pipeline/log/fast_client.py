@@ -36,7 +36,9 @@ from nats.protocol.parser import Parser
 _DEADLINES_EVERY_S = 0.25
 """Seconds between two checks whether an acknowledgement is overdue."""
 _FLUSH_S = 2
+"""Longest wait for the server's word that it has all that was sent, in seconds."""
 _ACKS_PER_WRITE = 500
+"""Acknowledgements in one write: about 40 KB."""
 
 
 class _Error(msgspec.Struct):
@@ -233,7 +235,9 @@ class FastClient(Client):  # type: ignore[misc]
         self._waiting: dict[bytes, tuple[asyncio.Future[bytes], float]] = {}
         """Last token of the reply subject to the acknowledgement and the time at which to give up on it."""
         self._unsent: list[bytes] = []
+        """Commands that `_send` writes at the end of this turn of the event loop."""
         self._count = 0
+        """Publishes so far, from which tokens are made."""
         self._timer: asyncio.TimerHandle | None = None
         self._reader: asyncio.StreamReader | None = None
         """The connection's reader, once its bytes are watched."""
@@ -255,7 +259,8 @@ class FastClient(Client):  # type: ignore[misc]
             self._transport = None
 
     def watch_socket(self) -> None:
-        """See the connection's bytes where they arrive from now on, before any task of nats-py wakes."""
+        """From now on, cut acknowledgements and pulled messages out of the connection's bytes as the socket delivers
+        them, before any task of nats-py wakes. Does nothing if this connection is watched already."""
         reader = getattr(self._transport, "_io_reader", None)
         if reader is None or reader is self._reader:
             return
@@ -389,13 +394,13 @@ class FastClient(Client):  # type: ignore[misc]
         """Acknowledge deliveries by their reply subjects, many in one write. A lost acknowledgement leads to
         redelivery."""
         for i in range(0, len(replies), _ACKS_PER_WRITE):
-            some = replies[i : i + _ACKS_PER_WRITE]
+            batch = replies[i : i + _ACKS_PER_WRITE]
             if self.is_connected:
-                self._transport.write(b"".join([b"PUB %b 0\r\n\r\n" % reply.encode() for reply in some]))
+                self._transport.write(b"".join([b"PUB %b 0\r\n\r\n" % reply.encode() for reply in batch]))
                 with contextlib.suppress(OSError):  # the connection broke: the server delivers them again
                     await self._transport.drain()
             else:
-                for reply in some:
+                for reply in batch:
                     await self.publish(reply)
 
 

@@ -45,7 +45,8 @@ def retention(nats: NatsConfig) -> str:
 
 
 async def trim(broker: Broker, max_memory: int) -> None:
-    """Delete the oldest events of streams with too many subjects. Raises `BrokerError` and nats-py's errors."""
+    """Delete the oldest events of streams with more subjects than fit into `max_memory` bytes, but none that a service
+    still has to read. Raises `BrokerError` and nats-py's errors."""
     for name in MEMORY_SHARES:
         state = (await broker.stream_info(name)).state
         most, subjects = most_subjects(max_memory, name), await broker.count_subjects(name)

@@ -37,6 +37,6 @@ def subject_filter(event: type[Event], **keys: str | int) -> str:
 
 
 def keys_of(event: Event) -> dict[str, Any]:
-    """Return the keys that select the events on the subject of `event`."""
+    """Return the fields that are part of the subject of `event`, as the `keys` of `subject_filter` and of reads."""
     names = (*event.subject_fields, event.last_subject_field[0])
     return {name: getattr(event, name) for name in names if name}
