@@ -33,9 +33,9 @@ def table(head: str, rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _doc(thing: object) -> str:
-    """Return a docstring without its indentation."""
-    return inspect.cleandoc(thing.__doc__ or "")
+def _doc(documented: object) -> str:
+    """Return the docstring of a class or module without its indentation."""
+    return inspect.cleandoc(documented.__doc__ or "")
 
 
 # -- events --------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def _fields(struct: type[msgspec.Struct]) -> str:
 
 
 def _structs() -> list[type[msgspec.Struct]]:
-    """Structs in fields of events, alone or in lists."""
+    """Return the structs that occur in fields of events, alone or in lists, at any depth, by name."""
     structs: dict[str, type[msgspec.Struct]] = {}
     waiting: list[type[msgspec.Struct]] = list(events.EVENTS)
     while waiting:
@@ -98,27 +98,30 @@ def events_page() -> str:
 
 
 def _days(seconds: float) -> str:
-    """Return an age; 0 stands for one without end."""
+    """Return an age as text, such as `2 days`; 0 stands for one without end."""
     return f"{seconds / streams.DAY_S:g} days" if seconds else "for ever"
 
 
 def _names(values: Iterable[str]) -> str:
+    """Return names as code of Markdown, with commas between them."""
     return ", ".join(f"`{v}`" for v in values)
 
 
 def _rights_of(user: users.User) -> str:
-    """Return the rights of a NATS user as its row shows them."""
-    given = {name: value for name in schema.docstrings(users.User) if (value := getattr(user, name))}
-    return "; ".join(name if value is True else f"{name} {_names(value)}" for name, value in given.items())
+    """Return the rights of a NATS user as text: the documented fields of its `User` that are not empty."""
+    rights = {name: value for name in schema.docstrings(users.User) if (value := getattr(user, name))}
+    return "; ".join(name if value is True else f"{name} {_names(value)}" for name, value in rights.items())
 
 
 def _stream_row(spec: streams.StreamSpec) -> tuple[str, ...]:
+    """Return the cells of a stream's row in the table of `streams_page`."""
     limit = f"{100 * spec.share:g} %; {spec.at_limit}" if spec.share else "no limit"
-    kept, window = _days(spec.max_age_s), f"{spec.duplicate_window_s:g} s"
-    return f"`{spec.name}`", _names(spec.subjects), spec.purpose, kept, limit, window
+    age, window = _days(spec.max_age_s), f"{spec.duplicate_window_s:g} s"
+    return f"`{spec.name}`", _names(spec.subjects), spec.purpose, age, limit, window
 
 
 def _consumer_row(spec: streams.ConsumerSpec) -> tuple[str, ...]:
+    """Return the cells of a consumer's row in the table of `streams_page`."""
     names = f"`{spec.name}`", f"`{spec.stream}`", _names(spec.subjects), spec.purpose
     return *names, f"{spec.ack_wait_s:g} s", f"{spec.max_deliver:,}", f"{spec.max_ack_pending:,}", spec.start
 
@@ -190,14 +193,14 @@ def setting_rows(prefix: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, 
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
-        many = isinstance(default, tuple) and default and isinstance(default[0], config.Section)
-        if isinstance(default, config.Section) or many:
+        is_list_of_tables = isinstance(default, tuple) and default and isinstance(default[0], config.Section)
+        if isinstance(default, config.Section) or is_list_of_tables:
             continue
-        shown = "required" if field.required else f"`{msgspec.json.encode(default).decode()}`"
+        default_text = "required" if field.required else f"`{msgspec.json.encode(default).decode()}`"
         yield (
             f"`{prefix}{field.name}`",
             f"`{_type_name(hints[field.name])}`{_limits(limited[field.name])}",
-            shown,
+            default_text,
             docs.get(field.name, ""),
         )
 

@@ -291,8 +291,8 @@ def _key_token(name: str) -> str:
 
 
 def trainer_consumer(branch: str) -> ConsumerSpec:
-    """Return the consumer of the trainer of a branch. That of `main` gets every group and skips those of other
-    branches."""
+    """Return the consumer of the trainer of a branch. The server sends it the groups of its branch only; that of `main`
+    gets those of all branches, and the trainer skips the others."""
     spec = consumer("trainer")
     if branch == "main":
         return spec

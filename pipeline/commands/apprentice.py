@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def best_runs(config: Config, master: str | None, runs: int, least: float) -> str:
-    """Return the query for the best runs of an outside model. Raises `ConfigError` if a model must not learn from
-    them."""
+    """Return the SQL query for the best runs of the outside model `master`, or of the only one of the settings: at most
+    `runs`, with a reward of at least `least`. Raises `ConfigError` if a model must not learn from them."""
     names = sorted({table.name for table in config.outside})
     if master is None and len(names) != 1:
         raise ConfigError(f"--master: name one of the outside models of the settings: {', '.join(names) or 'none'}")
@@ -100,9 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("store.datasets.command", dataset),
         ("trainer.commands.train", ["--on", out, "--as", "sft", *training]),
     ):
-        done = subprocess.run([sys.executable, "-m", module, *arguments, *installation], check=False)
-        if done.returncode:
-            raise SystemExit(done.returncode)
+        status = subprocess.run([sys.executable, "-m", module, *arguments, *installation], check=False).returncode
+        if status:
+            raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ Letter = LogEntry[DeadLettered]
 
 
 async def find(broker: Broker, seqs: Sequence[int]) -> list[Letter]:
-    """Return the letters with these sequences. Raises `BrokerError` naming the first that does not exist."""
+    """Return the letters with these sequences in the stream DEAD. Raises `BrokerError` naming the first that does not
+    exist."""
     letters = {letter.seq: letter for letter in await broker.read(DeadLettered)}
     for seq in seqs:
         if seq not in letters:

@@ -124,11 +124,11 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     """Name of the API key that opened the group's first trajectory to complete."""
 
     def discarded(self, **fields: Any) -> GroupDiscarded:
-        """Return the event that the group's trajectories, or those of `fields`, are not trained. `fields` are of the
-        event, `reason` and `by` among them."""
-        shared = ("project", "model", "group", "split", "branch", "owner", "judge")
-        own = {name: getattr(self, name) for name in shared}
-        return GroupDiscarded(**{**own, "trajectories": tuple(m.trajectory for m in self.members), **fields})
+        """Return the event that discards this group, all of its trajectories. `fields`: those of the event that the
+        group does not have, such as `reason` and `by`, and others to replace the group's."""
+        shared_names = ("project", "model", "group", "split", "branch", "owner", "judge")
+        shared = {name: getattr(self, name) for name in shared_names}
+        return GroupDiscarded(**{**shared, "trajectories": tuple(m.trajectory for m in self.members), **fields})
 
 
 DiscardReason = Literal[

@@ -40,8 +40,8 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the API key that requested the batch. Batches of different keys with one id are different batches."""
 
     def on_branch(self, groups: Collection[str]) -> TrainingBatch:
-        """Return the batch for a branch onto which `groups` are published together: others would be waited for in
-        vain."""
+        """Return the batch for a branch on which only `groups` are published: without its other groups, for which the
+        trainer of that branch would wait."""
         return msgspec.structs.replace(self, groups=tuple(g for g in self.groups if g in groups))
 
 

@@ -21,6 +21,7 @@ _service = "journeywork"
 _ALWAYS = ("at", "level", "service", "logger", "event", "exception")
 """Fields of every line, and the traceback of one with an exception. All others are a line's own."""
 _MOST_ERRORS = 5
+"""Error lines of a service that are shown."""
 
 
 class _JsonFormatter(logging.Formatter):

@@ -18,11 +18,13 @@ from pipeline.events import AnyEvent, ExchangeRecorded, GroupScored, TrajectoryC
 from pipeline.log.broker import Broker, Consumption, LogEntry
 from pipeline.running.service import Ready, main
 from pipeline.tracing import langfuse, spans
-from pipeline.tracing.backend import TraceBackend, requests_of, send
+from pipeline.tracing.backend import TraceBackend, send, split_into_requests
 from pipeline.tracing.trace import Run, caller, make_run
 
 BATCH = 512
+"""Events whose spans are made and sent together."""
 _REMEMBERED = 10_000
+"""Trajectories whose `Run` is remembered."""
 
 
 class SpanMaker:
@@ -49,20 +51,21 @@ class SpanMaker:
                 last = await self._broker.read_last(ExchangeRecorded, **keys) if shown else None
                 return [spans.run_span(event, run, last.event if last else None, shown)], []
             case GroupScored():
-                made: list[ReadableSpan] = []
+                verdict_spans: list[ReadableSpan] = []
                 scores: list[langfuse.Score] = []
                 for member in event.members:
                     run = await self._run(event.project, member.trajectory, event.group, event.model)
-                    made.append(spans.verdict_span(event, member, run, shown))
+                    verdict_spans.append(spans.verdict_span(event, member, run, shown))
                     scores += langfuse.scores(event, member, run, shown)
-                return made, scores
+                return verdict_spans, scores
             case _:
                 return [], []
 
     async def _run(
         self, project: str, trajectory: str, group: str, model: str, call: LogEntry[AnyEvent] | None = None
     ) -> Run:
-        """Return a trajectory as its spans show it. `call` is one of its calls."""
+        """Return a trajectory as its spans show it. `group` and `model`: of the event, for a trajectory whose opening
+        has left the log. `call`: one of its calls, if the caller has one, which may save a read of the first."""
         key = (project, trajectory)
         if key not in self._runs:
             opened = await self._broker.read_last(TrajectoryOpened, project=project, trajectory=trajectory)
@@ -75,7 +78,8 @@ class SpanMaker:
         return self._runs[key]
 
     async def _first_headers(self, project: str, trajectory: str, call: LogEntry[AnyEvent] | None) -> Mapping[str, str]:
-        """Return the headers of a trajectory's first call: all its spans are in the trace that this call brought."""
+        """Return the headers of a trajectory's first call, whose `traceparent` decides the trace of all its spans. They
+        are read from the log unless `call` is that call; empty if the log no longer holds it."""
         if call is not None and isinstance(call.event, ExchangeRecorded) and not call.event.seq:
             return call.headers
         page = await self._broker.read_page(ExchangeRecorded, project=project, trajectory=trajectory)
@@ -83,18 +87,22 @@ class SpanMaker:
 
 
 async def export(
-    messages: Consumption, maker: SpanMaker, backend: TraceBackend, to: langfuse.Destination | None
+    messages: Consumption, maker: SpanMaker, backend: TraceBackend, scores_to: langfuse.Destination | None
 ) -> None:
-    """Export the spans and scores of one consumer's events, and acknowledge the events when the backend has them.
-
-    `to`: where scores are written; None: nowhere."""
+    """Export the spans and scores of one consumer's events, and acknowledge the events when the backend has them, until
+    cancelled. `scores_to`: where scores are written; None: nowhere."""
     while True:
         batch = await messages.batch(BATCH)
-        made = [await maker.make(delivery) for delivery in batch]
-        for request in requests_of([span for some, _ in made for span in some]):
+        all_spans: list[ReadableSpan] = []
+        all_scores: list[langfuse.Score] = []
+        for delivery in batch:
+            event_spans, event_scores = await maker.make(delivery)
+            all_spans += event_spans
+            all_scores += event_scores
+        for request in split_into_requests(all_spans):
             await send(backend, request)
-        if to is not None and (scores := [score for _, some in made for score in some]):
-            await langfuse.put(to, scores)
+        if scores_to is not None and all_scores:
+            await langfuse.put(scores_to, all_scores)
         for delivery in batch:
             await delivery.ack()
 
@@ -115,7 +123,7 @@ async def serve(config: Config, ready: Ready) -> None:
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` if the service could not start with these settings."""
+    """Raise `ConfigError` if the environment names no usable trace backend, so that the service could not start."""
     TraceBackend.from_environment().close()
 
 

@@ -29,7 +29,8 @@ _METADATA = "langfuse.observation.metadata."
 
 
 def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None, shown: bool) -> ReadableSpan:
-    """Return the span of the whole run. `last` is its last call, whose reply is the run's output."""
+    """Return the span of the whole run. `last` is its last call, whose reply is the run's output; `shown`: whether
+    prompts and replies are part of it."""
     attributes = run.attributes("agent", version_name(event.model, event.last_step)) | {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.provider.name": "journeywork",
@@ -58,8 +59,10 @@ def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None
 
 
 def call_span(event: ExchangeRecorded, run: Run, shown: bool, called_by: tuple[int, int] | None) -> ReadableSpan:
-    """Return the span of one model call. `called_by`: trace and span of the agent's own span of this call."""
+    """Return the span of one model call. `shown`: whether prompt and reply are part of it. `called_by`: trace and span
+    of the agent's own span of this call."""
     request, response = document(event.request), document(event.response)
+    # A provider's count, else the number of packed ids of four bytes each.
     prompt = event.input_tokens or len(event.prompt_ids) // 4
     sampled = event.output_tokens or len(event.sampled_ids) // 4
     usage = {"input": prompt, "output": sampled, "total": prompt + sampled}
@@ -119,20 +122,21 @@ def verdict_span_id(event: GroupScored, trajectory: str) -> int:
 
 
 def verdict_span(event: GroupScored, member: Member, run: Run, shown: bool) -> ReadableSpan:
-    """Return the span of the verdicts on one trajectory."""
+    """Return the span of the verdicts on one trajectory of a scored group, the `member`, with an event for each score.
+    `shown`: whether explanations are part of it."""
     results = []
     for verdict in event.verdicts:
         for score in verdict.scores:
             if score.trajectory == member.trajectory:
-                said: Attributes = {
+                result: Attributes = {
                     "gen_ai.evaluation.name": verdict.rubric or verdict.judge_model,
                     "gen_ai.evaluation.score.value": score.score,
                 }
                 if score.call >= 0:
-                    said[f"{_METADATA}call"] = score.call
+                    result[f"{_METADATA}call"] = score.call
                 if shown and score.explanation:
-                    said["gen_ai.evaluation.explanation"] = score.explanation
-                results.append(SpanEvent("gen_ai.evaluation.result", said, event.at * 1000))
+                    result["gen_ai.evaluation.explanation"] = score.explanation
+                results.append(SpanEvent("gen_ai.evaluation.result", result, event.at * 1000))
     attributes = run.attributes("evaluator", version_name(event.model, member.last_step)) | {
         f"{_METADATA}reward": member.reward,
         f"{_METADATA}judge": event.judge,

@@ -61,8 +61,9 @@ def caller(project: str, trajectory: str, headers: Mapping[str, str]) -> tuple[i
     match = _TRACEPARENT.match(headers.get("traceparent", ""))
     if match is None or not int(match[1], 16) or not int(match[2], 16):
         return None
-    context = int(match[1], 16), int(match[2], 16)
-    return None if context[1] == root_span_id(project, trajectory) else context
+    trace, span = int(match[1], 16), int(match[2], 16)
+    # Where the caller sent none, the gateway writes the header of `traceparent`, which names the run's own span.
+    return None if span == root_span_id(project, trajectory) else (trace, span)
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +83,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return root_span_id(self.project, self.trajectory)
 
     def attributes(self, kind: str, version: str) -> Attributes:
-        """Return those of a span of a `kind` of observation, of a policy version (may be empty)."""
+        """Return the attributes of a span of this run: the common ones, Langfuse's `kind` of observation, and the
+        policy version, which may be empty."""
         of_version = {"langfuse.version": version} if version else {}
         return {**self.common, "langfuse.observation.type": kind, **of_version}
 
@@ -158,7 +160,8 @@ def span(
     links: Sequence[Link] = (),
     failed: str = "",
 ) -> ReadableSpan:
-    """Return a finished span. `above` is the id of its parent, 0 for none; times are in microseconds."""
+    """Return a finished span with the id `own` in a trace. `above`: the id of its parent, 0 for none. Times are in
+    microseconds; a start of 0 stands for the end. `failed`: why it failed, empty if it did not."""
     if failed:
         attributes = attributes | {"error.type": failed}
     return ReadableSpan(
