@@ -33,13 +33,14 @@ _WRONG_EVENT_DELAY_S = 1.0
 async def compare_answers(
     ruler: LlmRuler, call: ExchangeRecorded, model: str, outside: str, outside_answer: bytes, policy_answer: bytes
 ) -> AnswersCompared:
-    """Score the answers of the model `outside` and of the policy `model` to a call: two chat completions. Raises
-    `UnscoredError` if the judge can't be had, and `HistoryGoneError` if the call has no messages."""
-    shown: list[Transcript] = []
+    """Have the judge model score two answers to one call, and return the scores as an event. `outside` and `model`: the
+    names of the outside model and of the policy; their answers are chat completions. Raises `UnscoredError` if the
+    judge model gives no scores, and `HistoryGoneError` if the call has no messages."""
+    answers: list[Transcript] = []
     for role, response in (("outside", outside_answer), ("apprentice", policy_answer)):
-        answered = msgspec.structs.replace(call, response=response, status="complete", side_call=False)
-        shown.append(from_exchanges(role, [answered]))
-    scores, verdicts = await ruler.retry(partial(ruler.judge, shown, count=False), call.trajectory)
+        answered_call = msgspec.structs.replace(call, response=response, status="complete", side_call=False)
+        answers.append(from_exchanges(role, [answered_call]))
+    scores, verdicts = await ruler.retry(partial(ruler.judge, answers, count=False), call.trajectory)
     return AnswersCompared(
         project=call.project,
         trajectory=call.trajectory,
@@ -86,8 +87,9 @@ class ShadowJudge:
             await delivery.ack()
 
     async def _compare(self, shadow: ShadowAnswered) -> None:
-        """Publish the comparison of a shadow call, once. Nothing is asked about answers that say the same, over budget,
-        without a judge model, and where the outside model's call has left the log."""
+        """Publish the comparison of a shadow call, unless it is on the log already. A call is not compared if both
+        answers are the same, learning is over budget, there is no judge model, or the log lost the outside model's
+        answer."""
         if self._ruler is None or shadow.same or await self._budget.refusal(f"{shadow.trajectory}/{shadow.call}"):
             return
         names: dict[str, Any] = {"project": shadow.project, "trajectory": shadow.trajectory}

@@ -41,7 +41,8 @@ class Group:
     signals: tuple[SignalGiven, ...] = ()
     """What was said about its runs until it was ready, in the order of the log."""
     again: bool = False
-    """Whether it was discarded before for want of a reward, and is scored once more since feedback came late."""
+    """Whether it was discarded because it had no reward, and is scored once more because late feedback may give it
+    one."""
 
     @property
     def trajectories(self) -> frozenset[str]:
@@ -66,7 +67,7 @@ class GroupOnLog:
 
 
 def key_of(event: TrajectoryCompleted | GroupTimedOut | FeedbackTimedOut | SignalGiven) -> GroupKey:
-    """Return the group of a completed trajectory, a time-out or a signal."""
+    """Return the key of the group to which a completed trajectory, a time-out or a signal belongs."""
     group = event.group_key if isinstance(event, TrajectoryCompleted) else event.group
     return GroupKey(event.project, event.model, group, event.split)
 
@@ -124,7 +125,7 @@ def read_group(
 
 
 def _lacks_feedback(members: Mapping[str, Completion], signals: Iterable[SignalGiven], awaited: frozenset[str]) -> bool:
-    """Whether a run that can be scored lacks feedback with one of the names `awaited`."""
-    there = {(s.trajectory, s.name) for s in signals if s.kind == "number" and s.call < 0}
+    """Return whether a member that can be scored has no number about the run under one of the names `awaited`."""
+    with_feedback = {(s.trajectory, s.name) for s in signals if s.kind == "number" and s.call < 0}
     scorable = [a.event.trajectory for a in members.values() if a.event.outcome == "scored"]
-    return any((run, name) not in there for name in awaited for run in scorable)
+    return any((run, name) not in with_feedback for name in awaited for run in scorable)

@@ -126,7 +126,8 @@ class LiteLlmClient:
 
 
 def _read(response: Any, model: str, latency_s: float) -> ModelReply:
-    """Read litellm's response. `model` stands in for a missing name. A response without a choice has no text."""
+    """Return litellm's response as a `ModelReply`. `model`: the name to use if the response has none. Without a choice
+    the text is empty."""
     choice, usage = response.choices[0] if response.choices else None, response.usage
     cost = float((getattr(response, "_hidden_params", None) or {}).get("response_cost") or 0.0)
     return ModelReply(
@@ -141,7 +142,7 @@ def _read(response: Any, model: str, latency_s: float) -> ModelReply:
 
 
 def _tokens(count: int) -> int:
-    """Return a count of tokens, 0 for what is none."""
+    """Return a server's count of tokens, 0 in place of a negative or absurdly large one."""
     return count if 0 <= count < _MAX_TOKENS else 0
 
 

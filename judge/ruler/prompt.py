@@ -128,12 +128,13 @@ class Prompt:
 
 
 BuildPrompt = Callable[[Rubric, random.Random, int], Prompt]
-"""Builds a prompt of a question whose texts are known: from the rubric, the random numbers for its ids, and the longest
-length in tokens."""
+"""Builds a prompt about certain texts. Takes the rubric, the random numbers for ids and nonce, and the longest length
+in tokens."""
 
 
 def sanitize(text: str) -> str:
-    """Remove characters that hide or reorder text, and break up chat template tokens."""
+    """Return the text without characters that hide or reorder text, and with spaces in chat template tokens, so that no
+    tokenizer takes them for its own."""
     if not text.isascii() or not text.isprintable():
         text = _INVISIBLE.sub("", text.replace("\r\n", "\n"))
     return _TEMPLATE_TOKENS.sub(lambda m: f"{m.group()[0]} {m.group()[1:-1]} {m.group()[-1]}", text)
@@ -149,7 +150,8 @@ def draw_id(rng: random.Random, taken: set[str]) -> str:
 
 
 def _room(question: Question, rubric: Rubric, count: int, context_tokens: int) -> int:
-    """Return the bytes for `count` blocks in a prompt of `context_tokens`, without rubric and instructions."""
+    """Return how many bytes of text fit into a prompt of `context_tokens` about `count` blocks, beside the rubric and
+    the instructions; at least `_MIN_ROOM`."""
     around = utf8_size(question.system) + utf8_size(rubric.text) + count * 8 + _REMINDER_BYTES + 2 * _LABEL_BYTES
     return max(context_tokens * BYTES_PER_TOKEN - around, _MIN_ROOM)
 
@@ -202,10 +204,9 @@ def build_question(
 
 
 def allocate(sizes: Sequence[int], room: int) -> list[int]:
-    """Return how much of `room` each of `sizes` gets. Texts are cut only if they do not fit, and all cut texts get
-    one length.
-
-    A text that needs less than an equal share leaves the rest of it to the others."""
+    """Return to how many bytes each text is cut, so that texts of `sizes` bytes take at most `room` together. All texts
+    that are cut get the same length. A text that needs less than an equal share is left whole, and the others share
+    what it leaves."""
     out = [0] * len(sizes)
     left = max(room, 0)
     ascending = sorted(range(len(sizes)), key=lambda i: sizes[i])
@@ -224,7 +225,7 @@ def _draw_nonce(rng: random.Random, texts: Sequence[str]) -> str:
 
 
 def _block(nonce: str, label: str, text: str) -> str:
-    """Return a text between two lines that only this call knows."""
+    """Return a text between a first and a last line with `label` and the nonce, which no text of a run can contain."""
     return f"===== BEGIN {nonce} {label} =====\n{text}\n===== END {nonce} {label} ====="
 
 

@@ -100,7 +100,8 @@ def parse_scores(
 
 
 def _without_thinking(reply: str) -> str:
-    """Remove the thinking before the answer. Raises `UnreadableReplyError` if its end is in doubt."""
+    """Return a reply without the thinking at its beginning. Raises `UnreadableReplyError` if there is not exactly one
+    end of it."""
     if _THINKING_BEGIN.match(reply) is None:
         return reply
     _, *answers = reply.split(_THINKING_END)
@@ -123,7 +124,7 @@ def _entries(text: str) -> list[Any]:
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises `ValueError` if a key occurs twice."""
+    """Return a JSON object's keys and values as a dict, for `json.loads`. Raises `ValueError` if a key occurs twice."""
     if len(unique := dict(members)) < len(members):
         raise ValueError("a key occurs twice in an object")
     return unique
