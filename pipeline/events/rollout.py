@@ -120,6 +120,7 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """One choice of one model call: exactly what was sent, sampled and answered."""
 
     subject_fields = ("project", "trajectory")
+    message_id_format = "{0.project}/{0.trajectory}/{0.seq}.{0.choice}"
 
     trajectory: str
     seq: int
@@ -180,9 +181,6 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """Why the call of an outside model failed."""
     failed_providers: tuple[str, ...] = ()
     """Who was asked before this one, each with what happened: providers, and the version of an apprentice."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.trajectory}/{self.seq}.{self.choice}"
 
 
 class TrajectoryCompleted(TrajectoryEvent, frozen=True, kw_only=True, tag="rollout.completed"):
