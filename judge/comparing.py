@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from judge.errors import UnscoredError
+from judge.group_log import WRONG_EVENT_DELAY_S
 from judge.limits import Budget
 from judge.models.judge_model import open_judge_model
 from judge.ruler.rubrics import load_rubric
@@ -26,8 +27,6 @@ from pipeline.log.consumer import handling
 from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("judge.comparing")
-
-_WRONG_EVENT_DELAY_S = 1.0
 
 
 async def compare_answers(
@@ -81,7 +80,7 @@ class ShadowJudge:
         """Compare one shadow call and acknowledge it. Raises `BrokerError`, after which it is delivered again."""
         with handling([delivery]):
             if not isinstance(delivery.event, ShadowAnswered):
-                await delivery.give_back(_WRONG_EVENT_DELAY_S)
+                await delivery.give_back(WRONG_EVENT_DELAY_S)
                 return
             await self._compare(delivery.event)
             await delivery.ack()

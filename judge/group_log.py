@@ -37,6 +37,9 @@ from pipeline.telemetry.logs import get_logger
 logger = get_logger("judge.group_log")
 
 _ROLLOUTS, _GROUPS = stream_of(TrajectoryCompleted), stream_of(GroupScored)
+WRONG_EVENT_DELAY_S = 1.0
+"""Delay before an event that does not belong on its subject is delivered again. After `max_deliver` times it becomes a
+dead letter."""
 _MAX_TIMEOUT_S = 10 * 365 * 86_400.0
 """Longest time of a timer: ten years. A later date may be none that the server can read."""
 

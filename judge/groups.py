@@ -46,6 +46,7 @@ class Group:
 
     @property
     def trajectories(self) -> frozenset[str]:
+        """The ids of its members."""
         return frozenset(a.event.trajectory for a in self.members)
 
 

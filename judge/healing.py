@@ -70,6 +70,7 @@ class Healer:
         hints: dict[str, Hint] = {}
 
         async def correct(member: Member) -> None:
+            """Put the correction of a run into `hints`; log why there is none."""
             try:
                 if (hint := await self._correct(group, member)) is not None:
                     hints[member.trajectory] = hint

@@ -114,6 +114,7 @@ class NextStateJudge(Asker):
         reasons = ["there is no run to judge"]
 
         async def judge(member: TrajectoryCompleted) -> None:
+            """Put what the votes say about a run into `judged`, or why they say nothing into `reasons`."""
             spent = Usage()
 
             async def attempt() -> JudgedRun:

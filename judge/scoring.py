@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import msgspec
 
@@ -28,12 +27,12 @@ from judge.reward_parts import is_usable
 from judge.ruler.rubrics import load_rubric, rubric_of
 from pipeline.config import JudgeConfig
 from pipeline.events import GroupDiscarded, GroupScored, Member, Score, SignalGiven, TrajectoryCompleted, Verdict
+from pipeline.events.group import DiscardReason
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
 PROMPT_VERSION = 10
 """Part of the judge configuration's hash. Raise it when the prompt or the parsing of replies changes."""
-DiscardReason = Literal["too_small", "late", "unscored", "over_budget"]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import anyio.abc
 
 from judge.comparing import ShadowJudge, open_answer_ruler
 from judge.feedback import counted_signals
-from judge.group_log import GroupLog, feedback_names, has_own_subject
+from judge.group_log import WRONG_EVENT_DELAY_S, GroupLog, feedback_names, has_own_subject
 from judge.groups import Group, GroupKey, GroupOnLog, key_of
 from judge.healing import open_healer
 from judge.labelled import read_labelled
@@ -65,9 +65,6 @@ _MAX_SCORING = 1024
 """About the most groups in memory, including those whose judge model does not answer; other groups stay on the log.
 It can be exceeded by some hundreds: completions and timers are taken for the same room, and for each group as many
 deliveries as it has runs, which may be of as many groups."""
-_WRONG_EVENT_DELAY_S = 1.0
-"""Delay before an event that does not belong on its subject is delivered again. After `max_deliver` times it becomes a
-dead letter."""
 _TIMER_REDELIVERIES, _SCORING_ACK_WAITS = 3, 6
 """If the timer of a group is due and the group is ready but not scored, the timer is delivered again up to 3 times,
 each time after 6 times the ack wait. So is a signal that comes while its group is scored."""
@@ -178,7 +175,7 @@ class Judge:
             if isinstance(event, TrajectoryCompleted | SignalGiven) and has_own_subject(delivery, event):
                 by_group[key_of(event)].append(delivery)
             else:
-                await delivery.give_back(_WRONG_EVENT_DELAY_S)
+                await delivery.give_back(WRONG_EVENT_DELAY_S)
 
         await concurrently(self._on_arrivals_of, list(by_group.items()), _READS)
 
@@ -237,7 +234,7 @@ class Judge:
         event = delivery.event
         with handling([delivery]):
             if not isinstance(event, GroupTimedOut | FeedbackTimedOut):
-                await delivery.give_back(_WRONG_EVENT_DELAY_S)
+                await delivery.give_back(WRONG_EVENT_DELAY_S)
                 return
             key = key_of(event)
             if key in self._scoring or (await self._log.read_end(key)).ended:

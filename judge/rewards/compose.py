@@ -126,6 +126,7 @@ class ConfiguredComposer:
         failed, or whose calls the log no longer holds, is missing. Raises `BrokerError` if the log can't be read."""
 
         async def call(member: TrajectoryCompleted) -> FunctionReward | None:
+            """Return what the function returned for a member; `None`, and log why, if it failed."""
             try:
                 transcript = await self._load(member)
                 returned = await self._functions[reward.name](_function_argument(member, transcript))

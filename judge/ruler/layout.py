@@ -128,6 +128,7 @@ def _texts(member: Sequence[Sequence[_Segment]], references: dict[str, str], new
     """The id under which a message that the trajectory repeats was shown in full, by its text."""
 
     def text_of(segment: _Segment) -> str:
+        """Return the text of a segment, or a reference in its place."""
         text, role = segment.text, segment.role
         if not segment.last and text in references:
             return f"[{role}] (text {references[text]} of the context)"

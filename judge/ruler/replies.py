@@ -45,6 +45,7 @@ class Scale:
     """Only whole numbers."""
 
     def __contains__(self, score: float) -> bool:
+        """Return whether a score is on the scale."""
         return self.low <= score <= self.high and (not self.whole or score.is_integer())
 
 

@@ -56,6 +56,7 @@ class LlmRuler(Asker):
         failures: list[JudgingError] = []
 
         async def judge_in(order: list[str]) -> None:
+            """Make one pass in this order. Append its verdict to `verdicts`, or the order to `failed_orders`."""
             judge = functools.partial(self._judge_in_order, [by_id[n] for n in order], spent)
             verdict = await self.try_pass(judge, failures, count)
             if verdict is not None:

@@ -29,6 +29,7 @@ class Transcript:
 
     @property
     def last_conversation(self) -> Conversation:
+        """The conversation of the trajectory's last call."""
         return self.conversations[self.last]
 
 

@@ -47,6 +47,7 @@ task first. A run's reward is that of its newest verdict, else the agent's own, 
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the arguments before `--`."""
     parser = command_parser("apprentice", __doc__)
     parser.add_argument("query", nargs="?", help="returns runs in a column `trajectory`; default: the best runs")
     parser.add_argument("--master", help="outside model whose runs are taken; default: the only one of the settings")

@@ -44,14 +44,13 @@ from pipeline.log.history import Reader
 from pipeline.log.messages import LogEntry as LogEntry
 from pipeline.log.messages import StoredMessage, parse_ack_subject
 from pipeline.log.pulling import pulling
+from pipeline.log.stream_reader import WRONG_LAST_SEQUENCE
 from pipeline.security.users import OPERATOR
 from pipeline.security.users import READER as READER
 from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("pipeline.log.broker")
 
-_WRONG_LAST_SEQUENCE = 10071
-"""JetStream's error code for a publish whose condition (`_EXPECTED_LAST_SEQ`) does not hold."""
 _SKIPPED_REMEMBERED = 10_000
 """Undecodable messages that a broker remembers to be among the dead letters."""
 # As plain text: an enumeration's member prints as its name.
@@ -73,6 +72,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
     connecting = anyio.CancelScope(deadline=anyio.current_time() + config.connect_timeout_s)
 
     async def on_error(error: Exception) -> None:
+        """Log an error of the connection, and give up connecting soon if the server refuses the user."""
         nonlocal refused
         if access.is_authentication_error(error):
             refused = retry.reason(error)
@@ -239,7 +239,7 @@ class Broker(Reader):
                 crash.point("broker.after_publish")
                 return ack
             except nats.errors.Error as error:
-                if getattr(error, "err_code", None) == _WRONG_LAST_SEQUENCE:
+                if getattr(error, "err_code", None) == WRONG_LAST_SEQUENCE:
                     settled = await self._settle_conflict(subject, payload, headers, replace_undecodable)
                     if settled is not None:
                         return settled

@@ -85,6 +85,7 @@ class Pulled:
 
     @property
     def headers(self) -> dict[str, str]:
+        """The headers by name, decoded anew at each access."""
         return parse_headers(self._head)
 
     def header(self, name: bytes) -> str:
@@ -202,6 +203,7 @@ class _Transport(TcpTransport):  # type: ignore[misc]
     """Connects without `asyncio.wait_for`, which can lose a connection in Python 3.11."""
 
     async def connect(self, uri: Any, buffer_size: int, connect_timeout: float) -> None:
+        """Overrides nats-py's method: open the connection, within `connect_timeout` seconds."""
         async with asyncio.timeout(connect_timeout):
             reader, writer = await asyncio.open_connection(uri.hostname, uri.port, limit=buffer_size)
         self._bare_io_reader = self._io_reader = reader
@@ -211,10 +213,13 @@ class _Transport(TcpTransport):  # type: ignore[misc]
     # nats-py expects neither: its writing task ended, and requests raised that error until its reading task noticed.
 
     def write(self, payload: bytes) -> None:
+        """Overrides nats-py's method: write, and ignore a connection that broke."""
         with contextlib.suppress(RuntimeError):  # whoever sent it repeats it, or the reconnection does
             super().write(payload)
 
     def writelines(self, payload: Sequence[bytes]) -> None:
+        """Overrides nats-py's method: write several commands. Raises an error that it expects if the connection
+        broke."""
         try:
             super().writelines(payload)
         except RuntimeError as error:  # nats-py keeps the bytes for the next connection, and makes that
@@ -268,6 +273,8 @@ class FastClient(Client):  # type: ignore[misc]
         feed, buffered, parser = reader.feed_data, reader._buffer, self._ps
 
         def extract_and_feed(data: bytes) -> None:
+            """Take the bytes of the socket: cut out what begins them, if all before were whole commands, and feed the
+            rest to nats-py's reader."""
             if not buffered and parser.is_between_commands() and (at := parser.extract(data, 0)):
                 data = data[at:]
             if data:

@@ -14,10 +14,7 @@ import nats.js.errors
 
 from pipeline import streams
 from pipeline.log.follow import follow_subjects
-from pipeline.log.stream_reader import StreamReader
-
-_WRONG_LAST_SEQUENCE = 10071
-"""JetStream's error code where another message came to the subject since the one that the header names."""
+from pipeline.log.stream_reader import WRONG_LAST_SEQUENCE, StreamReader
 
 
 async def put(
@@ -45,7 +42,7 @@ async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s:
         try:
             await put(reader, bucket, key, value, ttl_s, after)
         except nats.js.errors.APIError as error:
-            if error.err_code != _WRONG_LAST_SEQUENCE:
+            if error.err_code != WRONG_LAST_SEQUENCE:
                 raise
         else:
             return True

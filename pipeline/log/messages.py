@@ -39,6 +39,7 @@ class StoredMessage(NamedTuple):
 
     @property
     def seq(self) -> int:
+        """Its sequence in the stream."""
         return self.place.seq
 
 
@@ -54,6 +55,7 @@ class LogEntry(Generic[E_co]):
 
     @property
     def seq(self) -> int:
+        """The sequence of the message in the stream."""
         return self.place.seq
 
 

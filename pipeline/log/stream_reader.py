@@ -44,6 +44,9 @@ _CATCH_UP_S = 2.0
 """Time that a server which has just become a stream's leader gets to apply what the cluster has committed."""
 _NO_MESSAGE, _NO_SEQUENCE, _NO_STREAM = 10037, 10043, 10059
 """JetStream's error codes for what does not exist."""
+WRONG_LAST_SEQUENCE = 10071
+"""JetStream's error code for a publish on the condition that a certain message is the last one on its subject, where
+another one is."""
 
 
 class _Stored(msgspec.Struct):

@@ -136,6 +136,7 @@ class LogProbe:
         at_limit: dict[str, str] = {}
 
         async def write(name: str) -> None:
+            """Write to one stream; add what is wrong with it to `reasons` or `at_limit`."""
             refusal = await health.probe(broker, name, self._settings.deadline_s)
             if refusal is not None and refusal.kind == "missing" and name not in self._provisioned:
                 return

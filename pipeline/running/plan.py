@@ -177,6 +177,7 @@ def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
     settings = folder / "nats.conf"
 
     def prepare() -> None:
+        """Write the server's configuration, if it is not there already."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sync = "always" if config.nats.sync == "always" else json.dumps(f"{config.nats.sync:g}s")
         store = json.dumps(str(folder), ensure_ascii=False)  # the server's parser knows no \\u escapes

@@ -45,6 +45,7 @@ class _Report:
         self._ready = anyio.Event()
 
     def __call__(self, **facts: str | int | float) -> None:
+        """Report readiness with `facts`, once, and log each call."""
         if self._fd is not None and not self._ready.is_set():
             os.write(self._fd, msgspec.json.encode({"ready": True, **facts}) + b"\n")
         self._ready.set()

@@ -118,6 +118,7 @@ class Supervisor:
                 tg.start_soon(self._keep_running, watched)
 
             async def announce() -> None:
+                """Report `started` once all processes are ready and the log was checked."""
                 for watched in self.watched.values():
                     await watched.ready.wait()
                 if self.config.nats.url:

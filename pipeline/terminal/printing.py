@@ -40,6 +40,7 @@ class Output(Console):
     the disk of a file is full. It prints nothing more then."""
 
     def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich's console does, unless the output can't be written any more."""
         try:
             super().print(*objects, **options)
         except OSError:

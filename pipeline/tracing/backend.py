@@ -65,6 +65,7 @@ class TraceBackend:
         return 200 if succeeded else self._thread.status
 
     def close(self) -> None:
+        """Close OpenTelemetry's exporter, which sends nothing more."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _remember_status(self, response: requests.Response, *_: Any, **__: Any) -> None:

@@ -93,16 +93,12 @@ async def export(
     cancelled. `scores_to`: where scores are written; None: nowhere."""
     while True:
         batch = await messages.batch(BATCH)
-        all_spans: list[ReadableSpan] = []
-        all_scores: list[langfuse.Score] = []
-        for delivery in batch:
-            event_spans, event_scores = await maker.make(delivery)
-            all_spans += event_spans
-            all_scores += event_scores
-        for request in split_into_requests(all_spans):
+        by_event = [await maker.make(delivery) for delivery in batch]
+        for request in split_into_requests([span for event_spans, _ in by_event for span in event_spans]):
             await send(backend, request)
-        if scores_to is not None and all_scores:
-            await langfuse.put(scores_to, all_scores)
+        scores = [score for _, event_scores in by_event for score in event_scores]
+        if scores_to is not None and scores:
+            await langfuse.put(scores_to, scores)
         for delivery in batch:
             await delivery.ack()
 
