@@ -178,7 +178,7 @@ class Teacher:
         answered: dict[str, str] = {}
 
         async def answer(run: TrajectoryCompleted) -> None:
-            """Ask about a run, unless its answer is on the log, and note it in `answered`; log why there is no answer."""
+            """Ask about a run, unless its answer is on the log, and note it in `answered`; log why there is none."""
             names: dict[str, Any] = {"project": run.project, "trajectory": run.trajectory}
             try:
                 # An answer is there if a judge died before it published the group.

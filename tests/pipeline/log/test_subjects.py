@@ -1,7 +1,5 @@
 """A typed read uses exactly the subjects that events are published to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """One request to the gateway: answers that are no JSON object, as a proxy before the gateway gives them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import httpx
