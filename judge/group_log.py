@@ -105,6 +105,7 @@ class GroupLog:
         """Return whether the judges have scored or discarded a group, and which trajectories their events name, as the
         stream's leader has it."""
         names: dict[str, Any] = {"project": key.project, "model": key.model, "group": key.group}
+        # The subject of all events about the group, whatever their kind.
         of_group = subject_filter(GroupDiscarded, **names).replace(GroupDiscarded.subject_prefix(), "group.*", 1)
         if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
             return GroupEnd()  # the usual case: the group has no event yet

@@ -61,7 +61,7 @@ class PositionBias:
         n = len(passes[0].order)
         a, b, squares, count = self._sums.get(n, (np.zeros((n, n)), np.zeros(n), 0.0, 0.0))
         a, b, squares, count = a * _DECAY, b * _DECAY, squares * _DECAY, count * _DECAY
-        for name in passes[0].order:
+        for name in passes[0].order:  # its scores, each as a difference from their mean, are explained by its positions
             positions = np.zeros((len(passes), n))
             for row, judged in enumerate(passes):
                 positions[row, judged.order.index(name)] = 1.0
@@ -82,6 +82,7 @@ class PositionBias:
         a, b, squares, count = self._sums[n]
         raw = np.linalg.solve(a + _RIDGE * np.eye(n), b)
         raw = raw - raw.mean()
+        # The variance of the residuals of the fit, and from it that of each effect, by which the effect is shrunk.
         noise = max(squares - 2 * float(b @ raw) + float(raw @ a @ raw), 0.0) / max(count - n + 1, 1.0)
         error = noise / (np.diag(a) + _RIDGE)
         shrunk = raw * np.maximum(0.0, 1.0 - error / np.maximum(raw**2, 1e-12))

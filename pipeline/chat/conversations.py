@@ -124,7 +124,7 @@ def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Co
     last, newest = 0, (-1, 0)
     for exchange in main:
         number = builder.add(exchange)
-        if (exchange.seq, -exchange.choice) > newest:
+        if (exchange.seq, -exchange.choice) > newest:  # of a call with several choices, the first one counts
             last, newest = number, (exchange.seq, -exchange.choice)
     calls_with_choices = {e.seq for e in main if e.choice}
     return tuple(c.close(calls_with_choices) for c in builder.conversations), last
@@ -145,7 +145,7 @@ class _ConversationBuilder:
         if conversation is None:
             conversation = _OpenConversation(len(self.conversations), exchange.choice, [])
             self.conversations.append(conversation)
-        elif conversation.messages != request[: len(conversation.messages)]:
+        elif conversation.messages != request[: len(conversation.messages)]:  # the request lacks the partial reply
             conversation.drop_partial()
         conversation.messages += request[len(conversation.messages) :]
         conversation.tools = tools or conversation.tools

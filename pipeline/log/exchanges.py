@@ -93,6 +93,7 @@ class RememberedExchanges:
         else:
             self._ends.move_to_end(name)
         base = Base(exchange)
+        # An end of which only a part of the tokens is repeated stays: this exchange begins another branch.
         continued, repeated_bytes = (base_of(form), 4 * form.tokens) if isinstance(form, Continuation) else (None, 0)
         for known in ends:
             is_continued = known.key == continued and 0 < repeated_bytes == len(known.tokens)

@@ -52,6 +52,7 @@ async def trim(broker: Broker, max_memory: int) -> None:
         most, subjects = most_subjects(max_memory, name), await broker.count_subjects(name)
         if subjects <= most:
             continue
+        # The share of messages to delete, if subjects are spread evenly over the stream.
         excess = 1 - (1 - _HEADROOM) * most / subjects
         wanted = state.first_seq + int(excess * (state.last_seq - state.first_seq + 1))
         # Telemetry's consumers begin at the newest event: they may miss some.

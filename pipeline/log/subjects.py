@@ -29,7 +29,7 @@ def subject_filter(event: type[Event], **keys: str | int) -> str:
     tokens = [subject_token(str(keys[name])) if name in keys else "*" for name in names]
     if last in keys:
         tokens += [subject_token(str(keys[last]))] if keys[last] != default else []
-    elif tokens[-1] == "*":
+    elif tokens[-1] == "*":  # ">" stands for all of these, and for the optional last field
         while tokens and tokens[-1] == "*":
             tokens.pop()
         tokens.append(">")
