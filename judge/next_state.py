@@ -170,19 +170,20 @@ class NextStateJudge(Asker):
         )
 
     async def _vote(self, transcript: Transcript, calls: Sequence[_FollowedCall], spent: Usage) -> Verdict:
-        """Ask the judge model once about some calls of a run. Raises `JudgingError`."""
-        names = [str(call.reply.call) for call in calls]
-        build = functools.partial(prompt.build_question, _QUESTION, names, functools.partial(_lay_out, calls))
+        """Ask the judge model once about some calls of a run, and return its scores as a verdict. Every call of the
+        model is added to `spent`. Raises `JudgingError`."""
+        numbers = [str(call.reply.call) for call in calls]
+        build = functools.partial(prompt.build_question, _QUESTION, numbers, functools.partial(_lay_out, calls))
         asked, parsed, verdict = await self.ask(build, (transcript,), spent)
         scores = tuple(
             Score(
                 trajectory=transcript.trajectory,
-                call=int(call),
-                score=parsed.scores[name],
-                explanation=parsed.explanations[name],
-                hint=parsed.hints[name],
+                call=int(number),
+                score=parsed.scores[drawn_id],
+                explanation=parsed.explanations[drawn_id],
+                hint=parsed.hints[drawn_id],
             )
-            for name, call in asked.names.items()
+            for drawn_id, number in asked.subjects.items()
         )
         return msgspec.structs.replace(verdict, scores=scores)
 

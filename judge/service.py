@@ -272,8 +272,8 @@ class Judge:
             if group.closed_by == "size" or self._log.waits_for_feedback:
                 await self._log.cancel_deadline(key)
             end = await self._log.read_end(key)
-            again = group.again and not end.scored
-            recorded = end.trajectories if end.ended and not again else await self._publish_end(group)
+            is_over = end.scored or (end.ended and not group.again)
+            recorded = end.trajectories if is_over else await self._publish_end(group)
             await self._log.record_late(group.members, recorded)
             for delivery in self._scoring.pop(key):
                 await delivery.ack()

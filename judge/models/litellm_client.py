@@ -68,8 +68,9 @@ class LiteLlmClient:
             callbacks[:] = [c for c in callbacks if getattr(c, "__self__", None) is not self._router]
 
     def _parameters(self) -> dict[str, Any]:
-        """Return what every call has: model, address, key, `max_tokens` and `judge.request.params`. Raises litellm's
-        `BadRequestError` if it knows no provider, and `ConfigError` if that can't be called without a key."""
+        """Return litellm's parameters of every call: model, address, key, `max_tokens` and `judge.request.params`.
+        Raises litellm's `BadRequestError` if it knows no provider of the model, and `ConfigError` if the provider needs
+        a key and there is none."""
         # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params =
         # false`.
         name = self._config.model

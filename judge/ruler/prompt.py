@@ -97,8 +97,8 @@ class Prompt:
     """The messages of one call, and the trajectory that each id in it means."""
 
     messages: list[dict[str, str]]
-    names: dict[str, str]
-    """Trajectory (or the number of a call) by id, in the order shown."""
+    subjects: dict[str, str]
+    """What each id stands for, in the order shown: a trajectory, or the number of a call."""
     score_key: str
     """The key that the reply has to give scores under, such as `score_abc123`."""
     scale: Scale = SCORES
@@ -116,7 +116,7 @@ class Prompt:
             # The range is only described: Anthropic refuses a schema with `minimum`. `parse` checks it.
             score = {"type": "number", "description": scale.words}
         properties: dict[str, Any] = {
-            "id": {"type": "string", "enum": list(self.names)},
+            "id": {"type": "string", "enum": list(self.subjects)},
             "explanation": {"type": "string"},
             self.score_key: score,
         }
@@ -124,7 +124,7 @@ class Prompt:
 
     def parse(self, reply: str) -> replies.ParsedScores:
         """Return what a reply gives each id. Raises `UnreadableReplyError`."""
-        return replies.parse_scores(reply, self.names, self.score_key, self.scale, self.hint_key)
+        return replies.parse_scores(reply, self.subjects, self.score_key, self.scale, self.hint_key)
 
 
 BuildPrompt = Callable[[Rubric, random.Random, int], Prompt]
@@ -199,8 +199,8 @@ def build_question(
         rubric=rubric.text, nonce=nonce, score_key=score_key, hint_key=hint_key, ids=", ".join(ids)
     )
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(blocks)}]
-    names = dict(zip(ids, subjects, strict=True))
-    return Prompt(messages, names, score_key, question.scale, hint_key, left_out)
+    by_id = dict(zip(ids, subjects, strict=True))
+    return Prompt(messages, by_id, score_key, question.scale, hint_key, left_out)
 
 
 def allocate(sizes: Sequence[int], room: int) -> list[int]:

@@ -79,11 +79,12 @@ class LlmRuler(Asker):
         return aggregate(passes, self.statistics.bias), with_failed_calls(verdicts, spent)
 
     async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> Verdict:
-        """Judge once, in the order given. Every call is added to `spent`. Raises `JudgingError`."""
+        """Ask the judge model once about the trajectories in the order given, and return its scores as a verdict. Every
+        call is added to `spent`. Raises `JudgingError`."""
         build = functools.partial(prompt.build_prompt, ordered)
         asked, parsed, verdict = await self.ask(build, ordered, spent)
         scores = tuple(
-            Score(trajectory=trajectory, score=parsed.scores[name], explanation=parsed.explanations[name])
-            for name, trajectory in asked.names.items()
+            Score(trajectory=trajectory, score=parsed.scores[drawn_id], explanation=parsed.explanations[drawn_id])
+            for drawn_id, trajectory in asked.subjects.items()
         )
-        return msgspec.structs.replace(verdict, scores=scores, order=tuple(asked.names.values()))
+        return msgspec.structs.replace(verdict, scores=scores, order=tuple(asked.subjects.values()))

@@ -106,7 +106,8 @@ class TrajectoryOpened(TrajectoryEvent, frozen=True, kw_only=True, tag="rollout.
 
     @property
     def named(self) -> str:
-        """The model that the run's calls name."""
+        """The model that the run's calls name: the outside model, if a decision chose who answers the run in its
+        place, else `model`."""
         return self.asked or self.model
 
     def as_asked(self) -> TrajectoryOpened:

@@ -121,7 +121,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
 
 
 async def _close(client: FastClient) -> None:
-    """Close a connection in any state."""
+    """Close a connection in any state, within two seconds. Publishes that still wait fail."""
     with anyio.move_on_after(2, shield=True):
         try:
             if client.is_connected:

@@ -28,8 +28,8 @@ _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
 
 
 async def provision(reader: StreamReader) -> None:
-    """Create or update everything. Raises `BrokerError` if the server refuses, `BrokerUnavailableError` if it does
-    not answer."""
+    """Create or update all streams, consumers and buckets. Raises `BrokerError` if the server refuses one of them,
+    `BrokerUnavailableError` if it does not answer."""
 
     async def once() -> None:
         specs = streams.streams_with_ages(reader.config.rollouts_max_age_s)
@@ -98,8 +98,9 @@ async def _ensure_stream(reader: StreamReader, wanted: api.StreamConfig, share: 
         await reader.js.add_stream(wanted)
         return
     if share:
-        now, size = info.config.max_bytes, info.state.bytes
-        wanted.max_bytes = streams.byte_limit(share, reader.config.max_bytes, now=now, size=size)
+        present_limit = -1 if info.config.max_bytes is None else info.config.max_bytes
+        total, size = reader.config.max_bytes, info.state.bytes
+        wanted.max_bytes = streams.byte_limit(share, total, present_limit=present_limit, size=size)
     if _has_other_settings(info.config, wanted, _STREAM_FIELDS):
         await reader.js.update_stream(wanted)
 

@@ -61,7 +61,7 @@ class Puller:
             await subscription.unsubscribe()
 
     def on_delivery(self, message: Pulled) -> None:
-        """Take a message: the client calls it as the socket delivers the bytes."""
+        """Add a message to `arrived`, and wake `take`. The client calls it as the socket delivers the bytes."""
         if not self.arrived:
             self.reconnects = self._client.stats["reconnects"]
         self.arrived.append(message)

@@ -71,7 +71,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
 
 
 def scores(event: GroupScored, member: Member, run: Run, shown: bool) -> list[Score]:
-    """Return the reward of a member of a group, its components, and the score of each verdict on it."""
+    """Return the Langfuse scores of a member of a scored group: its reward, the reward's components, and the score of
+    each verdict on it. `shown`: whether they have the judge's explanations."""
     branch = "" if event.branch == "main" else f"{event.branch}/"
     at = datetime.fromtimestamp(event.at / 1e6, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
