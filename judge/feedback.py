@@ -85,15 +85,15 @@ def feedback_on(
     members: Sequence[TrajectoryCompleted],
     signals: Sequence[SignalGiven],
     config: JudgeConfig,
-    known: Mapping[str, RunFeedback],
+    of_rewards: Mapping[str, RunFeedback],
 ) -> dict[str, RunFeedback]:
-    """Return the feedback on each of `members`, by trajectory: what `signals` say of it, added to `known`, the feedback
-    of reward functions and of the judge of what happened next."""
-    signals_of, feedback = signals_by_run(signals), dict(known)
+    """Return the feedback on each of `members`, by trajectory: what `signals` say of it, added to `of_rewards`, the
+    feedback of reward functions and of the judge of what happened next."""
+    signals_of, feedback = signals_by_run(signals), dict(of_rewards)
     for member in members:
         if not (of_run := signals_of.get(member.trajectory)):
             continue
-        earlier = known.get(member.trajectory, RunFeedback())
+        earlier = of_rewards.get(member.trajectory, RunFeedback())
         hints = (hint_of(s) for s in of_run if s.kind in ("text", "correction") and s.text)
         calls = _sum_by_call((earlier.call_rewards, _call_rewards(member, of_run, config)))
         feedback[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), _graders(of_run, config))

@@ -115,8 +115,8 @@ def read_group(
                 first = first or message.seq
                 announced = max(announced, event.group_size)
                 alone = event.group in ("", event.trajectory)  # a run that names no group is one of its own
-                wanted = announced or (1 if alone else group_size)
-                if len(members) >= wanted:
+                size = announced or (1 if alone else group_size)
+                if len(members) >= size:
                     closed_at = message.seq
         waiting = closed_at and not ready_at and awaited is not None
         if waiting and not _lacks_feedback(members, signals, awaited or frozenset()):

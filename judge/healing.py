@@ -131,9 +131,9 @@ class Healer:
 
         The comparison is published with what the outside model cost, also if an error ends this method, because all
         judges add up these costs. Raises `UnscoredError`."""
-        about: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory, "model": group.model}
-        about |= {"outside": self._table.name, "outside_score": 0.5, "apprentice_score": 0.5}
-        compared = AnswersCompared(**about, call=calls[-1].seq)
+        names: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory, "model": group.model}
+        names |= {"outside": self._table.name, "outside_score": 0.5, "apprentice_score": 0.5}
+        compared = AnswersCompared(**names, call=calls[-1].seq)
         paid: list[float] = []
         try:
             call = await self._call_at_fault(calls, member, paid)

@@ -290,16 +290,16 @@ def parse_logprobs(entries: Sequence[Any], ids: Ids, top_k: int, vocabulary: int
     top_ids, top_logprobs = np.zeros((len(ids), top_k), np.int32), np.zeros((len(ids), top_k), np.float32)
     for n, (entry, token) in enumerate(zip(entries, ids.tolist(), strict=True)):
         try:
-            known = {int(k): max(float(v["logprob"]), _MIN_LOGPROB) for k, v in (entry or {}).items()}
+            logprob_of = {int(k): max(float(v["logprob"]), _MIN_LOGPROB) for k, v in (entry or {}).items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TeacherError("its prompt_logprobs are not vLLM's") from error
-        if not all(logprob <= 1e-3 for logprob in known.values()):
+        if not all(logprob <= 1e-3 for logprob in logprob_of.values()):
             raise TeacherError("its prompt_logprobs are no logprobs")
-        best = sorted((k for k in known if 0 <= k < vocabulary), key=lambda k: -known[k])[:top_k]
-        if token not in known or len(best) < top_k:
-            raise TeacherError(f"it told {len(known)} logprobs of a token, not its own and the {top_k} best")
-        logprobs[n] = known[token]
-        top_ids[n], top_logprobs[n] = best, [known[k] for k in best]
+        best = sorted((k for k in logprob_of if 0 <= k < vocabulary), key=lambda k: -logprob_of[k])[:top_k]
+        if token not in logprob_of or len(best) < top_k:
+            raise TeacherError(f"it told {len(logprob_of)} logprobs of a token, not its own and the {top_k} best")
+        logprobs[n] = logprob_of[token]
+        top_ids[n], top_logprobs[n] = best, [logprob_of[k] for k in best]
     return logprobs, top_ids, top_logprobs
 
 

@@ -238,12 +238,12 @@ class Rejudge:
 
     async def _publish_discard(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
         """Publish on the branch of the new verdicts that a group is discarded there, with the reason."""
-        about: dict[str, Any] = {"by": "rejudge", "reason": reason, "detail": detail}
-        about |= {"branch": self.report.branch, "judge": self.report.verdict_set}
+        fields: dict[str, Any] = {"by": "rejudge", "reason": reason, "detail": detail}
+        fields |= {"branch": self.report.branch, "judge": self.report.verdict_set}
         if isinstance(event, GroupScored):
-            await self._broker.publish(event.discarded(**about))
+            await self._broker.publish(event.discarded(**fields))
         else:
-            await self._broker.publish(msgspec.structs.replace(event, at=now_us(), **about))
+            await self._broker.publish(msgspec.structs.replace(event, at=now_us(), **fields))
 
 
 def _group_of(event: GroupEvent) -> tuple[str, str, str]:

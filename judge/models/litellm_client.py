@@ -85,17 +85,19 @@ class LiteLlmClient:
             parameters["api_key"] = "none"
         if self._config.request.max_tokens:
             parameters["max_tokens"] = self._config.request.max_tokens
-        own = resolve_params(self._config)
-        if isinstance(headers := own.get("extra_headers"), dict):  # OpenAI's client would send `authorization` twice
-            own["extra_headers"] = {"Authorization" if n.lower() == "authorization" else n: headers[n] for n in headers}
-        if "api_key" not in {*parameters, *own} and (missing := self._missing_key(provider)):
-            if not {"api_base", "base_url"} & own.keys():  # litellm's two names of an address
+        params = resolve_params(self._config)
+        if isinstance(headers := params.get("extra_headers"), dict):
+            # OpenAI's client would send `authorization` beside its own `Authorization`.
+            names = {n: "Authorization" if n.lower() == "authorization" else n for n in headers}
+            params["extra_headers"] = {names[n]: value for n, value in headers.items()}
+        if "api_key" not in {*parameters, *params} and (missing := self._missing_key(provider)):
+            if not {"api_base", "base_url"} & params.keys():  # litellm's two names of an address
                 unset = f"{name} needs a key: set {' or '.join(missing)} in the environment of the judge"
                 raise ConfigError(f"judge.model: {unset}, or {advice_on_key(self._config)}")
             parameters["api_key"] = "none"
-        if "max_completion_tokens" in own:
+        if "max_completion_tokens" in params:
             parameters.pop("max_tokens", None)
-        return {**parameters, **own}
+        return {**parameters, **params}
 
     def _missing_key(self, provider: str) -> list[str]:
         """Return the environment variables that would hold the key without which litellm sends no call; empty if one is
@@ -149,5 +151,5 @@ def _tokens(count: int) -> int:
 
 def describe(error: Exception, messages: Messages) -> str:
     """Return an error's class and message, for logs and events, without texts of runs."""
-    said = without_sent(str(error)[:500], "".join(text_of(m.get("content")) for m in messages))
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    message = without_sent(str(error)[:500], "".join(text_of(m.get("content")) for m in messages))
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

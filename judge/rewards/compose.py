@@ -130,8 +130,8 @@ class ConfiguredComposer:
             try:
                 transcript = await self._load(member)
                 returned = await self._functions[reward.name](_function_argument(member, transcript))
-                known = {str(reply.call) for c in transcript.conversations for reply in c.replies}
-                if unknown := sorted(returned.calls.keys() - known):
+                call_numbers = {str(reply.call) for c in transcript.conversations for reply in c.replies}
+                if unknown := sorted(returned.calls.keys() - call_numbers):
                     raise RewardFunctionError(
                         f"{reward.entry} gave rewards to {len(unknown)} calls that are none of the trajectory's `calls`"
                     )
@@ -160,13 +160,13 @@ class ConfiguredComposer:
         for member in members:
             run = member.trajectory
             values = {n: parts[n].values[run] for n in (*names, *of_calls) if run in parts[n].values}
-            own = {n: values[n] for n in names if n in values}
+            of_run = {n: values[n] for n in names if n in values}
             components[run] = {**_reported(member), **values}
-            if len(own) < len(names) or any(run not in parts[n].feedback for n in of_calls):
+            if len(of_run) < len(names) or any(run not in parts[n].feedback for n in of_calls):
                 continue
             if not values:
                 lacking["no call has a follow-up"] += 1
-            elif is_usable(reward := combine(self._config, own) if own else 0.0):
+            elif is_usable(reward := combine(self._config, of_run) if of_run else 0.0):
                 final[run] = reward
             else:
                 too_large = f"the {self._config.combine} of the rewards is too large"
@@ -215,9 +215,9 @@ def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> d
 
 
 def _reported(member: TrajectoryCompleted) -> dict[str, float]:
-    """Return the rewards that the agent itself reported, by name; its own reward as `agent`."""
-    own = agent_reward(member)
-    return {**member.rewards, **({AGENT: own} if own is not None else {})}
+    """Return the rewards that the agent itself reported, by name; the reward of the run as `agent`."""
+    reward = agent_reward(member)
+    return {**member.rewards, **({AGENT: reward} if reward is not None else {})}
 
 
 def make_judge(

@@ -265,6 +265,6 @@ def sandboxed(argv: list[str], readable: tuple[str, ...] = (), hidden: tuple[str
     outermost = [p for p in paths if not any(p.startswith(f"{outer}/") for outer in paths)]
     mounts = [option for path in outermost for option in ("--ro-bind-try", path, path)]
     mounts += ["--proc", "/proc", "--dev", "/dev"]
-    for folder in {seen for h in hidden for seen in (Path(h).absolute(), Path(h).resolve()) if seen.is_dir()}:
+    for folder in {form for h in hidden for form in (Path(h).absolute(), Path(h).resolve()) if form.is_dir()}:
         mounts += ["--tmpfs", str(folder), "--remount-ro", str(folder)]
     return [*_BWRAP, *mounts, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--", *argv]

@@ -180,8 +180,8 @@ def build_question(
     context = sanitize(layout.context)
     members = [[(c.label, sanitize(c.text)) for c in member] for member in layout.members]
     nonce = _draw_nonce(rng, [context, *(text for member in members for _, text in member)])
-    wanted = [sum(utf8_size(text) + _LABEL_BYTES for _, text in member) for member in members]
-    limit, *limits = allocate([utf8_size(context), *wanted], room)
+    sizes_of_members = [sum(utf8_size(text) + _LABEL_BYTES for _, text in member) for member in members]
+    limit, *limits = allocate([utf8_size(context), *sizes_of_members], room)
     left_out = max(utf8_size(context) - limit, 0)
     blocks = [_block(nonce, "context", shorten(context, limit))] if context else []
     for name, member, share in zip(ids, members, limits, strict=True):
@@ -193,8 +193,8 @@ def build_question(
             for (label, text), length in zip(member, lengths, strict=True)
         ]
         blocks.append(_block(nonce, f"{question.block} {name}", "\n".join(parts)))
-    drawn = draw_id(rng, taken)
-    score_key, hint_key = f"score_{drawn}", f"hint_{drawn}" if question.hints else ""
+    suffix = draw_id(rng, taken)
+    score_key, hint_key = f"score_{suffix}", f"hint_{suffix}" if question.hints else ""
     system = question.system.format(
         rubric=rubric.text, nonce=nonce, score_key=score_key, hint_key=hint_key, ids=", ".join(ids)
     )

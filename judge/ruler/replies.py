@@ -72,8 +72,8 @@ def parse_scores(
 
     Raises `UnreadableReplyError` unless the reply gives each id one score. Takes time linear in the reply's length."""
     answer = _without_thinking(reply)
-    drawn = [score_key, hint_key] if hint_key else [score_key]
-    for key in drawn:
+    drawn_keys = [score_key, hint_key] if hint_key else [score_key]
+    for key in drawn_keys:
         if (count := answer.count(key)) != len(ids):
             raise UnreadableReplyError(f"{key} stands in it {count} times, for {len(ids)} ids")
     start, end = answer.find("{"), answer.rfind("}") + 1
@@ -83,8 +83,8 @@ def parse_scores(
     explanations: dict[str, str] = {}
     hints: dict[str, str] = {}
     for entry in _entries(answer[start:end]):
-        if not isinstance(entry, dict) or entry.keys() != {"id", "explanation", *drawn}:
-            raise UnreadableReplyError(f"an entry has not the keys id, explanation and {' and '.join(drawn)}")
+        if not isinstance(entry, dict) or entry.keys() != {"id", "explanation", *drawn_keys}:
+            raise UnreadableReplyError(f"an entry has not the keys id, explanation and {' and '.join(drawn_keys)}")
         name, explanation, score = entry["id"], entry["explanation"], entry[score_key]
         hint = entry[hint_key] if hint_key else ""
         if not isinstance(name, str) or name not in ids or name in scores:

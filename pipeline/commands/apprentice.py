@@ -88,9 +88,10 @@ def best_runs(config: Config, master: str | None, runs: int, least: float) -> st
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits with the status of the part that failed."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    own, training = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    args = _parser().parse_args(own)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    training_options = arguments[end + 1 :]
+    args = _parser().parse_args(arguments[:end])
     with exit_on_error("apprentice", (ConfigError,)):
         config = installation_settings(args.run_dir, args.config)
         query = args.query or best_runs(config, args.master, args.runs, args.least)
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = [query, "--as", "sft", "--out", out, "--test-share", args.test_share]
     for module, arguments in (
         ("store.datasets.command", dataset),
-        ("trainer.commands.train", ["--on", out, "--as", "sft", *training]),
+        ("trainer.commands.train", ["--on", out, "--as", "sft", *training_options]),
     ):
         status = subprocess.run([sys.executable, "-m", module, *arguments, *installation], check=False).returncode
         if status:

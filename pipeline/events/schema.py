@@ -118,8 +118,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is not msgspec.NODEFAULT:
         return repr(field.default)
     if field.default_factory is not msgspec.NODEFAULT:
-        made = field.default_factory
-        return repr(made()) if made in (dict, list, tuple, set) else f"{made.__name__}()"
+        factory = field.default_factory
+        return repr(factory()) if factory in (dict, list, tuple, set) else f"{factory.__name__}()"
     return ""
 
 

@@ -95,11 +95,11 @@ class RememberedExchanges:
         base = Base(exchange)
         # An end of which only a part of the tokens is repeated stays: this exchange begins another branch.
         continued, repeated_bytes = (base_of(form), 4 * form.tokens) if isinstance(form, Continuation) else (None, 0)
-        for known in ends:
-            is_continued = known.key == continued and 0 < repeated_bytes == len(known.tokens)
-            if is_continued or known.key == base.key:
-                ends.remove(known)
-                self.bytes -= known.size
+        for end in ends:
+            is_continued = end.key == continued and 0 < repeated_bytes == len(end.tokens)
+            if is_continued or end.key == base.key:
+                ends.remove(end)
+                self.bytes -= end.size
                 break
         ends.append(base)
         self.bytes += base.size

@@ -54,12 +54,12 @@ async def trim(broker: Broker, max_memory: int) -> None:
             continue
         # The share of messages to delete, if subjects are spread evenly over the stream.
         excess = 1 - (1 - _HEADROOM) * most / subjects
-        wanted = state.first_seq + int(excess * (state.last_seq - state.first_seq + 1))
+        fitting_seq = state.first_seq + int(excess * (state.last_seq - state.first_seq + 1))
         # Telemetry's consumers begin at the newest event: they may miss some.
         readers = [c for c in streams.CONSUMERS if c.stream == name and c.start == "all"]
         unread = [await broker.first_unread(consumer) for consumer in readers]
-        first = min([wanted, *(seq for seq in unread if seq is not None)])
-        if first < wanted:
+        first = min([fitting_seq, *(seq for seq in unread if seq is not None)])
+        if first < fitting_seq:
             logger.error(
                 "the NATS server needs more memory than nats.max_memory: a consumer is behind, and keeps events",
                 stream=name,

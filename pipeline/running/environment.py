@@ -107,7 +107,7 @@ def _key_variables(model: str) -> tuple[str, ...]:
 
 def environment_of(config: Config, process: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `environ` that `process` gets."""
-    wanted = variable_names(config, process)
-    exact = {n for n in wanted if not n.endswith("*")}
-    beginnings = tuple(n[:-1] for n in wanted if n.endswith("*"))
+    names = variable_names(config, process)
+    exact = {n for n in names if not n.endswith("*")}
+    beginnings = tuple(n[:-1] for n in names if n.endswith("*"))
     return {k: v for k, v in environ.items() if k in exact or k.startswith(beginnings)}

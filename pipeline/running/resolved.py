@@ -117,19 +117,19 @@ def _with_gpu_shared(config: Config) -> tuple[VllmConfig, TrainerConfig]:
     """Return `[vllm]` and `[trainer]` with the GPU's memory divided between inference server and trainer. A share that
     the settings give one of them stays. Raises `ConfigError` if nothing is left to the inference server."""
     memory = config.trainer.memory
-    given = config.vllm.flags.get(_MEMORY_FLAG, "")
+    flag_value = config.vllm.flags.get(_MEMORY_FLAG, "")
     try:
-        inference = float(given) if given else _SHARED_GPU / 2
+        inference = float(flag_value) if flag_value else _SHARED_GPU / 2
     except ValueError as error:
-        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is not a number") from error
+        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {flag_value} is not a number") from error
     if config.vllm.sleep:
         trainer, inference = memory.gpu_share or _GPU_IN_TURNS, _GPU_IN_TURNS
     else:
         trainer = memory.gpu_share or round(max(_SHARED_GPU - inference, _LEAST_TRAINER_SHARE), 6)
         inference = round(_SHARED_GPU - trainer, 6)
-    if not given and inference <= 0:
+    if not flag_value and inference <= 0:
         raise ConfigError(f"trainer.memory.gpu_share: {trainer} leaves no memory of the GPU to the inference server")
-    flag = () if given else (_MEMORY_FLAG, f"{inference:g}")
+    flag = () if flag_value else (_MEMORY_FLAG, f"{inference:g}")
     return (
         config.vllm.replace(args=(*config.vllm.args, *flag)),
         config.trainer.replace(memory=memory.replace(gpu_share=trainer)),

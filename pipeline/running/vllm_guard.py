@@ -36,8 +36,8 @@ class RequireKey:
         if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN:
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if hmac.compare_digest(given, self._expected):
+        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if hmac.compare_digest(authorization, self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

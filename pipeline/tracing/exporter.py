@@ -30,33 +30,33 @@ _REMEMBERED = 10_000
 class SpanMaker:
     """Makes the spans and the scores of an event, with what the log says about its trajectory."""
 
-    def __init__(self, broker: Broker, shown: bool) -> None:
-        """`shown`: whether prompts, replies and explanations are part of the spans (`telemetry.content`)."""
-        self._broker, self._shown = broker, shown
+    def __init__(self, broker: Broker, with_content: bool) -> None:
+        """`with_content`: whether prompts, replies and explanations are part of the spans (`telemetry.content`)."""
+        self._broker, self._with_content = broker, with_content
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
         """What is common to the spans of a trajectory, by project and trajectory; those unused longest are
         forgotten."""
 
     async def make(self, recorded: LogEntry[AnyEvent]) -> tuple[list[ReadableSpan], list[langfuse.Score]]:
         """Return the spans and the scores of an event; none for an event that traces do not show."""
-        event, shown = recorded.event, self._shown
+        event, with_content = recorded.event, self._with_content
         match event:
             case ExchangeRecorded():
                 run = await self._run(event.project, event.trajectory, event.group, event.model, recorded)
                 called_by = caller(event.project, event.trajectory, recorded.headers)
-                return [spans.call_span(event, run, shown, called_by)], []
+                return [spans.call_span(event, run, with_content, called_by)], []
             case TrajectoryCompleted():
                 keys = {"project": event.project, "trajectory": event.trajectory}
                 run = await self._run(event.project, event.trajectory, event.group, event.model)
-                last = await self._broker.read_last(ExchangeRecorded, **keys) if shown else None
-                return [spans.run_span(event, run, last.event if last else None, shown)], []
+                last = await self._broker.read_last(ExchangeRecorded, **keys) if with_content else None
+                return [spans.run_span(event, run, last.event if last else None, with_content)], []
             case GroupScored():
                 verdict_spans: list[ReadableSpan] = []
                 scores: list[langfuse.Score] = []
                 for member in event.members:
                     run = await self._run(event.project, member.trajectory, event.group, event.model)
-                    verdict_spans.append(spans.verdict_span(event, member, run, shown))
-                    scores += langfuse.scores(event, member, run, shown)
+                    verdict_spans.append(spans.verdict_span(event, member, run, with_content))
+                    scores += langfuse.scores(event, member, run, with_content)
                 return verdict_spans, scores
             case _:
                 return [], []
@@ -72,7 +72,7 @@ class SpanMaker:
             context = caller(project, trajectory, opened.headers) if opened else None
             context = context or caller(project, trajectory, await self._first_headers(project, trajectory, call))
             event = opened.event if opened else None
-            self._runs[key] = make_run(project, trajectory, group, model, event, context, self._shown)
+            self._runs[key] = make_run(project, trajectory, group, model, event, context, self._with_content)
             if len(self._runs) > _REMEMBERED:
                 self._runs.popitem(last=False)
         return self._runs[key]

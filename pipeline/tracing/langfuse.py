@@ -70,9 +70,9 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
     environment: str = ""
 
 
-def scores(event: GroupScored, member: Member, run: Run, shown: bool) -> list[Score]:
+def scores(event: GroupScored, member: Member, run: Run, with_content: bool) -> list[Score]:
     """Return the Langfuse scores of a member of a scored group: its reward, the reward's components, and the score of
-    each verdict on it. `shown`: whether they have the judge's explanations."""
+    each verdict on it. `with_content`: whether they have the judge's explanations."""
     branch = "" if event.branch == "main" else f"{event.branch}/"
     at = datetime.fromtimestamp(event.at / 1e6, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -95,14 +95,14 @@ def scores(event: GroupScored, member: Member, run: Run, shown: bool) -> list[Sc
     out = [score("reward", member.reward, run.root)]
     out += [score(f"reward.{name}", value, run.root) for name, value in member.components.items()]
     for number, verdict in enumerate(event.verdicts):
-        about = {"judge_model": verdict.judge_model, "rubric_hash": verdict.rubric_hash, "pass": number}
+        verdict_facts = {"judge_model": verdict.judge_model, "rubric_hash": verdict.rubric_hash, "pass": number}
         name, span = f"judge.{verdict.rubric or 'default'}", verdict_span_id(event, member.trajectory)
         for verdict_score in verdict.scores:
             if verdict_score.trajectory == member.trajectory and verdict.judge_model != "agent":
                 of_call = {"call": verdict_score.call} if verdict_score.call >= 0 else {}
-                which = f"{number}/{verdict_score.call}" if of_call else str(number)
-                comment = verdict_score.explanation if shown else ""
-                out.append(score(name, verdict_score.score, span, which, comment, **about, **of_call))
+                verdict_number = f"{number}/{verdict_score.call}" if of_call else str(number)
+                comment = verdict_score.explanation if with_content else ""
+                out.append(score(name, verdict_score.score, span, verdict_number, comment, **verdict_facts, **of_call))
     return out
 
 
