@@ -237,10 +237,8 @@ async def test_the_trainer_gets_every_group_of_a_batch(broker: Broker, nats_conf
         await drained(broker)
     assert await broker.read(GroupDiscarded) == []
     assert [(g.group, g.batch) for g in scored] == [("full", batch), ("small", batch)]
-    assert [(m.trajectory, m.outcome, m.reward) for m in scored[1].members] == [
-        ("s0", "scored", 1.0),
-        ("s1", "no_result", 0.0),
-    ]
+    members = [(m.trajectory, m.outcome, m.reward) for m in scored[1].members]
+    assert members == [("s0", "scored", 1.0), ("s1", "no_result", 0.0)]
 
 
 @kit.IMPORTS_LITELLM

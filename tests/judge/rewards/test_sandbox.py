@@ -32,14 +32,8 @@ everywhere = pytest.mark.parametrize("isolate", [pytest.param("require", marks=n
 
 def named(name: str) -> list[psutil.Process]:
     """Processes that call themselves `name` and still run."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.name() == name and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    processes = psutil.process_iter(["name", "status"])
+    return [p for p in processes if p.info["name"] == name and p.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 async def gone(name: str) -> None:

@@ -113,11 +113,8 @@ def test_a_packed_field_that_may_be_missing_may_be_null() -> None:
     packed = msgspec.Meta(extra={"column": "list<int32>"})
     kinds = [Annotated[bytes | None, packed], Annotated[bytes, packed] | None, Annotated[bytes, packed]]
     found = schema.columns(msgspec.defstruct("Packed", [(f"f{at}", kind) for at, kind in enumerate(kinds)]))
-    assert [(column.kind, column.nullable) for column in found] == [
-        ("list<int32>", True),
-        ("list<int32>", True),
-        ("list<int32>", False),
-    ]
+    assert {column.kind for column in found} == {"list<int32>"}
+    assert [column.nullable for column in found] == [True, True, False]
 
 
 @pytest.mark.parametrize("kind", [set[int], int | str, Literal[1, 2]], ids=str)
