@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from judge.errors import UnscoredError
+from judge.group_log import WRONG_EVENT_DELAY_S
 from judge.limits import Budget
 from judge.models.judge_model import open_judge_model
 from judge.ruler.rubrics import load_rubric
@@ -27,19 +28,18 @@ from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("judge.comparing")
 
-_WRONG_EVENT_DELAY_S = 1.0
-
 
 async def compare_answers(
     ruler: LlmRuler, call: ExchangeRecorded, model: str, outside: str, outside_answer: bytes, policy_answer: bytes
 ) -> AnswersCompared:
-    """Score the answers of the model `outside` and of the policy `model` to a call: two chat completions. Raises
-    `UnscoredError` if the judge can't be had, and `HistoryGoneError` if the call has no messages."""
-    shown: list[Transcript] = []
+    """Have the judge model score two answers to one call, and return the scores as an event. `outside` and `model`: the
+    names of the outside model and of the policy; their answers are chat completions. Raises `UnscoredError` if the
+    judge model gives no scores, and `HistoryGoneError` if the call has no messages."""
+    answers: list[Transcript] = []
     for role, response in (("outside", outside_answer), ("apprentice", policy_answer)):
-        answered = msgspec.structs.replace(call, response=response, status="complete", side_call=False)
-        shown.append(from_exchanges(role, [answered]))
-    scores, verdicts = await ruler.retry(partial(ruler.judge, shown, count=False), call.trajectory)
+        answered_call = msgspec.structs.replace(call, response=response, status="complete", side_call=False)
+        answers.append(from_exchanges(role, [answered_call]))
+    scores, verdicts = await ruler.retry(partial(ruler.judge, answers, count=False), call.trajectory)
     return AnswersCompared(
         project=call.project,
         trajectory=call.trajectory,
@@ -80,14 +80,15 @@ class ShadowJudge:
         """Compare one shadow call and acknowledge it. Raises `BrokerError`, after which it is delivered again."""
         with handling([delivery]):
             if not isinstance(delivery.event, ShadowAnswered):
-                await delivery.give_back(_WRONG_EVENT_DELAY_S)
+                await delivery.give_back(WRONG_EVENT_DELAY_S)
                 return
             await self._compare(delivery.event)
             await delivery.ack()
 
     async def _compare(self, shadow: ShadowAnswered) -> None:
-        """Publish the comparison of a shadow call, once. Nothing is asked about answers that say the same, over budget,
-        without a judge model, and where the outside model's call has left the log."""
+        """Publish the comparison of a shadow call, unless it is on the log already. A call is not compared if both
+        answers are the same, learning is over budget, there is no judge model, or the log lost the outside model's
+        answer."""
         if self._ruler is None or shadow.same or await self._budget.refusal(f"{shadow.trajectory}/{shadow.call}"):
             return
         names: dict[str, Any] = {"project": shadow.project, "trajectory": shadow.trajectory}

@@ -25,7 +25,8 @@ from pipeline.events.signal import OWN_REWARD
 
 @dataclass(frozen=True)
 class RunFeedback:
-    """What signals, reward functions or a judge of what happened next say about one run and its calls."""
+    """What is known about one run besides its own reward: from signals, reward functions, or a judge of what happened
+    next."""
 
     call_rewards: Mapping[str, float] = field(default_factory=dict)
     """As in `Member`."""
@@ -35,14 +36,15 @@ class RunFeedback:
 
 
 def merge_feedback(parts: Iterable[RunFeedback]) -> RunFeedback:
-    """Return what several parts of a reward say about one run: the sum of a call's rewards, and all hints in this
-    order."""
-    said = list(parts)
-    return RunFeedback(_sum_by_call(p.call_rewards for p in said), tuple(hint for p in said for hint in p.hints))
+    """Return in one what several parts of a reward say about one run: for each call the sum of its rewards, and the
+    hints of all parts in this order."""
+    feedbacks = list(parts)
+    hints = tuple(hint for feedback in feedbacks for hint in feedback.hints)
+    return RunFeedback(_sum_by_call(feedback.call_rewards for feedback in feedbacks), hints)
 
 
 def _sum_by_call(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add up rewards of calls, which are given by the calls' numbers."""
+    """Return the sum of each call's rewards. Rewards are given, and returned, by the number of the call."""
     total: dict[str, float] = defaultdict(float)
     for part in parts:
         for call, reward in part.items():
@@ -51,28 +53,28 @@ def _sum_by_call(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def numbers_by_key(signals: Iterable[SignalGiven], name: str, call: int = -1) -> dict[str, float]:
-    """Return the last number that each key gave under `name` about a call, or about the run; by the key's name.
+    """Return the last number that each API key gave under `name` about a call (-1: about the run), by the key's name.
     `signals`: those of one run, in the order of the log."""
-    about = [s for s in signals if (s.kind, s.name, s.call) == ("number", name, call)]
-    return {s.by: s.value for s in about if is_usable(s.value)}
+    matching = [s for s in signals if (s.kind, s.name, s.call) == ("number", name, call)]
+    return {s.by: s.value for s in matching if is_usable(s.value)}
 
 
 def feedback_value(signals: Iterable[SignalGiven], reward: RewardConfig) -> float | None:
-    """Return the value of a reward of kind `feedback` for a run with these signals."""
+    """Return the value of a reward of kind `feedback` for a run with these signals: the mean over the keys that gave a
+    number, else `reward.default`, which may be `None`."""
     numbers = numbers_by_key(signals, reward.name)
     return fmean(numbers.values()) if numbers else reward.default
 
 
 def counted_signals(signals: Iterable[SignalGiven], config: JudgeConfig) -> list[SignalGiven]:
-    """Return the signals that the judge reads: not the numbers of keys that the reward of their name does not take
-    (`judge.rewards.by`). Without this, any key that may give feedback could speak before the one that knows the
-    result."""
-    takes = {r.name: r.by for r in config.rewards if r.kind == "feedback" and r.by}
-    return [s for s in signals if s.kind != "number" or s.by in takes.get(s.name, (s.by,))]
+    """Return `signals` without the numbers of keys that are not among the `by` of the reward of their name: otherwise
+    any key that may give feedback could decide a reward before the key that knows the result."""
+    permitted_keys = {r.name: r.by for r in config.rewards if r.kind == "feedback" and r.by}
+    return [s for s in signals if s.kind != "number" or s.by in permitted_keys.get(s.name, (s.by,))]
 
 
 def signals_by_run(signals: Iterable[SignalGiven]) -> dict[str, list[SignalGiven]]:
-    """Return the signals of each run."""
+    """Return the signals of each run, by trajectory, in the order given."""
     signals_of: dict[str, list[SignalGiven]] = defaultdict(list)
     for signal in signals:
         signals_of[signal.trajectory].append(signal)
@@ -83,23 +85,23 @@ def feedback_on(
     members: Sequence[TrajectoryCompleted],
     signals: Sequence[SignalGiven],
     config: JudgeConfig,
-    known: Mapping[str, RunFeedback],
+    of_rewards: Mapping[str, RunFeedback],
 ) -> dict[str, RunFeedback]:
-    """Return what is known about each of `members`, by trajectory: what `signals` say, added to `known`, what reward
-    functions and the judge of what happened next say."""
-    said, feedback = signals_by_run(signals), dict(known)
+    """Return the feedback on each of `members`, by trajectory: what `signals` say of it, added to `of_rewards`, the
+    feedback of reward functions and of the judge of what happened next."""
+    signals_of, feedback = signals_by_run(signals), dict(of_rewards)
     for member in members:
-        if not (own := said.get(member.trajectory)):
+        if not (of_run := signals_of.get(member.trajectory)):
             continue
-        earlier = known.get(member.trajectory, RunFeedback())
-        hints = (hint_of(s) for s in own if s.kind in ("text", "correction") and s.text)
-        calls = _sum_by_call((earlier.call_rewards, _call_rewards(member, own, config)))
-        feedback[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), _graders(own, config))
+        earlier = of_rewards.get(member.trajectory, RunFeedback())
+        hints = (hint_of(s) for s in of_run if s.kind in ("text", "correction") and s.text)
+        calls = _sum_by_call((earlier.call_rewards, _call_rewards(member, of_run, config)))
+        feedback[member.trajectory] = RunFeedback(calls, (*earlier.hints, *hints), _graders(of_run, config))
     return feedback
 
 
 def hint_of(signal: SignalGiven) -> Hint:
-    """Return the hint that a signal of kind `text` or `correction` is."""
+    """Return a signal of kind `text` or `correction` as a hint."""
     return Hint(
         call=signal.call,
         text=signal.text,
@@ -109,22 +111,22 @@ def hint_of(signal: SignalGiven) -> Hint:
     )
 
 
-def _graders(own: Iterable[SignalGiven], config: JudgeConfig) -> tuple[str, ...]:
-    """Return the keys whose numbers rewards of kind `feedback` are made of."""
+def _graders(signals: Iterable[SignalGiven], config: JudgeConfig) -> tuple[str, ...]:
+    """Return the names of the API keys that gave a number which is part of a reward of kind `feedback`, sorted."""
     names = {r.name for r in config.rewards if r.kind == "feedback"}
-    graders = {s.by for s in own if s.kind == "number" and s.name in names and is_usable(s.value)}
+    graders = {s.by for s in signals if s.kind == "number" and s.name in names and is_usable(s.value)}
     return tuple(sorted(graders))
 
 
-def _call_rewards(member: TrajectoryCompleted, own: Sequence[SignalGiven], config: JudgeConfig) -> dict[str, float]:
-    """Return the rewards that the run's `own` signals give to its calls, by the calls' numbers; the rule is in this
-    module's docstring."""
+def _call_rewards(member: TrajectoryCompleted, signals: Sequence[SignalGiven], config: JudgeConfig) -> dict[str, float]:
+    """Return the rewards that the signals of the run `member` give to its calls, by the calls' numbers; the rule is in
+    this module's docstring."""
     weights = {r.name: r.weight for r in config.rewards if r.kind == "feedback"}
     rewards: dict[str, float] = {}
-    for call in sorted({s.call for s in own if s.kind == "number" and s.call >= 0}):
-        numbers = {name: numbers_by_key(own, name, call) for name in weights}
+    for call in sorted({s.call for s in signals if s.kind == "number" and s.call >= 0}):
+        numbers = {name: numbers_by_key(signals, name, call) for name in weights}
         parts = [weights[name] * fmean(by_key.values()) for name, by_key in numbers.items() if by_key]
-        reward = numbers_by_key(own, OWN_REWARD, call).get(member.owner) if OWN_REWARD not in weights else None
-        if parts or reward is not None:
-            rewards[str(call)] = sum(parts) + (reward or 0.0)
+        by_owner = numbers_by_key(signals, OWN_REWARD, call).get(member.owner) if OWN_REWARD not in weights else None
+        if parts or by_owner is not None:
+            rewards[str(call)] = sum(parts) + (by_owner or 0.0)
     return rewards

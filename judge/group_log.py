@@ -37,12 +37,16 @@ from pipeline.telemetry.logs import get_logger
 logger = get_logger("judge.group_log")
 
 _ROLLOUTS, _GROUPS = stream_of(TrajectoryCompleted), stream_of(GroupScored)
+WRONG_EVENT_DELAY_S = 1.0
+"""Delay before an event that does not belong on its subject is delivered again. After `max_deliver` times it becomes a
+dead letter."""
 _MAX_TIMEOUT_S = 10 * 365 * 86_400.0
+"""Longest time of a timer: ten years. A later date may be none that the server can read."""
 
 
 @dataclass(frozen=True)
 class GroupEnd:
-    """The judges' events about a group on the log."""
+    """What the judges' events on the log say about the end of a group."""
 
     ended: bool = False
     """Whether the group was scored or discarded as a whole."""
@@ -62,16 +66,16 @@ class GroupLog:
         self._waits_whole = bool(self._feedback.wait_s) and self._feedback.wait_for == "all"
 
     @property
-    def waits(self) -> bool:
-        """Whether closed groups wait for feedback."""
+    def waits_for_feedback(self) -> bool:
+        """Whether closed groups wait for feedback before they are scored."""
         return bool(self.awaited) or self._waits_whole
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     async def read(self, key: GroupKey, place: Place, *, later: bool = False) -> GroupOnLog | None:
         """Return the state of a group on the log, at least up to the message at `place`: the delivery that the caller
-        handles. `None` if the log no longer holds that message. `later`: with the signals up to `place`, also those
-        after it was ready.
+        handles. `None` if the log no longer holds that message. `later`: include signals up to `place` that came after
+        the group was ready.
 
         Any replica may answer. A replica that lags lacks the newest messages, so the read is repeated if the message at
         `place` is missing."""
@@ -97,9 +101,11 @@ class GroupLog:
         awaited = None if self._waits_whole else self.awaited
         return read_group(key, decoded, self._config.group_size, awaited, place.seq if later else 0)
 
-    async def end_of(self, key: GroupKey) -> GroupEnd:
-        """Return the judges' events about a group, read from the stream's leader."""
+    async def read_end(self, key: GroupKey) -> GroupEnd:
+        """Return whether the judges have scored or discarded a group, and which trajectories their events name, as the
+        stream's leader has it."""
         names: dict[str, Any] = {"project": key.project, "model": key.model, "group": key.group}
+        # The subject of all events about the group, whatever their kind.
         of_group = subject_filter(GroupDiscarded, **names).replace(GroupDiscarded.subject_prefix(), "group.*", 1)
         if await self._broker.leader_get(_GROUPS, {"last_by_subj": of_group}) is None:
             return GroupEnd()  # the usual case: the group has no event yet
@@ -117,7 +123,8 @@ class GroupLog:
     # -- writing -------------------------------------------------------------------------------------------------
 
     async def record_late(self, completions: Iterable[Completion], recorded: frozenset[str]) -> None:
-        """Publish a late discard for each trajectory that is not `recorded` in the group's events."""
+        """Publish a `group.discarded` with the reason `late` for each of `completions` whose trajectory is not among
+        `recorded`, those that the group's events name."""
         for event in (c.event for c in completions if c.event.trajectory not in recorded):
             await self._broker.publish(late_event(event))
             logger.info("late", group=event.group, trajectory=event.trajectory)
@@ -139,29 +146,32 @@ class GroupLog:
         """Cancel the timers of a group: that of its deadline and, if groups wait for feedback, that of the wait. If a
         request is lost, the timer is delivered and finds the group closed."""
         await self._broker.cancel_timer(self._timeout_event(key))
-        if self.waits:
+        if self.waits_for_feedback:
             await self._broker.cancel_timer(self._overdue_event(key))
 
     async def record_timeout(self, event: GroupTimedOut | FeedbackTimedOut) -> Place:
-        """Publish the `rollout.timeout` or `rollout.overdue` of a group and return its place. If it was published
-        before, return that one's."""
+        """Publish the `rollout.timeout` or `rollout.overdue` of a group, once. Return its place on the log, that of the
+        earlier one if it was published before."""
         ack = await self._broker.publish(msgspec.structs.replace(event, at=now_us()))
         return Place(ack.seq, 0)
 
     def _timeout_event(self, key: GroupKey) -> GroupTimedOut:
+        """Return the event that a group's time to become full is over."""
         return GroupTimedOut(**key._asdict(), timeout_s=self._config.timeout_s)
 
     def _overdue_event(self, key: GroupKey) -> FeedbackTimedOut:
+        """Return the event that a closed group's wait for feedback is over."""
         return FeedbackTimedOut(**key._asdict(), wait_s=self._feedback.wait_s)
 
 
 def feedback_names(config: JudgeConfig) -> frozenset[str]:
-    """Return the names of the signals that rewards are made of."""
+    """Return the names of the rewards of kind `feedback`, which are those of the signals that they are made of."""
     return frozenset(r.name for r in config.rewards if r.kind == "feedback")
 
 
-def names_group(delivery: Delivery, event: TrajectoryCompleted | SignalGiven) -> bool:
-    """Return whether a completion or a signal was delivered on a subject of its group, which `GroupLog.read` reads."""
-    own = event.subject()
+def has_own_subject(delivery: Delivery, event: TrajectoryCompleted | SignalGiven) -> bool:
+    """Return whether a completion or a signal was delivered on the subject that its fields give. On another one,
+    `GroupLog.read` would not find it."""
+    subject = event.subject()
     # The subject of a dead letter that was published again has one more token.
-    return delivery.subject == own or delivery.subject.startswith(f"{own}.")
+    return delivery.subject == subject or delivery.subject.startswith(f"{subject}.")

@@ -41,10 +41,12 @@ class Group:
     signals: tuple[SignalGiven, ...] = ()
     """What was said about its runs until it was ready, in the order of the log."""
     again: bool = False
-    """Whether it was discarded before for want of a reward, and is scored once more since feedback came late."""
+    """Whether it was discarded because it had no reward, and is scored once more because late feedback may give it
+    one."""
 
     @property
     def trajectories(self) -> frozenset[str]:
+        """The ids of its members."""
         return frozenset(a.event.trajectory for a in self.members)
 
 
@@ -66,7 +68,7 @@ class GroupOnLog:
 
 
 def key_of(event: TrajectoryCompleted | GroupTimedOut | FeedbackTimedOut | SignalGiven) -> GroupKey:
-    """Return the group of a completed trajectory, a time-out or a signal."""
+    """Return the key of the group to which a completed trajectory, a time-out or a signal belongs."""
     group = event.group_key if isinstance(event, TrajectoryCompleted) else event.group
     return GroupKey(event.project, event.model, group, event.split)
 
@@ -113,8 +115,8 @@ def read_group(
                 first = first or message.seq
                 announced = max(announced, event.group_size)
                 alone = event.group in ("", event.trajectory)  # a run that names no group is one of its own
-                wanted = announced or (1 if alone else group_size)
-                if len(members) >= wanted:
+                size = announced or (1 if alone else group_size)
+                if len(members) >= size:
                     closed_at = message.seq
         waiting = closed_at and not ready_at and awaited is not None
         if waiting and not _lacks_feedback(members, signals, awaited or frozenset()):
@@ -124,7 +126,7 @@ def read_group(
 
 
 def _lacks_feedback(members: Mapping[str, Completion], signals: Iterable[SignalGiven], awaited: frozenset[str]) -> bool:
-    """Whether a run that can be scored lacks feedback with one of the names `awaited`."""
-    there = {(s.trajectory, s.name) for s in signals if s.kind == "number" and s.call < 0}
+    """Return whether a member that can be scored has no number about the run under one of the names `awaited`."""
+    with_feedback = {(s.trajectory, s.name) for s in signals if s.kind == "number" and s.call < 0}
     scorable = [a.event.trajectory for a in members.values() if a.event.outcome == "scored"]
-    return any((run, name) not in there for name in awaited for run in scorable)
+    return any((run, name) not in with_feedback for name in awaited for run in scorable)

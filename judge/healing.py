@@ -57,9 +57,9 @@ class Healer:
         self._table = next(t for t in config.outside if t.name == self._config.outside and t.dialect == "chat")
         self._models, self._project = {model.name for model in config.models}, config.project
         self._day, self._read_to = 0, 0
-        """The day (UTC, since 1970) that is counted, and up to which sequence the log was read for it."""
+        """The day (UTC, since 1970) whose costs are added up, and the last sequence of the log that was read for it."""
         self._recorded_usd = self._unrecorded_usd = 0.0
-        """What was spent in the day: by any judge as the log says, and here without being on the log yet."""
+        """Costs of that day that are on the log, of all judges; costs of this process that are not on the log yet."""
         self._reading = anyio.Lock()
 
     async def __call__(self, group: GroupScored) -> GroupScored:
@@ -70,6 +70,7 @@ class Healer:
         hints: dict[str, Hint] = {}
 
         async def correct(member: Member) -> None:
+            """Put the correction of a run into `hints`; log why there is none."""
             try:
                 if (hint := await self._correct(group, member)) is not None:
                     hints[member.trajectory] = hint
@@ -87,8 +88,9 @@ class Healer:
         return msgspec.structs.replace(group, members=tuple(members)) if hints else group
 
     async def _correct(self, group: GroupScored, member: Member) -> Hint | None:
-        """Return the correction of a run, which is on the log then; `None` if there is none that is better. Raises
-        `HistoryGoneError`, and `UnscoredError` if outside model or judge can't be had."""
+        """Ask for a correction of a run, publish it as a signal if the judge model scores it higher than the policy's
+        answer, and return it as a hint; else return `None`. Raises `HistoryGoneError` if the log lost calls of the run,
+        and `UnscoredError` if the outside model or the judge model gives no answer."""
         names: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory}
         history = await self._broker.read(ExchangeRecorded, **names, at_least=member.exchanges)
         if len(history) < member.exchanges:
@@ -98,7 +100,8 @@ class Healer:
             raise UnscoredError("it has no whole chat completion of the policy")
         # Calls that an outside model answered are compared too, with shadow calls.
         if {r.event.call for r in await self._broker.read(AnswersCompared, **names)} & {call.seq for call in calls}:
-            return await self._correction_on_log(group, member)  # a judge died before it published the group
+            # A judge healed the run, and died before it published the group.
+            return await self._correction_on_log(group, member)
         compared, correction = await self._ask_and_compare(group, member, calls)
         crash.point("judge.healing_compared")
         if compared.outside_score <= compared.apprentice_score + REWARD_TOLERANCE:
@@ -123,13 +126,14 @@ class Healer:
         self, group: GroupScored, member: Member, calls: Sequence[ExchangeRecorded]
     ) -> tuple[AnswersCompared, str]:
         """Have the outside model answer the call at fault among `calls` anew, and the judge model compare both answers.
-        Return the comparison, with equal scores where they say the same, and the text of the outside model's answer.
+        Return the comparison and the text of the outside model's answer. The scores are equal if both answers are, or
+        if there is no new one.
 
-        What the outside model cost is published with the comparison, whatever comes of it: all judges count it. Raises
-        `UnscoredError`."""
-        about: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory, "model": group.model}
-        about |= {"outside": self._table.name, "outside_score": 0.5, "apprentice_score": 0.5}
-        compared = AnswersCompared(**about, call=calls[-1].seq)
+        The comparison is published with what the outside model cost, also if an error ends this method, because all
+        judges add up these costs. Raises `UnscoredError`."""
+        names: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory, "model": group.model}
+        names |= {"outside": self._table.name, "outside_score": 0.5, "apprentice_score": 0.5}
+        compared = AnswersCompared(**names, call=calls[-1].seq)
         paid: list[float] = []
         try:
             call = await self._call_at_fault(calls, member, paid)
@@ -148,15 +152,15 @@ class Healer:
         return compared, correction
 
     async def _correction_on_log(self, group: GroupScored, member: Member) -> Hint | None:
-        """Return the correction that an earlier judge put on the log, unless the member has it; `None` if there is
-        none. If that judge died after the comparison and before the signal, the correction is lost: no answer is paid
-        for twice."""
-        given = await self._broker.read(
+        """Return the correction of a run that an earlier judge process put on the log as a hint; `None` if there is
+        none, or `member` has it already. If that process died between the comparison and the signal, the correction is
+        lost, because no answer is paid for twice."""
+        signals = await self._broker.read(
             SignalGiven, project=group.project, model=group.model, group=group.group, trajectory=member.trajectory
         )
-        known = {(hint.call, hint.text) for hint in member.hints}
-        hints = (hint_of(r.event) for r in given if r.event.source == NAME)
-        return next((hint for hint in hints if (hint.call, hint.text) not in known), None)
+        hints_of_member = {(hint.call, hint.text) for hint in member.hints}
+        hints = (hint_of(r.event) for r in signals if r.event.source == NAME)
+        return next((hint for hint in hints if (hint.call, hint.text) not in hints_of_member), None)
 
     async def _call_at_fault(
         self, calls: Sequence[ExchangeRecorded], member: Member, paid: list[float]
@@ -164,25 +168,25 @@ class Healer:
         """Return the call with the lowest reward of its own; without such rewards, the one that the outside model
         names as the first wrong one. `paid`: as for `_ask`. Raises `UnscoredError` if it names none."""
         by_seq = {str(call.seq): call for call in calls}
-        graded = {seq: reward for seq, reward in member.call_rewards.items() if seq in by_seq}
-        if graded:
-            return by_seq[min(graded, key=lambda seq: (graded[seq], int(seq)))]
+        rewards = {seq: reward for seq, reward in member.call_rewards.items() if seq in by_seq}
+        if rewards:
+            return by_seq[min(rewards, key=lambda seq: (rewards[seq], int(seq)))]
         if len(calls) == 1:
             return calls[0]
-        last = msgspec.json.decode(calls[-1].request).get("messages") or ()
-        shown = [render_message(message) for message in last if message.get("role") != "assistant"]
+        last_prompt = msgspec.json.decode(calls[-1].request).get("messages") or ()
+        shown = [render_message(message) for message in last_prompt if message.get("role") != "assistant"]
         replies = [f"Reply {call.seq}: {indented(_reply_text(call.response))}" for call in calls]
         text = "\n".join([*shown, *replies])[-_SHOWN_CHARACTERS:]
         answer = _reply_text(await self._ask({"messages": [{"role": "user", "content": _FAULT_QUESTION + text}]}, paid))
         try:
-            named = msgspec.json.decode(answer[answer.find("{") : answer.rfind("}") + 1])["reply"]
-            return by_seq[str(named)]
+            number = msgspec.json.decode(answer[answer.find("{") : answer.rfind("}") + 1])["reply"]
+            return by_seq[str(number)]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise UnscoredError("the outside model named no reply as the one at fault") from error
 
     async def _spent_today(self) -> float:
-        """Return the USD that all judges spent today, without what other processes paid and have not recorded yet. The
-        log is read on from where the last call stopped."""
+        """Return the USD that healing cost today: what the log says of all judges, and what this process paid that is
+        not on the log yet. The log is read on from where the last call stopped."""
         async with self._reading:
             today, more = int(time.time() // 86_400), True
             if today != self._day:
@@ -203,10 +207,10 @@ class Healer:
             response: dict[str, Any] = answer.json()
             if answer.status_code != 200:
                 raise UnscoredError(f"the gateway answered {answer.status_code}: {str(response)[:300]}")
-            said_by = str(response.get("model"))
-            if is_version(said_by) and parse_version(said_by)[0] in self._models:
-                # It may have taken the name over, and nothing of its own is a correction.
-                raise UnscoredError(f"{said_by} answered in the place of {self._table.name}")
+            answering_model = str(response.get("model"))
+            if is_version(answering_model) and parse_version(answering_model)[0] in self._models:
+                # The policy has taken over the outside model's name. Its own answer is no correction.
+                raise UnscoredError(f"{answering_model} answered in the place of {self._table.name}")
             usage = response.get("usage") or {}
             tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         except (httpx.HTTPError, AttributeError, TypeError, ValueError) as error:
@@ -231,9 +235,10 @@ async def open_healer(config: Config, broker: Broker, ruler: LlmRuler | None) ->
 
 
 def _is_whole_reply(call: ExchangeRecorded) -> bool:
-    """Whether the policy answered a call in one whole reply to messages."""
-    whole = call.status == "complete" and not call.choice and not call.side_call
-    return whole and call.step >= 0 and call.endpoint != "/v1/completions"
+    """Return whether the policy itself answered a call completely, in chat and as a part of the task. Of a call with
+    several choices, only the first one counts."""
+    is_complete = call.status == "complete" and not call.choice and not call.side_call
+    return is_complete and call.step >= 0 and call.endpoint != "/v1/completions"
 
 
 def _reply_text(response: bytes) -> str:

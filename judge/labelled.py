@@ -100,8 +100,8 @@ def read_labelled(path: Path) -> list[LabelledGroup]:
 
 
 def _labelled(group: GroupFile, default_id: str) -> LabelledGroup:
-    """Check a group of a labelled file. Raises `ConfigError` for less than two trajectories, or one without a finite
-    reward."""
+    """Return a group of a labelled file with its true rewards; `default_id` names it if it has no id. Raises
+    `ConfigError` for less than two trajectories, or one without a finite reward."""
     if len(group.trajectories) < 2:
         raise ConfigError(
             "a group with known rewards needs at least 2 trajectories, because they are compared with each other"
@@ -134,7 +134,7 @@ class Agreement:
 def measure_agreement(groups: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Agreement:
     """Compare the true rewards with the scores of each group, both by trajectory."""
     taus: list[float] = []
-    right, pairs, flips, counted = 0.0, 0, 0, 0
+    correct_pairs, pairs, flips, with_side = 0.0, 0, 0, 0
     for truth, scores in groups:
         signs = pair_signs(truth, scores)
         differing = sum(t != 0 for t, _ in signs)
@@ -142,14 +142,14 @@ def measure_agreement(groups: Sequence[tuple[Mapping[str, float], Mapping[str, f
             scale = math.sqrt(differing * sum(s != 0 for _, s in signs))
             taus.append(sum(t * s for t, s in signs) / scale if scale else 0.0)
         pairs += differing
-        right += sum((1 + t * s) / 2 for t, s in signs if t)
+        correct_pairs += sum((1 + t * s) / 2 for t, s in signs if t)
         true_mean, score_mean = fmean(truth.values()), fmean(scores[n] for n in truth)
         sides = [(sign(truth[n] - true_mean), sign(scores[n] - score_mean)) for n in truth]
-        counted += sum(t != 0 for t, _ in sides)
+        with_side += sum(t != 0 for t, _ in sides)
         flips += sum(t * s < 0 for t, s in sides)
     return Agreement(
         len(groups),
         fmean(taus) if taus else None,
-        right / pairs if pairs else None,
-        flips / counted if counted else None,
+        correct_pairs / pairs if pairs else None,
+        flips / with_side if with_side else None,
     )

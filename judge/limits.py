@@ -22,9 +22,9 @@ class Budget:
         self._alarms = [alarm for setting, alarm in _ALARMS.items() if getattr(config.budget, setting)]
 
     async def refusal(self, group: str) -> str:
-        """Return why a group is not to be scored; empty if it is, also at a limit if its name is in the share that
-        `budget.keep_share` keeps. The leader of the log is asked for the newest change of each alarm, so a new process
-        knows what the one before it knew. Raises `BrokerError`."""
+        """Return why a group, or a shadow call of this name, is not to be scored: the text of the alarm that a limit of
+        `[budget]` is reached. Empty if none is, or if the name is in the share that is scored all the same
+        (`budget.keep_share`). The newest change of each alarm is read from the log's leader. Raises `BrokerError`."""
         for alarm in self._alarms:
             newest = await self._broker.read_last(AlarmChanged, project=self._project, alarm=alarm)
             if newest is not None and newest.event.state == "raised":

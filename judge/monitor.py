@@ -34,7 +34,7 @@ Publish = Callable[[JudgeMeasured], Awaitable[object]]
 
 
 class JudgeMonitor:
-    """Publishes `group.measured` and judges the anchors."""
+    """Publishes the statistics of the judges, and judges groups with known rewards (anchors) at intervals."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from judge.errors import UnscoredError
 from judge.feedback import RunFeedback
 from judge.models.chat import ChatModel
 from judge.ruler import prompt
-from judge.ruler.asking import Asker, Judged, JudgingError, LoadTranscript, Usage, charged, no_log
+from judge.ruler.asking import Asker, Judged, JudgingError, LoadTranscript, Usage, no_log, with_failed_calls
 from judge.ruler.layout import ConversationText, PromptLayout
 from judge.ruler.replies import VOTES
 from judge.ruler.rubrics import Rubric
@@ -114,6 +114,7 @@ class NextStateJudge(Asker):
         reasons = ["there is no run to judge"]
 
         async def judge(member: TrajectoryCompleted) -> None:
+            """Put what the votes say about a run into `judged`, or why they say nothing into `reasons`."""
             spent = Usage()
 
             async def attempt() -> JudgedRun:
@@ -165,23 +166,24 @@ class NextStateJudge(Asker):
         return JudgedRun(
             {call: majority([s.score for s in on_call]) for call, on_call in votes.items()},
             tuple(Hint(call=call, text=text) for call, text in hints if text),
-            charged(counted, spent) if counted else (),
+            with_failed_calls(counted, spent) if counted else (),
         )
 
     async def _vote(self, transcript: Transcript, calls: Sequence[_FollowedCall], spent: Usage) -> Verdict:
-        """Ask the judge model once about some calls of a run. Raises `JudgingError`."""
-        names = [str(call.reply.call) for call in calls]
-        build = functools.partial(prompt.build_question, _QUESTION, names, functools.partial(_lay_out, calls))
+        """Ask the judge model once about some calls of a run, and return its scores as a verdict. Every call of the
+        model is added to `spent`. Raises `JudgingError`."""
+        numbers = [str(call.reply.call) for call in calls]
+        build = functools.partial(prompt.build_question, _QUESTION, numbers, functools.partial(_lay_out, calls))
         asked, parsed, verdict = await self.ask(build, (transcript,), spent)
         scores = tuple(
             Score(
                 trajectory=transcript.trajectory,
-                call=int(call),
-                score=parsed.scores[name],
-                explanation=parsed.explanations[name],
-                hint=parsed.hints[name],
+                call=int(number),
+                score=parsed.scores[drawn_id],
+                explanation=parsed.explanations[drawn_id],
+                hint=parsed.hints[drawn_id],
             )
-            for name, call in asked.names.items()
+            for drawn_id, number in asked.subjects.items()
         )
         return msgspec.structs.replace(verdict, scores=scores)
 
@@ -193,8 +195,8 @@ def majority(votes: Sequence[float]) -> float:
 
 
 def _longest_hint(votes: Sequence[Score]) -> str:
-    """Return the longest hint, without what a chat template or a reader might take for structure; empty if none has
-    more than `_TRIVIAL` characters."""
+    """Return the longest hint of the votes on a call, without template tokens and invisible characters; empty if none
+    has more than `_TRIVIAL` characters."""
     longest = max((prompt.sanitize(v.hint).strip() for v in votes), key=len)
     return longest if len(longest) > _TRIVIAL else ""
 
@@ -210,15 +212,16 @@ def _followed_calls(transcript: Transcript) -> list[_FollowedCall]:
 
 
 def _lay_out(calls: Sequence[_FollowedCall], _: Callable[[], str]) -> PromptLayout:
-    """Return the texts of each call: what the conversation held since the call above it, the reply, the follow-up."""
+    """Return the texts of each call: what the conversation held since the call above it, the reply, the follow-up.
+    `build_question` calls it."""
     members: list[tuple[ConversationText, ...]] = []
     above: _FollowedCall | None = None
     for call in calls:
         conversation, reply = call.conversation, call.reply
-        goes_on = above is not None and above.conversation is conversation
-        start = above.reply.stop if above is not None and goes_on else 0
+        continues_above = above is not None and above.conversation is conversation
+        start = above.reply.stop if above is not None and continues_above else 0
         before = [render_message(m) for m in conversation.messages[start : reply.place]]
-        if not goes_on and conversation.tools:
+        if not continues_above and conversation.tools:
             before.insert(0, render_tools(conversation.tools))
         parts = [ConversationText("before", "\n".join(before))] if before else []
         parts.append(ConversationText("reply", render_message(conversation.messages[reply.place])))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import msgspec
 
@@ -28,12 +27,12 @@ from judge.reward_parts import is_usable
 from judge.ruler.rubrics import load_rubric, rubric_of
 from pipeline.config import JudgeConfig
 from pipeline.events import GroupDiscarded, GroupScored, Member, Score, SignalGiven, TrajectoryCompleted, Verdict
+from pipeline.events.group import DiscardReason
 
 AGENT = "agent"
 """Judge model in verdicts that pass agents' rewards through."""
 PROMPT_VERSION = 10
 """Part of the judge configuration's hash. Raise it when the prompt or the parsing of replies changes."""
-DiscardReason = Literal["too_small", "late", "unscored", "over_budget"]
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,12 @@ AskTeacher = Callable[[Sequence[TrajectoryCompleted]], Awaitable[Mapping[str, st
 
 def judge_hash(config: JudgeConfig) -> str:
     """Return the identity of a judge configuration: a hash of the settings and rubrics that can change scores."""
-    what: dict[str, object] = {"rewards": config.rewards, "combine": config.combine if config.rewards else ""}
+    identity: dict[str, object] = {"rewards": config.rewards, "combine": config.combine if config.rewards else ""}
     if config.model:
-        judged = [r for r in config.rewards if r.kind in ("ruler", "next_state")]
-        what |= {
+        with_rubric = [r for r in config.rewards if r.kind in ("ruler", "next_state")]
+        identity |= {
             "model": config.model,
-            "rubrics": [load_rubric(config.rubric).hash, *(rubric_of(r, config).hash for r in judged)],
+            "rubrics": [load_rubric(config.rubric).hash, *(rubric_of(r, config).hash for r in with_rubric)],
             "judgings": config.passes,
             "temperature": config.request.temperature,
             "context_tokens": config.context_tokens,
@@ -76,7 +75,7 @@ def judge_hash(config: JudgeConfig) -> str:
             "params": scoring_params(config),
             "prompt": PROMPT_VERSION,
         }
-    return hashlib.sha256(msgspec.json.encode(what, order="sorted")).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()[:16]
 
 
 def agent_reward(event: TrajectoryCompleted) -> float | None:
@@ -94,13 +93,13 @@ async def score_closed(
     *,
     over_budget: str = "",
 ) -> GroupScored | GroupDiscarded:
-    """Return the event that ends a closed group, one to which no member is added any more. `judge` is the verdict set;
-    `compose` is `None` if only agents' own rewards are used. `over_budget`: why the group is not to be scored; nobody
-    is asked about it then.
+    """Score a closed group, one to which no member is added any more, and return the event with the result. `judge`:
+    the verdict set. `compose`: `None` if only agents' own rewards are used. `over_budget`: why the group is not to be
+    scored, empty if it is; with a reason, neither a judge nor a teacher is asked.
 
-    A group that no longer can be scored, or has too few rewards to compare, is discarded with the reason. A group of a
+    A group that can't be scored, or has too few rewards to compare, is discarded with the reason. A group of a
     requested batch is always scored, perhaps with masked members only: the trainer waits for every group of the batch,
-    and discards it then."""
+    and itself discards those that it can't train."""
     events = [a.event for a in group.members]
     scorable = [e for e in events if e.outcome == "scored"]
     batch = next((e.batch for e in events if e.batch is not None), None)
@@ -120,7 +119,7 @@ async def score_closed(
         rewards = await with_hints_and_answers(rewards, scorable, group.signals, config, teach)
     if batch is None and len(rewards.final) < needed:
         why = rewards.missing or _too_few(len(rewards.final), len(events), needed)
-        # "unscored": what `judge.rewards` asks for was not had. Without it, too few members have a reward of their own.
+        # "unscored": the judge lacks parts of `judge.rewards`. "too_small": too few agents reported a reward.
         return _discarded(group.key, events, "unscored" if config.rewards else "too_small", why)
     return GroupScored(
         **group.key._asdict(),
@@ -137,12 +136,12 @@ async def score_closed(
 async def _ask_for_rewards(
     members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven], config: JudgeConfig, compose: Compose | None
 ) -> GroupRewards:
-    """Return what `compose` says of the members. It is not asked if `judge.rewards` is empty and each member has a
-    reward of its agent: those are returned then, and also where there is no `compose`. Raises `UnscoredError`."""
-    own = agent_rewards(members)
-    complete = not config.rewards and len(own.final) == len(members)
-    if compose is None or not members or complete:
-        return own
+    """Return the rewards of the members: the agents' own ones if there is no `compose`, or if `judge.rewards` is empty
+    and every agent reported one; else those of `compose`. Raises `UnscoredError`."""
+    of_agents = agent_rewards(members)
+    all_reported = not config.rewards and len(of_agents.final) == len(members)
+    if compose is None or not members or all_reported:
+        return of_agents
     return await compose(members, signals)
 
 
@@ -153,32 +152,34 @@ async def with_hints_and_answers(
     config: JudgeConfig,
     teach: AskTeacher | None,
 ) -> GroupRewards:
-    """Add to `rewards` what signals and a teacher from outside say about `members`.
+    """Return `rewards` with the feedback of `signals` on the members, and with the teacher from outside that answered
+    about them (`teach`, which is asked here).
 
     If the group has no reward and `judge.rewards` is empty, members with a hint or an answer get the reward 0: else
     they would be masked, and the hint or the answer could not train."""
-    said = feedback_on(members, signals, config, rewards.feedback)
-    rewards = replace(rewards, feedback=said)
+    feedback = feedback_on(members, signals, config, rewards.feedback)
+    rewards = replace(rewards, feedback=feedback)
     if teach is not None:
         rewards = replace(rewards, taught={**rewards.taught, **await teach(members)})
     if rewards.final or config.rewards:
         return rewards
-    taught = {name for name, of_run in said.items() if of_run.hints} | rewards.taught.keys()
-    return replace(rewards, final={e.trajectory: 0.0 for e in members if e.trajectory in taught})
+    can_teach = {name for name, of_run in feedback.items() if of_run.hints} | rewards.taught.keys()
+    return replace(rewards, final={e.trajectory: 0.0 for e in members if e.trajectory in can_teach})
 
 
 def _too_few(usable: int, total: int, needed: int) -> str:
+    """Return the detail of a discard because of too few members with a reward."""
     return f"{usable} of {total} trajectories can be scored, {needed} are needed"
 
 
 def agent_rewards(members: Sequence[TrajectoryCompleted]) -> GroupRewards:
-    """Return the agents' own rewards."""
+    """Return the agents' own rewards of the members that have one, with a verdict of the judge model `agent`."""
     final = {e.trajectory: r for e in members if (r := agent_reward(e)) is not None}
     components = {e.trajectory: {**e.rewards, AGENT: final[e.trajectory]} for e in members if e.trajectory in final}
     scores = tuple(Score(trajectory=t, score=r) for t, r in final.items())
-    lacking = len(members) - len(final)
-    missing = f"{lacking} of {len(members)} trajectories carry no reward and judge.model is not set"
-    return GroupRewards(final, components, (Verdict(judge_model=AGENT, scores=scores),), missing if lacking else "")
+    unrewarded = len(members) - len(final)
+    missing = f"{unrewarded} of {len(members)} trajectories carry no reward and judge.model is not set"
+    return GroupRewards(final, components, (Verdict(judge_model=AGENT, scores=scores),), missing if unrewarded else "")
 
 
 def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> Member:
@@ -186,7 +187,7 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
     stream sequence of its completion."""
     unscored = event.outcome == "scored" and event.trajectory not in rewards.final
     outcome = "masked" if unscored else event.outcome
-    said = rewards.feedback.get(event.trajectory, RunFeedback())
+    feedback = rewards.feedback.get(event.trajectory, RunFeedback())
     return Member(
         trajectory=event.trajectory,
         reward=rewards.final[event.trajectory] if outcome == "scored" else 0.0,
@@ -199,9 +200,9 @@ def make_member(event: TrajectoryCompleted, seq: int, rewards: GroupRewards) -> 
         first_step=event.first_step,
         last_step=event.last_step,
         completed_seq=seq,
-        call_rewards=dict(said.call_rewards),
-        hints=said.hints,
-        graded_by=said.graded_by,
+        call_rewards=dict(feedback.call_rewards),
+        hints=feedback.hints,
+        graded_by=feedback.graded_by,
         teacher=rewards.taught.get(event.trajectory, ""),
     )
 

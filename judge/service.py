@@ -23,7 +23,7 @@ import anyio.abc
 
 from judge.comparing import ShadowJudge, open_answer_ruler
 from judge.feedback import counted_signals
-from judge.group_log import GroupLog, feedback_names, names_group
+from judge.group_log import WRONG_EVENT_DELAY_S, GroupLog, feedback_names, has_own_subject
 from judge.groups import Group, GroupKey, GroupOnLog, key_of
 from judge.healing import open_healer
 from judge.labelled import read_labelled
@@ -65,9 +65,6 @@ _MAX_SCORING = 1024
 """About the most groups in memory, including those whose judge model does not answer; other groups stay on the log.
 It can be exceeded by some hundreds: completions and timers are taken for the same room, and for each group as many
 deliveries as it has runs, which may be of as many groups."""
-_WRONG_EVENT_DELAY_S = 1.0
-"""Delay before an event that does not belong on its subject is delivered again. After `max_deliver` times it becomes a
-dead letter."""
 _TIMER_REDELIVERIES, _SCORING_ACK_WAITS = 3, 6
 """If the timer of a group is due and the group is ready but not scored, the timer is delivered again up to 3 times,
 each time after 6 times the ack wait. So is a signal that comes while its group is scored."""
@@ -130,8 +127,8 @@ class Judge:
         self._judge_id, self._teach, self._heal = judge_id, teach, heal
         self._budget = Budget(broker, config)
         self._log = GroupLog(broker, config.judge, config.feedback)
-        self._rescuing = feedback_names(config.judge) if config.feedback.late == "train" else frozenset[str]()
-        """Names of late feedback that may score a group that was discarded."""
+        self._late_feedback = feedback_names(config.judge) if config.feedback.late == "train" else frozenset[str]()
+        """Names of the feedback that leads to the scoring of a discarded group if it comes late."""
         self._scoring: dict[GroupKey, list[Delivery]] = {}
         """The groups being scored, with the deliveries that closed them (several after a redelivery)."""
         self._tasks: anyio.abc.TaskGroup
@@ -159,9 +156,9 @@ class Judge:
             await handle(await messages.batch(min(free * per_group, _BATCH), _WAIT_S))
 
     def _free_places(self) -> int:
-        """Return how many more groups this process should take now; the rest is for other processes. Groups that pause
-        before they are judged again take no place. 0 if less than a quarter of the places is free, so that deliveries
-        are taken in batches."""
+        """Return how many more groups this process should begin to score; others stay on the log for other processes.
+        Groups that pause before they are judged again take no place. 0 if less than a quarter of the places is free, so
+        that deliveries are taken in batches."""
         scoring = len(self._scoring)
         at_once, paused = _SCORING, 0
         if self._composer is not None:
@@ -170,20 +167,22 @@ class Judge:
         return free if free >= at_once // 4 else 0
 
     async def _on_arrivals(self, batch: list[Delivery]) -> None:
-        """Sort arrivals by group and handle the groups; what is no arrival is given back."""
+        """Handle completions and signals, those of one group together. Other events, and those on a subject that is not
+        their own, are given back."""
         by_group: dict[GroupKey, list[Delivery]] = defaultdict(list)
         for delivery in batch:
             event = delivery.event
-            if isinstance(event, TrajectoryCompleted | SignalGiven) and names_group(delivery, event):
+            if isinstance(event, TrajectoryCompleted | SignalGiven) and has_own_subject(delivery, event):
                 by_group[key_of(event)].append(delivery)
             else:
-                await delivery.give_back(_WRONG_EVENT_DELAY_S)
+                await delivery.give_back(WRONG_EVENT_DELAY_S)
 
         await concurrently(self._on_arrivals_of, list(by_group.items()), _READS)
 
     async def _on_arrivals_of(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
-        """Handle completions and signals of one group: score the group if one of them made it ready, record late
-        trajectories, set the group's deadline at its first one, and acknowledge all but the one that is scored by."""
+        """Handle completions and signals of one group: begin to score the group if one of them made it ready, record
+        late trajectories, and set the group's deadline if its first completion is among them. Acknowledge all but the
+        one that made the group ready, which `_score` acknowledges."""
         key, deliveries = arrived
         with handling(deliveries):
             deliveries.sort(key=lambda delivery: delivery.seq)
@@ -192,7 +191,7 @@ class Judge:
                 if not deliveries:
                     return
             if late := [state.late[d.seq] for d in deliveries if d.seq in state.late]:
-                await self._log.record_late(late, (await self._log.end_of(key)).trajectories)
+                await self._log.record_late(late, (await self._log.read_end(key)).trajectories)
             first = next((d.place for d in deliveries if d.seq == state.first), None)
             if first is not None and not state.closed_at:
                 await self._log.set_deadline(key, first)
@@ -207,10 +206,10 @@ class Judge:
                     await delivery.ack()
 
     async def _makes_ready(self, state: GroupOnLog, delivery: Delivery) -> bool:
-        """Return whether the group is to be scored by this delivery: it made the group ready, or it is a retried dead
-        letter, which may have done so, and the group has no event."""
+        """Return whether the group is to be scored because of this delivery: it made the group ready, or it is a
+        retried dead letter, which may have done so, and the group was neither scored nor discarded."""
         if RETRY_HEADER in delivery.headers and state.ready_at:
-            return not (await self._log.end_of(state.group.key)).ended
+            return not (await self._log.read_end(state.group.key)).ended
         return delivery.seq == state.ready_at
 
     async def _on_later_signal(self, key: GroupKey, delivery: Delivery) -> None:
@@ -218,8 +217,8 @@ class Judge:
         signal may give it one (`feedback.late`), the group is scored again; if it is being scored, the signal waits."""
         signal = delivery.event
         assert isinstance(signal, SignalGiven)
-        about_run = signal.kind == "number" and signal.call < 0 and signal.name in self._rescuing
-        end = await self._log.end_of(key) if about_run and counted_signals([signal], self._config) else None
+        may_give_reward = signal.kind == "number" and signal.call < 0 and signal.name in self._late_feedback
+        end = await self._log.read_end(key) if may_give_reward and counted_signals([signal], self._config) else None
         if end is None or end.scored:
             await delivery.ack()
         elif not end.ended or key in self._scoring:
@@ -230,19 +229,20 @@ class Judge:
             self._begin_scoring(replace(state.group, again=True), delivery)
 
     async def _on_timer(self, delivery: Delivery) -> None:
-        """Close a group that has timed out, unless it was scored or discarded or is full."""
+        """Handle a timer that is due: record that the group's time to become full, or to get feedback, is over, and
+        begin to score the group if that makes it ready. Nothing is done for one that was scored or discarded."""
         event = delivery.event
         with handling([delivery]):
             if not isinstance(event, GroupTimedOut | FeedbackTimedOut):
-                await delivery.give_back(_WRONG_EVENT_DELAY_S)
+                await delivery.give_back(WRONG_EVENT_DELAY_S)
                 return
             key = key_of(event)
-            if key in self._scoring or (await self._log.end_of(key)).ended:
+            if key in self._scoring or (await self._log.read_end(key)).ended:
                 await delivery.ack()
                 return
             place = await self._log.record_timeout(event)
             state = await self._log.read(key, place)
-            if state is None or not state.group.members:  # its trajectories were deleted by retention
+            if state is None or not state.group.members:  # retention has deleted its trajectories
                 logger.warning("group not scored: the log no longer holds its runs", group=key.group, model=key.model)
                 await delivery.ack()
             elif not state.ready_at:
@@ -256,8 +256,8 @@ class Judge:
                 self._begin_scoring(state.group, delivery)
 
     def _begin_scoring(self, group: Group, delivery: Delivery) -> None:
-        """Score a group in a task of its own, unless it is being scored already. `delivery` is acknowledged when its
-        event is on the log."""
+        """Score a group in a task of its own, unless it is being scored already. `delivery` is acknowledged when the
+        group's event is on the log."""
         if (deliveries := self._scoring.get(group.key)) is not None:
             deliveries.append(delivery)
             return
@@ -265,15 +265,15 @@ class Judge:
         self._tasks.start_soon(self._score, group)
 
     async def _score(self, group: Group) -> None:
-        """Score a closed group and publish its event, unless it is on the log already. Then record as late what the
-        event does not list, and acknowledge the deliveries that closed the group."""
+        """Score a closed group and publish its event, unless one is on the log already. Then record as late the members
+        that the event on the log does not list, and acknowledge the deliveries that made the group ready."""
         key = group.key
         with handling(self._scoring[key]):
-            if group.closed_by == "size" or self._log.waits:
+            if group.closed_by == "size" or self._log.waits_for_feedback:
                 await self._log.cancel_deadline(key)
-            end = await self._log.end_of(key)
-            again = group.again and not end.scored
-            recorded = end.trajectories if end.ended and not again else await self._publish_end(group)
+            end = await self._log.read_end(key)
+            is_over = end.scored or (end.ended and not group.again)
+            recorded = end.trajectories if is_over else await self._publish_end(group)
             await self._log.record_late(group.members, recorded)
             for delivery in self._scoring.pop(key):
                 await delivery.ack()
@@ -295,9 +295,9 @@ class Judge:
                 return group.trajectories  # it stays discarded as before
             # Unlike `group.scored`, its subject accepts any number of events, so check for another process's event
             # first.
-            if (end := await self._log.end_of(group.key)).ended:
+            if (end := await self._log.read_end(group.key)).ended:
                 return end.trajectories
             logger.info("group discarded", group=event.group, reason=event.reason, detail=event.detail)
         ack = await self._broker.publish(event)
         crash.point("judge.after_publish")
-        return (await self._log.end_of(group.key)).trajectories if ack.duplicate else group.trajectories
+        return (await self._log.read_end(group.key)).trajectories if ack.duplicate else group.trajectories

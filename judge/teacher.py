@@ -50,7 +50,8 @@ _MAX_CHECKED_AT_ONCE = 4096
 _SHOWN = 40
 """Characters that an error shows of two texts where they begin to differ."""
 _TOKENS_A_TOKEN = 4
-"""So many tokens at most, on average, become of the text of a token. Servers refuse longer texts than their models."""
+"""Tokens, at most and on average, into which a tokenizer divides the text of one token of the vocabulary. The text of a
+request must not have more tokens than the server's context."""
 _STATUSES_WITHOUT_TEXT_OF_RUNS = (401, 403, 404, 429)
 """Errors about access, whose text is logged. Others may repeat the tokens of a run."""
 _RETRIED_STATUSES = (408, 409, 425, 429)
@@ -74,12 +75,13 @@ class JoinedCalls:
 
 
 def join_calls(calls: Sequence[ExchangeRecorded]) -> list[JoinedCalls]:
-    """Join the calls of a run whose prompt begins with all tokens of an earlier one, its reply included."""
+    """Join the calls of a run into as few sequences of tokens as possible. A call is joined to an earlier one if its
+    prompt begins with all tokens of that one, reply included."""
     joined: list[JoinedCalls] = []
     for place, call in enumerate(calls):
         prompt, sampled = unpack_ids(call.prompt_ids), unpack_ids(call.sampled_ids)
-        begun = [c for c in joined if np.array_equal(c.ids, prompt[: len(c.ids)])]
-        conversation = max(begun, key=lambda c: len(c.ids), default=None)
+        continued = [c for c in joined if np.array_equal(c.ids, prompt[: len(c.ids)])]
+        conversation = max(continued, key=lambda c: len(c.ids), default=None)
         if conversation is None:
             conversation = JoinedCalls(prompt[:0])
             joined.append(conversation)
@@ -89,7 +91,7 @@ def join_calls(calls: Sequence[ExchangeRecorded]) -> list[JoinedCalls]:
 
 
 class Teacher:
-    """One server. Any number of judge processes may ask it."""
+    """Asks the server of `[teacher]`. Any number of judge processes may do so."""
 
     def __init__(self, config: Config, broker: Broker, client: httpx.AsyncClient) -> None:
         self.config, self._broker, self._client = config.teacher, broker, client
@@ -117,35 +119,37 @@ class Teacher:
         size. Raises `ConfigError` where they differ, and `TeacherError` if the server does not answer."""
         async with self._checking:
             if base not in self._vocabulary:
-                own = _tokenizer(base)
-                size, at_once = own.get_vocab_size(), await self._ask_tokens_per_check()
+                tokenizer = _tokenizer(base)
+                size, at_once = tokenizer.get_vocab_size(), await self._ask_tokens_per_check()
                 for first in range(self._compared_up_to.get(base, 0), size, at_once):
                     end = min(first + at_once, size)
-                    await self._compare(own, range(first, end), base)
+                    await self._compare(tokenizer, range(first, end), base)
                     self._compared_up_to[base] = end
                 self._vocabulary[base] = size
         return self._vocabulary[base]
 
-    async def _compare(self, own: Any, ids: Sequence[int], base: str) -> None:
-        """Compare the texts of tokens, and the tokens of their text, in one request each. Raises `ConfigError` with
-        what begins where they differ."""
-        text = own.decode(list(ids), skip_special_tokens=False)
-        here, there = _unspaced(text), _unspaced(await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids)))
-        if (at := _first_difference(here, there)) is not None:
-            ours, theirs = (said[at : at + _SHOWN] for said in (here, there))
-            raise self._other_tokenizer(base, f"tokens {ids[0]} to {ids[-1]}: {ours!r} here and {theirs!r} there")
-        ids_here = own.encode(text, add_special_tokens=False).ids
+    async def _compare(self, tokenizer: Any, ids: Sequence[int], base: str) -> None:
+        """Compare `tokenizer`, that of the model `base`, with the teacher's by the tokens `ids`: their text, in one
+        request, and the tokens of that text, in another. Raises `ConfigError` with the first difference."""
+        text = tokenizer.decode(list(ids), skip_special_tokens=False)
+        text_here = _unspaced(text)
+        text_there = _unspaced(await self._ask_tokenizer("detokenize", "prompt", tokens=list(ids)))
+        if (at := _first_difference(text_here, text_there)) is not None:
+            here, there = text_here[at : at + _SHOWN], text_there[at : at + _SHOWN]
+            raise self._tokenizer_error(base, f"tokens {ids[0]} to {ids[-1]}: {here!r} here and {there!r} there")
+        ids_here = tokenizer.encode(text, add_special_tokens=False).ids
         ids_there = await self._ask_tokenizer("tokenize", "tokens", prompt=text, add_special_tokens=False)
         if (at := _first_difference(ids_here, ids_there)) is not None:
-            before = own.decode(ids_here[:at])[-_SHOWN:]
-            ours, theirs = (said[at : at + 1] or "nothing" for said in (ids_here, ids_there))
-            raise self._other_tokenizer(base, f"behind {before!r} a text has token {ours} here and {theirs} there")
+            before = tokenizer.decode(ids_here[:at])[-_SHOWN:]
+            here, there = ids_here[at : at + 1] or "nothing", ids_there[at : at + 1] or "nothing"
+            raise self._tokenizer_error(base, f"behind {before!r} a text has token {here} here and {there} there")
 
     async def _ask_tokens_per_check(self) -> int:
-        """The number of tokens whose text the server takes, by the context that it says its model has."""
+        """Return how many tokens of the vocabulary to compare in one request, so that their text fits into the context
+        that the server says its model has."""
         try:
-            listed = (await self._client.get(self.config.url.rstrip("/") + "/models")).json()["data"]
-            context = max(int(m["max_model_len"]) for m in listed if m["id"] == self.config.model)
+            models = (await self._client.get(self.config.url.rstrip("/") + "/models")).json()["data"]
+            context = max(int(m["max_model_len"]) for m in models if m["id"] == self.config.model)
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             context = 0  # it does not say: suppose a small model
         return min(_MAX_CHECKED_AT_ONCE, max(context // _TOKENS_A_TOKEN, 64))
@@ -158,7 +162,8 @@ class Teacher:
             raise TeacherError(f"/{path} returned no {key}: is it a vLLM server?")
         return answer[key]
 
-    def _other_tokenizer(self, base: str, difference: str) -> ConfigError:
+    def _tokenizer_error(self, base: str, difference: str) -> ConfigError:
+        """Return the error that the teacher's tokenizer differs from that of the model `base`."""
         return ConfigError(
             f"teacher.model: {self.config.model} has another tokenizer than {base}: {difference}. Choose a teacher "
             "with the policy's tokenizer"
@@ -167,11 +172,13 @@ class Teacher:
     # -- answers -------------------------------------------------------------------------------------------------
 
     async def __call__(self, runs: Sequence[TrajectoryCompleted]) -> dict[str, str]:
-        """Put the teacher's answers about runs on the log, those that are not there yet, within `teacher.wait_s`.
-        Returns the teacher's name by trajectory, of the runs with an answer. Raises `ConfigError` as `check` does."""
+        """Ask the teacher about the runs whose answer is not on the log yet, and put its answers there, within
+        `teacher.wait_s`. Returns the teacher's name by trajectory, for the runs that have an answer then. Raises
+        `ConfigError` as `check` does."""
         answered: dict[str, str] = {}
 
         async def answer(run: TrajectoryCompleted) -> None:
+            """Ask about a run, unless its answer is on the log, and note it in `answered`; log why there is none."""
             names: dict[str, Any] = {"project": run.project, "trajectory": run.trajectory}
             try:
                 # An answer is there if a judge died before it published the group.
@@ -214,10 +221,10 @@ class Teacher:
             raise TeacherError(f"the run has {tokens} tokens, more than teacher.max_tokens")
         parts: dict[int, tuple[Any, ...]] = {}
         for conversation in asked:
-            said = await self._prompt_logprobs(conversation.ids, top_k)
+            entries = await self._prompt_logprobs(conversation.ids, top_k)
             for place, start, count in conversation.calls:
                 of_call = slice(start, start + count)
-                parts[place] = parse_logprobs(said[of_call], conversation.ids[of_call], top_k, vocabulary)
+                parts[place] = parse_logprobs(entries[of_call], conversation.ids[of_call], top_k, vocabulary)
         in_order = zip(*(parts[i] for i in range(len(calls))), strict=True)
         logprobs, top_ids, top_logprobs = (np.concatenate(part).ravel().tolist() for part in in_order)
         return TeacherAnswered(
@@ -245,16 +252,16 @@ class Teacher:
         }
         answer = await self._post(self.config.url.rstrip("/") + "/completions", body)
         try:
-            said = answer["choices"][0]["prompt_logprobs"]
-            if len(said) == len(ids):
-                return list(said)
+            entries = answer["choices"][0]["prompt_logprobs"]
+            if len(entries) == len(ids):
+                return list(entries)
         except (KeyError, IndexError, TypeError) as error:
             raise TeacherError("its answer has no prompt_logprobs: is it a vLLM server?") from error
-        raise TeacherError(f"its answer has logprobs of {len(said)} of {len(ids)} tokens")
+        raise TeacherError(f"its answer has logprobs of {len(entries)} of {len(ids)} tokens")
 
     async def _post(self, url: str, body: dict[str, Any]) -> Any:
-        """Return the JSON of the answer with the status 200. Raises `TeacherError`, for failures that may pass after
-        `teacher.retries`."""
+        """Post a JSON body and return the JSON of the answer. Failures that may pass are tried again, up to
+        `teacher.retries` times. Raises `TeacherError` if no attempt is answered with status 200."""
         backoff, problem = Backoff(0.2, 10.0), ""
         for attempt in range(self.config.retries + 1):
             if attempt:
@@ -274,24 +281,25 @@ class Teacher:
         raise TeacherError(f"{url}: {problem}")
 
 
-def parse_logprobs(said: Sequence[Any], ids: Ids, top_k: int, vocabulary: int) -> tuple[Floats, Ids, Floats]:
+def parse_logprobs(entries: Sequence[Any], ids: Ids, top_k: int, vocabulary: int) -> tuple[Floats, Ids, Floats]:
     """Read vLLM's entries of the n tokens `ids`: in each, logprobs by token id. Returns the logprobs of these tokens,
-    [n], and the ids and logprobs of the `top_k` most probable ones, [n, top_k] each. Tokens beyond the vocabulary,
-    which pad the teacher's, are left out. Raises `TeacherError` for an entry that lacks one of these, or is none."""
+    [n], and the ids and logprobs of the `top_k` most probable ones at each place, [n, top_k] each. Ids from
+    `vocabulary` on, with which models are padded, are left out. Raises `TeacherError` for an entry that is not vLLM's,
+    or lacks one of these logprobs."""
     logprobs = np.zeros(len(ids), np.float32)
     top_ids, top_logprobs = np.zeros((len(ids), top_k), np.int32), np.zeros((len(ids), top_k), np.float32)
-    for n, (entry, token) in enumerate(zip(said, ids.tolist(), strict=True)):
+    for n, (entry, token) in enumerate(zip(entries, ids.tolist(), strict=True)):
         try:
-            known = {int(k): max(float(v["logprob"]), _MIN_LOGPROB) for k, v in (entry or {}).items()}
+            logprob_of = {int(k): max(float(v["logprob"]), _MIN_LOGPROB) for k, v in (entry or {}).items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TeacherError("its prompt_logprobs are not vLLM's") from error
-        if not all(logprob <= 1e-3 for logprob in known.values()):
+        if not all(logprob <= 1e-3 for logprob in logprob_of.values()):
             raise TeacherError("its prompt_logprobs are no logprobs")
-        best = sorted((k for k in known if 0 <= k < vocabulary), key=lambda k: -known[k])[:top_k]
-        if token not in known or len(best) < top_k:
-            raise TeacherError(f"it told {len(known)} logprobs of a token, not its own and the {top_k} best")
-        logprobs[n] = known[token]
-        top_ids[n], top_logprobs[n] = best, [known[k] for k in best]
+        best = sorted((k for k in logprob_of if 0 <= k < vocabulary), key=lambda k: -logprob_of[k])[:top_k]
+        if token not in logprob_of or len(best) < top_k:
+            raise TeacherError(f"it told {len(logprob_of)} logprobs of a token, not its own and the {top_k} best")
+        logprobs[n] = logprob_of[token]
+        top_ids[n], top_logprobs[n] = best, [logprob_of[k] for k in best]
     return logprobs, top_ids, top_logprobs
 
 
@@ -321,7 +329,7 @@ def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
 
 
 def _unspaced(text: str) -> str:
-    """The text without spaces, which some tokenizers remove before punctuation marks as they decode."""
+    """Return the text without spaces, which some tokenizers remove before punctuation marks as they decode."""
     return text.replace(" ", "")
 
 

@@ -8,10 +8,11 @@ import re
 import msgspec
 
 _REPEATED = 12
-"""An error that repeats so many letters and digits of what was sent repeats it; shorter words are anyone's."""
+"""Letters and digits in a row that an error shares with the text that was sent, from which on it counts as a quotation.
+Shorter words occur in any text."""
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
-"""What reading a document raises that other programs wrote, and that has not the form it should have."""
+"""What code raises that reads a document of another program which has not the expected form."""
 
 
 class ConfigError(ValueError):
@@ -51,14 +52,14 @@ def leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-def without_sent(said: str, sent: str) -> str:
-    """Return the message `said` of another program's error, for a log or an event; a remark in its place if it repeats
-    12 letters and digits of `sent`, the text that the program was sent. Texts of runs stand in no log."""
-    message, text = _letters(said), _letters(sent)
-    repeats = any(message[i : i + _REPEATED] in text for i in range(len(message) - _REPEATED + 1))
-    return "its message repeats the text that it was sent" if repeats else said
+def without_sent(message: str, sent: str) -> str:
+    """Return the message of another program's error for a log or an event, in which no text of a run may stand. If it
+    repeats 12 letters and digits of `sent`, the text that the program was sent, return a remark in its place."""
+    letters, sent_letters = _letters(message), _letters(sent)
+    repeats = any(letters[i : i + _REPEATED] in sent_letters for i in range(len(letters) - _REPEATED + 1))
+    return "its message repeats the text that it was sent" if repeats else message
 
 
 def _letters(text: str) -> str:
-    """The letters and digits of a text, without the marks that JSON or Python writes into it."""
+    """Return the letters and digits of a text, without spaces, punctuation and escapes of JSON or Python."""
     return re.sub(r"\\u([0-9a-f]{4})|\\[a-z]|[\W_]+", lambda m: chr(int(m[1], 16)) if m[1] else "", text)

@@ -44,11 +44,11 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = False, mode
         sync(path.parent)
 
 
-def try_lock(file: int | IO[Any], how: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file, unless another process has it locked. Closing the file releases the lock, and so does the end
-    of the process. Returns whether this one has the lock."""
+def try_lock(file: int | IO[Any], lock_type: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file, or its descriptor, unless another process has it locked. Returns whether this process has the
+    lock, which ends when the file is closed or the process ends. `lock_type`: `fcntl.LOCK_EX` or `LOCK_SH`."""
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, lock_type | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -61,7 +61,7 @@ def write_once(path: Path, make: Callable[[], bytes]) -> None:
     Raises `ConfigError` if the file exists and holds nothing but white space, as after `touch` or from an empty mount:
     the secret would be the empty one, which everyone knows."""
     if path.exists():
-        # What this process may not read or list is no other process's work, but an operator's.
+        # A file that this process may not read, or whose folder it may not list, was put there by an operator.
         with suppress(PermissionError):
             if not path.read_bytes().strip():
                 raise ConfigError(
@@ -92,7 +92,7 @@ def _make_folder(folder: Path, durable: bool, mode: int = 0o777) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Make a file, which has its mode before it has any content."""
+    """Make the file `path`, which must not exist, with `content`. It has its `mode` before it has any content."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

@@ -98,13 +98,13 @@ def parse_version(version: str) -> tuple[str, int]:
 
 
 def is_version(name: str) -> bool:
-    """Whether `parse_version` accepts `name`."""
+    """Return whether `parse_version` accepts `name`."""
     model, _, step = name.rpartition("@")
     return bool(model and _STEP.fullmatch(step))
 
 
 def is_base_version(version: str) -> bool:
-    """Whether `version`, which `parse_version` accepts, is the base model of its model."""
+    """Return whether `version`, which `parse_version` accepts, is step 0: the untrained base model."""
     return version.endswith("@0")
 
 
@@ -114,7 +114,7 @@ def outside_version(name: str) -> str:
 
 
 def is_outside(version: str) -> bool:
-    """Whether an outside model answered, and no policy."""
+    """Return whether `version` stands for an outside model (`outside_version`), and is no version of a policy."""
     return version.startswith(_OUTSIDE)
 
 

@@ -197,15 +197,14 @@ ALIVE = "alive."
 """Prefix of the subjects of probes, which find out whether a stream takes writes (`pipeline.log.health`)."""
 
 
-def byte_limit(share: float, total: int, *, now: int | None = None, size: int = 0) -> int:
+def byte_limit(share: float, total: int, *, present_limit: int = -1, size: int = 0) -> int:
     """Return the byte limit of a stream or bucket with a share of `nats.max_bytes`, which is `total`; -1 means no
     limit.
 
-    `now` and `size` are the present limit and size of one that exists. A `total` of 0 leaves its limit as it is. The
-    limit is never below `size`, because the server would delete the oldest messages at once, whether consumed or not.
-    """
+    `present_limit` and `size` are those of one that exists. A `total` of 0 leaves its limit as it is. The limit is
+    never below `size`, because the server would delete the oldest messages at once, whether consumed or not."""
     if not total:
-        return -1 if now is None else now
+        return present_limit
     return max(int(share * total), size)
 
 
@@ -291,8 +290,8 @@ def _key_token(name: str) -> str:
 
 
 def trainer_consumer(branch: str) -> ConsumerSpec:
-    """Return the consumer of the trainer of a branch. That of `main` gets every group and skips those of other
-    branches."""
+    """Return the consumer of the trainer of a branch. The server sends it the groups of its branch only; that of `main`
+    gets those of all branches, and the trainer skips the others."""
     spec = consumer("trainer")
     if branch == "main":
         return spec

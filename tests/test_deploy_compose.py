@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from judge.rewards.sandbox import unavailable
+from judge.rewards.sandbox import sandbox_fault
 from tests.compose_box import Box
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.xdist_group("vllm of compose"),
     pytest.mark.timeout(590),
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+    pytest.mark.skipif(bool(sandbox_fault()), reason=sandbox_fault()),
 ]
 
 

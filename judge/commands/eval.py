@@ -43,12 +43,12 @@ async def evaluate(
 
     async def judge(group: LabelledGroup) -> None:
         try:
-            scores, given = await ruler.judge(group.transcripts)
+            scores, group_verdicts = await ruler.judge(group.transcripts)
         except JudgingError as error:
             failures.append(f"{group.id}: {error}")
             return
         pairs.append((dict(group.rewards), scores))
-        verdicts.extend(given)
+        verdicts.extend(group_verdicts)
 
     began = time.monotonic()
     await concurrently(judge, groups, config.concurrency)

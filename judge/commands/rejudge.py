@@ -98,33 +98,33 @@ class Rejudge:
         `until`, in microseconds since 1970; `judge.concurrency` at once."""
         project = self._config.project
         history = await self._broker.read(GroupScored, project=project)
-        made = self.report.branch, self.report.verdict_set
-        # `done`: groups of this verdict set. `scored`: groups as they were first scored, without those of other sets.
-        done = {_group_of(r.event) for r in history if (r.event.branch, r.event.judge) == made}
+        this_set = self.report.branch, self.report.verdict_set
+        done = {_group_of(r.event) for r in history if (r.event.branch, r.event.judge) == this_set}
+        # Groups as they were first scored: those of other verdict sets name one of this branch as their origin.
         scored = {
             _group_of(r.event): r
             for r in history
             if r.event.branch == self._from_branch and not r.event.origin.startswith(f"{self._from_branch}/")
         }
-        dropped = [
+        discarded = [
             r
             for r in await self._broker.read(GroupDiscarded, project=project)
             if (r.event.by, r.event.branch) == ("judge", self._from_branch)
             and r.event.reason in ("unscored", "too_small", "over_budget")
             and _group_of(r.event) not in scored
         ]
-        candidates: list[LogEntry[Any]] = [*scored.values(), *dropped]
+        candidates: list[LogEntry[Any]] = [*scored.values(), *discarded]
         candidates = [
             r
             for r in candidates
             # On main, validation runs would count again in the choice of the best version.
             if since <= r.event.at < until and (self.report.branch != "main" or r.event.split == "train")
         ]
-        chosen = sorted(candidates, key=lambda recorded: recorded.seq)[-limit:]
-        todo = [r for r in chosen if _group_of(r.event) not in done]
-        self._judged_again = {_group_of(r.event)[:2] for r in todo}
-        self.report.skipped = len(chosen) - len(todo)
-        await concurrently(self._rejudge, todo, self._config.judge.concurrency)
+        newest = sorted(candidates, key=lambda recorded: recorded.seq)[-limit:]
+        to_judge = [r for r in newest if _group_of(r.event) not in done]
+        self._judged_again = {_group_of(r.event)[:2] for r in to_judge}
+        self.report.skipped = len(newest) - len(to_judge)
+        await concurrently(self._rejudge, to_judge, self._config.judge.concurrency)
         return self.report
 
     async def _rejudge(self, recorded: LogEntry[GroupScored] | LogEntry[GroupDiscarded]) -> None:
@@ -142,10 +142,9 @@ class Rejudge:
             await self._fail(event, "unscored", str(error))
 
     async def _rescue(self, seq: int, event: GroupDiscarded) -> None:
-        """Score a group that was discarded at `seq`, if this judge can, and publish it.
-
-        Changes the report: `rescued` and `rejudged`, or `failed` if the judge found no score. A group that is still too
-        small is not counted. Raises `HistoryGoneError` if the log lacks a member's completion."""
+        """Score a group that was discarded at the sequence `seq`, if this judge can, and publish it; else record that
+        it could not. Counts it in the report, unless it is still too small. Raises `HistoryGoneError` if the log lacks
+        a member's completion."""
         key = GroupKey(event.project, event.model, event.group, event.split)
         completions = [await self._completed(event, trajectory) for trajectory in event.trajectories]
         members = tuple(sorted(completions, key=lambda completion: completion.seq))
@@ -160,11 +159,11 @@ class Rejudge:
             await self._fail(event, result.reason, result.detail)
 
     async def _score(self, seq: int, event: GroupScored) -> None:
-        """Score a group that was published at `seq` again, and publish it. Raises `HistoryGoneError` or
-        `UnscoredError`."""
-        trained = [m for m in event.members if m.outcome != "no_result"]
-        ends = [await self._completed(event, m.trajectory, m.completed_seq) for m in trained]
-        members = {r.event.trajectory: r.event for r in ends}
+        """Score a group that was published at the sequence `seq` again, and publish it. Raises `HistoryGoneError` if
+        the log lacks a member's completion, and `UnscoredError` if too few members have a reward."""
+        with_result = [m for m in event.members if m.outcome != "no_result"]
+        completions = [await self._completed(event, m.trajectory, m.completed_seq) for m in with_result]
+        members = {r.event.trajectory: r.event for r in completions}
         scorable = [m for m in members.values() if m.outcome == "scored"]
         signals = await self._signals(event)
         if self._compose is not None and scorable:
@@ -185,10 +184,11 @@ class Rejudge:
         await self._publish_scored(seq, msgspec.structs.replace(event, at=now_us(), **new))
 
     async def _signals(self, event: GroupEvent) -> tuple[SignalGiven, ...]:
-        """Return everything that was said about the group's runs, also after it was scored."""
+        """Return the signals about the group's runs that count under these settings, also those that came after it was
+        scored."""
         names: dict[str, Any] = {"project": event.project, "model": event.model, "group": event.group}
-        said = [r.event for r in await self._broker.read(SignalGiven, **names)]
-        return tuple(counted_signals(said, self._config.judge))
+        signals = [r.event for r in await self._broker.read(SignalGiven, **names)]
+        return tuple(counted_signals(signals, self._config.judge))
 
     async def _completed(self, event: GroupEvent, run: str, seq: int = 0) -> LogEntry[TrajectoryCompleted]:
         """Return the completion of a run of the group, which was recorded at `seq` (0: unknown). Raises
@@ -206,7 +206,8 @@ class Rejudge:
         return completed
 
     def _batch_of(self, event: GroupScored) -> TrainingBatch | None:
-        """Return the group's batch on the branch. On main, the batch that it was requested for was trained."""
+        """Return the requested batch of a group as it is on the branch of the new verdicts: with the groups that are
+        judged again. `None` if it has none, and on main, where the batch was trained already."""
         if event.batch is None or self.report.branch == "main":
             return None
         return event.batch.on_branch({group for model, group in self._judged_again if model == event.model})
@@ -227,21 +228,22 @@ class Rejudge:
         self.report.rejudged += 1
 
     async def _fail(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
-        """Log that this judge could not score a group, and record it so that no batch of the branch waits for it."""
+        """Log that this judge could not score a group, and discard it on the branch, so that no batch there waits for
+        it."""
         self.report.failed += reason == "unscored"
-        tell = logger.error if reason == "unscored" else logger.info
-        tell("not rejudged", group=event.group, reason=reason, detail=detail[:300])
+        write = logger.error if reason == "unscored" else logger.info
+        write("not rejudged", group=event.group, reason=reason, detail=detail[:300])
         if self.report.branch != "main":  # there, the group's earlier verdicts stay in use
             await self._publish_discard(event, reason, detail)
 
     async def _publish_discard(self, event: GroupEvent, reason: DiscardReason, detail: str) -> None:
-        """Record on the branch that a group has no verdicts there."""
-        about: dict[str, Any] = {"by": "rejudge", "reason": reason, "detail": detail}
-        about |= {"branch": self.report.branch, "judge": self.report.verdict_set}
+        """Publish on the branch of the new verdicts that a group is discarded there, with the reason."""
+        fields: dict[str, Any] = {"by": "rejudge", "reason": reason, "detail": detail}
+        fields |= {"branch": self.report.branch, "judge": self.report.verdict_set}
         if isinstance(event, GroupScored):
-            await self._broker.publish(event.discarded(**about))
+            await self._broker.publish(event.discarded(**fields))
         else:
-            await self._broker.publish(msgspec.structs.replace(event, at=now_us(), **about))
+            await self._broker.publish(msgspec.structs.replace(event, at=now_us(), **fields))
 
 
 def _group_of(event: GroupEvent) -> tuple[str, str, str]:
@@ -263,7 +265,7 @@ async def _run(config: Config, args: argparse.Namespace) -> RejudgeReport:
 
 
 def _parse_time(text: str) -> int:
-    """A time in ISO 8601, UTC where it names no zone, in microseconds since 1970. Raises `ValueError`."""
+    """Return a time in ISO 8601, UTC where it names no zone, in microseconds since 1970. Raises `ValueError`."""
     at = datetime.fromisoformat(text)
     return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1e6)
 

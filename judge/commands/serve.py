@@ -54,8 +54,8 @@ async def serve() -> None:
 
 
 def _read_id(line: bytes) -> int | None:
-    """The id of a request that msgspec can't decode; `None` if it names none. Python's own decoder also takes NaN,
-    which other programs write."""
+    """Return the id of a request that msgspec can't decode, for the answer that says so; `None` if it names none. It
+    may hold NaN, which other programs write: Python's own decoder takes it."""
     try:
         number = json.loads(line)["id"]
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -64,7 +64,7 @@ def _read_id(line: bytes) -> int | None:
 
 
 def _write(line: bytes) -> None:
-    """Write a line. Raises `BrokenPipeError`."""
+    """Write a line to standard output at once. Raises `BrokenPipeError` if nobody reads it any more."""
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 
@@ -80,7 +80,8 @@ def _failure_line(number: int | None, why: str) -> bytes:
 
 
 async def _answer(request: Request) -> None:
-    """Score a group and write the answer. Whatever goes wrong is an answer too: the program waits for one."""
+    """Score a group and write the answer. An error of any kind is written as an answer too, because the program waits
+    for one."""
     os.environ.update(request.environment)
     try:
         config = load(None, request.settings)

@@ -44,8 +44,8 @@ class ContextWindowError(ModelError):
 
 
 def list_schema(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the `response_format` of an object with one list, `scores`, whose entries have all of `properties` (JSON
-    schemas by key)."""
+    """Return the `response_format` by which a model answers with a JSON object that has one list, `scores`. Each entry
+    of the list is an object with all of `properties` (JSON schemas by key)."""
     schema = _object_schema({"scores": {"type": "array", "items": _object_schema(properties)}})
     return {"type": "json_schema", "json_schema": {"name": "scores", "strict": True, "schema": schema}}
 
@@ -66,5 +66,6 @@ class ChatModel(Protocol):
 
 
 def well_formed(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can escape and UTF-8 can't hold, by U+FFFD."""
+    """Return the text with U+FFFD in place of single halves of surrogate pairs, which JSON can escape and UTF-8 can't
+    hold."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -40,8 +40,8 @@ class JudgeModel:
         self._limit_s = (config.request.retries + 1) * (config.request.timeout_s + _PAUSE_S)
 
     async def __call__(self, messages: Messages, schema: dict[str, Any] | None) -> ModelReply:
-        """Ask the model. If it refuses the schema, or has no room for prompt and reply, ask again without the schema,
-        or with fewer tokens for the reply, and so from then on. Raises `ModelError`."""
+        """Ask the model. If it refuses the schema, this and all later requests are sent without one; if prompt and
+        reply do not fit into its context, with fewer tokens for the reply. Raises `ModelError`."""
         request = self._config.request
         while True:
             reply_tokens, structured = self._max_tokens, schema is not None and self._structured
@@ -74,9 +74,9 @@ class JudgeModel:
         how many were reserved in the call that the model refused.
 
         Return whether the call is worth repeating. A limit set in `judge.request.params` is never changed."""
-        own = self._config.request.params
-        prompt_tokens = sum(len(text_of(m["content"]).encode()) for m in messages) // 3
-        if {"max_tokens", "max_completion_tokens"} & own.keys() or prompt_tokens > reply_tokens:
+        params = self._config.request.params
+        prompt_tokens = sum(len(text_of(m["content"]).encode()) for m in messages) // 3  # as `BYTES_PER_TOKEN`
+        if {"max_tokens", "max_completion_tokens"} & params.keys() or prompt_tokens > reply_tokens:
             return False
         if self._max_tokens < reply_tokens:
             return True  # a concurrent call has halved it already

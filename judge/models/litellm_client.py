@@ -68,8 +68,9 @@ class LiteLlmClient:
             callbacks[:] = [c for c in callbacks if getattr(c, "__self__", None) is not self._router]
 
     def _parameters(self) -> dict[str, Any]:
-        """Return what every call has: model, address, key, `max_tokens` and `judge.request.params`. Raises litellm's
-        `BadRequestError` if it knows no provider, and `ConfigError` if that can't be called without a key."""
+        """Return litellm's parameters of every call: model, address, key, `max_tokens` and `judge.request.params`.
+        Raises litellm's `BadRequestError` if it knows no provider of the model, and `ConfigError` if the provider needs
+        a key and there is none."""
         # A parameter that the model does not take is left out, unless `judge.request.params` sets `drop_params =
         # false`.
         name = self._config.model
@@ -84,17 +85,19 @@ class LiteLlmClient:
             parameters["api_key"] = "none"
         if self._config.request.max_tokens:
             parameters["max_tokens"] = self._config.request.max_tokens
-        own = resolve_params(self._config)
-        if isinstance(headers := own.get("extra_headers"), dict):  # OpenAI's client would send `authorization` twice
-            own["extra_headers"] = {"Authorization" if n.lower() == "authorization" else n: headers[n] for n in headers}
-        if "api_key" not in {*parameters, *own} and (missing := self._missing_key(provider)):
-            if not {"api_base", "base_url"} & own.keys():  # litellm's two names of an address
+        params = resolve_params(self._config)
+        if isinstance(headers := params.get("extra_headers"), dict):
+            # OpenAI's client would send `authorization` beside its own `Authorization`.
+            names = {n: "Authorization" if n.lower() == "authorization" else n for n in headers}
+            params["extra_headers"] = {names[n]: value for n, value in headers.items()}
+        if "api_key" not in {*parameters, *params} and (missing := self._missing_key(provider)):
+            if not {"api_base", "base_url"} & params.keys():  # litellm's two names of an address
                 unset = f"{name} needs a key: set {' or '.join(missing)} in the environment of the judge"
                 raise ConfigError(f"judge.model: {unset}, or {advice_on_key(self._config)}")
             parameters["api_key"] = "none"
-        if "max_completion_tokens" in own:
+        if "max_completion_tokens" in params:
             parameters.pop("max_tokens", None)
-        return {**parameters, **own}
+        return {**parameters, **params}
 
     def _missing_key(self, provider: str) -> list[str]:
         """Return the environment variables that would hold the key without which litellm sends no call; empty if one is
@@ -126,7 +129,8 @@ class LiteLlmClient:
 
 
 def _read(response: Any, model: str, latency_s: float) -> ModelReply:
-    """Read litellm's response. `model` stands in for a missing name. A response without a choice has no text."""
+    """Return litellm's response as a `ModelReply`. `model`: the name to use if the response has none. Without a choice
+    the text is empty."""
     choice, usage = response.choices[0] if response.choices else None, response.usage
     cost = float((getattr(response, "_hidden_params", None) or {}).get("response_cost") or 0.0)
     return ModelReply(
@@ -141,11 +145,11 @@ def _read(response: Any, model: str, latency_s: float) -> ModelReply:
 
 
 def _tokens(count: int) -> int:
-    """Return a count of tokens, 0 for what is none."""
+    """Return a server's count of tokens, 0 in place of a negative or absurdly large one."""
     return count if 0 <= count < _MAX_TOKENS else 0
 
 
 def describe(error: Exception, messages: Messages) -> str:
     """Return an error's class and message, for logs and events, without texts of runs."""
-    said = without_sent(str(error)[:500], "".join(text_of(m.get("content")) for m in messages))
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    message = without_sent(str(error)[:500], "".join(text_of(m.get("content")) for m in messages))
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -50,13 +50,14 @@ def resolve_params(config: JudgeConfig) -> dict[str, Any]:
 
 
 def scoring_params(config: JudgeConfig) -> dict[str, Any]:
-    """Return the parameters that can change scores, as written. They are part of the judge's identity."""
+    """Return the parameters of `judge.request.params` that can change scores, with references to the environment
+    unresolved. They are part of the judge's identity, which is no secret."""
     return {name: value for name, value in config.request.params.items() if not _CONNECTION.match(name)}
 
 
 def _resolve(value: Any, where: str) -> Any:
-    """Replace references such as `${NAME}` in a parameter's texts by variables of the environment. `where` is its name,
-    for the error."""
+    """Return a parameter's value with references such as `${NAME}` replaced by environment variables, at any depth.
+    `where`: the parameter's name. Raises `ConfigError` for a variable that is not set."""
     if isinstance(value, Mapping):
         return {k: _resolve(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, list | tuple):

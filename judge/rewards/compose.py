@@ -34,9 +34,9 @@ from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("judge.rewards.compose")
 
-_AT_LEAST, _AT_MOST = 8, 256
-"""Groups that a process scores at once: with a judge model at least, without one. A group that one process holds no
-other process can score."""
+_LEAST_JUDGED, _WITHOUT_JUDGE = 8, 256
+"""Groups that a process scores at once: the least number with a judge model, and the number without one. A group that
+one process holds can't be scored by another one."""
 RULER = RewardConfig(name="ruler", kind="ruler")
 """The one part of the rewards where `judge.rewards` is empty and there is a judge model."""
 
@@ -67,8 +67,8 @@ class ConfiguredComposer:
 
     @property
     def at_once(self) -> int:
-        """How many groups keep it busy: those being scored, and some that wait for their turn."""
-        return max(2 * self._config.concurrency, _AT_LEAST) if self.judges else _AT_MOST
+        """How many groups to score at once: twice as many as the judge model is asked about, so that it never idles."""
+        return max(2 * self._config.concurrency, _LEAST_JUDGED) if self.judges else _WITHOUT_JUDGE
 
     @property
     def paused(self) -> int:
@@ -78,16 +78,16 @@ class ConfiguredComposer:
     async def __call__(
         self, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven] = ()
     ) -> GroupRewards:
-        """`signals`: what was said about the members, in the order of the log. Raises `UnscoredError` if the group
-        cannot be scored at all."""
+        """Return the rewards of a group's members by the settings. `signals`: those about the members, in the order of
+        the log. Raises `UnscoredError` if a judge model is needed and gives no scores."""
         components = await concurrently(lambda r: self._component(r, members, signals), self._config.rewards)
         return self._compose(members, dict(zip((r.name for r in self._config.rewards), components, strict=True)))
 
     async def _component(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted], signals: Sequence[SignalGiven]
     ) -> Component:
-        """Compute one part of the rewards for all members. Raises `UnscoredError` if it is the judge model's and the
-        model can't be had."""
+        """Return one part of the rewards of all members, computed as its kind says. Raises `UnscoredError` if it is the
+        judge model's and that gives no scores."""
         feedback: dict[str, RunFeedback] = {}
         values: dict[str, float | None]
         match reward.kind:
@@ -110,8 +110,8 @@ class ConfiguredComposer:
                 source = f"penalty:{reward.kind}"
                 values = {m.trajectory: _penalty(reward, m) for m in members}
             case "feedback":
-                source, said = f"feedback:{reward.name}", signals_by_run(signals)
-                values = {m.trajectory: feedback_value(said.get(m.trajectory, ()), reward) for m in members}
+                source, signals_of = f"feedback:{reward.name}", signals_by_run(signals)
+                values = {m.trajectory: feedback_value(signals_of.get(m.trajectory, ()), reward) for m in members}
             case "agent":
                 source = AGENT
                 values = {m.trajectory: m.rewards.get(reward.name, m.reward) for m in members}
@@ -122,15 +122,16 @@ class ConfiguredComposer:
     async def _call_function(
         self, reward: RewardConfig, members: Sequence[TrajectoryCompleted]
     ) -> dict[str, FunctionReward]:
-        """Return what a Python function says of each member, by trajectory. A member for which it failed, or which the
-        log no longer holds, is missing. Raises `BrokerError` if the log can't be read."""
+        """Return what the Python function of a reward returned for each member, by trajectory. A member for which it
+        failed, or whose calls the log no longer holds, is missing. Raises `BrokerError` if the log can't be read."""
 
         async def call(member: TrajectoryCompleted) -> FunctionReward | None:
+            """Return what the function returned for a member; `None`, and log why, if it failed."""
             try:
                 transcript = await self._load(member)
                 returned = await self._functions[reward.name](_function_argument(member, transcript))
-                known = {str(reply.call) for c in transcript.conversations for reply in c.replies}
-                if unknown := sorted(returned.calls.keys() - known):
+                call_numbers = {str(reply.call) for c in transcript.conversations for reply in c.replies}
+                if unknown := sorted(returned.calls.keys() - call_numbers):
                     raise RewardFunctionError(
                         f"{reward.entry} gave rewards to {len(unknown)} calls that are none of the trajectory's `calls`"
                     )
@@ -144,10 +145,10 @@ class ConfiguredComposer:
         return {trajectory: returned for trajectory, returned in results if returned is not None}
 
     def _compose(self, members: Sequence[TrajectoryCompleted], parts: Mapping[str, Component]) -> GroupRewards:
-        """Combine the parts of each member's reward, which are given by the names of `judge.rewards`. A member that
-        lacks one has no reward, and the result says how many lack which."""
+        """Return the rewards of the members, combined of `parts`, which are given by the names of `judge.rewards`. A
+        member that lacks one has no reward; `missing` of the result says how many members lack which part."""
         rewards = self._config.rewards
-        # A judge of what happened next gives rewards to calls. Of the run's own reward they are no part.
+        # A judge of what happened next gives rewards to calls. They are no part of the run's own reward.
         names = [r.name for r in rewards if r.kind != "next_state"]
         of_calls = [r.name for r in rewards if r.kind == "next_state"]
         final: dict[str, float] = {}
@@ -159,13 +160,13 @@ class ConfiguredComposer:
         for member in members:
             run = member.trajectory
             values = {n: parts[n].values[run] for n in (*names, *of_calls) if run in parts[n].values}
-            own = {n: values[n] for n in names if n in values}
+            of_run = {n: values[n] for n in names if n in values}
             components[run] = {**_reported(member), **values}
-            if len(own) < len(names) or any(run not in parts[n].feedback for n in of_calls):
+            if len(of_run) < len(names) or any(run not in parts[n].feedback for n in of_calls):
                 continue
             if not values:
                 lacking["no call has a follow-up"] += 1
-            elif is_usable(reward := combine(self._config, own) if own else 0.0):
+            elif is_usable(reward := combine(self._config, of_run) if of_run else 0.0):
                 final[run] = reward
             else:
                 too_large = f"the {self._config.combine} of the rewards is too large"
@@ -176,23 +177,24 @@ class ConfiguredComposer:
         return GroupRewards(final, components, verdicts, missing, feedback, of_calls=not names)
 
     def _feedback_of_parts(self, trajectory: str, parts: Mapping[str, Component]) -> Iterator[RunFeedback]:
-        """Return what each part says about a run's calls, its numbers times the part's weight."""
+        """Yield the feedback of each part on a run, with the rewards of calls times the part's weight."""
         for reward in self._config.rewards:
-            if said := parts[reward.name].feedback.get(trajectory):
-                weighted = {call: reward.weight * number for call, number in said.call_rewards.items()}
-                yield replace(said, call_rewards=weighted)
+            if feedback := parts[reward.name].feedback.get(trajectory):
+                weighted = {call: reward.weight * number for call, number in feedback.call_rewards.items()}
+                yield replace(feedback, call_rewards=weighted)
 
 
 def _penalty(reward: RewardConfig, member: TrajectoryCompleted) -> float:
-    """Return 0 up to `reward.free`, -1 from `reward.limit` on, and what lies on the line between: the length penalty of
-    DAPO (arXiv 2503.14476, equation 13)."""
+    """Return the penalty of a run for what its reward's `kind` counts: 0 up to `reward.free`, -1 from `reward.limit`
+    on, and linear between them. For lengths this is the penalty of DAPO (arXiv 2503.14476, equation 13)."""
     amounts = {"length": member.sampled_tokens, "turns": member.calls, "context": member.prompt_tokens}
     over = (amounts[reward.kind] - reward.free) / (reward.limit - reward.free)
     return -min(max(over, 0.0), 1.0)
 
 
 def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> dict[str, object]:
-    """Return what a reward function is given. Raises `msgspec.DecodeError` if the metadata is no JSON."""
+    """Return the argument of a reward function: the trajectory as a dict (docs/judging.md). Raises
+    `msgspec.DecodeError` if the metadata is no JSON."""
     return {
         "id": member.trajectory,
         "group": member.group,
@@ -213,15 +215,16 @@ def _function_argument(member: TrajectoryCompleted, transcript: Transcript) -> d
 
 
 def _reported(member: TrajectoryCompleted) -> dict[str, float]:
-    """Return the rewards that the agent itself reported, by name; its own reward as `agent`."""
-    own = agent_reward(member)
-    return {**member.rewards, **({AGENT: own} if own is not None else {})}
+    """Return the rewards that the agent itself reported, by name; the reward of the run as `agent`."""
+    reward = agent_reward(member)
+    return {**member.rewards, **({AGENT: reward} if reward is not None else {})}
 
 
 def make_judge(
     config: JudgeConfig, reward: RewardConfig, model: ChatModel, load: LoadTranscript = no_log
 ) -> LlmRuler | NextStateJudge:
-    """Return what judges by a reward of kind `ruler` or `next_state`. Raises `ConfigError` for its rubric."""
+    """Return the judge of a reward of kind `ruler` or `next_state`, which asks `model` with the reward's rubric. `load`
+    returns a member's transcript. Raises `ConfigError` if the rubric can't be read."""
     rubric = rubric_of(reward, config)
     if reward.kind == "next_state":
         return NextStateJudge(config, reward.votes, rubric, model, load)
@@ -230,7 +233,8 @@ def make_judge(
 
 @asynccontextmanager
 async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[ConfiguredComposer | None]:
-    """Open what the settings want beyond agents' own rewards; `None` if nothing. `load` returns a member's transcript.
+    """Open the composer of the settings' rewards; `None` if only agents' own rewards are used. `load` returns a
+    member's transcript.
 
     Raises `ConfigError` if a rubric, a key or a required sandbox is missing, or a function can't be imported."""
     judge = config.judge
@@ -254,7 +258,8 @@ async def open_composer(config: Config, load: LoadTranscript) -> AsyncIterator[C
 
 @asynccontextmanager
 async def open_composer_on_log(config: Config, broker: Broker) -> AsyncIterator[ConfiguredComposer | None]:
-    """`open_composer` for members on the log: their transcripts are read from there."""
+    """Open the composer of the settings' rewards for members on the log, from which transcripts are read; as
+    `open_composer`."""
 
     async def load(member: TrajectoryCompleted) -> Transcript:
         return await load_transcript(broker, member.project, member.trajectory, member.exchanges)

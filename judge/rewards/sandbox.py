@@ -35,6 +35,7 @@ _WORKER = str(Path(__file__).with_name("sandbox_worker.py"))
 _START_S = 30.0
 """Seconds for importing the function's module, which the first call's time limit does not include."""
 _STOP_S = 5.0
+"""Time that the worker gets to end after SIGTERM, and then after SIGKILL."""
 _ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "LANG": "C.UTF-8",
@@ -119,7 +120,7 @@ class RewardFunction:
         Raises `ConfigError` if the settings require a sandbox and this machine has none, or the function can't be
         imported."""
         isolate = self._config.isolate
-        fault = "" if isolate == "off" else await anyio.to_thread.run_sync(unavailable)
+        fault = "" if isolate == "off" else await anyio.to_thread.run_sync(sandbox_fault)
         if fault and isolate == "require":
             raise ConfigError(
                 f'judge.rewards: {self._config.name} has isolate = "require", but {fault}; '
@@ -129,7 +130,7 @@ class RewardFunction:
             logger.warning("reward function runs without a sandbox", entry=self._config.entry, reason=fault)
         self._sandboxed = not fault and isolate != "off"
         try:
-            await self._running()
+            await self._ensure_worker()
         except RewardImportError as error:
             raise ConfigError(f"judge.rewards: {self._config.name}: {error}") from error
         except RewardFunctionError as error:
@@ -143,7 +144,7 @@ class RewardFunction:
         """Return the reward of a trajectory. Raises `RewardFunctionError`."""
         entry = self._config.entry
         async with self._turn:
-            process = await self._running()
+            process = await self._ensure_worker()
             assert process.stdin is not None
             async with self._stopping_worker_on_failure(self._config.timeout_s):
                 await process.stdin.send(msgspec.json.encode(trajectory) + b"\n")
@@ -178,8 +179,9 @@ class RewardFunction:
         assert self._answers is not None
         return msgspec.json.decode(await self._answers.receive_until(b"\n", _MAX_MESSAGE), type=FunctionReward)
 
-    async def _running(self) -> anyio.abc.Process:
-        """Return the worker, started and with the function imported. Raises `RewardFunctionError`."""
+    async def _ensure_worker(self) -> anyio.abc.Process:
+        """Return the worker process, with the function imported; start it if none is running. Raises
+        `RewardFunctionError` if it can't be started, and `RewardImportError` if it can't import the function."""
         if self._process is not None and self._process.returncode is None:
             return self._process
         await self._stop()
@@ -211,7 +213,8 @@ class RewardFunction:
         return self._process
 
     async def _stop(self) -> None:
-        """End the worker. It ends the processes of its call first; in a sandbox the kernel does."""
+        """End the worker and all processes of its call: on SIGTERM it ends those first; in a sandbox the kernel ends
+        them with it."""
         process, self._process, self._answers = self._process, None, None
         if process is None:
             return
@@ -225,44 +228,43 @@ class RewardFunction:
             await process.aclose()
 
 
-def unavailable() -> str:
-    """Return why bubblewrap cannot be used on this machine, or an empty string. Tried once per process."""
+def sandbox_fault() -> str:
+    """Return why no sandbox can be made on this machine, or an empty string if one can."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         return "bubblewrap is not installed: install bubblewrap (Debian: apt-get install bubblewrap)"
-    return _fault_of(bwrap)
+    return _try_sandbox(bwrap)
 
 
 @functools.cache
-def _fault_of(bwrap: str) -> str:
-    """Return why no sandbox can be made by this program, or an empty string, by making one."""
+def _try_sandbox(bwrap: str) -> str:
+    """Make a sandbox by the program `bwrap`. Return why that failed, or an empty string. Tried once per process."""
     python = sandboxed([sys.executable, "-I", "-c", ""])
     try:
         tried = subprocess.run(python, capture_output=True, text=True, check=False, timeout=_START_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{bwrap} does not work here: {error}"
-    said = tried.stderr.strip() or f"exit code {tried.returncode}"
-    return f"{bwrap} does not work here: {said}" if tried.returncode else ""
+    why = tried.stderr.strip() or f"exit code {tried.returncode}"
+    return f"{bwrap} does not work here: {why}" if tried.returncode else ""
 
 
 def search_path() -> list[str]:
-    """Return the `sys.path` of a reward function: the working directory, then that of this process."""
-    # It is on the path of scripts in this folder, whose names would shadow others.
-    beside = str(Path(__file__).parent)
-    paths = [str(Path.cwd()), *(str(Path(p).absolute()) for p in sys.path if p and p != beside)]
+    """Return the `sys.path` of a reward function: the working directory, then the `sys.path` of this process."""
+    # Python puts this folder on the path if a script in it is started. Its modules would shadow others.
+    own_folder = str(Path(__file__).parent)
+    paths = [str(Path.cwd()), *(str(Path(p).absolute()) for p in sys.path if p and p != own_folder)]
     return list(dict.fromkeys(paths))
 
 
 def sandboxed(argv: list[str], readable: tuple[str, ...] = (), hidden: tuple[str, ...] = ()) -> list[str]:
-    """Return the command that runs `argv` in a sandbox which shows the files and folders `readable`, read-only.
-
-    `hidden` are folders that are shown empty even if they are within something readable."""
+    """Return the command that runs `argv` in a sandbox. The sandbox shows, read-only, the system's libraries, Python,
+    and the files and folders `readable`. The folders `hidden` look empty in it, even within readable ones."""
     # A virtual environment may be a link.
     python = (sys.prefix, os.path.realpath(sys.prefix), sys.base_prefix, os.path.realpath(sys.executable))
     paths = sorted({os.path.abspath(p) for p in (*_SYSTEM, *python, *readable)})  # noqa: PTH100 - links stay
     outermost = [p for p in paths if not any(p.startswith(f"{outer}/") for outer in paths)]
     mounts = [option for path in outermost for option in ("--ro-bind-try", path, path)]
     mounts += ["--proc", "/proc", "--dev", "/dev"]
-    for folder in {seen for h in hidden for seen in (Path(h).absolute(), Path(h).resolve()) if seen.is_dir()}:
+    for folder in {form for h in hidden for form in (Path(h).absolute(), Path(h).resolve()) if form.is_dir()}:
         mounts += ["--tmpfs", str(folder), "--remount-ro", str(folder)]
     return [*_BWRAP, *mounts, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--", *argv]

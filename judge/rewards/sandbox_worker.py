@@ -47,8 +47,9 @@ class _InvalidError(Exception):
 
 
 def _finite_number(value: Any, where: str = "") -> float:
-    """Return a number, also one of a library such as numpy's or a `Decimal`. The SDK takes the same as a reward
-    (`journeywork.trajectory.finite_number`). Raises `_InvalidError`."""
+    """Return a value that a function returned as a float. It may be a number of another library, such as numpy's, or a
+    `Decimal`; the SDK takes the same (`journeywork.trajectory.finite_number`). `where` ends the error's text. Raises
+    `_InvalidError` for anything else, and for infinity and NaN."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise _InvalidError(f"a {type(value).__name__}{where}, not a number")
     if not abs(number := float(value)) < float("inf"):
@@ -57,7 +58,8 @@ def _finite_number(value: Any, where: str = "") -> float:
 
 
 def _answer_of(value: Any) -> dict[str, Any]:
-    """Return the answer with what a function returned. Raises `_InvalidError`."""
+    """Return the value that a function returned as the judge expects it: the run's reward, and rewards of calls. Raises
+    `_InvalidError` if it is neither a number nor a dict with these."""
     calls: Any = {}
     if isinstance(value, dict):
         calls = value.get("calls", {})
@@ -99,7 +101,8 @@ def _score_and_exit(function: Any, trajectory: bytes, answers: int) -> NoReturn:
 
 
 def _send(answers: int, answer: dict[str, Any]) -> None:
-    """Write an answer to the judge's pipe: one line."""
+    """Write an answer as one line to `answers`, the file descriptor of the judge's pipe. One that is too long is
+    replaced by an error."""
     frame = json.dumps(answer).encode() + b"\n"
     if len(frame) > _MAX_ANSWER:
         frame = b'{"error": "answered more than 1 MB"}\n'
@@ -108,7 +111,7 @@ def _send(answers: int, answer: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Import the function, then score a trajectory for each line of stdin until it ends."""
     settings = Settings(**json.loads(sys.argv[1]))
     # The judge's pipes get other numbers; what the module prints at import goes to the judge's log.
     requests, answers = os.dup(0), os.dup(1)

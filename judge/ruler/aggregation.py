@@ -54,13 +54,14 @@ class PositionBias:
         """By N: A [N, N] and b [N] of the normal equations A x = b, the sum of squares, and the degrees of freedom."""
 
     def update(self, passes: Sequence[JudgePass]) -> None:
-        """Add the passes of one group over the same trajectories. Fewer than two have no information."""
+        """Add the passes over one group to the estimate. A single pass is ignored: it does not tell positions from
+        trajectories."""
         if len(passes) < 2:
             return
         n = len(passes[0].order)
         a, b, squares, count = self._sums.get(n, (np.zeros((n, n)), np.zeros(n), 0.0, 0.0))
         a, b, squares, count = a * _DECAY, b * _DECAY, squares * _DECAY, count * _DECAY
-        for name in passes[0].order:
+        for name in passes[0].order:  # its scores, each as a difference from their mean, are explained by its positions
             positions = np.zeros((len(passes), n))
             for row, judged in enumerate(passes):
                 positions[row, judged.order.index(name)] = 1.0
@@ -81,6 +82,7 @@ class PositionBias:
         a, b, squares, count = self._sums[n]
         raw = np.linalg.solve(a + _RIDGE * np.eye(n), b)
         raw = raw - raw.mean()
+        # The variance of the residuals of the fit, and from it that of each effect, by which the effect is shrunk.
         noise = max(squares - 2 * float(b @ raw) + float(raw @ a @ raw), 0.0) / max(count - n + 1, 1.0)
         error = noise / (np.diag(a) + _RIDGE)
         shrunk = raw * np.maximum(0.0, 1.0 - error / np.maximum(raw**2, 1e-12))
@@ -96,7 +98,8 @@ class PositionBias:
 
 
 def aggregate(passes: Sequence[JudgePass], bias: PositionBias) -> dict[str, float]:
-    """Return the mean score in 0..1 of each trajectory, without the effects of positions."""
+    """Return the mean score of each trajectory over the passes, from 0 to 1, less the effects of the positions at which
+    it was shown."""
     effects = bias.effects(len(passes[0].order))
     sums = dict.fromkeys(passes[0].order, 0.0)
     for judged in passes:
@@ -106,8 +109,8 @@ def aggregate(passes: Sequence[JudgePass], bias: PositionBias) -> dict[str, floa
 
 
 def pairwise_agreement(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:
-    """Return the share of pairs that both put into the same order; a pair tied in one only counts half. `None`
-    without pairs."""
+    """Return the share of pairs of trajectories that two passes, each with scores by trajectory, put into the same
+    order. A pair that is tied in only one of them counts half. `None` without pairs."""
     signs = pair_signs(a, b)
     agreed = sum(1.0 if first == second else 0.5 if 0 in (first, second) else 0.0 for first, second in signs)
     return agreed / len(signs) if signs else None

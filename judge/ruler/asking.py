@@ -40,8 +40,8 @@ LoadTranscript = Callable[[TrajectoryCompleted], Awaitable[Transcript]]
 Judged = tuple[dict[str, float], tuple[Verdict, ...]]
 """The score of each trajectory, and the verdicts behind it."""
 
-_FIRST_PAUSE_S = 0.5
-_MAX_PAUSE_S = 60.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0
+"""Shortest and longest pause before a pass or a group is tried again."""
 _MIN_CONTEXT_TOKENS = 2_000
 """A prompt that is refused as too long is halved down to this."""
 
@@ -99,8 +99,8 @@ class JudgeStatistics:
     def add_votes(self, votes: Sequence[Sequence[float]]) -> None:
         """Add a run, with the votes on each of its calls."""
         self.groups += 1
-        if equal := [said[0] == said[1] for said in votes if len(said) > 1]:
-            self.agreement_sum += sum(equal) / len(equal)
+        if are_equal := [on_call[0] == on_call[1] for on_call in votes if len(on_call) > 1]:
+            self.agreement_sum += sum(are_equal) / len(are_equal)
             self.agreement_count += 1
 
     def measured_fields(self) -> dict[str, Any]:
@@ -126,12 +126,13 @@ class ScoredReply(NamedTuple):
 
 
 async def no_log(run: TrajectoryCompleted) -> Transcript:
-    """The `LoadTranscript` of a judge that is given transcripts only (`Asker.judge`), such as those of a file."""
+    """Raise `LookupError`. The `LoadTranscript` of a judge that never has to read a run from the log, because it is
+    given transcripts (`Asker.judge`), such as those of a file."""
     raise LookupError(run.trajectory)
 
 
 class Asker(ABC):
-    """Asks one judge model with one rubric. What is asked is its subclasses'."""
+    """Asks one judge model with one rubric. Subclasses decide what is asked."""
 
     def __init__(self, config: JudgeConfig, rubric: Rubric, model: ChatModel, load: LoadTranscript = no_log) -> None:
         """`load` returns the transcript of a run."""
@@ -149,10 +150,10 @@ class Asker(ABC):
         """Judge runs without retries. `count`: add them to the statistics. Raises `JudgingError`."""
 
     async def retry(self, work: Callable[[], Awaitable[T]], group: str) -> T:
-        """Return the result of `work`, which is tried again with growing pauses. `group` is for the log.
+        """Return the result of `work`. While it raises `JudgingError` it is tried again, with growing pauses. `group`:
+        the name for log lines.
 
-        Raises `UnscoredError` if it fails with `JudgingError` for `judge.retry_for_s`, or a trajectory has left the
-        log."""
+        Raises `UnscoredError` if that goes on for `judge.retry_for_s`, or a trajectory has left the log."""
         began = time.monotonic()
         deadline = began + self._config.retry_for_s
         backoff = new_backoff()
@@ -175,11 +176,11 @@ class Asker(ABC):
                 self.paused -= 1
 
     async def ask(self, build: prompt.BuildPrompt, shown: Sequence[Transcript], spent: Usage) -> ScoredReply:
-        """Ask once about the transcripts `shown`, of which `build` makes a prompt. A context that proves too long is
-        halved, for all later prompts too.
+        """Ask about the transcripts `shown`, of which `build` makes a prompt, until a reply can be read. If the model
+        refuses a prompt as too long, the context is halved, for all later prompts too.
 
-        Every call is added to `spent`. Raises `JudgingError` after `judge.attempts` replies that can't be read, where
-        no reply comes, and for a prompt that is too long even when it is halved."""
+        Every call is added to `spent`. Raises `JudgingError` after `judge.attempts` replies that can't be read, if no
+        reply comes, and for a prompt that is too long at `_MIN_CONTEXT_TOKENS`."""
         while True:
             tokens = self._context_tokens
             try:
@@ -194,8 +195,8 @@ class Asker(ABC):
     async def try_pass(
         self, judge: Callable[[], Awaitable[Verdict]], failures: list[JudgingError], count: bool, **about: Any
     ) -> Verdict | None:
-        """Return the verdict of one pass; `None` if it fails, which is added to `failures` and logged with `about`.
-        `count`: add the pass to the statistics."""
+        """Return the verdict of one pass, which `judge` makes. If it fails, log that with `about`, add the error to
+        `failures` and return `None`. `count`: add the pass to the statistics."""
         self.statistics.passes += count
         try:
             return await judge()
@@ -210,9 +211,9 @@ class Asker(ABC):
     async def _ask(
         self, build: prompt.BuildPrompt, shown: Sequence[Transcript], context_tokens: int, spent: Usage
     ) -> ScoredReply:
-        """Build the prompt for `context_tokens` and ask until a reply could be read, with a reminder of the form.
-
-        Raises `JudgingError` after `judge.attempts` calls, `ContextWindowError` if the prompt is too long."""
+        """Build a prompt of at most `context_tokens` and ask until a reply can be read; each further call has a
+        reminder of the form. Other arguments, and `JudgingError`, as for `ask`. Raises `ContextWindowError` if the
+        model refuses the prompt as too long."""
         asked = build(self.rubric, self._rng, context_tokens)
         messages = asked.messages
         usage, latency_s = Usage(), 0.0
@@ -258,9 +259,9 @@ def new_backoff() -> Backoff:
     return Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
 
 
-def charged(verdicts: Sequence[Verdict], spent: Usage) -> tuple[Verdict, ...]:
-    """Return the verdicts of a group. The first one also counts the calls that led to none, so that the group's
-    verdicts together cost what the group cost: `spent`, all of its calls."""
+def with_failed_calls(verdicts: Sequence[Verdict], spent: Usage) -> tuple[Verdict, ...]:
+    """Return the verdicts of a group with the calls that led to none added to the first one, so that all verdicts
+    together cost what the group cost. `spent`: all calls about the group."""
     first, *others = verdicts
     first = msgspec.structs.replace(
         first,
@@ -273,7 +274,7 @@ def charged(verdicts: Sequence[Verdict], spent: Usage) -> tuple[Verdict, ...]:
 
 
 def _problem(error: UnreadableReplyError, reply: ModelReply) -> str:
-    """Say why a reply was not read, without its text: a judge quotes what it read."""
+    """Return why a reply was not read, for logs and events, without its text, which may quote a run."""
     if reply.cut_off:
         return f"{error}: it was cut off after {reply.completion_tokens} tokens (judge.request.max_tokens)"
     return f"{error}: it has {len(reply.text)} characters"

@@ -19,23 +19,24 @@ _NAMED = re.compile(r"\(image ([0-9a-f]{16})\)")
 def attach_images(
     messages: Sequence[dict[str, Any]], transcripts: Sequence[Transcript], most: int
 ) -> list[dict[str, Any]]:
-    """Return the messages of a call with the images of `transcripts` that the last message names, `most` at most."""
+    """Return the messages of a call, with the images of `transcripts` that the last message names attached to it. Only
+    the first `most` of them are; 0: none."""
     *before, last = messages
     named = dict.fromkeys(_NAMED.findall(last["content"]))
     if not named or not most:
         return list(messages)
-    known = {image_name(image): part for part, image in _images(transcripts)}
+    parts = {image_name(image): part for part, image in _images(transcripts)}
     content: list[dict[str, Any]] = [{"type": "text", "text": last["content"]}]
-    for name in [name for name in named if name in known][:most]:
+    for name in [name for name in named if name in parts][:most]:
         content += [
             {"type": "text", "text": f"Image {name}:"},
-            {"type": "image_url", "image_url": known[name]["image_url"]},
+            {"type": "image_url", "image_url": parts[name]["image_url"]},
         ]
     return [*before, {**last, "content": content}] if len(content) > 1 else list(messages)
 
 
 def _images(transcripts: Sequence[Transcript]) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield each image in the messages: the part that holds it, and its bytes."""
+    """Yield each image in the messages of transcripts: the part of the message that holds it, and its bytes."""
     for transcript in transcripts:
         for conversation in transcript.conversations:
             for message in conversation.messages:

@@ -67,7 +67,8 @@ def _count_shared(conversations: Sequence[Sequence[Message]]) -> int:
 
 
 def build_layout(transcripts: Sequence[Transcript], new_id: Callable[[], str]) -> PromptLayout:
-    """Lay out the transcripts. `new_id` returns ids that no text of the trajectories can contain."""
+    """Return the texts of `transcripts` for a prompt: what they have in common, and the rest of each. `new_id` draws
+    the ids of references, which no text of the trajectories can contain."""
     members = [t.conversations for t in transcripts]
     firsts = [m[0].messages for m in members]
     # Each trajectory keeps its last message, even if another one begins with all of its messages.
@@ -90,8 +91,8 @@ def build_layout(transcripts: Sequence[Transcript], new_id: Callable[[], str]) -
 
 
 def _segments_of(conversations: Sequence[Conversation], tools: Tools, shared: int) -> list[list[_Segment]]:
-    """Return the texts of each conversation of a trajectory. `tools` and the first `shared` messages of the first
-    conversation are in the common text."""
+    """Return the pieces of text of each conversation of a trajectory, without `tools` and the first `shared` messages
+    of the first conversation, which are in the common text."""
     out = []
     for number, conversation in enumerate(conversations):
         segments = []
@@ -108,32 +109,34 @@ def _segments_of(conversations: Sequence[Conversation], tools: Tools, shared: in
 
 
 def _references(members: Sequence[Sequence[Sequence[_Segment]]], new_id: Callable[[], str]) -> dict[str, str]:
-    """Return an id for each long message that occurs in several trajectories, by its text."""
-    counted = Counter(
+    """Return an id for each long message that occurs in several trajectories, by its text. It is shown once, in the
+    common text."""
+    counts = Counter(
         text
         for member in members
         for text in {s.text for shown in member for s in shown if s.role and not s.last}
         if len(text) >= _MIN_SHARED
     )
-    return {text: new_id() for text, count in sorted(counted.items()) if count > 1}
+    return {text: new_id() for text, count in sorted(counts.items()) if count > 1}
 
 
 def _texts(member: Sequence[Sequence[_Segment]], references: dict[str, str], new_id: Callable[[], str]) -> list[str]:
     """Return the text of each conversation of a trajectory, with references to messages that are shown elsewhere: in
     the common text, or where this trajectory has them first."""
-    counted = Counter(s.text for shown in member for s in shown if s.role and len(s.text) >= _MIN_REPEATED)
-    own: dict[str, str] = {}
-    """The id under which a message that the trajectory repeats is shown in full, by its text."""
+    counts = Counter(s.text for shown in member for s in shown if s.role and len(s.text) >= _MIN_REPEATED)
+    repeated_ids: dict[str, str] = {}
+    """The id under which a message that the trajectory repeats was shown in full, by its text."""
 
     def text_of(segment: _Segment) -> str:
+        """Return the text of a segment, or a reference in its place."""
         text, role = segment.text, segment.role
         if not segment.last and text in references:
             return f"[{role}] (text {references[text]} of the context)"
-        if not segment.last and text in own:
-            return f"[{role}] (text {own[text]} again)"
-        if counted[text] > 1 and text not in own:
-            own[text] = new_id()
-            return f"[text {own[text]}] {text}"
+        if not segment.last and text in repeated_ids:
+            return f"[{role}] (text {repeated_ids[text]} again)"
+        if counts[text] > 1 and text not in repeated_ids:
+            repeated_ids[text] = new_id()
+            return f"[text {repeated_ids[text]}] {text}"
         return text
 
     return ["\n".join(map(text_of, shown)) for shown in member]

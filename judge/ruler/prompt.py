@@ -97,8 +97,8 @@ class Prompt:
     """The messages of one call, and the trajectory that each id in it means."""
 
     messages: list[dict[str, str]]
-    names: dict[str, str]
-    """Trajectory (or the number of a call) by id, in the order shown."""
+    subjects: dict[str, str]
+    """What each id stands for, in the order shown: a trajectory, or the number of a call."""
     score_key: str
     """The key that the reply has to give scores under, such as `score_abc123`."""
     scale: Scale = SCORES
@@ -116,7 +116,7 @@ class Prompt:
             # The range is only described: Anthropic refuses a schema with `minimum`. `parse` checks it.
             score = {"type": "number", "description": scale.words}
         properties: dict[str, Any] = {
-            "id": {"type": "string", "enum": list(self.names)},
+            "id": {"type": "string", "enum": list(self.subjects)},
             "explanation": {"type": "string"},
             self.score_key: score,
         }
@@ -124,16 +124,17 @@ class Prompt:
 
     def parse(self, reply: str) -> replies.ParsedScores:
         """Return what a reply gives each id. Raises `UnreadableReplyError`."""
-        return replies.parse_scores(reply, self.names, self.score_key, self.scale, self.hint_key)
+        return replies.parse_scores(reply, self.subjects, self.score_key, self.scale, self.hint_key)
 
 
 BuildPrompt = Callable[[Rubric, random.Random, int], Prompt]
-"""Builds a prompt of a question whose texts are known: from the rubric, the random numbers for its ids, and the longest
-length in tokens."""
+"""Builds a prompt about certain texts. Takes the rubric, the random numbers for ids and nonce, and the longest length
+in tokens."""
 
 
 def sanitize(text: str) -> str:
-    """Remove characters that hide or reorder text, and break up chat template tokens."""
+    """Return the text without characters that hide or reorder text, and with spaces in chat template tokens, so that no
+    tokenizer takes them for its own."""
     if not text.isascii() or not text.isprintable():
         text = _INVISIBLE.sub("", text.replace("\r\n", "\n"))
     return _TEMPLATE_TOKENS.sub(lambda m: f"{m.group()[0]} {m.group()[1:-1]} {m.group()[-1]}", text)
@@ -149,7 +150,8 @@ def draw_id(rng: random.Random, taken: set[str]) -> str:
 
 
 def _room(question: Question, rubric: Rubric, count: int, context_tokens: int) -> int:
-    """Return the bytes for `count` blocks in a prompt of `context_tokens`, without rubric and instructions."""
+    """Return how many bytes of text fit into a prompt of `context_tokens` about `count` blocks, beside the rubric and
+    the instructions; at least `_MIN_ROOM`."""
     around = utf8_size(question.system) + utf8_size(rubric.text) + count * 8 + _REMINDER_BYTES + 2 * _LABEL_BYTES
     return max(context_tokens * BYTES_PER_TOKEN - around, _MIN_ROOM)
 
@@ -178,8 +180,8 @@ def build_question(
     context = sanitize(layout.context)
     members = [[(c.label, sanitize(c.text)) for c in member] for member in layout.members]
     nonce = _draw_nonce(rng, [context, *(text for member in members for _, text in member)])
-    wanted = [sum(utf8_size(text) + _LABEL_BYTES for _, text in member) for member in members]
-    limit, *limits = allocate([utf8_size(context), *wanted], room)
+    sizes_of_members = [sum(utf8_size(text) + _LABEL_BYTES for _, text in member) for member in members]
+    limit, *limits = allocate([utf8_size(context), *sizes_of_members], room)
     left_out = max(utf8_size(context) - limit, 0)
     blocks = [_block(nonce, "context", shorten(context, limit))] if context else []
     for name, member, share in zip(ids, members, limits, strict=True):
@@ -191,21 +193,20 @@ def build_question(
             for (label, text), length in zip(member, lengths, strict=True)
         ]
         blocks.append(_block(nonce, f"{question.block} {name}", "\n".join(parts)))
-    drawn = draw_id(rng, taken)
-    score_key, hint_key = f"score_{drawn}", f"hint_{drawn}" if question.hints else ""
+    suffix = draw_id(rng, taken)
+    score_key, hint_key = f"score_{suffix}", f"hint_{suffix}" if question.hints else ""
     system = question.system.format(
         rubric=rubric.text, nonce=nonce, score_key=score_key, hint_key=hint_key, ids=", ".join(ids)
     )
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(blocks)}]
-    names = dict(zip(ids, subjects, strict=True))
-    return Prompt(messages, names, score_key, question.scale, hint_key, left_out)
+    by_id = dict(zip(ids, subjects, strict=True))
+    return Prompt(messages, by_id, score_key, question.scale, hint_key, left_out)
 
 
 def allocate(sizes: Sequence[int], room: int) -> list[int]:
-    """Return how much of `room` each of `sizes` gets. Texts are cut only if they do not fit, and all cut texts get
-    one length.
-
-    A text that needs less than an equal share leaves the rest of it to the others."""
+    """Return to how many bytes each text is cut, so that texts of `sizes` bytes take at most `room` together. All texts
+    that are cut get the same length. A text that needs less than an equal share is left whole, and the others share
+    what it leaves."""
     out = [0] * len(sizes)
     left = max(room, 0)
     ascending = sorted(range(len(sizes)), key=lambda i: sizes[i])
@@ -224,7 +225,7 @@ def _draw_nonce(rng: random.Random, texts: Sequence[str]) -> str:
 
 
 def _block(nonce: str, label: str, text: str) -> str:
-    """Return a text between two lines that only this call knows."""
+    """Return a text between a first and a last line with `label` and the nonce, which no text of a run can contain."""
     return f"===== BEGIN {nonce} {label} =====\n{text}\n===== END {nonce} {label} ====="
 
 

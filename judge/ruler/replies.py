@@ -45,6 +45,7 @@ class Scale:
     """Only whole numbers."""
 
     def __contains__(self, score: float) -> bool:
+        """Return whether a score is on the scale."""
         return self.low <= score <= self.high and (not self.whole or score.is_integer())
 
 
@@ -71,8 +72,8 @@ def parse_scores(
 
     Raises `UnreadableReplyError` unless the reply gives each id one score. Takes time linear in the reply's length."""
     answer = _without_thinking(reply)
-    drawn = [score_key, hint_key] if hint_key else [score_key]
-    for key in drawn:
+    drawn_keys = [score_key, hint_key] if hint_key else [score_key]
+    for key in drawn_keys:
         if (count := answer.count(key)) != len(ids):
             raise UnreadableReplyError(f"{key} stands in it {count} times, for {len(ids)} ids")
     start, end = answer.find("{"), answer.rfind("}") + 1
@@ -82,8 +83,8 @@ def parse_scores(
     explanations: dict[str, str] = {}
     hints: dict[str, str] = {}
     for entry in _entries(answer[start:end]):
-        if not isinstance(entry, dict) or entry.keys() != {"id", "explanation", *drawn}:
-            raise UnreadableReplyError(f"an entry has not the keys id, explanation and {' and '.join(drawn)}")
+        if not isinstance(entry, dict) or entry.keys() != {"id", "explanation", *drawn_keys}:
+            raise UnreadableReplyError(f"an entry has not the keys id, explanation and {' and '.join(drawn_keys)}")
         name, explanation, score = entry["id"], entry["explanation"], entry[score_key]
         hint = entry[hint_key] if hint_key else ""
         if not isinstance(name, str) or name not in ids or name in scores:
@@ -100,7 +101,8 @@ def parse_scores(
 
 
 def _without_thinking(reply: str) -> str:
-    """Remove the thinking before the answer. Raises `UnreadableReplyError` if its end is in doubt."""
+    """Return a reply without the thinking at its beginning. Raises `UnreadableReplyError` if there is not exactly one
+    end of it."""
     if _THINKING_BEGIN.match(reply) is None:
         return reply
     _, *answers = reply.split(_THINKING_END)
@@ -123,7 +125,7 @@ def _entries(text: str) -> list[Any]:
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises `ValueError` if a key occurs twice."""
+    """Return a JSON object's keys and values as a dict, for `json.loads`. Raises `ValueError` if a key occurs twice."""
     if len(unique := dict(members)) < len(members):
         raise ValueError("a key occurs twice in an object")
     return unique

@@ -35,8 +35,8 @@ def load_rubric(path: str = "") -> Rubric:
 
     Raises `ConfigError` if there is no such file or it is empty."""
     file = Path(path or FOLDER / "general.md")
-    if not file.exists() and (own := FOLDER / f"{path}.md").exists():
-        file = own
+    if not file.exists() and (built_in := FOLDER / f"{path}.md").exists():
+        file = built_in
     try:
         text = file.read_text("utf-8").strip()
     except OSError as error:

@@ -17,7 +17,7 @@ import msgspec
 
 from judge.ruler import prompt
 from judge.ruler.aggregation import JudgePass, aggregate, draw_orders
-from judge.ruler.asking import Asker, Judged, JudgingError, Usage, charged, new_backoff
+from judge.ruler.asking import Asker, Judged, JudgingError, Usage, new_backoff, with_failed_calls
 from judge.ruler.transcripts import Transcript
 from pipeline.concurrency.concurrently import concurrently
 from pipeline.events import Score, TrajectoryCompleted, Verdict
@@ -44,45 +44,47 @@ class LlmRuler(Asker):
     async def judge(
         self, transcripts: Sequence[Transcript], *, count: bool = True, spent: Usage | None = None
     ) -> Judged:
-        """Judge a group without retries, as `Asker.judge`. `spent`: what earlier tries took, for which the first
-        verdict is charged too. Raises `JudgingError` if every pass failed."""
+        """Judge a group without retries, as `Asker.judge`. `spent`: the calls of earlier tries, which are added to the
+        first verdict; this try's calls are added to it. Raises `JudgingError` if every pass failed."""
         spent = spent or Usage()
         by_id = {t.trajectory: t for t in transcripts}
         # The group itself seeds the orders, so that judging the same history again shows the same lists.
         rng = random.Random("/".join(sorted(by_id)))
         orders = draw_orders(sorted(by_id), self._config.passes, rng)
         verdicts: list[Verdict] = []
-        failed: list[list[str]] = []
+        failed_orders: list[list[str]] = []
         failures: list[JudgingError] = []
 
         async def judge_in(order: list[str]) -> None:
+            """Make one pass in this order. Append its verdict to `verdicts`, or the order to `failed_orders`."""
             judge = functools.partial(self._judge_in_order, [by_id[n] for n in order], spent)
             verdict = await self.try_pass(judge, failures, count)
             if verdict is not None:
                 verdicts.append(verdict)
             else:
-                failed.append(order)
+                failed_orders.append(order)
 
         await concurrently(judge_in, orders)
         backoff = new_backoff()
         for _ in range(_PASS_RETRIES):
-            if len(verdicts) != 1 or not failed:
+            if len(verdicts) != 1 or not failed_orders:
                 break
             await anyio.sleep(backoff.next_s())  # such as for a limit of requests per second
-            await judge_in(failed.pop(0))  # which appends to `verdicts`, or to `failed` again
+            await judge_in(failed_orders.pop(0))  # which appends to `verdicts`, or to `failed_orders` again
         if not verdicts:
             raise failures[-1]
         passes = [JudgePass(v.order, {s.trajectory: s.score for s in v.scores}) for v in verdicts]
         if count:
             self.statistics.add(passes)
-        return aggregate(passes, self.statistics.bias), charged(verdicts, spent)
+        return aggregate(passes, self.statistics.bias), with_failed_calls(verdicts, spent)
 
     async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> Verdict:
-        """Judge once, in the order given. Every call is added to `spent`. Raises `JudgingError`."""
+        """Ask the judge model once about the trajectories in the order given, and return its scores as a verdict. Every
+        call is added to `spent`. Raises `JudgingError`."""
         build = functools.partial(prompt.build_prompt, ordered)
         asked, parsed, verdict = await self.ask(build, ordered, spent)
         scores = tuple(
-            Score(trajectory=trajectory, score=parsed.scores[name], explanation=parsed.explanations[name])
-            for name, trajectory in asked.names.items()
+            Score(trajectory=trajectory, score=parsed.scores[drawn_id], explanation=parsed.explanations[drawn_id])
+            for drawn_id, trajectory in asked.subjects.items()
         )
-        return msgspec.structs.replace(verdict, scores=scores, order=tuple(asked.names.values()))
+        return msgspec.structs.replace(verdict, scores=scores, order=tuple(asked.subjects.values()))

@@ -29,6 +29,7 @@ class Transcript:
 
     @property
     def last_conversation(self) -> Conversation:
+        """The conversation of the trajectory's last call."""
         return self.conversations[self.last]
 
 
@@ -45,14 +46,13 @@ def from_exchanges(trajectory: str, exchanges: Sequence[ExchangeRecorded]) -> Tr
 
 
 async def load_transcript(broker: Broker, project: str, trajectory: str, at_least: int = 0) -> Transcript:
-    """Read a trajectory's transcript from the log. `at_least` exchanges were recorded, which saves a request.
-
-    Raises `HistoryGoneError` if fewer can be read."""
+    """Read a trajectory's transcript from the log. `at_least`: how many exchanges were recorded; knowing it saves a
+    request. Raises `HistoryGoneError` if fewer can be read."""
     history = await broker.read(ExchangeRecorded, at_least=at_least, project=project, trajectory=trajectory)
     exchanges = [r.event for r in history]
-    if (held := len({(e.seq, e.choice) for e in exchanges})) < at_least:
+    if (count := len({(e.seq, e.choice) for e in exchanges})) < at_least:
         raise HistoryGoneError(
-            f"the whole history of trajectory {trajectory} ({held} of {at_least} exchanges can be read)"
+            f"the whole history of trajectory {trajectory} ({count} of {at_least} exchanges can be read)"
         )
     return from_exchanges(trajectory, exchanges)
 
@@ -63,9 +63,9 @@ def indented(text: str) -> str:
 
 
 def render_message(message: Message) -> str:
-    """Return a message as text, with everything in it that a model may have sampled. Only its role and the words
-    (thinking), (refuses) and (calls NAME) begin lines; what was written into it stands behind them, or behind a space.
-    Else a reply could show tool results and calls that there never were."""
+    """Return a message as text, with everything in it that a model may have sampled. Only the role and the words
+    (thinking), (refuses) and (calls NAME) begin lines; all further lines of the message's own text begin with a space.
+    Otherwise a reply could contain lines that look like tool results and calls of other messages."""
     name = f" {message['name']}" if message.get("name") else ""
     text = indented(f"[{message.get('role', '?')}{name}]")
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
@@ -100,8 +100,8 @@ def utf8_size(text: str) -> int:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Cut a text to `limit` bytes of UTF-8: keep a quarter from its beginning and the rest from its end, where the
-    outcome is."""
+    """Return a text cut to `limit` bytes of UTF-8: a quarter of that from its beginning, the rest from its end, where
+    the outcome of a run is."""
     whole = text.encode("utf-8", "replace")
     if len(whole) <= limit:
         return text

@@ -88,7 +88,7 @@ class _OpenConversation:
     """Messages at the end from a reply that broke off: the agent may have continued without them."""
 
     def firm(self) -> int:
-        """Return the number of messages without the partial ones."""
+        """Return the number of messages without those of a reply that broke off (`partial`)."""
         return len(self.messages) - self.partial
 
     def drop_partial(self) -> None:
@@ -97,7 +97,7 @@ class _OpenConversation:
         self.partial = 0
 
     def end_follow_up(self) -> None:
-        """Note that what follows the last reply has come to its end."""
+        """Set `stop` of the last reply to the present end of the conversation: what was added so far followed it."""
         if self.replies and not self.replies[-1].stop:
             self.replies[-1] = self.replies[-1]._replace(stop=len(self.messages))
 
@@ -124,7 +124,7 @@ def build_conversations(exchanges: Iterable[ExchangeRecorded]) -> tuple[tuple[Co
     last, newest = 0, (-1, 0)
     for exchange in main:
         number = builder.add(exchange)
-        if (exchange.seq, -exchange.choice) > newest:
+        if (exchange.seq, -exchange.choice) > newest:  # of a call with several choices, the first one counts
             last, newest = number, (exchange.seq, -exchange.choice)
     calls_with_choices = {e.seq for e in main if e.choice}
     return tuple(c.close(calls_with_choices) for c in builder.conversations), last
@@ -145,7 +145,7 @@ class _ConversationBuilder:
         if conversation is None:
             conversation = _OpenConversation(len(self.conversations), exchange.choice, [])
             self.conversations.append(conversation)
-        elif conversation.messages != request[: len(conversation.messages)]:
+        elif conversation.messages != request[: len(conversation.messages)]:  # the request lacks the partial reply
             conversation.drop_partial()
         conversation.messages += request[len(conversation.messages) :]
         conversation.tools = tools or conversation.tools
@@ -193,33 +193,29 @@ class _ConversationBuilder:
         return self._decoded[raw]
 
     def _completion(self, prompt: str) -> list[_Keyed]:
-        """Split a plain completion's prompt into the messages of the conversation that it continues, and new text."""
-        text, known = "", list[_Keyed]()
+        """Return a plain completion's prompt as messages: those of the conversation that it continues, the one with the
+        longest text with which the prompt begins, and one with the rest of the prompt."""
+        longest, messages = "", list[_Keyed]()
         for conversation in self.conversations:
             firm = conversation.messages[: conversation.firm()]
-            said = "".join(text_of(m.message.get("content")) for m in firm)
-            if firm and firm[0].message.get("role") == _PROMPT and len(said) > len(text) and prompt.startswith(said):
-                text, known = said, firm
-        if rest := prompt[len(text) :]:
+            text = "".join(text_of(m.message.get("content")) for m in firm)
+            if firm and firm[0].message.get("role") == _PROMPT and len(text) > len(longest) and prompt.startswith(text):
+                longest, messages = text, firm
+        if rest := prompt[len(longest) :]:
             message = {"role": _PROMPT, "content": rest}
-            known.append(_Keyed(message, _content_key(message)))
-        return known
+            messages.append(_Keyed(message, _content_key(message)))
+        return messages
 
 
-def consecutive(numbers: Iterable[int]) -> list[list[int]]:
-    """Return the ranges of consecutive numbers as [first, last]. `numbers` are ascending; repetitions are ignored."""
-    out: list[list[int]] = []
-    for number in numbers:
-        if out and number <= out[-1][1] + 1:
-            out[-1][1] = number
+def _ranges(indices: Iterable[int]) -> str:
+    """Return ascending indices from 0 as calls counted from 1, in ranges: `1 to 3, 5`. Repetitions are ignored."""
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and index <= ranges[-1][1] + 1:
+            ranges[-1][1] = index
         else:
-            out.append([number, number])
-    return out
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Return indices from 0 as calls counted from 1: `1 to 3, 5`."""
-    return ", ".join(str(a + 1) if a == b else f"{a + 1} to {b + 1}" for a, b in consecutive(numbers))
+            ranges.append([index, index])
+    return ", ".join(str(a + 1) if a == b else f"{a + 1} to {b + 1}" for a, b in ranges)
 
 
 def _decode(document: bytes | msgspec.Raw | None) -> Any:
@@ -264,8 +260,8 @@ def _content_key(message: Message) -> int:
 
 
 def _canonical(arguments: Any) -> Any:
-    """Return the arguments of a tool call without the differences of spaces and key order. None are an empty object, as
-    clients send them back."""
+    """Return the arguments of a tool call in one spelling, whatever the spaces and the order of the keys. Missing ones
+    count as an empty object, as clients send them back. Arguments that are no JSON are returned as they are."""
     try:
         decoded = msgspec.json.decode(arguments) if isinstance(arguments, str) and arguments else arguments or {}
         return msgspec.json.encode(decoded, order="sorted")

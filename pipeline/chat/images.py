@@ -49,7 +49,8 @@ def media_of(request: bytes) -> Media:
 
 
 def image_of(part: dict[str, Any]) -> bytes | None:
-    """Return the file in a message's part with an `image_url`; `None` if the part does not hold it."""
+    """Return the bytes of the image in a part of a message; `None` if the part has no `data:` URL of one, such as for
+    text, other media and images at another URL."""
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, dict) else image
     if not isinstance(url, str) or url[:5].lower() != "data:":

@@ -20,8 +20,8 @@ from pipeline.chat.images import media_of
 
 GREEDY = 1e-5
 """A temperature below this means greedy decoding."""
-_LOWEST = 0.01
-"""vLLM samples at this temperature where a lower one is asked for."""
+_MIN_TEMPERATURE = 0.01
+"""vLLM samples at this temperature where a lower one is asked for, unless it is greedy."""
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ def sampling_of(request: bytes, defaults: Defaults) -> Sampling:
         unsupported.append(unusable)
     temperature = float(effective("temperature", 1.0))
     return Sampling(
-        temperature=max(temperature, _LOWEST) if temperature >= GREEDY else temperature,
+        temperature=max(temperature, _MIN_TEMPERATURE) if temperature >= GREEDY else temperature,
         top_k=max(0, int(effective("top_k", 0))),
         top_p=float(effective("top_p", 1.0)),
         min_p=float(effective("min_p", 0.0)),

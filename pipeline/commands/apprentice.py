@@ -47,6 +47,7 @@ task first. A run's reward is that of its newest verdict, else the agent's own, 
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the arguments before `--`."""
     parser = command_parser("apprentice", __doc__)
     parser.add_argument("query", nargs="?", help="returns runs in a column `trajectory`; default: the best runs")
     parser.add_argument("--master", help="outside model whose runs are taken; default: the only one of the settings")
@@ -60,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def best_runs(config: Config, master: str | None, runs: int, least: float) -> str:
-    """Return the query for the best runs of an outside model. Raises `ConfigError` if a model must not learn from
-    them."""
+    """Return the SQL query for the best runs of the outside model `master`, or of the only one of the settings: at most
+    `runs`, with a reward of at least `least`. Raises `ConfigError` if a model must not learn from them."""
     names = sorted({table.name for table in config.outside})
     if master is None and len(names) != 1:
         raise ConfigError(f"--master: name one of the outside models of the settings: {', '.join(names) or 'none'}")
@@ -87,9 +88,10 @@ def best_runs(config: Config, master: str | None, runs: int, least: float) -> st
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exits with the status of the part that failed."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    own, training = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    args = _parser().parse_args(own)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    training_options = arguments[end + 1 :]
+    args = _parser().parse_args(arguments[:end])
     with exit_on_error("apprentice", (ConfigError,)):
         config = installation_settings(args.run_dir, args.config)
         query = args.query or best_runs(config, args.master, args.runs, args.least)
@@ -98,11 +100,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = [query, "--as", "sft", "--out", out, "--test-share", args.test_share]
     for module, arguments in (
         ("store.datasets.command", dataset),
-        ("trainer.commands.train", ["--on", out, "--as", "sft", *training]),
+        ("trainer.commands.train", ["--on", out, "--as", "sft", *training_options]),
     ):
-        done = subprocess.run([sys.executable, "-m", module, *arguments, *installation], check=False)
-        if done.returncode:
-            raise SystemExit(done.returncode)
+        status = subprocess.run([sys.executable, "-m", module, *arguments, *installation], check=False).returncode
+        if status:
+            raise SystemExit(status)
 
 
 if __name__ == "__main__":

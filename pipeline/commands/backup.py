@@ -66,14 +66,14 @@ def backup(config: Config, folder: Path) -> Manifest:
     if folder.resolve().is_relative_to(run_dir.resolve()):
         raise ConfigError(f"{folder} is inside of the run directory: name a folder elsewhere")
     require_empty(folder)
-    inside = config.path(config.store.dir).resolve() == config.path(_STORE).resolve()
-    left_out = _LEFT_OUT if inside else (*_LEFT_OUT, _STORE)
-    with folder_lock.hold(run_dir, "journeywork backup"):
+    lake_is_inside = config.path(config.store.dir).resolve() == config.path(_STORE).resolve()
+    left_out = _LEFT_OUT if lake_is_inside else (*_LEFT_OUT, _STORE)
+    with folder_lock.lock_exclusively(run_dir, "journeywork backup"):
         folder_lock.make_private(folder)
         names = ((name.partition("/")[0], name) for name in _files(run_dir))
         copied = (name for top, name in names if top not in left_out and not top.endswith(".lock"))
         files = {name: copy(run_dir / name, folder / name) for name in copied}
-        if not inside:
+        if not lake_is_inside:
             source, path = _lake(config)
             fs.copy_files(path, str(folder / _STORE), source_filesystem=source)
             files |= {f"{_STORE}/{name}": _digest(folder / _STORE / name) for name in _files(folder / _STORE)}
@@ -92,7 +92,7 @@ def _lake(config: Config) -> tuple[fs.FileSystem, str]:
 
 
 def require_empty(folder: Path) -> None:
-    """Raise `ConfigError` if `folder` is there and not an empty folder."""
+    """Raise `ConfigError` if `folder` exists and is anything else than an empty folder."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} is there and not an empty folder: name a new one")
 

@@ -41,7 +41,8 @@ Letter = LogEntry[DeadLettered]
 
 
 async def find(broker: Broker, seqs: Sequence[int]) -> list[Letter]:
-    """Return the letters with these sequences. Raises `BrokerError` naming the first that does not exist."""
+    """Return the letters with these sequences in the stream DEAD. Raises `BrokerError` naming the first that does not
+    exist."""
     letters = {letter.seq: letter for letter in await broker.read(DeadLettered)}
     for seq in seqs:
         if seq not in letters:
@@ -84,7 +85,8 @@ def describe(letter: Letter) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    where = argparse.ArgumentParser(add_help=False)
+    """Return the parser of the command, with its subcommands `list`, `show`, `retry` and `drop`."""
+    where = argparse.ArgumentParser(add_help=False)  # arguments that all subcommands take
     where.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
     where.add_argument("--config", help="a settings file with nats.url")
     add_overrides(where)

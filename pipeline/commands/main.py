@@ -123,14 +123,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listed = [
+    """Return the parser of the commands of this module. Its help lists all commands."""
+    command_lists = [
         f"{title}:\n" + "".join(f"  {name:<13}{text}\n" for name, (_, text) in group.items())
         for title, group in GROUPS.items()
     ]
     parser = argparse.ArgumentParser(
         prog="journeywork",
         usage="%(prog)s COMMAND [--help] …",
-        description="On-the-job training for LLM agents.\n\n" + "\n".join(listed),
+        description="On-the-job training for LLM agents.\n\n" + "\n".join(command_lists),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"journeywork {version('journeywork')}")
@@ -152,20 +153,20 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--dry-run", action="store_true", help="print the resolved settings and commands, start nothing")
     up.set_defaults(run=_up)
 
-    asked = commands.add_parser("status", description=OWN["status"][1])
-    asked.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
-    asked.add_argument("--json", action="store_true")
-    asked.set_defaults(run=lambda args: status.show(find_installation(args.run_dir), console, as_json=args.json))
+    show = commands.add_parser("status", description=OWN["status"][1])
+    show.add_argument("--run-dir", help="default: the running one under runs/, else the newest")
+    show.add_argument("--json", action="store_true")
+    show.set_defaults(run=lambda args: status.show(find_installation(args.run_dir), console, as_json=args.json))
 
     provision = commands.add_parser("provision", parents=[settings], description=OWN["provision"][1])
     provision.set_defaults(run=_provision)
 
-    become = commands.add_parser("exec", description=OWN["exec"][1])
-    become.add_argument("server", choices=("nats", "vllm"))
-    become.add_argument("--config", required=True)
-    become.add_argument("--host", default="0.0.0.0")  # noqa: S104 - inside a container's own network
-    become.add_argument("--port", type=int, required=True)
-    become.set_defaults(run=_exec)
+    server = commands.add_parser("exec", description=OWN["exec"][1])
+    server.add_argument("server", choices=("nats", "vllm"))
+    server.add_argument("--config", required=True)
+    server.add_argument("--host", default="0.0.0.0")  # noqa: S104 - inside a container's own network
+    server.add_argument("--port", type=int, required=True)
+    server.set_defaults(run=_exec)
 
     return parser
 
@@ -212,7 +213,7 @@ def _up(args: argparse.Namespace) -> None:
     os.umask(0o077)  # only the owner may read a run's files
     folder_lock.make_private(Path(config.run_dir))
     log_file = config.path("logs", "supervisor.log")
-    with folder_lock.hold(Path(config.run_dir)) as lock:
+    with folder_lock.lock_exclusively(Path(config.run_dir)) as lock:
         require_same_bases(config)
         _check_by_services(config, planned, specs)
         check_ports(planned, [spec.name for spec in specs])
@@ -250,10 +251,10 @@ def _check_by_services(config: Config, planned: Config, specs: Sequence[ProcessS
             env = environment.environment_of(config, spec.name, os.environ)
             process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             checks[spec.name] = running.enter_context(process)
-        told = {name: process.communicate()[1].strip() for name, process in checks.items()}
-    refused = [f"{name}: {told[name]}" for name, process in checks.items() if process.returncode]
-    if refused:
-        raise ConfigError("\n".join(refused))
+        errors = {name: process.communicate()[1].strip() for name, process in checks.items()}
+    refusals = [f"{name}: {errors[name]}" for name, process in checks.items() if process.returncode]
+    if refusals:
+        raise ConfigError("\n".join(refusals))
 
 
 def _run_supervisor(config: Config, services: Sequence[str], supervisor: Supervisor, sink: TextIO) -> None:
@@ -269,15 +270,16 @@ def _run_supervisor(config: Config, services: Sequence[str], supervisor: Supervi
 
 
 def _exec(args: argparse.Namespace) -> None:
-    """Become the NATS or vLLM server that `up` would start with these settings, on an address of the arguments."""
-    make = nats_command if args.server == "nats" else vllm_command
+    """Replace this process by the NATS or vLLM server that `up` would start with these settings, on the host and port
+    of the arguments."""
+    make_spec = nats_command if args.server == "nats" else vllm_command
     config = load(args.config)
     if args.server == "vllm":
         require_base_files(config, ("trainer",))
-    spec = make(config, args.port, args.host)
+    spec = make_spec(config, args.port, args.host)
     os.umask(0o077)
     folder_lock.make_private(Path(config.run_dir))
-    folder_lock.for_server(Path(config.run_dir), args.server)
+    folder_lock.lock_for_server(Path(config.run_dir), args.server)
     if spec.prepare is not None:
         spec.prepare()
     os.execve(spec.argv[0], list(spec.argv), spec.environment(config))  # noqa: S606 - no shell on purpose
@@ -307,14 +309,14 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
     async with anyio.create_task_group() as tg:
 
         async def stop_on_signal() -> None:
-            asked = False
+            is_stopping = False
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 async for _ in signals:
-                    if asked:
+                    if is_stopping:
                         console.print("stopping at once")
                         tg.cancel_scope.cancel()
                         return
-                    asked = True
+                    is_stopping = True
                     console.print("stopping in order; once more stops at once")
                     supervisor.stop()
 
@@ -325,7 +327,7 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
             tg.cancel_scope.cancel()
 
         await tg.start(run)
-        ready = f"[bold green]ready[/] {_ready(config, services)} (run directory {escape(config.run_dir)})"
+        ready = f"[bold green]ready[/] {_what_to_do_next(config, services)} (run directory {escape(config.run_dir)})"
         console.print(ready, soft_wrap=True)
         if "ui" in supervisor.watched:
             console.print(f"the dashboard is at [bold]{escape(http_url(config.ui.host, config.ui.port))}[/]")
@@ -335,8 +337,9 @@ async def _supervise(config: Config, services: Sequence[str], supervisor: Superv
             console.print(f"[bold red]alarm[/] {escape(alarm)}")
 
 
-def _ready(config: Config, services: Sequence[str]) -> str:
-    """Return what a user can do now that `services` run."""
+def _what_to_do_next(config: Config, services: Sequence[str]) -> str:
+    """Return what a user can do now that `services` run: the gateway's address for agents, else that of the log. For
+    rich's markup."""
     if "gateway" in services:
         url = escape(http_url(config.gateway.host, config.gateway.port))
         return f"point your agents at [bold]{url}/v1[/]"

@@ -35,7 +35,7 @@ def prepare(config: Config) -> Config:
         raise ConfigError("nats.url and vllm.urls: set both: the prepared processes find each other by them")
     run_dir = Path(config.run_dir)
     folder_lock.make_private(run_dir)
-    with os.fdopen(folder_lock.share(run_dir)):  # the lock ends when its file is closed
+    with os.fdopen(folder_lock.lock_shared(run_dir)):  # the lock ends when its file is closed
         return _prepare(config, run_dir.absolute() / "keys")
 
 

@@ -39,8 +39,8 @@ def restore(folder: Path, run_dir: Path) -> Manifest:
         for name, file in manifest.files.items():
             # A name with `..`, or behind a link, may lie outside of the backup, or be written outside of the folder.
             source = folder.resolve() / name
-            plain = source.resolve() == source and source.is_relative_to(folder.resolve())
-            if not plain or not source.is_file() or copy(source, partial / name) != file:
+            is_inside = source.resolve() == source and source.is_relative_to(folder.resolve())
+            if not is_inside or not source.is_file() or copy(source, partial / name) != file:
                 raise ConfigError(f"{folder / name} is not what was copied: the backup is damaged, use another")
         os.sync()
         if run_dir.exists():

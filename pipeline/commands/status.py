@@ -55,7 +55,7 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
     state = msgspec.to_builtins(present) | {"running": present.running}
     logs.configure("status", "CRITICAL")  # errors are printed as one line
     config = installation_settings(run_dir, sections=("nats", "signing"))
-    state["history"] = _of_history(run_dir) if "store" in state["services"] else []
+    state["history"] = _history_sentences(run_dir) if "store" in state["services"] else []
     if state["services"].get("nats", {}).get("state") == "stopped":
         state["log"] = "it was stopped with the run"  # another run's log may have its port now
     else:
@@ -65,7 +65,8 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
             state["log"] = str(error)
     running = {n for n, s in state["services"].items() if s["state"] not in ("stopped", "gone")}
     if "lag" in state:
-        # A consumer's name begins with the service that takes from it. One that is off isn't behind.
+        # A consumer's name begins with the service that takes from it. That of a service which does not run is `off`:
+        # its lag is no fault.
         rows = [(row["consumer"].partition("-")[0], row) for row in state["lag"]]
         state["lag"] = [row | {"off": name not in running} for name, row in rows if name in state["services"]]
     if as_json:
@@ -76,7 +77,7 @@ def show(run_dir: Path, console: Console, *, as_json: bool = False) -> None:
         raise SystemExit(1)
 
 
-def _of_history(run_dir: Path) -> list[str]:
+def _history_sentences(run_dir: Path) -> list[str]:
     """Return what the store says of apprentices, rewards and speed, in sentences. It runs as a program of its own: this
     package imports no service."""
     command = [sys.executable, "-m", "store.showing.pages.status", str(run_dir)]
@@ -107,23 +108,23 @@ async def read_log(nats: NatsConfig, trust: Trust, project: str) -> dict[str, An
         return {
             "lag": [await _lag(broker, consumer) for consumer in streams.CONSUMERS],
             "policies": policies,
-            "decided": await _decided(broker, project),
+            "decided": await _decisions_in_force(broker, project),
             # Groups that the judge keeps open, by what they wait for.
             "waiting": waiting,
             "groups": await _newest_groups(broker, project),
-            "raised": await _raised(broker),
+            "raised": await _raised_alarms(broker),
         }
 
 
 async def _lag(broker: Broker, consumer: streams.ConsumerSpec) -> dict[str, Any]:
-    """Return how many messages a consumer has not taken yet, and how many it holds: a service acknowledges a message
-    after it was scored, trained or written."""
+    """Return the name of a consumer, how many messages it was not given yet (`behind`), and how many were given to it
+    and are not acknowledged (`held`): a service acknowledges a message after it was scored, trained or written."""
     info = await broker.consumer_info(consumer)
     return {"consumer": consumer.name, "behind": info.num_pending or 0, "held": info.num_ack_pending or 0}
 
 
-async def _decided(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
-    """Return by model the decision that says what is served in place of its newest version."""
+async def _decisions_in_force(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
+    """Return by model the decision in force, if it names a version: that one is served in place of the newest."""
     decisions = defaultdict[str, list[PolicyPromoted]](list)
     for recorded in await broker.read(PolicyPromoted, project=project):
         decisions[recorded.event.model].append(recorded.event)
@@ -135,7 +136,7 @@ async def _decided(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
     }
 
 
-async def _raised(broker: Broker) -> list[dict[str, Any]]:
+async def _raised_alarms(broker: Broker) -> list[dict[str, Any]]:
     """Return the alarms of the store service (`store.alarms`) that are raised, the newest last. Those of the supervisor
     are in its state."""
     raised: dict[tuple[str, ...], AlarmChanged] = {}
@@ -149,7 +150,8 @@ async def _raised(broker: Broker) -> list[dict[str, Any]]:
 
 
 async def _newest_groups(broker: Broker, project: str) -> dict[str, dict[str, Any]]:
-    """Return by model how many of the newest training groups were discarded, whole or in part, by reason."""
+    """Return by model how many training groups are among the newest messages (`newest`), and how many of these were
+    discarded, whole or in part, by reason (`discarded`)."""
     last = (await broker.stream_info("GROUPS")).state.last_seq
     events: list[GroupScored | GroupDiscarded] = []
     for messages in _NEWEST:  # an evaluation's groups may be the newest

@@ -105,16 +105,15 @@ def _check_processes(config: Config) -> None:
 
 def _check_names(config: Config) -> None:
     """Refuse names that can't be part of subjects, folders and URLs."""
-    given = {f"models.{i}.name": m.name for i, m in enumerate(config.models)}
-    given |= {"project": config.project, "trainer.branch": config.trainer.branch}
-    given |= {f"outside.{i}.name": table.name for i, table in enumerate(config.outside)}
-    for setting, name in given.items():
-        model = setting.startswith(("models.", "outside."))
-        if not (_MODEL_NAME if model else _NAME).fullmatch(name):
+    names_by_setting = {f"models.{i}.name": m.name for i, m in enumerate(config.models)}
+    names_by_setting |= {"project": config.project, "trainer.branch": config.trainer.branch}
+    names_by_setting |= {f"outside.{i}.name": table.name for i, table in enumerate(config.outside)}
+    for setting, name in names_by_setting.items():
+        is_model = setting.startswith(("models.", "outside."))
+        if not (_MODEL_NAME if is_model else _NAME).fullmatch(name):
             raise ConfigError(
-                f"{setting}: {name!r} can't be a name: expected letters, digits, and '.', '_', '-', '+' or ':' "
-                f"after the first, "
-                f"200 at most{', in parts separated by single slashes' if model else ''}"
+                f"{setting}: {name!r} can't be a name: expected letters, digits, and '.', '_', '-', '+' or ':' after "
+                f"the first, 200 at most{', in parts separated by single slashes' if is_model else ''}"
             )
     names = [m.name for m in config.models]
     if len(set(names)) != len(names):
@@ -135,9 +134,9 @@ def _check_names(config: Config) -> None:
 def _check_outside(config: Config, models: list[str]) -> None:
     """Refuse outside models (a provider's, each with one or several tables of `[[outside]]`) with the name of one in
     `models`, and apprentices (the model that may take over an outside model's runs) that are none of these."""
-    of_policies = {*models, *(model.base for model in config.models)}
+    policy_names = {*models, *(model.base for model in config.models)}
     for name in (table.name for table in config.outside):
-        if name in of_policies or any(name.startswith(branch_model(model, "")) for model in models):
+        if name in policy_names or any(name.startswith(branch_model(model, "")) for model in models):
             raise ConfigError(f"outside: {name!r} is also a name of a model in `models`: rename one of them")
     for i, table in enumerate(config.outside):
         if table.apprentice not in ("", *models):
@@ -179,8 +178,8 @@ def check_trainer(config: TrainerConfig) -> None:
 
 
 def check(config: Config, *, whole: bool = True) -> None:
-    """Raise `ConfigError` for settings that have the right type and can't be used, alone or together. If `config` is
-    not `whole`, some of its sections are the defaults, and only addresses are checked."""
+    """Raise `ConfigError` for settings that have the right type and can't be used, alone or together. `whole`: false
+    for settings of which only some sections were read; then only addresses are checked."""
     _check_addresses(config)
     if not whole:
         return

@@ -55,7 +55,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, secti
 
 
 def _without_none(tree: Any) -> Any:
-    """Leave settings out that are `None`: TOML has no null."""
+    """Return a tree of dicts and lists without the keys whose value is `None`: TOML has no null."""
     if isinstance(tree, dict):
         return {key: _without_none(value) for key, value in tree.items() if value is not None}
     return [_without_none(value) for value in tree] if isinstance(tree, list | tuple) else tree

@@ -15,8 +15,8 @@ _NAMES = re.compile(r"(?:^|[_-])(?:key|secret|password|token|authorization|cooki
 
 
 def plain_secrets(value: Any, where: str) -> Iterator[str]:
-    """Yield the dotted names, beginning with `where`, of the strings in `value` that are secrets written as they are:
-    their name is that of a secret, and they are no references."""
+    """Yield the dotted names, beginning with `where`, of the strings in `value` that are secrets in plain text: the
+    name is that of a secret, such as `api_key`, and the string refers to no environment variable."""
     for name, text in _strings(value, where):
         if not REFERENCE.search(text) and _is_secret(name.rpartition(".")[2], text):
             yield name

@@ -103,7 +103,7 @@ class Config(Section, frozen=True, kw_only=True):
         return not is_outside(version) or {True} == {table.may_train for table in self.outside if table.name == name}
 
     def apprentices(self) -> dict[str, str]:
-        """Return the outside models that have an apprentice, each with that policy model, which may take it over."""
+        """Return the apprentice of each outside model that has one: the policy model that may take it over. By name."""
         return {table.name: table.apprentice for table in self.outside if table.apprentice}
 
     def max_loras(self) -> int:

@@ -12,6 +12,7 @@ class AlarmChanged(Event, frozen=True, kw_only=True, tag="policy.alarm"):
     """An alarm about the run began or ended."""
 
     subject_fields = ("project", "alarm")
+    message_id_format = "{0.project}/{0.alarm}/{0.model}/{0.about}/{0.since}/{0.state}"
 
     alarm: str
     """Name of the alarm, as in `store.alarms.table`."""
@@ -30,6 +31,3 @@ class AlarmChanged(Event, frozen=True, kw_only=True, tag="policy.alarm"):
     """What to do."""
     since: Micros = 0
     """When it was raised."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.alarm}/{self.model}/{self.about}/{self.since}/{self.state}"

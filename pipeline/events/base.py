@@ -30,6 +30,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     unique_subject: ClassVar[bool] = False
     """Whether the subject holds one event only, for ever: the broker refuses a second one, also after the
     deduplication window. Such an event is identified by its subject."""
+    message_id_format: ClassVar[str] = ""
+    """Format of the event's identity, in which `{0.name}` is its field `name`. Two events on one subject must differ in
+    it, and a retry must not. Empty: the subject."""
 
     project: str
     """Namespace."""
@@ -54,4 +57,4 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     def message_id(self) -> str:
         """Return the event's identity, which is the same for every retry of a publish: its subject, unless the subject
         holds several events. It is the `Nats-Msg-Id` of a publish without a condition."""
-        return self.subject()
+        return self.message_id_format.format(self) or self.subject()

@@ -112,7 +112,8 @@ def continue_from(base: Base, exchange: ExchangeRecorded) -> Continuation | None
 
 
 def _common_ends(base: bytes, request: bytes) -> tuple[int, int]:
-    """Return how many bytes begin both, and how many further bytes end both."""
+    """Return how many leading bytes two requests share, and how many trailing ones, without those counted as
+    leading."""
     most = min(len(base), len(request))
     tail = common_suffix(base, request, most)
     head = len(base) - tail
@@ -147,8 +148,9 @@ def key_of(form: Form) -> Key:
 
 
 def find_base(form: Continuation, forms: Mapping[Key, Form]) -> Base:
-    """Return what `form` continues, through as many continuations as lie in between. `forms` are the exchanges of the
-    trajectory. Raises `BrokenChainError` if one of them is missing."""
+    """Return the whole exchange that `form` continues. That may be a continuation itself, so the chain of continuations
+    is followed back to a whole exchange and restored from there. `forms`: the exchanges of the trajectory as the log
+    holds them. Raises `BrokenChainError` if one of the chain is missing."""
     chain: list[Form] = [form]
     while isinstance(last := chain[-1], Continuation):
         earlier = forms.get(base_of(last))
@@ -170,7 +172,7 @@ def _name(exchange: ExchangeRecorded) -> str:
 
 
 def common_prefix(a: bytes, b: bytes) -> int:
-    """Return the length of the longest common beginning."""
+    """Return the length of the longest common beginning of `a` and `b`."""
     most = min(len(a), len(b))
     if a[:most] == b[:most]:
         return most
@@ -178,9 +180,8 @@ def common_prefix(a: bytes, b: bytes) -> int:
 
 
 def common_suffix(a: bytes, b: bytes, most: int) -> int:
-    """Return the length of the longest common end, `most` at most. It is short as a rule, so longer and longer ends are
-    compared."""
-    size = min(256, most)
+    """Return the length of the longest common end of `a` and `b`, `most` at most."""
+    size = min(256, most)  # it is short as a rule, so longer and longer ends are compared
     while (end := a[len(a) - size :]) == (other := b[len(b) - size :]):
         if size == most:
             return most

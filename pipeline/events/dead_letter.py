@@ -13,6 +13,7 @@ class DeadLettered(Event, frozen=True, kw_only=True, tag="dead.letter"):
     """A message that a consumer could not process, with the reason. Consumers continue with the next message."""
 
     subject_fields = ("stream", "consumer")
+    message_id_format = "dead/{0.stream}/{0.stream_seq}-{0.stream_at}/{0.consumer}"
 
     stream: str
     """Stream of the message."""
@@ -33,7 +34,5 @@ class DeadLettered(Event, frozen=True, kw_only=True, tag="dead.letter"):
 
     @classmethod
     def subject_prefix(cls) -> str:
+        """Return the first token of the subject, which is shorter than the tag: `dead.<stream>.<consumer>`."""
         return "dead"
-
-    def message_id(self) -> str:
-        return f"dead/{self.stream}/{self.stream_seq}-{self.stream_at}/{self.consumer}"

@@ -46,6 +46,7 @@ class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
     """The results of one entrant of an evaluation on held-out tasks: a policy version, or an external model."""
 
     subject_fields = ("project", "model", "evaluation")
+    message_id_format = "{0.project}/evaluation/{0.evaluation}/{0.position}"
 
     evaluation: str
     """Id that the entrants of one evaluation share."""
@@ -84,9 +85,6 @@ class PolicyEvaluated(Event, frozen=True, kw_only=True, tag="policy.evaluated"):
     by: str = ""
     """Name of the API key that recorded it."""
 
-    def message_id(self) -> str:
-        return f"{self.project}/evaluation/{self.evaluation}/{self.position}"
-
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """A branch of a what-if question."""
@@ -105,6 +103,7 @@ class WhatIfAnswered(Event, frozen=True, kw_only=True, tag="policy.what_if"):
     a branch for each variant of the settings and compared it with a version of `main` on held-out tasks."""
 
     subject_fields = ("project", "model")
+    message_id_format = "{0.project}/what-if/{0.question}/{0.evaluation}"
 
     model: str
     question: str
@@ -120,6 +119,3 @@ class WhatIfAnswered(Event, frozen=True, kw_only=True, tag="policy.what_if"):
     variants: tuple[Variant, ...] = ()
     evaluation: str
     """Id of the evaluation of the baseline and of the variants' versions."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/what-if/{self.question}/{self.evaluation}"

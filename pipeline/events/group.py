@@ -124,11 +124,11 @@ class GroupScored(Event, frozen=True, kw_only=True, tag="group.scored"):
     """Name of the API key that opened the group's first trajectory to complete."""
 
     def discarded(self, **fields: Any) -> GroupDiscarded:
-        """Return the event that the group's trajectories, or those of `fields`, are not trained. `fields` are of the
-        event, `reason` and `by` among them."""
-        shared = ("project", "model", "group", "split", "branch", "owner", "judge")
-        own = {name: getattr(self, name) for name in shared}
-        return GroupDiscarded(**{**own, "trajectories": tuple(m.trajectory for m in self.members), **fields})
+        """Return the event that discards this group, all of its trajectories. `fields`: those of the event that the
+        group does not have, such as `reason` and `by`, and others to replace the group's."""
+        shared_names = ("project", "model", "group", "split", "branch", "owner", "judge")
+        shared = {name: getattr(self, name) for name in shared_names}
+        return GroupDiscarded(**{**shared, "trajectories": tuple(m.trajectory for m in self.members), **fields})
 
 
 DiscardReason = Literal[
@@ -178,6 +178,8 @@ class GroupDiscarded(Event, frozen=True, kw_only=True, tag="group.discarded"):
     group may train under another one."""
 
     def message_id(self) -> str:
+        """Return the event's identity, as `Event.message_id`. A group has several such events, one for each reason,
+        service and verdict set, and one for each late trajectory."""
         first = self.trajectories[0] if self.trajectories else ""
         of_set = f"/{self.judge}" if self.judge else ""
         return f"{self.project}/{self.model}/{self.branch}/{self.group}/{first}/{self.reason}/{self.by}{of_set}"
@@ -187,6 +189,7 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     """Measurements of a judge: its position bias, and its agreement with itself or with groups of known rewards."""
 
     subject_fields = ("project", "ruler", "kind")
+    message_id_format = "{0.project}/{0.ruler}/measured/{0.kind}/{0.judge}/{0.at}"
 
     kind: Literal["groups", "anchors"]
     """`groups`: over all groups that this judge process scored so far; `anchors`: one run over the anchor groups."""
@@ -227,9 +230,6 @@ class JudgeMeasured(Event, frozen=True, kw_only=True, tag="group.measured"):
     alarm: bool = False
     """Whether `kendall_tau` is below `judge.anchors.min_tau`."""
 
-    def message_id(self) -> str:
-        return f"{self.project}/{self.ruler}/measured/{self.kind}/{self.judge}/{self.at}"
-
 
 class GroupAhead(msgspec.Struct, frozen=True, kw_only=True):
     """A group that is ahead of the trainer: admitted, and neither trained nor discarded."""
@@ -246,6 +246,7 @@ class GroupAdmitted(Event, frozen=True, kw_only=True, tag="group.admitted"):
     of the trainer, over all gateways. A gateway can publish the next event only if it has read the newest one."""
 
     subject_fields = ("project", "model")
+    message_id_format = "{0.project}/{0.model}/{0.group}/admitted/{0.at}"
 
     group: str
     model: str
@@ -253,6 +254,3 @@ class GroupAdmitted(Event, frozen=True, kw_only=True, tag="group.admitted"):
     """Name of the API key that opened it."""
     ahead: tuple[GroupAhead, ...] = ()
     """The groups that were ahead of the trainer, without this one."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.model}/{self.group}/admitted/{self.at}"

@@ -72,6 +72,8 @@ class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
     send calls for the version to this server from now on."""
 
     subject_fields = ("project", "model")
+    # A version may be loaded, unloaded and loaded again within the stream's duplicate window.
+    message_id_format = "{0.project}/{0.version}/loaded/{0.replica}/{0.server_start}/{0.started_at}"
 
     model: str
     step: int
@@ -85,16 +87,13 @@ class PolicyLoaded(Event, frozen=True, kw_only=True, tag="policy.loaded"):
     server_start: str = ""
     """Identity of the server process: a restarted server loads its adapters again."""
 
-    def message_id(self) -> str:
-        # A version may be loaded, unloaded and loaded again within the stream's duplicate window.
-        return f"{self.project}/{self.version}/loaded/{self.replica}/{self.server_start}/{self.started_at}"
-
 
 class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
     """An inference server is about to unload a version, to make room. Gateways send it no further call for the version,
     and its sampler agent unloads it when the last call has ended."""
 
     subject_fields = ("project", "model")
+    message_id_format = "{0.project}/{0.version}/unloaded/{0.replica}/{0.server_start}/{0.at}"
 
     model: str
     version: str
@@ -102,15 +101,13 @@ class PolicyUnloaded(Event, frozen=True, kw_only=True, tag="policy.unloaded"):
     server_start: str = ""
     """Identity of the server process, as in `policy.loaded`."""
 
-    def message_id(self) -> str:
-        return f"{self.project}/{self.version}/unloaded/{self.replica}/{self.server_start}/{self.at}"
-
 
 class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
     """Retention will remove a version's adapter: no trajectory may be pinned to it and no decision may name it from
     now on."""
 
     subject_fields = ("project", "model")
+    message_id_format = "{0.project}/{0.version}/retired/{0.branch}/{0.at}"
 
     model: str
     version: str
@@ -118,14 +115,12 @@ class PolicyRetired(Event, frozen=True, kw_only=True, tag="policy.retired"):
     withdrawn: bool = False
     """True: the version is no longer retired, because something needed it before its adapter was removed."""
 
-    def message_id(self) -> str:
-        return f"{self.project}/{self.version}/retired/{self.branch}/{self.at}"
-
 
 class DataErased(Event, frozen=True, kw_only=True, tag="policy.erased"):
     """The receipt of an erasure (`journeywork erase`): counts of what was deleted, without the person's name."""
 
     subject_fields = ("project", "erasure")
+    message_id_format = "{0.project}/erased/{0.erasure}"
 
     erasure: str
     """Id of the erasure."""
@@ -148,9 +143,6 @@ class DataErased(Event, frozen=True, kw_only=True, tag="policy.erased"):
     """By model, the newest version of branch `main` that is none of `learned`."""
     by: str = ""
 
-    def message_id(self) -> str:
-        return f"{self.project}/erased/{self.erasure}"
-
 
 class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     """A decision: the version, or two versions, to which new trajectories of a model are routed. A `rollback` names the
@@ -160,6 +152,7 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     the others are the apprentice's, and `follow` routes to the apprentice's name."""
 
     subject_fields = ("project", "model")
+    message_id_format = "{0.project}/{0.model}/promoted/{0.request}"
 
     model: str
     version: str
@@ -190,9 +183,6 @@ class PolicyPromoted(Event, frozen=True, kw_only=True, tag="policy.promoted"):
     def prompt_id(self) -> str:
         """How `prompt` is named: the beginning of its SHA-256; empty without one."""
         return hashlib.sha256(self.prompt.encode()).hexdigest()[:12] if self.prompt else ""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.model}/promoted/{self.request}"
 
 
 def standing_decisions(decisions: Iterable[PolicyPromoted]) -> list[PolicyPromoted]:

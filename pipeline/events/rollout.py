@@ -40,8 +40,8 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the API key that requested the batch. Batches of different keys with one id are different batches."""
 
     def on_branch(self, groups: Collection[str]) -> TrainingBatch:
-        """Return the batch for a branch onto which `groups` are published together: others would be waited for in
-        vain."""
+        """Return the batch for a branch on which only `groups` are published: without its other groups, for which the
+        trainer of that branch would wait."""
         return msgspec.structs.replace(self, groups=tuple(g for g in self.groups if g in groups))
 
 
@@ -106,7 +106,8 @@ class TrajectoryOpened(TrajectoryEvent, frozen=True, kw_only=True, tag="rollout.
 
     @property
     def named(self) -> str:
-        """The model that the run's calls name."""
+        """The model that the run's calls name: the outside model, if a decision chose who answers the run in its
+        place, else `model`."""
         return self.asked or self.model
 
     def as_asked(self) -> TrajectoryOpened:
@@ -120,6 +121,7 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """One choice of one model call: exactly what was sent, sampled and answered."""
 
     subject_fields = ("project", "trajectory")
+    message_id_format = "{0.project}/{0.trajectory}/{0.seq}.{0.choice}"
 
     trajectory: str
     seq: int
@@ -180,9 +182,6 @@ class ExchangeRecorded(Event, frozen=True, kw_only=True, tag="rollout.exchange")
     """Why the call of an outside model failed."""
     failed_providers: tuple[str, ...] = ()
     """Who was asked before this one, each with what happened: providers, and the version of an apprentice."""
-
-    def message_id(self) -> str:
-        return f"{self.project}/{self.trajectory}/{self.seq}.{self.choice}"
 
 
 class TrajectoryCompleted(TrajectoryEvent, frozen=True, kw_only=True, tag="rollout.completed"):

@@ -73,7 +73,7 @@ ENVELOPE: tuple[Column, ...] = (
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """Field name to the docstring below it, base classes first."""
+    """Return the docstring below each field of a class and of its bases, by the field's name, base classes first."""
     bases = [base for base in reversed(cls.__mro__) if base.__module__ != "builtins" and base is not msgspec.Struct]
     return {field: text for base in bases for field, text in _own_docstrings(base).items()}
 
@@ -101,14 +101,14 @@ def _own_docstrings(cls: type) -> dict[str, str]:
 
 
 def columns(struct: type[msgspec.Struct]) -> tuple[Column, ...]:
-    """The columns of an event class (without the envelope) or of a struct inside one, without their meanings."""
+    """Return the columns of an event class (without the envelope) or of a struct inside one, without their meanings."""
     hints = typing.get_type_hints(struct, include_extras=True)
     fields = msgspec.structs.fields(struct)
     return tuple(replace(_column(f.name, hints[f.name]), default=_default(f)) for f in fields)
 
 
 def documented(struct: type[msgspec.Struct]) -> tuple[Column, ...]:
-    """The columns of an event class with their meanings, for which its source is read."""
+    """Return `columns` with their meanings (`doc`), which are read from the source of the class."""
     docs = docstrings(struct)
     return tuple(replace(column, doc=docs.get(column.name, "")) for column in columns(struct))
 
@@ -118,8 +118,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is not msgspec.NODEFAULT:
         return repr(field.default)
     if field.default_factory is not msgspec.NODEFAULT:
-        made = field.default_factory
-        return repr(made()) if made in (dict, list, tuple, set) else f"{made.__name__}()"
+        factory = field.default_factory
+        return repr(factory()) if factory in (dict, list, tuple, set) else f"{factory.__name__}()"
     return ""
 
 
@@ -153,5 +153,5 @@ def _column(name: str, hint: Any) -> Column:
 
 @functools.cache
 def tables() -> dict[str, tuple[Column, ...]]:
-    """Event tag to all columns of its files, envelope first."""
+    """Return the columns of each event's files by the event's tag, those of the envelope first."""
     return {wire_name(cls): ENVELOPE + columns(cls) for cls in EVENTS}

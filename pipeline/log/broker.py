@@ -44,20 +44,21 @@ from pipeline.log.history import Reader
 from pipeline.log.messages import LogEntry as LogEntry
 from pipeline.log.messages import StoredMessage, parse_ack_subject
 from pipeline.log.pulling import pulling
+from pipeline.log.stream_reader import WRONG_LAST_SEQUENCE
 from pipeline.security.users import OPERATOR
 from pipeline.security.users import READER as READER
 from pipeline.telemetry.logs import get_logger
 
 logger = get_logger("pipeline.log.broker")
 
-_WRONG_LAST_SEQUENCE = 10071
 _SKIPPED_REMEMBERED = 10_000
+"""Undecodable messages that a broker remembers to be among the dead letters."""
 # As plain text: an enumeration's member prints as its name.
 _MSG_ID = api.Header.MSG_ID.value
 _EXPECTED_LAST_SEQ = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value
 """Header of a publish on a condition: the sequence of the last message on its subject. Such a publish carries no
 message id, which the server would keep in memory for the stream's deduplication window."""
-_RETRY = streams.RETRY_HEADER.encode()
+_RETRY_HEADER = streams.RETRY_HEADER.encode()
 _HEADERS_MARGIN = 4096
 """Bytes that a message's headers may add to its payload under the server's limit."""
 _OTHER_SERVERS_S = 0.5
@@ -71,6 +72,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
     connecting = anyio.CancelScope(deadline=anyio.current_time() + config.connect_timeout_s)
 
     async def on_error(error: Exception) -> None:
+        """Log an error of the connection, and give up connecting soon if the server refuses the user."""
         nonlocal refused
         if access.is_authentication_error(error):
             refused = retry.reason(error)
@@ -119,7 +121,7 @@ async def _connect(config: NatsConfig, name: str) -> FastClient:
 
 
 async def _close(client: FastClient) -> None:
-    """Close a connection in any state."""
+    """Close a connection in any state, within two seconds. Publishes that still wait fail."""
     with anyio.move_on_after(2, shield=True):
         try:
             if client.is_connected:
@@ -201,14 +203,14 @@ class Broker(Reader):
         Retries while the log is unavailable, for `publish_deadline_s`; then raises `BrokerUnavailableError`."""
         subject = event.subject()
         payload = await self._within_limit(subject, encode(form or event), wire_name(event))
-        sent = dict(headers or {})
+        all_headers = dict(headers or {})
         if event.unique_subject:
             after = 0
         if after is not None:
-            sent[_EXPECTED_LAST_SEQ] = str(after)
-        if message_id or _EXPECTED_LAST_SEQ not in sent:
-            sent[_MSG_ID] = message_id or event.message_id()
-        return await self._publish_until_acked(subject, payload, sent)
+            all_headers[_EXPECTED_LAST_SEQ] = str(after)
+        if message_id or _EXPECTED_LAST_SEQ not in all_headers:
+            all_headers[_MSG_ID] = message_id or event.message_id()
+        return await self._publish_until_acked(subject, payload, all_headers)
 
     async def publish_raw(
         self, subject: str, payload: bytes, headers: Mapping[str, str], *, message_id: str = ""
@@ -217,10 +219,10 @@ class Broker(Reader):
         is published. With a `message_id`, an attempt whose acknowledgement was lost counts even if the message has
         been deleted since: needed where readers delete messages."""
         payload = await self._within_limit(subject, payload, "")
-        sent = {**headers, _EXPECTED_LAST_SEQ: "0"}
+        all_headers = {**headers, _EXPECTED_LAST_SEQ: "0"}
         if message_id:
-            sent[_MSG_ID] = message_id
-        return await self._publish_until_acked(subject, payload, sent, replace_undecodable=False)
+            all_headers[_MSG_ID] = message_id
+        return await self._publish_until_acked(subject, payload, all_headers, replace_undecodable=False)
 
     async def _publish_until_acked(
         self, subject: str, payload: bytes, headers: dict[str, str], *, replace_undecodable: bool = True
@@ -237,7 +239,7 @@ class Broker(Reader):
                 crash.point("broker.after_publish")
                 return ack
             except nats.errors.Error as error:
-                if getattr(error, "err_code", None) == _WRONG_LAST_SEQUENCE:
+                if getattr(error, "err_code", None) == WRONG_LAST_SEQUENCE:
                     settled = await self._settle_conflict(subject, payload, headers, replace_undecodable)
                     if settled is not None:
                         return settled
@@ -312,28 +314,29 @@ class Broker(Reader):
     # -- dead letters --------------------------------------------------------------------------------------------
 
     async def skip_undecodable(self, stream: str, message: StoredMessage, reason: str) -> None:
-        """Put a message that a read could not decode among the dead letters: once, for all readers and reads."""
-        known = f"{stream} {message.seq}-{message.place.at}"
-        if known in self._skipped:
+        """Publish the dead letter of a message that a read could not decode, unless it is on the log already: any
+        number of readers and reads give one letter."""
+        name = f"{stream} {message.seq}-{message.place.at}"
+        if name in self._skipped:
             return
-        letter = await self._letter(stream, message, READER, "undecodable", reason)
+        letter = await self._make_letter(stream, message, READER, "undecodable", reason)
         subject = f"{letter.subject()}.{message.seq}-{message.place.at}"
         if not (await self.publish_raw(subject, encode(letter), {})).duplicate:
             _log_letter(letter)
         if len(self._skipped) >= _SKIPPED_REMEMBERED:
             self._skipped.clear()
-        self._skipped.add(known)
+        self._skipped.add(name)
 
     async def dead_letter(self, message: Pulled, spec: streams.ConsumerSpec, reason: str, detail: str) -> None:
         """Copy a delivery that a consumer cannot use to the dead letters, then acknowledge it."""
         deliveries, place = parse_ack_subject(message.reply)
         stored = StoredMessage(place, message.subject, message.headers, message.data)
-        letter = await self._letter(spec.stream, stored, spec.name, reason, detail, deliveries)
+        letter = await self._make_letter(spec.stream, stored, spec.name, reason, detail, deliveries)
         await self.publish(letter)
         await self.client.publish(message.reply)
         _log_letter(letter)
 
-    async def _letter(
+    async def _make_letter(
         self, stream: str, message: StoredMessage, consumer: str, reason: str, detail: str, deliveries: int = 1
     ) -> DeadLettered:
         """Return the dead letter of a message. It holds the event itself, not a claim check: the object may be gone
@@ -385,7 +388,7 @@ class Broker(Reader):
     async def usable_event(self, message: Pulled, spec: streams.ConsumerSpec) -> AnyEvent | None:
         """Return the event of a delivery to the consumer `spec`. A message for another consumer (a retried dead letter)
         is acknowledged, one that cannot be used becomes a dead letter; both give None."""
-        if message.header(_RETRY) not in ("", spec.name):
+        if message.header(_RETRY_HEADER) not in ("", spec.name):
             await self.client.publish(message.reply)
             return None
         if (deliveries := parse_ack_subject(message.reply)[0]) > spec.max_deliver:
@@ -403,7 +406,8 @@ class Broker(Reader):
         return event
 
     async def first_unread(self, spec: streams.ConsumerSpec) -> int | None:
-        """Return the first sequence that a consumer may still need; `None` if it has acknowledged everything."""
+        """Return the sequence from which on a consumer may not have acknowledged messages; `None` if it has
+        acknowledged everything."""
         info = await self.consumer_info(spec)
         if not (info.num_pending or info.num_ack_pending):
             return None

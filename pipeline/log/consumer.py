@@ -65,8 +65,8 @@ async def keep_alive(client: FastClient, spec: streams.ConsumerSpec, replies: Ca
 
 
 async def require_consumer(reader: StreamReader, spec: streams.ConsumerSpec, gone: ConsumerGoneError) -> None:
-    """Log that a consumer gave nothing: its server is away, or elects a leader. Raises `BrokerError` if the consumer
-    does not exist."""
+    """Find out why pulling `spec` failed with `gone`. Raises `BrokerError` if the consumer does not exist any more, or
+    may not be asked about; else logs that its server is away, or elects a leader."""
     why = str(gone)
     try:
         await reader.js.consumer_info(spec.stream, spec.name)
@@ -118,8 +118,10 @@ class Delivery(LogEntry[AnyEvent]):
         self.consumption.settle(self)
 
     async def _is_on_log(self) -> bool:
-        """An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power
-        cut, the acknowledgement would be another message's, and no consumer would get that message."""
+        """Return whether the log still holds the message that was delivered. The server is asked only if the connection
+        broke since."""
+        # An acknowledgement names a sequence. If the server restarted without the end of its log, as after a power cut,
+        # it would acknowledge another message, and no consumer would get that one.
         reader = self.consumption.reader
         if reader.client.stats["reconnects"] == self.reconnects:
             return True
@@ -127,7 +129,7 @@ class Delivery(LogEntry[AnyEvent]):
 
 
 @dataclass
-class _Trial:
+class _HandledAlone:
     """A delivery that is handled alone, because it may have ended the process that held it before."""
 
     delivery: Delivery
@@ -153,8 +155,8 @@ class Consumption:
         self._reject, self._deaths = reject, Deaths(reader, spec)
         self._redelivered: deque[tuple[Pulled, int]] = deque()
         """Messages that wait until they are handled alone, each with the client's reconnections when it came."""
-        self._trial: _Trial | None = None
-        self._culprits: set[Delivery] = set()
+        self._alone: _HandledAlone | None = None
+        self._failed: set[Delivery] = set()
         """Deliveries whose handler raised, and that are held still."""
         self.unsettled: set[Delivery] = set()
         self._backoff = Backoff()
@@ -165,12 +167,12 @@ class Consumption:
 
         A cluster that elects a new leader for the consumer refuses requests for some seconds: the next calls ask
         again, with growing pauses. Raises `BrokerError` if the consumer was deleted."""
-        if self._trial is not None:  # nothing else is handed out while a message is handled alone
+        if self._alone is not None:  # nothing else is handed out while a message is handled alone
             with anyio.move_on_after(ALONE_S):
-                await self._trial.settled.wait()
-            await self._end_trial(self._trial.deaths)
+                await self._alone.settled.wait()
+            await self._end_handling_alone()
         if self._redelivered:
-            return await self._try_alone()
+            return await self._hand_out_alone()
         out: list[Delivery] = []
         left = limit
         while left:
@@ -192,12 +194,14 @@ class Consumption:
                 event = await self._admit(message, self.spec)
                 if event is not None:
                     out.append(self._hold(event, message, reconnects))
-        return out or await self._try_alone()
+        return out or await self._hand_out_alone()
 
-    async def _try_alone(self) -> list[Delivery]:
-        """Return the next message that was delivered before, to be handled alone; none if there is none.
+    async def _hand_out_alone(self) -> list[Delivery]:
+        """Return the next message that was delivered before, as a list of one, to be handled alone; an empty list if
+        there is none. One that has ended its process too often becomes a dead letter.
 
-        A death is counted in advance, because a process that is killed can't count it. `_end_trial` takes it back."""
+        A death is counted in advance, because a process that is killed can't count it; `_end_handling_alone` takes it
+        back."""
         while self._redelivered:
             (message, reconnects), spec = self._redelivered.popleft(), self.spec
             place = parse_ack_subject(message.reply)[1]
@@ -211,28 +215,30 @@ class Consumption:
                 continue
             await self._deaths.record(spec.stream, place, deaths + 1)
             delivery = self._hold(event, message, reconnects)
-            self._trial = _Trial(delivery, deaths)
+            self._alone = _HandledAlone(delivery, deaths)
             return [delivery]
         return []
 
-    async def _end_trial(self, deaths: int) -> None:
-        """Let the next message be handled. `deaths`: how often the one that was handled alone has ended its process. It
-        replaces the number that `_try_alone` recorded, which was one too high."""
-        assert self._trial is not None
-        delivery, self._trial = self._trial.delivery, None
-        await self._deaths.record(delivery.stream, delivery.place, deaths)
+    async def _end_handling_alone(self) -> None:
+        """Let other messages be handled beside the one that was handled alone, and take back the death that
+        `_hand_out_alone` has counted for that one in advance."""
+        assert self._alone is not None
+        delivery, deaths_before = self._alone.delivery, self._alone.deaths
+        self._alone = None
+        await self._deaths.record(delivery.stream, delivery.place, deaths_before)
 
     def settle(self, delivery: Delivery) -> None:
         """Forget a delivery that was acknowledged or given back."""
         self.unsettled.discard(delivery)
-        self._culprits.discard(delivery)
-        if self._trial is not None and self._trial.delivery is delivery:
-            self._trial.settled.set()
+        self._failed.discard(delivery)
+        if self._alone is not None and self._alone.delivery is delivery:
+            self._alone.settled.set()
 
-    def accuse(self, delivery: Delivery) -> None:
-        """Count the death of this process, if it comes, as caused by a delivery."""
+    def note_failure(self, delivery: Delivery) -> None:
+        """Remember that the handler of a delivery raised. If the exception ends this process, `close` counts a death of
+        that message."""
         if self.spec.max_deaths and delivery in self.unsettled:
-            self._culprits.add(delivery)
+            self._failed.add(delivery)
 
     async def close(self, failure: BaseException | None) -> None:
         """Let the server deliver at once what is still held. Call it shielded from cancellation, with a time limit.
@@ -240,18 +246,18 @@ class Consumption:
         `failure`: the exception that ends the process, if any. If it is the service's own fault (`is_own_fault`), it
         counts as a death by the deliveries whose handler raised, or by the one that is handled alone if none raised."""
         own_fault = failure is not None and is_own_fault(failure)
-        culprits = self._culprits if own_fault else set()
+        at_fault = self._failed if own_fault else set()
         try:
-            if self._trial is not None:
-                if own_fault and not culprits:
-                    culprits = {self._trial.delivery}
-                await self._end_trial(self._trial.deaths)
-            for delivery in culprits:
+            if self._alone is not None:
+                if own_fault and not at_fault:
+                    at_fault = {self._alone.delivery}
+                await self._end_handling_alone()
+            for delivery in at_fault:
                 deaths = await self._deaths.count(delivery.stream, delivery.place)
                 await self._deaths.record(delivery.stream, delivery.place, deaths + 1)
         finally:
-            # After the deaths, which the next process of a message reads. Also where they can't be recorded, or not in
-            # the caller's time: their bucket may be away while the stream is not.
+            # Deliveries are given back after the deaths are recorded, because their next process reads these. They are
+            # given back too if the deaths can't be recorded, or not in time: the bucket may be away, the stream not.
             with anyio.move_on_after(_GIVING_BACK_S, shield=True):
                 for reply in self.replies():
                     await self.reader.client.publish(reply, Msg.Ack.Nak)
@@ -281,16 +287,18 @@ class Consumption:
 
 @contextmanager
 def handling(deliveries: Iterable[Delivery]) -> Iterator[None]:
-    """Count an exception that leaves the block and ends the process as caused by `deliveries`."""
+    """Handle `deliveries` in the block. An exception that leaves it and ends the process counts as a death by them
+    (`Consumption.close`)."""
     try:
         yield
     except Exception:
         for delivery in deliveries:
-            delivery.consumption.accuse(delivery)
+            delivery.consumption.note_failure(delivery)
         raise
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether a service fails by itself: it was not cancelled, and neither the log nor a setting failed."""
-    others = BrokerError | ConfigError | nats.errors.Error
-    return any(isinstance(e, Exception) and not isinstance(e, others) for e in leaves(error))
+    """Return whether `error`, with which a service ends, is a fault of the service's own code: it holds an exception
+    that is no cancellation and is not about the log or a setting."""
+    outside_causes = BrokerError | ConfigError | nats.errors.Error
+    return any(isinstance(e, Exception) and not isinstance(e, outside_causes) for e in leaves(error))

@@ -22,6 +22,8 @@ class EncryptedClient(FastClient):
     require it."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """Overrides nats-py's method, which handles the server's first message: end the connection if it offers no
+        TLS."""
         if initial_connection and not info.get("tls_required"):
             raise nats.errors.Error("the server does not require TLS, but the settings do")
         await super()._process_info(info, initial_connection)
@@ -38,7 +40,8 @@ def make_client(config: NatsConfig) -> FastClient:
 
 
 def options(config: NatsConfig, name: str) -> dict[str, Any]:
-    """Return the arguments of nats-py's `connect` for authentication and TLS of the connection called `name`."""
+    """Return the arguments of nats-py's `connect` for authentication and TLS of the connection called `name`, which
+    decides its NATS user. Raises `ConfigError` for an address with a password, and files that can't be used."""
     if any(map(names_user, config.servers)):
         raise ConfigError(
             "nats.url: an address must not hold a user name, password or token; use nats.users or nats.nkey_seed"

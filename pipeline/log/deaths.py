@@ -16,7 +16,8 @@ _KEPT_S = 86_400.0
 
 
 class Deaths:
-    """The numbers of one consumer. Its methods repeat requests, and raise `BrokerError`, as `key_value` does."""
+    """How often each message ended the process in which one consumer handled it. Methods repeat requests, and raise
+    `BrokerError`, as `key_value` does."""
 
     def __init__(self, log: StreamReader, spec: streams.ConsumerSpec) -> None:
         self._log = log

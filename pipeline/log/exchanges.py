@@ -72,18 +72,18 @@ class RememberedExchanges:
         if _is_small(exchange):
             return exchange
         best: Continuation | None = None
-        saved = 0
         for base in reversed(self._ends.get((exchange.project, exchange.trajectory), ())):
             form = continue_from(base, exchange)
-            if form is not None and (by := form.saved) > saved:
-                best, saved = form, by
+            if form is not None and (best is None or form.saved > best.saved):
+                best = form
                 if base.tokens and 4 * form.tokens == len(base.tokens):
                     break  # all its tokens are repeated: an exchange that goes further would have taken its place
         return best or exchange
 
     def add(self, exchange: ExchangeRecorded, form: Form) -> None:
-        """Remember a whole exchange that is on the log as `form`. It takes the place of the end that it continues; so
-        many as `_MOST_ENDS` are kept, and the trajectories unused longest are forgotten beyond `max_bytes`."""
+        """Remember the whole `exchange`, which the log holds as `form`, as the newest end of its trajectory. It takes
+        the place of the end that it continues. Beyond `_MOST_ENDS` the oldest end is forgotten, beyond `max_bytes` the
+        trajectories unused longest."""
         if not self._max_bytes or _is_small(exchange):
             return
         name = exchange.project, exchange.trajectory
@@ -93,12 +93,13 @@ class RememberedExchanges:
         else:
             self._ends.move_to_end(name)
         base = Base(exchange)
+        # An end of which only a part of the tokens is repeated stays: this exchange begins another branch.
         continued, repeated_bytes = (base_of(form), 4 * form.tokens) if isinstance(form, Continuation) else (None, 0)
-        for known in ends:
-            is_continued = known.key == continued and 0 < repeated_bytes == len(known.tokens)
-            if is_continued or known.key == base.key:
-                ends.remove(known)
-                self.bytes -= known.size
+        for end in ends:
+            is_continued = end.key == continued and 0 < repeated_bytes == len(end.tokens)
+            if is_continued or end.key == base.key:
+                ends.remove(end)
+                self.bytes -= end.size
                 break
         ends.append(base)
         self.bytes += base.size
@@ -110,6 +111,7 @@ class RememberedExchanges:
 
 
 def _is_small(exchange: ExchangeRecorded) -> bool:
+    """Return whether an exchange is written whole and not remembered (`_SMALL`)."""
     return len(exchange.prompt_ids) + len(exchange.request) < _SMALL
 
 

@@ -36,7 +36,9 @@ from nats.protocol.parser import Parser
 _DEADLINES_EVERY_S = 0.25
 """Seconds between two checks whether an acknowledgement is overdue."""
 _FLUSH_S = 2
+"""Longest wait for the server's word that it has all that was sent, in seconds."""
 _ACKS_PER_WRITE = 500
+"""Acknowledgements in one write: about 40 KB."""
 
 
 class _Error(msgspec.Struct):
@@ -83,6 +85,7 @@ class Pulled:
 
     @property
     def headers(self) -> dict[str, str]:
+        """The headers by name, decoded anew at each access."""
         return parse_headers(self._head)
 
     def header(self, name: bytes) -> str:
@@ -200,6 +203,7 @@ class _Transport(TcpTransport):  # type: ignore[misc]
     """Connects without `asyncio.wait_for`, which can lose a connection in Python 3.11."""
 
     async def connect(self, uri: Any, buffer_size: int, connect_timeout: float) -> None:
+        """Overrides nats-py's method: open the connection, within `connect_timeout` seconds."""
         async with asyncio.timeout(connect_timeout):
             reader, writer = await asyncio.open_connection(uri.hostname, uri.port, limit=buffer_size)
         self._bare_io_reader = self._io_reader = reader
@@ -209,10 +213,13 @@ class _Transport(TcpTransport):  # type: ignore[misc]
     # nats-py expects neither: its writing task ended, and requests raised that error until its reading task noticed.
 
     def write(self, payload: bytes) -> None:
+        """Overrides nats-py's method: write, and ignore a connection that broke."""
         with contextlib.suppress(RuntimeError):  # whoever sent it repeats it, or the reconnection does
             super().write(payload)
 
     def writelines(self, payload: Sequence[bytes]) -> None:
+        """Overrides nats-py's method: write several commands. Raises an error that it expects if the connection
+        broke."""
         try:
             super().writelines(payload)
         except RuntimeError as error:  # nats-py keeps the bytes for the next connection, and makes that
@@ -233,7 +240,9 @@ class FastClient(Client):  # type: ignore[misc]
         self._waiting: dict[bytes, tuple[asyncio.Future[bytes], float]] = {}
         """Last token of the reply subject to the acknowledgement and the time at which to give up on it."""
         self._unsent: list[bytes] = []
+        """Commands that `_send` writes at the end of this turn of the event loop."""
         self._count = 0
+        """Publishes so far, from which tokens are made."""
         self._timer: asyncio.TimerHandle | None = None
         self._reader: asyncio.StreamReader | None = None
         """The connection's reader, once its bytes are watched."""
@@ -255,7 +264,8 @@ class FastClient(Client):  # type: ignore[misc]
             self._transport = None
 
     def watch_socket(self) -> None:
-        """See the connection's bytes where they arrive from now on, before any task of nats-py wakes."""
+        """From now on, cut acknowledgements and pulled messages out of the connection's bytes as the socket delivers
+        them, before any task of nats-py wakes. Does nothing if this connection is watched already."""
         reader = getattr(self._transport, "_io_reader", None)
         if reader is None or reader is self._reader:
             return
@@ -263,6 +273,8 @@ class FastClient(Client):  # type: ignore[misc]
         feed, buffered, parser = reader.feed_data, reader._buffer, self._ps
 
         def extract_and_feed(data: bytes) -> None:
+            """Take the bytes of the socket: cut out what begins them, if all before were whole commands, and feed the
+            rest to nats-py's reader."""
             if not buffered and parser.is_between_commands() and (at := parser.extract(data, 0)):
                 data = data[at:]
             if data:
@@ -389,13 +401,13 @@ class FastClient(Client):  # type: ignore[misc]
         """Acknowledge deliveries by their reply subjects, many in one write. A lost acknowledgement leads to
         redelivery."""
         for i in range(0, len(replies), _ACKS_PER_WRITE):
-            some = replies[i : i + _ACKS_PER_WRITE]
+            batch = replies[i : i + _ACKS_PER_WRITE]
             if self.is_connected:
-                self._transport.write(b"".join([b"PUB %b 0\r\n\r\n" % reply.encode() for reply in some]))
+                self._transport.write(b"".join([b"PUB %b 0\r\n\r\n" % reply.encode() for reply in batch]))
                 with contextlib.suppress(OSError):  # the connection broke: the server delivers them again
                     await self._transport.drain()
             else:
-                for reply in some:
+                for reply in batch:
                     await self.publish(reply)
 
 

@@ -31,8 +31,11 @@ logger = get_logger("pipeline.log.follow")
 E = TypeVar("E", bound=Event)
 
 _PAGE = 100
+"""Messages that are taken at once."""
 _LONG_POLL_S = 2.0
+"""Longest wait for messages, after which the end of the stream is checked."""
 _IDLE_S = 60.0
+"""Time without a request after which the server deletes an ephemeral consumer."""
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 

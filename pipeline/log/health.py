@@ -19,6 +19,7 @@ import nats.js.errors
 from pipeline import streams
 from pipeline.errors import BrokerError
 from pipeline.log.broker import Broker
+from pipeline.log.retry import reason
 
 PROBE_TTL_S = 60
 _LIMIT_REACHED = frozenset({10047, 10054, 10077, 10120})
@@ -46,7 +47,7 @@ async def probe(broker: Broker, stream: str, timeout_s: float) -> Refusal | None
             return Refusal("at_limit", f"{stream} takes no events ({error.description}): raise nats.max_bytes")
         return Refusal("silent" if error.code == 503 else "refused", f"{stream}: {error.description}")
     except (nats.errors.Error, TimeoutError) as error:
-        return Refusal("silent", f"{stream} did not take a write: {str(error) or type(error).__name__}")
+        return Refusal("silent", f"{stream} did not take a write: {reason(error)}")
     return None
 
 
@@ -77,8 +78,7 @@ async def fills(broker: Broker) -> list[Fill]:
         except nats.js.errors.NotFoundError:
             continue
         except (nats.errors.Error, TimeoutError) as error:
-            why = str(error) or type(error).__name__
-            raise BrokerError(f"{name} was not described: {why}") from error
+            raise BrokerError(f"{name} was not described: {reason(error)}") from error
         out.append(Fill(name, "stream", info.state.bytes, max(0, info.config.max_bytes or 0)))
     return out
 

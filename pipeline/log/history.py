@@ -73,23 +73,24 @@ class Reader(StreamReader):
         return await self._page(event, stream_of(event), subject_filter(event, **keys), start_seq, 0, _WHOLE_BYTES)
 
     async def read_all(self, events: Sequence[type[E]], *, start_seq: int = 1, **keys: Any) -> list[LogEntry[E]]:
-        """Return the events of several classes of one stream, in stream order: all up to the newest at the time of
-        the call.
+        """Return the events of several classes of one stream, in stream order, up to the stream's newest message at the
+        time of the call.
 
-        One that comes while the classes are read, one after the other, is left for the next call."""
+        The classes are read one after the other. Events that come meanwhile are left out, as only those of the classes
+        that are read last would be there."""
         end = (await self.stream_info(stream_of(events[0]))).state.last_seq
         recorded = [r for event in events for r in await self.read(event, start_seq=start_seq, **keys)]
         return sorted((r for r in recorded if r.seq <= end), key=lambda r: r.seq)
 
     async def _page(
-        self, event: type[E], stream: str, subject: str, start_seq: int, at_least: int, most: int = 0
+        self, event: type[E], stream: str, subject: str, start_seq: int, at_least: int, max_whole_bytes: int = 0
     ) -> Page[E]:
-        """Return the events in the next messages of a subject, decoded. `at_least`: as in `_next_messages`. `most`:
-        bytes of whole exchanges after which the page ends, 0: no limit."""
+        """Return the events in the next messages of a subject, decoded. `at_least`: as in `_next_messages`.
+        `max_whole_bytes`: bytes of whole exchanges after which the page ends, 0: no limit."""
         messages, more = await self._next_messages(stream, subject, start_seq, at_least)
         out: list[LogEntry[E]] = []
         not_whole: list[int] = []
-        last, decoded, whole = start_seq - 1, 0, 0
+        last, decoded_bytes, whole_bytes = start_seq - 1, 0, 0
         for message in messages:
             try:
                 entry = await self._entry(stream, message)
@@ -97,16 +98,16 @@ class Reader(StreamReader):
                 logger.error("exchange not read", why=str(error))
                 not_whole.append(error.seq)
                 entry = None
-            if (found := _of_class(entry, event)) is not None:
-                out.append(found)
+            if (entry_of_class := _of_class(entry, event)) is not None:
+                out.append(entry_of_class)
             if entry is not None and isinstance(entry.event, ExchangeRecorded):
-                whole += len(entry.event.request) + len(entry.event.response)
+                whole_bytes += len(entry.event.request) + len(entry.event.response)
             last = message.seq
-            if 0 < most < whole and message is not messages[-1]:
+            if 0 < max_whole_bytes < whole_bytes and message is not messages[-1]:
                 return Page(out, last, True, not_whole)
-            decoded += len(message.payload)
-            if decoded > _YIELD_BYTES:
-                decoded = 0
+            decoded_bytes += len(message.payload)
+            if decoded_bytes > _YIELD_BYTES:
+                decoded_bytes = 0
                 await asyncio.sleep(0)
         return Page(out, last, more, not_whole)
 
@@ -142,8 +143,8 @@ class Reader(StreamReader):
         if newest is not None:
             return newest
         # It can't be decoded, or is no event of the class.
-        before = await self.read(event, **keys)
-        return before[-1] if before else None
+        all_events = await self.read(event, **keys)
+        return all_events[-1] if all_events else None
 
     async def read_at(self, event: type[E], seq: int) -> LogEntry[E]:
         """Return the event of a class at a sequence of its stream.
@@ -158,12 +159,13 @@ class Reader(StreamReader):
         entry = await self._entry(stream, message)
         if entry is None:
             raise HistoryGoneError(f"message {seq} of {stream}", "can't be decoded: see `journeywork dead list`")
-        if (found := _of_class(entry, event)) is None:
+        if (entry_of_class := _of_class(entry, event)) is None:
             raise HistoryGoneError(f"the {event.__name__} at message {seq} of {stream}")
-        return found
+        return entry_of_class
 
     async def recorded(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
-        """Return the event in a message. None if it cannot be decoded or made whole: it is skipped then."""
+        """Return the event in a message of `stream`. None if it cannot be decoded, which makes it a dead letter, or
+        continues an exchange that is gone, which is logged."""
         try:
             return await self._entry(stream, message)
         except ExchangeNotWholeError as error:
@@ -171,8 +173,8 @@ class Reader(StreamReader):
             return None
 
     async def _entry(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
-        """Return the event in a message. None if it cannot be decoded: it is skipped then. Raises
-        `ExchangeNotWholeError`: the message is sound, and what it continues is gone."""
+        """Return the event in a message. None if it cannot be decoded; `skip_undecodable` is called then. Raises
+        `ExchangeNotWholeError` if it continues an exchange that is gone: the message itself is no dead letter."""
         try:
             event = await self.decode(message.payload)
         except ExchangeNotWholeError:
@@ -183,7 +185,8 @@ class Reader(StreamReader):
         return LogEntry(event, stream, message.place, message.subject, message.headers)
 
     async def skip_undecodable(self, stream: str, message: StoredMessage, reason: str) -> None:
-        """Note that a read met a message that is no event. A `Broker` puts it among the dead letters."""
+        """Called with each message that a read skips because it is no event, and why. Does nothing here; `Broker`
+        overrides it and puts the message among the dead letters."""
 
     # -- payloads ------------------------------------------------------------------------------------------------
 

@@ -14,28 +14,25 @@ import nats.js.errors
 
 from pipeline import streams
 from pipeline.log.follow import follow_subjects
-from pipeline.log.stream_reader import StreamReader
-
-_WRONG_LAST_SEQUENCE = 10071
-"""JetStream's error code where another message came to the subject since the one that the header names."""
+from pipeline.log.stream_reader import WRONG_LAST_SEQUENCE, StreamReader
 
 
 async def put(
-    reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float, more: Mapping[str, str] = {}
+    reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float, headers: Mapping[str, str] = {}
 ) -> None:
-    """Write a value, which expires after `ttl_s` seconds, at least 1; `more`: further headers of the message.
+    """Write a value, which expires after `ttl_s` seconds, at least 1; `headers`: further ones of the message.
 
     Repeated while the log is unavailable. Raises `BrokerUnavailableError` after `nats.publish_deadline_s`."""
     subject, timeout_s = streams.key_subject(bucket, key), reader.config.ack_timeout_s
-    headers = {"Nats-TTL": f"{max(ttl_s, 1.0):g}s", **more}  # the server takes no time below a second
+    all_headers = {"Nats-TTL": f"{max(ttl_s, 1.0):g}s", **headers}  # the server takes no time below a second
     await reader.retry(
-        lambda: reader.client.publish_acked(subject, value, headers, timeout_s), f"{subject} was not acknowledged"
+        lambda: reader.client.publish_acked(subject, value, all_headers, timeout_s), f"{subject} was not acknowledged"
     )
 
 
 async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s: float) -> bool:
-    """Write a value unless the key has another one. Returns whether the key has this one now. Of several writers at
-    once, one gets it. Raises as `put` does."""
+    """Write a value unless the key has another one. Returns whether the key has this value now. If several writers
+    write different values at once, it is true for one of them. Raises as `put` does."""
     stream, subject = streams.key_value_stream(bucket), streams.key_subject(bucket, key)
     while True:  # again if another writer was faster: its value is read then
         newest = await reader.leader_get(stream, {"last_by_subj": subject})
@@ -45,7 +42,7 @@ async def take(reader: StreamReader, bucket: str, key: str, value: bytes, ttl_s:
         try:
             await put(reader, bucket, key, value, ttl_s, after)
         except nats.js.errors.APIError as error:
-            if error.err_code != _WRONG_LAST_SEQUENCE:
+            if error.err_code != WRONG_LAST_SEQUENCE:
                 raise
         else:
             return True

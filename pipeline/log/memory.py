@@ -45,19 +45,21 @@ def retention(nats: NatsConfig) -> str:
 
 
 async def trim(broker: Broker, max_memory: int) -> None:
-    """Delete the oldest events of streams with too many subjects. Raises `BrokerError` and nats-py's errors."""
+    """Delete the oldest events of streams with more subjects than fit into `max_memory` bytes, but none that a service
+    still has to read. Raises `BrokerError` and nats-py's errors."""
     for name in MEMORY_SHARES:
         state = (await broker.stream_info(name)).state
         most, subjects = most_subjects(max_memory, name), await broker.count_subjects(name)
         if subjects <= most:
             continue
+        # The share of messages to delete, if subjects are spread evenly over the stream.
         excess = 1 - (1 - _HEADROOM) * most / subjects
-        wanted = state.first_seq + int(excess * (state.last_seq - state.first_seq + 1))
+        fitting_seq = state.first_seq + int(excess * (state.last_seq - state.first_seq + 1))
         # Telemetry's consumers begin at the newest event: they may miss some.
         readers = [c for c in streams.CONSUMERS if c.stream == name and c.start == "all"]
         unread = [await broker.first_unread(consumer) for consumer in readers]
-        first = min([wanted, *(seq for seq in unread if seq is not None)])
-        if first < wanted:
+        first = min([fitting_seq, *(seq for seq in unread if seq is not None)])
+        if first < fitting_seq:
             logger.error(
                 "the NATS server needs more memory than nats.max_memory: a consumer is behind, and keeps events",
                 stream=name,

@@ -39,6 +39,7 @@ class StoredMessage(NamedTuple):
 
     @property
     def seq(self) -> int:
+        """Its sequence in the stream."""
         return self.place.seq
 
 
@@ -54,6 +55,7 @@ class LogEntry(Generic[E_co]):
 
     @property
     def seq(self) -> int:
+        """The sequence of the message in the stream."""
         return self.place.seq
 
 
@@ -82,8 +84,8 @@ def parse_ack_subject(reply: str) -> tuple[int, Place]:
     `$JS.ACK.<stream>.<consumer>.<deliveries>.<seq>.<consumer seq>.<ns>.<pending>`, with a domain and an account hash
     after `ACK` where the server is part of a larger system (NATS ADR-15)."""
     tokens = reply.split(".")
-    at = 5 if len(tokens) == 9 else 7
-    return int(tokens[at - 1]), Place(int(tokens[at]), int(tokens[at + 2]) // 1000)
+    seq_at = 5 if len(tokens) == 9 else 7
+    return int(tokens[seq_at - 1]), Place(int(tokens[seq_at]), int(tokens[seq_at + 2]) // 1000)
 
 
 def consumer_seq(reply: str) -> int:

@@ -25,8 +25,11 @@ from pipeline.log.retry import reason
 from pipeline.log.stream_reader import StreamReader
 
 _CHUNK = 128 * 1024
+"""Bytes of a chunk, unless the server's payload limit is smaller."""
 _CHUNK_MARGIN = 4096
+"""Bytes under that limit which are left to a chunk's headers."""
 _BATCH = 64
+"""Chunks that are read at once: 8 MiB."""
 
 
 class _Info(msgspec.Struct):
@@ -63,7 +66,8 @@ async def put(reader: StreamReader, bucket: str, name: str, data: bytes) -> None
 
 
 async def get(reader: StreamReader, bucket: str, name: str) -> bytes:
-    """Return the object's bytes, digest checked. Raises `HistoryGoneError` if the bucket does not hold it."""
+    """Return the object's bytes, digest checked. Raises `HistoryGoneError` if the bucket does not hold it, or its
+    content does not match its digest three times."""
     for _ in range(3):
         try:
             info = await _info(reader, bucket, name)
@@ -112,21 +116,20 @@ async def erase(reader: StreamReader, bucket: str, name: str) -> None:
 
 
 async def sweep(reader: StreamReader, bucket: str, before_us: int) -> int:
-    """Remove the chunks of uploads that never finished, or of objects whose removal did not, that began before
-    `before_us` (stream time, microseconds).
-
-    Returns the number of such uploads and objects."""
+    """Remove chunks that belong to no object: those of uploads that never finished, and of removals that did not. Such
+    chunks are left for now if the last one was written after `before_us` (stream time, microseconds): its upload may
+    still run. Returns the number of uploads whose chunks were removed."""
     stream = streams.bucket_stream(bucket)
-    # The chunks first: an object that appears after them is then among the owners.
-    chunks = await reader.subjects(stream, f"$O.{bucket}.C.*")
-    owned = set()
+    # The chunks are listed first: an upload that ends meanwhile is then among the uploads of objects.
+    chunk_subjects = await reader.subjects(stream, f"$O.{bucket}.C.*")
+    uploads_of_objects = set()
     async with aclosing(reader.messages(stream, subject=f"$O.{bucket}.M.>")) as infos:
         async for message in infos:
             if message.payload and not (info := _decode_info(message.payload)).deleted:
-                owned.add(info.nuid)  # an interrupted removal leaves the chunks of a deleted object
+                uploads_of_objects.add(info.nuid)
     swept = 0
-    for subject in chunks:
-        if subject.rpartition(".")[2] in owned:
+    for subject in chunk_subjects:
+        if subject.rpartition(".")[2] in uploads_of_objects:
             continue
         last = await reader.leader_get(stream, {"last_by_subj": subject})
         if last is not None and last.place.at < before_us:

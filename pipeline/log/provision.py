@@ -28,29 +28,30 @@ _CONSUMER_FIELDS = ("description", "ack_wait", "max_ack_pending", "max_deliver")
 
 
 async def provision(reader: StreamReader) -> None:
-    """Create or update everything. Raises `BrokerError` if the server refuses, `BrokerUnavailableError` if it does
-    not answer."""
+    """Create or update all streams, consumers and buckets. Raises `BrokerError` if the server refuses one of them,
+    `BrokerUnavailableError` if it does not answer."""
 
     async def once() -> None:
         specs = streams.streams_with_ages(reader.config.rollouts_max_age_s)
         for spec in (*specs, streams.DETECTED, streams.TIMERS):
-            await _stream(reader, spec)
+            await _provision_stream(reader, spec)
         for consumer in streams.CONSUMERS:
-            await _consumer(reader, consumer)
+            await _provision_consumer(reader, consumer)
         for bucket in streams.buckets(specs):
-            await _bucket(reader, bucket)
-        await _key_value(reader, streams.FLEET)
+            await _provision_bucket(reader, bucket)
+        await _provision_key_value(reader, streams.FLEET)
 
-    await _explained(reader, once)
+    await _retry_with_advice(reader, once)
 
 
 async def provision_consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
     """Create or update one consumer; its acknowledgements stay. Raises as `provision` does."""
-    await _explained(reader, lambda: _consumer(reader, spec))
+    await _retry_with_advice(reader, lambda: _provision_consumer(reader, spec))
 
 
-async def _explained(reader: StreamReader, call: Callable[[], Awaitable[None]]) -> None:
-    """Await `call`, again while the log is away. Raises errors that name the setting with which it may succeed."""
+async def _retry_with_advice(reader: StreamReader, call: Callable[[], Awaitable[None]]) -> None:
+    """Await `call`, and repeat it while the log is unavailable. Raises as `provision` does; the error's text names the
+    setting with which it may succeed."""
     config = reader.config
     what = (  # the server does not answer a request that its user may not make
         f"the NATS server at {config.address} answered no request for the log's streams (a user that may not create "
@@ -65,14 +66,14 @@ async def _explained(reader: StreamReader, call: Callable[[], Awaitable[None]]) 
         ) from error
 
 
-async def _stream(reader: StreamReader, spec: streams.StreamSpec) -> None:
+async def _provision_stream(reader: StreamReader, spec: streams.StreamSpec) -> None:
     """Create or update a stream."""
-    probed = spec not in (streams.DETECTED, streams.TIMERS)
-    alive = (streams.alive_subject(spec.name),) if probed else ()
+    is_probed = spec not in (streams.DETECTED, streams.TIMERS)
+    probe_subjects = (streams.alive_subject(spec.name),) if is_probed else ()
     wanted = api.StreamConfig(
         name=spec.name,
         description=spec.purpose,
-        subjects=[*spec.subjects, *alive],
+        subjects=[*spec.subjects, *probe_subjects],
         retention=api.RetentionPolicy.WORK_QUEUE if spec.timers else api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
         compression=api.StoreCompression.S2,
@@ -89,20 +90,22 @@ async def _stream(reader: StreamReader, spec: streams.StreamSpec) -> None:
 
 
 async def _ensure_stream(reader: StreamReader, wanted: api.StreamConfig, share: float = 0.0) -> None:
-    """Create a stream, or update it where it differs. `share`: of `nats.max_bytes`; 0: it has none."""
+    """Create a stream with the settings `wanted`, or update one that has others. `share`: its share of
+    `nats.max_bytes`, by which its byte limit is computed; 0: that of `wanted` stays."""
     try:
         info = await reader.js.stream_info(str(wanted.name))
     except nats.js.errors.NotFoundError:
         await reader.js.add_stream(wanted)
         return
     if share:
-        now, size = info.config.max_bytes, info.state.bytes
-        wanted.max_bytes = streams.byte_limit(share, reader.config.max_bytes, now=now, size=size)
-    if _differ(info.config, wanted, _STREAM_FIELDS):
+        present_limit = -1 if info.config.max_bytes is None else info.config.max_bytes
+        total, size = reader.config.max_bytes, info.state.bytes
+        wanted.max_bytes = streams.byte_limit(share, total, present_limit=present_limit, size=size)
+    if _has_other_settings(info.config, wanted, _STREAM_FIELDS):
         await reader.js.update_stream(wanted)
 
 
-async def _consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
+async def _provision_consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
     """Create or update a durable consumer. `add_consumer` replaces the settings of one that exists."""
     policy = api.DeliverPolicy.ALL if spec.start == "all" else api.DeliverPolicy.NEW
     wanted = api.ConsumerConfig(
@@ -123,11 +126,11 @@ async def _consumer(reader: StreamReader, spec: streams.ConsumerSpec) -> None:
         await reader.js.add_consumer(spec.stream, wanted)
         return
     filtered = existing.filter_subjects or [existing.filter_subject]
-    if set(filtered) != set(spec.subjects) or _differ(existing, wanted, _CONSUMER_FIELDS):
+    if set(filtered) != set(spec.subjects) or _has_other_settings(existing, wanted, _CONSUMER_FIELDS):
         await reader.js.add_consumer(spec.stream, wanted)
 
 
-async def _bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
+async def _provision_bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
     """Create or update an object store bucket as the stream that NATS keeps it in, with nats-py's settings for one."""
     wanted = api.StreamConfig(
         name=streams.bucket_stream(spec.name),
@@ -144,7 +147,7 @@ async def _bucket(reader: StreamReader, spec: streams.BucketSpec) -> None:
     await _ensure_stream(reader, wanted, spec.share)
 
 
-async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
+async def _provision_key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
     """Create a key-value bucket as the stream that NATS keeps it in: nats-py can't set the marker of expired values."""
     wanted = api.StreamConfig(
         name=streams.key_value_stream(spec.name),
@@ -165,7 +168,8 @@ async def _key_value(reader: StreamReader, spec: streams.KeyValueSpec) -> None:
     await _ensure_stream(reader, wanted)
 
 
-def _differ(existing: Any, wanted: Any, fields: tuple[str, ...]) -> bool:
-    """Return whether one of `fields` differs that `wanted` sets. The server leaves out values of zero."""
-    given = {f: value for f in fields if (value := getattr(wanted, f)) is not None}
-    return any((getattr(existing, f) or 0) != (value or 0) for f, value in given.items())
+def _has_other_settings(existing: Any, wanted: Any, fields: tuple[str, ...]) -> bool:
+    """Return whether `existing` has another value than `wanted` in one of `fields`. Fields that are `None` in `wanted`
+    do not count. `None` in `existing` counts as zero: the server leaves such values out."""
+    set_values = {f: value for f in fields if (value := getattr(wanted, f)) is not None}
+    return any((getattr(existing, f) or 0) != (value or 0) for f, value in set_values.items())

@@ -20,7 +20,9 @@ from nats.aio.subscription import Subscription
 from pipeline.log.fast_client import FastClient, Pulled
 
 _EXPIRES_S = 2.0
-_BYTES = 16 * 1024 * 1024
+"""Time after which the server ends a request that it could not fill."""
+_MAX_BYTES = 16 * 1024 * 1024
+"""Bytes of messages after which the server ends a request, unless two of the largest messages take more."""
 
 
 class ConsumerGoneError(Exception):
@@ -34,7 +36,7 @@ class Puller:
         """`inbox`: what the reply subjects of requests begin with. `ahead`: as in `pulling`."""
         self._client, self._inbox, self._ahead = client, inbox, ahead
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._news = anyio.Event()
+        self._arrival = anyio.Event()
         """Set when a message or the end of a request has come."""
         self._outstanding = 0
         """Messages that the open request may still bring."""
@@ -52,22 +54,24 @@ class Puller:
         self.subscription: Subscription | None = None
 
     async def close(self) -> None:
-        """Take no more messages. The server would deliver what is given back to a request that is still open."""
+        """Unsubscribe, so that no more messages come. Do it before messages are given back: otherwise the server would
+        deliver them to the request of this puller that is still open."""
         subscription, self.subscription = self.subscription, None
         if subscription is not None and not self._client.is_closed:
             await subscription.unsubscribe()
 
     def on_delivery(self, message: Pulled) -> None:
-        """Take a message: the client calls it as the socket delivers the bytes."""
+        """Add a message to `arrived`, and wake `take`. The client calls it as the socket delivers the bytes."""
         if not self.arrived:
             self.reconnects = self._client.stats["reconnects"]
         self.arrived.append(message)
         self._outstanding -= 1
         if len(self.arrived) == 1 or self._outstanding <= 0:
-            self._news.set()
+            self._arrival.set()
 
     async def on_message(self, message: Msg) -> None:
-        """Take what came through nats-py: the status of a request, seldom a delivery."""
+        """Handle what came through nats-py: mostly the status with which the server ends a request, seldom a
+        delivery."""
         if message.reply:
             self.on_delivery(Pulled.from_message(message))
             return
@@ -81,10 +85,11 @@ class Puller:
                 self.gone = text
             elif status == "503":
                 self.gone = "no server answers for it"
-            self._news.set()
+            self._arrival.set()
 
     async def request(self, size: int, expires_s: float) -> None:
-        """Ask for `size` messages, unless a request is open or so many wait to be taken."""
+        """Ask the server for `size` messages, unless a request is open or so many wait to be taken. The server ends the
+        request after `expires_s` seconds. Sets `gone` if an open request is overdue."""
         now = time.monotonic()
         if self._outstanding > 0:
             if now - self._requested_at >= _EXPIRES_S + 1:
@@ -99,7 +104,7 @@ class Puller:
         request = {
             "batch": size,
             "expires": int(expires_s * 1e9),
-            "max_bytes": max(_BYTES, 2 * self._client.max_payload),
+            "max_bytes": max(_MAX_BYTES, 2 * self._client.max_payload),
         }
         await self._client.publish(self._subject, msgspec.json.encode(request), reply=self._reply)
 
@@ -111,12 +116,12 @@ class Puller:
                 if self.gone:
                     gone, self.gone = self.gone, ""
                     raise ConsumerGoneError(gone)
-                self._news = anyio.Event()
+                self._arrival = anyio.Event()
                 if self._client.is_connected:
                     await self.request(size, expires_s)
                 if not self.gone:
                     with anyio.move_on_after(_EXPIRES_S):
-                        await self._news.wait()
+                        await self._arrival.wait()
         taken = self.take_nowait(limit)
         if self._ahead and self._client.is_connected:
             try:

@@ -44,6 +44,9 @@ _CATCH_UP_S = 2.0
 """Time that a server which has just become a stream's leader gets to apply what the cluster has committed."""
 _NO_MESSAGE, _NO_SEQUENCE, _NO_STREAM = 10037, 10043, 10059
 """JetStream's error codes for what does not exist."""
+WRONG_LAST_SEQUENCE = 10071
+"""JetStream's error code for a publish on the condition that a certain message is the last one on its subject, where
+another one is."""
 
 
 class _Stored(msgspec.Struct):
@@ -71,7 +74,8 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 async def after_catching_up(holds: Callable[[], Awaitable[bool]]) -> bool:
-    """Return whether the log holds what it held before; if it doesn't, ask once more after `_CATCH_UP_S`."""
+    """Return the result of `holds`, which asks whether the log holds certain messages. If it is false, ask once more
+    after `_CATCH_UP_S`: the server that answered may just have become the leader."""
     if await holds():
         return True
     await anyio.sleep(_CATCH_UP_S)
@@ -209,12 +213,12 @@ class StreamReader:
         """Send the request once and collect the answers, one for each message; return the messages and whether there
         are more.
 
-        Each answer has the sequence of the one before it, and an answer with status 204 ends the batch. If
-        the connection breaks or the replica dies in between, what came until then is returned with the word that there
-        is more: the next page asks for the rest, of any replica."""
+        Each answer has the sequence of the one before it, and an answer with status 204 ends the batch. If the
+        connection breaks or the replica dies in between, the messages that came until then are returned with `True`:
+        the caller asks for the rest, of any replica. Raises `BrokerUnavailableError` if none came."""
         inbox = self.client.new_inbox()
         answers = await self.client.subscribe(inbox)
-        found: list[StoredMessage] = []
+        messages: list[StoredMessage] = []
         try:
             await self.client.publish(f"$JS.API.DIRECT.GET.{stream}", msgspec.json.encode(request), reply=inbox)
             while True:
@@ -222,20 +226,20 @@ class StreamReader:
                 headers = dict(answer.headers or {})
                 status = headers.get("Status")
                 if status in _NO_MORE:
-                    return found, status == _END_OF_BATCH and int(headers.get("Nats-Num-Pending", "0")) > 0
+                    return messages, status == _END_OF_BATCH and int(headers.get("Nats-Num-Pending", "0")) > 0
                 if status is not None:
                     kind = _TooManySubjectsError if status == _TOO_MANY else BrokerError
                     raise kind(f"a direct get from {stream} failed: {status} {headers.get('Description', '')}")
-                last = found[-1].seq if found else 0
+                last = messages[-1].seq if messages else 0
                 if int(headers.get("Nats-Last-Sequence", last)) != last:  # an answer was lost
-                    if not found:
+                    if not messages:
                         raise BrokerUnavailableError(f"a read of {stream} lost its beginning")
-                    return found, True
+                    return messages, True
                 place = Place(int(headers["Nats-Sequence"]), stream_time_us(headers["Nats-Time-Stamp"]))
-                found.append(StoredMessage(place, headers["Nats-Subject"], headers, answer.data))
+                messages.append(StoredMessage(place, headers["Nats-Subject"], headers, answer.data))
         except nats.errors.TimeoutError as error:
-            if found:
-                return found, True
+            if messages:
+                return messages, True
             raise BrokerUnavailableError(f"{stream} did not answer a read") from error
         finally:
             if not self.client.is_closed:
@@ -267,11 +271,11 @@ class StreamReader:
     async def stream_info(self, stream: str) -> api.StreamInfo:
         """Return the leader's description of a stream. Raises `BrokerError` if there is no such stream, and
         `BrokerUnavailableError` if none answers for `nats.publish_deadline_s`."""
-        return await self._info(lambda: self.js.stream_info(stream), f"stream {stream}")
+        return await self._describe(lambda: self.js.stream_info(stream), f"stream {stream}")
 
     async def why_no_answer(self, stream: str) -> str:
-        """Return why no server answered for a stream: it does not exist, or has no leader at the moment, as in a
-        cluster that lost a server, or had none until now."""
+        """Return why no server answered a request to a stream, as the part of a sentence: the stream does not exist, or
+        has no leader, as in a cluster that lost a server, or had none at the time of the request."""
         try:
             await self.js.stream_info(stream)
         except nats.js.errors.NotFoundError:
@@ -283,9 +287,9 @@ class StreamReader:
     async def consumer_info(self, spec: streams.ConsumerSpec) -> api.ConsumerInfo:
         """Return the leader's description of a consumer. Raises `BrokerError` if there is no such consumer, and
         `BrokerUnavailableError` if none answers for `nats.publish_deadline_s`."""
-        return await self._info(lambda: self.js.consumer_info(spec.stream, spec.name), f"consumer {spec.name}")
+        return await self._describe(lambda: self.js.consumer_info(spec.stream, spec.name), f"consumer {spec.name}")
 
-    async def _info(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+    async def _describe(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         """Return nats-py's answer to `call`, which asks for the description of `what`."""
         try:
             return await self.retry(call, f"the description of {what} was not answered")
@@ -293,7 +297,8 @@ class StreamReader:
             raise BrokerError(f"the log has no {what}: run `journeywork up` on it once") from error
 
     async def _request(self, subject: str, request: dict[str, Any], what: str) -> bytes:
-        """Send a request to JetStream's API. Raises nats-py's `APIError` if it is refused, `BrokerUnavailableError`."""
+        """Send a request to JetStream's API and return the answer. `what` begins the error's sentence, such as "a read
+        of POLICY". Raises nats-py's `APIError` if it is refused, `BrokerUnavailableError` if no answer comes."""
 
         async def once() -> bytes:
             reply = await self.client.request(

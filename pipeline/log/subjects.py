@@ -29,7 +29,7 @@ def subject_filter(event: type[Event], **keys: str | int) -> str:
     tokens = [subject_token(str(keys[name])) if name in keys else "*" for name in names]
     if last in keys:
         tokens += [subject_token(str(keys[last]))] if keys[last] != default else []
-    elif tokens[-1] == "*":
+    elif tokens[-1] == "*":  # ">" stands for all of these, and for the optional last field
         while tokens and tokens[-1] == "*":
             tokens.pop()
         tokens.append(">")
@@ -37,6 +37,6 @@ def subject_filter(event: type[Event], **keys: str | int) -> str:
 
 
 def keys_of(event: Event) -> dict[str, Any]:
-    """Return the keys that select the events on the subject of `event`."""
+    """Return the fields that are part of the subject of `event`, as the `keys` of `subject_filter` and of reads."""
     names = (*event.subject_fields, event.last_subject_field[0])
     return {name: getattr(event, name) for name in names if name}

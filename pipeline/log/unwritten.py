@@ -1,7 +1,8 @@
-"""Events that the store has not written yet, and how soon the log deletes them.
+"""Alarms about events that the store has not written, and that the log deletes soon or has deleted.
 
-A stream with a limit of age deletes its oldest events whether consumers have read them or not. Each store service asks
-here at every check of its alarms, so that an operator hears of a store that is behind long before, and of every loss.
+A stream with a limit of age deletes its oldest events whether consumers have read them or not. Each store service calls
+`UnwrittenEvents.check` when it checks its alarms, so that an operator hears of a store that is behind before events are
+lost, and of every loss.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from pipeline.log.messages import Place
 
 @dataclass(frozen=True)
 class Unwritten:
-    """Events that a consumer of the store has not written."""
+    """That a consumer of the store is behind, or that events were deleted before it wrote them."""
 
     consumer: str
     share: float
-    """Age of the oldest as a share of its stream's limit; 1 if the log deleted it."""
+    """Age of the oldest event that is not written, as a share of its stream's age limit; 1 if the log deleted it."""
     detail: str
     """What is wrong and what to do, for the operator."""
 
 
 class UnwrittenEvents:
-    """Watches the store's consumers. `share`: the share of a stream's age limit from which on a wait is told."""
+    """Finds events of the store's consumers that wait too long to be written, or were deleted."""
 
     def __init__(self, share: float) -> None:
+        """`share`: an event waits too long if its age is this share of its stream's age limit, or more."""
         self._share = share
         self._oldest: dict[str, Place] = {}
         """The oldest event that was not written at the last check, by consumer."""
@@ -36,33 +38,30 @@ class UnwrittenEvents:
         """Sequence of the first event that was deleted before it was written, by consumer."""
 
     async def check(self, broker: Broker) -> list[Unwritten]:
-        """Return what is wrong now. A loss stays. Raises nats-py's errors and `BrokerError`, also where one of the
-        consumers is missing."""
-        out = []
-        for spec in streams.CONSUMERS:
-            if spec.name.startswith("store-"):
-                out += await self._of_consumer(broker, spec)
-        return out
+        """Return what is wrong now with each consumer of the store. A loss is returned by every later check, too.
+        Raises nats-py's errors and `BrokerError`, also where one of the consumers is missing."""
+        consumers = [spec for spec in streams.CONSUMERS if spec.name.startswith("store-")]
+        return [unwritten for spec in consumers for unwritten in await self._check_consumer(broker, spec)]
 
-    async def _of_consumer(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
-        """Return what is wrong with a consumer. The event that was its oldest at the last check (`before`) has been
-        written since, or the log has deleted it: then the consumer passed it without an acknowledgement."""
+    async def _check_consumer(self, broker: Broker, spec: streams.ConsumerSpec) -> list[Unwritten]:
+        """Return what is wrong with a consumer: it lost events, its oldest event waits too long, both, or nothing."""
         oldest, before = await _oldest_unread(broker, spec), self._oldest.pop(spec.name, None)
+        # The oldest event of the last check (`before`) is no longer unread: it was written, or the log deleted it.
         passed = before is not None and (oldest is None or oldest.seq > before.seq)
         if before is not None and passed and not await broker.holds(spec.stream, before):
             floor = (await broker.consumer_info(spec)).ack_floor
             if floor is None or int(floor.stream_seq) < before.seq:  # gone, although the store did not acknowledge it
                 self._lost.setdefault(spec.name, before.seq)
-        found = []
+        out = []
         if spec.name in self._lost:
             detail = (
                 f"{spec.stream} deleted events that {spec.name} had not written, from message {self._lost[spec.name]} "
                 "on: the history lacks them. Raise nats.rollouts_max_age_h or nats.max_bytes, and see why the store "
                 "was behind"
             )
-            found.append(Unwritten(spec.name, 1.0, detail))
+            out.append(Unwritten(spec.name, 1.0, detail))
         if oldest is None:
-            return found
+            return out
         self._oldest[spec.name] = oldest
         limit_s = (await broker.stream_info(spec.stream)).config.max_age or 0.0
         age_s = time.time() - oldest.at / 1e6
@@ -72,8 +71,8 @@ class UnwrittenEvents:
                 f"deletes events at {limit_s / 3600:g} h. Start the store, or raise nats.rollouts_max_age_h until it "
                 "has caught up"
             )
-            found.append(Unwritten(spec.name, age_s / limit_s, detail))
-        return found
+            out.append(Unwritten(spec.name, age_s / limit_s, detail))
+        return out
 
 
 async def _oldest_unread(broker: Broker, spec: streams.ConsumerSpec) -> Place | None:

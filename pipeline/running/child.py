@@ -28,25 +28,25 @@ async def launch(
     argv: Sequence[str],
     *,
     env: Mapping[str, str],
-    sink: IO[bytes] | None = None,
-    handles: Sequence[int] = (),
-    reports: bool = True,
+    output: IO[bytes] | None = None,
+    inherited_fds: Sequence[int] = (),
+    is_service: bool = True,
 ) -> tuple[anyio.abc.Process, int]:
-    """Start a process that gets SIGTERM if this one ends. Returns it and the end of the pipe that it reports to.
+    """Start a process, which gets SIGTERM when this one ends. It has a session of its own, so this process's Ctrl-C
+    does not reach it. Returns the process, and the read end of the pipe on which a service reports.
 
-    `sink`: file for its output; `None`: this process's. `handles`: file descriptors that it inherits. `reports`: it is
-    a service, and gets `--ready-fd`. It does not get this process's Ctrl-C."""
+    `output`: file for what it prints; `None`: where this process prints. `is_service`: it takes `--ready-fd`."""
     read_end, write_end = os.pipe()
-    more = ["--ready-fd", str(write_end)] if reports else []
+    ready_option = ["--ready-fd", str(write_end)] if is_service else []
     try:
         process = await anyio.open_process(
-            [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *argv, *more],
+            [sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), *argv, *ready_option],
             stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=sink,
+            stdout=output,
+            stderr=output,
             env=dict(env),
             start_new_session=True,
-            pass_fds=(write_end, *handles),
+            pass_fds=(write_end, *inherited_fds),
         )
     except BaseException:
         os.close(read_end)
@@ -56,14 +56,16 @@ async def launch(
     return process, read_end
 
 
-async def is_ready(fd: int) -> bool:
-    """Wait until a service reports readiness. Returns false if it ended before."""
+async def wait_until_ready(fd: int) -> bool:
+    """Wait for the first bytes in the pipe `fd` of a service. Returns true when it reports readiness, false if it ended
+    before."""
     await anyio.wait_readable(fd)
     return bool(os.read(fd, 65536))
 
 
 async def abort(process: anyio.abc.Process) -> None:
-    """Have a Python process that hangs write the stacks of its threads to its log, and end."""
+    """End a Python process that hangs by SIGABRT, on which its fault handler writes the stacks of its threads to its
+    log. Returns after `_ABORT_S` even if it has not ended."""
     process.send_signal(signal.SIGABRT)
     with anyio.move_on_after(_ABORT_S):
         await process.wait()

@@ -57,14 +57,14 @@ _PROVIDERS = {
 
 def variable_names(config: Config, process: str) -> tuple[str, ...]:
     """Return the names (and beginnings with `*`) of the variables that `process` gets."""
-    own = [name for _, name in _variables_in_settings(config, process)]
+    names = [name for _, name in _variables_in_settings(config, process)]
     if process == "judge":
-        own += _key_variables(config.judge.model)
+        names += _key_variables(config.judge.model)
         if config.teacher.url:
-            own += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
+            names += NEEDS["gateway"]  # it reads the tokenizer of the base as the gateway does
     if process == "gateway" and config.outside:
-        own += _OUTWARD
-    return (*EVERY, *NEEDS.get(process, ()), *own, *config.environment.get(process, ()))
+        names += _OUTWARD
+    return (*EVERY, *NEEDS.get(process, ()), *names, *config.environment.get(process, ()))
 
 
 def _variables_in_settings(config: Config, process: str) -> list[tuple[str, str]]:
@@ -107,7 +107,7 @@ def _key_variables(model: str) -> tuple[str, ...]:
 
 def environment_of(config: Config, process: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `environ` that `process` gets."""
-    wanted = variable_names(config, process)
-    exact = {n for n in wanted if not n.endswith("*")}
-    beginnings = tuple(n[:-1] for n in wanted if n.endswith("*"))
+    names = variable_names(config, process)
+    exact = {n for n in names if not n.endswith("*")}
+    beginnings = tuple(n[:-1] for n in names if n.endswith("*"))
     return {k: v for k, v in environ.items() if k in exact or k.startswith(beginnings)}

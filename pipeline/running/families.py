@@ -46,16 +46,17 @@ _BY_NAME = {"qwen3-coder": "qwen3_coder", "deepseek-v3.1": "deepseek_v31", "func
 """Parsers of models whose calls differ from those of their family, by a part of their name."""
 
 
-_TOKEN = {
+_PARSER_TOKENS = {
     "deepseek_v3": "<｜tool▁calls▁begin｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜>",
     "jamba": "<tool_calls>",
     "lfm2": "<|tool_call_start|>",
     "llama3_json": "<|python_tag|>",
 }
-"""The token without which vLLM does not start with a parser. Families have models without it: SmolLM2 is a `llama`."""
-_WITHOUT_TOKENS = "hermes"
-"""The parser of models without their family's token: it reads calls that are plain text between tags."""
+"""The token that the tokenizer must have for vLLM to start with a parser. Some models of a family lack it, such as
+SmolLM2, which is a `llama`."""
+_PLAIN_TEXT_PARSER = "hermes"
+"""The parser of models that lack their family's token: it reads calls that are plain text between tags."""
 
 
 class _Configuration(msgspec.Struct):
@@ -63,9 +64,8 @@ class _Configuration(msgspec.Struct):
 
 
 def tool_parser(base: str) -> str:
-    """Return the tool parser of the model `base`, a folder or a name on the hub; empty if none is known.
-
-    A name on the hub is looked up in the local cache only."""
+    """Return the name of vLLM's tool parser for the model `base`, a folder or a name on the hub; empty if none is
+    known, or the model's configuration can't be read. A name on the hub is looked up in the local cache only."""
     for part, parser in _BY_NAME.items():
         if part in base.lower():
             return parser
@@ -78,16 +78,20 @@ def tool_parser(base: str) -> str:
         return ""  # vLLM reports what is wrong with it
     parser = TOOL_PARSERS.get(configuration.model_type, "")
     tokenizer = file.with_name("tokenizer.json")
-    if (token := _TOKEN.get(parser)) and tokenizer.is_file() and f'"{token}"' not in tokenizer.read_text("utf-8"):
-        return _WITHOUT_TOKENS
+    if (
+        (token := _PARSER_TOKENS.get(parser))
+        and tokenizer.is_file()
+        and f'"{token}"' not in tokenizer.read_text("utf-8")
+    ):
+        return _PLAIN_TEXT_PARSER
     return parser
 
 
 def _configuration(base: str) -> Path | None:
     """Return the `config.json` of a model, from its folder or from the hub's cache; `None` if there is none."""
-    here = Path(base) / "config.json"
-    if here.exists():
-        return here
+    in_folder = Path(base) / "config.json"
+    if in_folder.exists():
+        return in_folder
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:  # an installation that serves no models

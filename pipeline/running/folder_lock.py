@@ -18,6 +18,7 @@ from pipeline.config import ConfigError
 from pipeline.files import try_lock
 
 _UP, _NATS = "up.lock", "nats.lock"
+"""The files that are locked: against another installation, and against another NATS server of `journeywork exec`."""
 
 
 class InstallationInUseError(ConfigError):
@@ -33,25 +34,26 @@ def make_private(run_dir: Path) -> None:
         raise ConfigError(f"run_dir: {run_dir} can't be used: {error.strerror}") from error
 
 
-def share(run_dir: Path) -> int:
+def lock_shared(run_dir: Path) -> int:
     """Lock the run directory against `journeywork up`, until the returned file descriptor is closed here and in
     every child that inherits it. Several processes may share the lock. Raises `InstallationInUseError` if `up` runs
     there, or children of a killed one."""
     return _lock(run_dir, _UP, fcntl.LOCK_SH)
 
 
-def for_server(run_dir: Path, server: str) -> None:
-    """As `share`, until this process and the server that it becomes end. A NATS server has the directory's log to
-    itself, several vLLM servers may use one directory. Raises `InstallationInUseError`."""
-    os.set_inheritable(share(run_dir), True)
+def lock_for_server(run_dir: Path, server: str) -> None:
+    """Lock the run directory against `journeywork up`, until this process ends, also as the `server` (`nats` or `vllm`)
+    that it becomes by `exec`. Several vLLM servers may share a directory, but only one NATS server. Raises
+    `InstallationInUseError`."""
+    os.set_inheritable(lock_shared(run_dir), True)
     if server == "nats":
         os.set_inheritable(_lock(run_dir, _NATS, fcntl.LOCK_EX, "journeywork exec nats"), True)
 
 
 @contextmanager
-def hold(run_dir: Path, command: str = "journeywork up") -> Iterator[int]:
-    """Lock the run directory for one `journeywork up` or another `command`. Yields a file descriptor that every child
-    must inherit. Raises `InstallationInUseError` if another process uses the directory."""
+def lock_exclusively(run_dir: Path, command: str = "journeywork up") -> Iterator[int]:
+    """Lock the run directory against all others within the block. `command` is named in their errors. Yields a file
+    descriptor that every child must inherit. Raises `InstallationInUseError` if another process uses the directory."""
     lock = _lock(run_dir, _UP, fcntl.LOCK_EX, command)
     try:
         yield lock
@@ -59,21 +61,23 @@ def hold(run_dir: Path, command: str = "journeywork up") -> Iterator[int]:
         os.close(lock)
 
 
-def _lock(run_dir: Path, name: str, how: int, command: str = "") -> int:
-    """Lock a file. `command` is what those are told that are refused. Raises `ConfigError`."""
+def _lock(run_dir: Path, name: str, lock_type: int, command: str = "") -> int:
+    """Lock the file `name` of the run directory and return its file descriptor. `lock_type`: `fcntl.LOCK_SH` or
+    `LOCK_EX`. `command`: who has the lock, for the error of those that are refused; an exclusive lock writes it into
+    the file. Raises `ConfigError`, and `InstallationInUseError` if another process has the lock."""
     path = run_dir / name
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ConfigError(f"run_dir: {path} can't be written: {error.strerror}") from error
-    if not try_lock(fd, how):
+    if not try_lock(fd, lock_type):
         shared = try_lock(fd, fcntl.LOCK_SH)
         holder = "journeywork prepare or a server of journeywork exec" if shared else os.pread(fd, 100, 0).decode()
         os.close(fd)
         raise InstallationInUseError(
             f"{run_dir} is in use: {holder or 'journeywork up'} runs there; stop it first or choose another run_dir"
         )
-    if how == fcntl.LOCK_EX:
+    if lock_type == fcntl.LOCK_EX:
         os.truncate(fd, 0)
         os.pwrite(fd, f"{command} (process {os.getpid()}, or what it started)".encode(), 0)
     return fd

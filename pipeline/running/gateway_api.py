@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(args: argparse.Namespace) -> GatewayApi:
-    """The gateway that the arguments of `add_arguments` name. Raises `ConfigError` where they name none."""
+    """Return the gateway that the arguments of `add_arguments` name, with an operator's key. Raises `ConfigError` if
+    they name none, or an installation that does not run one."""
     url = args.url or ("" if args.run_dir else os.environ.get(URL_VARIABLE, ""))
     folder: Path | None = None
     if not url:
@@ -66,12 +67,13 @@ def connect(args: argparse.Namespace) -> GatewayApi:
 
 
 def say_what_is_awaited(*versions: str) -> None:
-    """Tell the terminal why the next answer may take a minute: a decision loads the versions that it names."""
+    """Write to standard error that the next request waits for `versions`, which may take a minute: a decision about a
+    version is answered once inference servers have loaded it."""
     sys.stderr.write(visible(f"waiting until inference servers hold {' and '.join(versions)}\n"))
 
 
 class GatewayApi:
-    """One gateway."""
+    """Sends requests to one gateway."""
 
     def __init__(self, url: str, key: str = "") -> None:
         """`key` is empty for a gateway without keys. Raises `ConfigError` for an address that is none."""
@@ -81,8 +83,8 @@ class GatewayApi:
         self.key = key
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request; returns the JSON object of the answer. Raises `GatewayError`, with the gateway's message if
-        there is one."""
+        """Send a request and return the JSON object of the answer. `path` begins with a slash; `body` is sent as JSON.
+        Raises `GatewayError`, with the gateway's message if there is one."""
         try:
             # The environment's proxies are for the internet, not for the gateway.
             with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:

@@ -15,6 +15,7 @@ from pipeline.running.state import STATE, read_state
 
 SETTINGS = "config.toml"
 _SIGNS = (SETTINGS, STATE, "store", "store/*")
+"""Glob patterns of the files by which a folder is taken for an installation."""
 
 
 def find_installation(run_dir: str | Path | None = None) -> Path:
@@ -33,7 +34,7 @@ def find_installation(run_dir: str | Path | None = None) -> Path:
 
 
 def installations_under(root: Path) -> list[Path]:
-    """Return the installations in a folder, the newest last. The history of one may be elsewhere, in object storage."""
+    """Return the folders in `root` that are installations, the one whose files changed last at the end."""
     return [folder for changed, folder in sorted((_last_change(f), f) for f in root.glob("*/")) if changed]
 
 
@@ -46,11 +47,11 @@ def installation_settings(
 ) -> Config:
     """Return the settings of an installation, with the address of its log in `nats.url`; empty if none is known.
 
-    `sections`: the tables that the command needs. An installation of another version, whose other settings have changed
-    their names since, can be read then. Empty: all. The settings come from `file` if it is given, else from its own.
-    The address is that of the overrides, else that of `file`, else that of the server that `journeywork up` started for
-    it, else that of its own settings; an empty one counts as none. If that server is stopped, there is none. Raises
-    `ConfigError`."""
+    `run_dir`: as in `find_installation`. `file`: settings to use in place of the installation's own. `sections`: the
+    tables that the command needs, empty for all; the other tables may then hold settings of another version.
+
+    The address is the first that is not empty: that of `overrides`, of `file`, of the server that `journeywork up`
+    started (none, if it was stopped), of the installation's own settings. Raises `ConfigError`."""
     source: str | Path | None = file
     folder = None
     if not file or run_dir:
@@ -64,14 +65,16 @@ def installation_settings(
     config = load(source, overrides, sections=sections)
     if folder:
         config = config.replace(run_dir=str(folder))
-    named = config if file else load(source, ["nats.url=", *overrides], sections=sections)
-    if not named.nats.url and (state := read_state(Path(config.run_dir))) is not None:
+    # The installation's own settings come after the server that was started: their address is emptied for this test.
+    with_given_address = config if file else load(source, ["nats.url=", *overrides], sections=sections)
+    if not with_given_address.nats.url and (state := read_state(Path(config.run_dir))) is not None:
         config = config.replace(nats=config.nats.replace(url=state.url("nats")))
     return config
 
 
 def log_of(config: Config) -> NatsConfig:
-    """Return how to reach the log of `installation_settings`. Raises `ConfigError` if its address is not known."""
+    """Return `[nats]` of the result of `installation_settings`. Raises `ConfigError` if the log's address is not
+    known."""
     if not config.nats.url:
         raise ConfigError(
             f"{config.run_dir}: the address of its log is not known, or its log is stopped. "
@@ -82,16 +85,16 @@ def log_of(config: Config) -> NatsConfig:
 
 def require_same_bases(config: Config) -> None:
     """Raise `ConfigError` if a model has checkpoints in the run directory and its base is another model than at the
-    last start. The trainer compares the weights, too, but only when it has loaded them."""
+    last start, by the bases' `config.json`. The trainer compares weights, but only when it has loaded them."""
     file = config.path(SETTINGS)
     if not file.is_file():
         return
     before = {m.name: m.base for m in load(file, sections=("models",)).models}
     for i, model in enumerate(config.models):
         old, new = (Path(base, "config.json") for base in (before.get(model.name, ""), model.base))
-        trained = config.path(config.trainer.checkpoints, config.project, config.trainer.branch, model.name)
-        other = old.is_file() and new.is_file() and old.read_bytes() != new.read_bytes()
-        if other and any(trained.glob("step-*")):
+        checkpoints = config.path(config.trainer.checkpoints, config.project, config.trainer.branch, model.name)
+        differs = old.is_file() and new.is_file() and old.read_bytes() != new.read_bytes()
+        if differs and any(checkpoints.glob("step-*")):
             raise ConfigError(
                 f"models.{i}.base: {model.name} was trained on {before[model.name]}, and {model.base} is another "
                 "model: name that one, or give this model another name or --run-dir, where it begins at step 0"

@@ -35,8 +35,8 @@ MIN_FREE_BYTES = 4 * 1024 * 1024
 
 
 async def until_silent(fd: int, deadline_s: float) -> str:
-    """Return, with the reason, when no heartbeat has come through `fd` for `deadline_s` seconds. Never returns after
-    the pipe is closed: the process ended, which the supervisor sees by its exit."""
+    """Wait until no heartbeat has come through the pipe `fd` for `deadline_s` seconds, and return that as a sentence.
+    Never returns once the pipe is closed: the process has ended, and the supervisor sees its exit."""
     while True:
         with anyio.move_on_after(deadline_s):
             await anyio.wait_readable(fd)
@@ -49,8 +49,9 @@ async def until_silent(fd: int, deadline_s: float) -> str:
 
 
 async def until_unhealthy(url: str, settings: SupervisorConfig) -> str:
-    """Return, with the reason, when `url` has failed for `settings.deadline_s` seconds."""
-    since = None
+    """Wait until `url` has not answered with status 200 for `settings.deadline_s` seconds, and return why as a
+    sentence."""
+    failing_since = None
     async with httpx.AsyncClient(timeout=settings.deadline_s, trust_env=False) as client:
         while True:
             began = anyio.current_time()
@@ -60,10 +61,10 @@ async def until_unhealthy(url: str, settings: SupervisorConfig) -> str:
             except httpx.TransportError as error:
                 reason = f"{url} did not answer: {str(error) or type(error).__name__}"
             if not reason:
-                since = None
-            elif since is None:
-                since = began
-            elif anyio.current_time() - since >= settings.deadline_s:
+                failing_since = None
+            elif failing_since is None:
+                failing_since = began
+            elif anyio.current_time() - failing_since >= settings.deadline_s:
                 return reason
             await anyio.sleep(settings.probe_every_s)
 
@@ -74,9 +75,9 @@ class LogProbe:
     def __init__(self, config: Config) -> None:
         self._config, self._settings = config, config.supervisor
         self._folder = config.path("nats")
-        self._seen: set[str] = set()
-        """Streams that existed once. Only they can be missing."""
-        self._present: dict[str, str] = {}
+        self._provisioned: set[str] = set()
+        """Streams that have existed. One that has not is no fault: the log is being provisioned."""
+        self._alarms: dict[str, str] = {}
         """The present alarms, by what they are about."""
         self.checked = anyio.Event()
         """Set when the log was checked for the first time."""
@@ -84,62 +85,67 @@ class LogProbe:
     @property
     def alarms(self) -> tuple[str, ...]:
         """The present alarms for the operator."""
-        return tuple(self._present.values())
+        return tuple(self._alarms.values())
 
-    async def watch(self, lost: Callable[[str], Awaitable[None]]) -> None:
-        """Check the log every `supervisor.probe_every_s` and keep `alarms` up to date. When a stream has accepted no
-        write for `supervisor.deadline_s`, or the log can't be reached, call `lost` with the reason. Never returns."""
+    async def watch(self, on_failure: Callable[[str], Awaitable[None]]) -> None:
+        """Check the log every `supervisor.probe_every_s` and keep `alarms` up to date. Call `on_failure` with the
+        reason when a stream has accepted no write for `supervisor.deadline_s`, or the log can't be reached. Never
+        returns."""
         while True:
             try:
                 async with Broker.connect(self._config.nats, name="supervisor", provision=False) as broker:
-                    await self._watch(broker, lost)
+                    await self._watch(broker, on_failure)
             except BrokerError as error:
                 self.checked.set()
-                await lost(str(error))
+                await on_failure(str(error))
                 await anyio.sleep(self._settings.probe_every_s)
 
-    async def _watch(self, broker: Broker, lost: Callable[[str], Awaitable[None]]) -> None:
-        """Check the log over one connection, until that breaks. While the disk is full a restart would not help, so
-        `lost` is called when there is room again."""
-        since: float | None = None  # when writes began to fail
+    async def _watch(self, broker: Broker, on_failure: Callable[[str], Awaitable[None]]) -> None:
+        """Check the log as `watch` does, over one connection, until that breaks. While the disk is full a restart would
+        not help, so `on_failure` is called when there is room again."""
+        failing_since: float | None = None
         was_full = False
         while True:
             began = anyio.current_time()
-            reason, at_limit = await self._write(broker)
+            reason, at_limit = await self._write_to_streams(broker)
             self._update_alarms(reason, at_limit)
             self.checked.set()
             if not reason:
-                since = None
-            elif since is None:
-                since = began
+                failing_since = None
+            elif failing_since is None:
+                failing_since = began
             if self._disk_is_full():
-                if since is not None and not was_full:
+                if failing_since is not None and not was_full:
                     logger.error(
                         "the log accepts no writes and its disk is full: make room, then it is restarted",
                         folder=str(self._folder),
                     )
                 was_full = True
-            elif was_full or (since is not None and anyio.current_time() - since >= self._settings.deadline_s):
+            elif was_full or (
+                failing_since is not None and anyio.current_time() - failing_since >= self._settings.deadline_s
+            ):
                 # After a full disk any stream or bucket may be frozen, also one that is not probed.
-                await lost(reason or "its disk was full, and what met that takes no writes")
-                since, was_full = None, False
+                await on_failure(reason or "its disk was full, and what met that takes no writes")
+                failing_since, was_full = None, False
             await anyio.sleep(self._settings.probe_every_s)
 
-    async def _write(self, broker: Broker) -> tuple[str, dict[str, str]]:
-        """Write a message to every stream. Return why one did not accept it, or an empty string, and the alarms about
-        streams that are at a limit, by what they are about."""
+    async def _write_to_streams(self, broker: Broker) -> tuple[str, dict[str, str]]:
+        """Write a message to every stream. Return two things: why streams did not accept it (empty if all did, or a
+        restart would not help), and the alarms about streams that are at a limit, by what they are about."""
         reasons: list[str] = []
         at_limit: dict[str, str] = {}
 
         async def write(name: str) -> None:
+            """Write to one stream; add what is wrong with it to `reasons` or `at_limit`."""
             refusal = await health.probe(broker, name, self._settings.deadline_s)
-            kind = refusal.kind if refusal is not None else "taken"
-            if kind == "missing" and name not in self._seen:
-                return  # it is not provisioned yet
-            self._seen.add(name)
-            if refusal is not None and kind == "at_limit":
+            if refusal is not None and refusal.kind == "missing" and name not in self._provisioned:
+                return
+            self._provisioned.add(name)
+            if refusal is None or refusal.kind == "refused":  # a restart does not change what the server answers
+                return
+            if refusal.kind == "at_limit":
                 at_limit[f"{name} at its limit"] = refusal.reason
-            elif refusal is not None and kind != "refused":  # a restart does not change what the server answers
+            else:
                 reasons.append(refusal.reason)
 
         async with anyio.create_task_group() as tg:
@@ -148,7 +154,8 @@ class LogProbe:
         return "; ".join(sorted(reasons)), at_limit
 
     def _update_alarms(self, reason: str, at_limit: dict[str, str]) -> None:
-        """Find the present alarms and log those that begin or end. `reason`: why writes fail."""
+        """Replace the present alarms, and log those that begin or end. `reason` and `at_limit`: as `_write_to_streams`
+        returns them."""
         present = {"the log": f"the log takes no writes: {reason}"} if reason else {}
         if self._folder.exists():
             disk = health.disk_fill(self._folder)
@@ -158,11 +165,11 @@ class LogProbe:
                     "or the log stops"
                 )
         present |= at_limit
-        for about in present.keys() - self._present.keys():
+        for about in present.keys() - self._alarms.keys():
             logger.error("alarm", detail=present[about])
-        for about in self._present.keys() - present.keys():
-            logger.info("alarm over", detail=self._present[about])
-        self._present = present
+        for about in self._alarms.keys() - present.keys():
+            logger.info("alarm over", detail=self._alarms[about])
+        self._alarms = present
 
     def _disk_is_full(self) -> bool:
         """Return whether the disk of the log is full. False if it is on another machine and not known."""

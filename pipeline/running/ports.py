@@ -21,6 +21,7 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def http_url(host: str, port: int) -> str:
+    """Return the URL of an HTTP server on an address, without a path."""
     return f"http://{host_and_port(host, port)}"
 
 
@@ -35,9 +36,9 @@ def free_port(host: str = LOOPBACK, preferred: int = 0) -> int:
     # 0 lets the system choose; an error then is one of the host's name, and no other port would do.
     for port in (*([preferred] if preferred else []), *_random.sample(_RANGE, 100), 0):
         with suppress(OSError) if port else nullcontext(), _listener(host, port) as probe:
-            if (found := int(probe.getsockname()[1])) not in _returned:
-                _returned.add(found)
-                return found
+            if (free := int(probe.getsockname()[1])) not in _returned:
+                _returned.add(free)
+                return free
     return free_port(host)  # the system chose one that was returned before
 
 
@@ -50,11 +51,11 @@ def check_ports(config: Config, processes: Iterable[str]) -> None:
         "gateway": (config.gateway.host, config.gateway.port),
         "ui": (config.ui.host, config.ui.port),
     }
-    with ExitStack() as opened:  # until all are: two processes may have the same port
+    with ExitStack() as listeners:  # all are kept open to the end, to find two processes with the same port
         for name in (process for process in processes if process in addresses):
             host, port = addresses[name]
             try:
-                opened.enter_context(_listener(host, port))
+                listeners.enter_context(_listener(host, port))
             except OSError as error:
                 raise ConfigError(
                     f"{name}.port: {name} can't listen on port {port} of {host}: {error.strerror}. End the program "

@@ -19,22 +19,23 @@ from pipeline.running.ports import free_port
 
 _SHARED_GPU = 0.9
 """Share of a GPU's memory that inference server and trainer use together."""
-_BY_TURNS = 0.85
-"""Share that each of them may use in its turn, with `vllm.sleep`. The rest is for what both keep all the time, such as
-CUDA's contexts and the trainer's adapter."""
+_GPU_IN_TURNS = 0.85
+"""Share that each of them may use while the other one sleeps (`vllm.sleep`). The rest is for what both keep all the
+time, such as CUDA's contexts and the trainer's adapter."""
+_LEAST_TRAINER_SHARE = 0.05
+"""Share that the trainer gets where the settings give nearly all of the memory to the inference server."""
 _MEMORY_FLAG = "--gpu-memory-utilization"
 
 
 def resolve(config: Config, services: Sequence[str]) -> Config:
-    """Return the settings that every process starts with, if `journeywork up` starts `services`.
-
-    Raises `ConfigError`."""
+    """Return the settings that every process starts with, if `journeywork up` starts `services`: those of `config`,
+    with addresses, keys and limits filled in. Raises `ConfigError` if they contradict each other."""
     vllm, trainer = config.vllm, config.trainer
     if starts_vllm(config, services):
         if "trainer" in services and shares_gpu(config):
             vllm, trainer = _with_gpu_shared(config)
         vllm = _started_vllm(config, vllm)
-    ahead = max_groups_ahead(config) if "trainer" in services else config.gateway.max_groups_ahead
+    groups_ahead = max_groups_ahead(config) if "trainer" in services else config.gateway.max_groups_ahead
     port = config.gateway.port or free_port()
     ui = config.ui
     if "ui" in services and ui.enabled and ui.port in (0, UiConfig().port):  # another dashboard may have the default
@@ -43,7 +44,7 @@ def resolve(config: Config, services: Sequence[str]) -> Config:
         nats=config.nats if config.nats.url else _started_nats(config),
         vllm=vllm,
         trainer=trainer,
-        gateway=config.gateway.replace(port=port, max_groups_ahead=ahead),
+        gateway=config.gateway.replace(port=port, max_groups_ahead=groups_ahead),
         ui=ui,
         signing=_signing(config, services),
     )
@@ -52,7 +53,8 @@ def resolve(config: Config, services: Sequence[str]) -> Config:
 
 
 def starts_vllm(config: Config, services: Sequence[str]) -> bool:
-    """Return whether an inference server is started here. It never runs without its agent, the sampler."""
+    """Return whether `journeywork up` starts an inference server: if the settings name none that runs already, and the
+    sampler, its agent, is started too."""
     return not config.vllm.urls and "sampler" in services
 
 
@@ -80,8 +82,9 @@ def _started_vllm(config: Config, vllm: VllmConfig) -> VllmConfig:
 
 
 def _signing(config: Config, services: Sequence[str]) -> SigningConfig:
-    """Return `[signing]` with the trainer's key. Without a trainer here and without keys of one elsewhere, nothing is
-    served but what a later trainer here signs."""
+    """Return `[signing]` with the file of the trainer's key. Unchanged if the settings name one, or if the trainer runs
+    elsewhere and they name its public key."""
+    # Without any trainer the key is made all the same: otherwise unsigned checkpoints would be served.
     if config.signing.seed or ("trainer" not in services and config.signing.keys):
         return config.signing
     return config.signing.replace(seed=str(config.path("keys", "checkpoints.nk").absolute()))
@@ -103,30 +106,30 @@ def shares_gpu(config: Config) -> bool:
     if vllm_device(config) != "cuda":
         return False
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    inference = config.vllm.env.get("CUDA_VISIBLE_DEVICES", visible)
+    inference_gpus = config.vllm.env.get("CUDA_VISIBLE_DEVICES", visible)
     # Without the variable a process sees every GPU. The trainer uses the first ones that it sees.
     processes = config.trainer.processes
-    trainers = (visible.split(",") if visible else [str(i) for i in range(processes)])[:processes]
-    return not inference or not set(trainers).isdisjoint(inference.split(","))
+    trainer_gpus = (visible.split(",") if visible else [str(i) for i in range(processes)])[:processes]
+    return not inference_gpus or not set(trainer_gpus).isdisjoint(inference_gpus.split(","))
 
 
 def _with_gpu_shared(config: Config) -> tuple[VllmConfig, TrainerConfig]:
-    """Return `[vllm]` and `[trainer]` with the GPU's memory divided between inference server and trainer, unless the
-    settings divide it."""
+    """Return `[vllm]` and `[trainer]` with the GPU's memory divided between inference server and trainer. A share that
+    the settings give one of them stays. Raises `ConfigError` if nothing is left to the inference server."""
     memory = config.trainer.memory
-    given = config.vllm.flags.get(_MEMORY_FLAG, "")
+    flag_value = config.vllm.flags.get(_MEMORY_FLAG, "")
     try:
-        inference = float(given) if given else _SHARED_GPU / 2
+        inference = float(flag_value) if flag_value else _SHARED_GPU / 2
     except ValueError as error:
-        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {given} is not a number") from error
+        raise ConfigError(f"vllm.args: {_MEMORY_FLAG} {flag_value} is not a number") from error
     if config.vllm.sleep:
-        trainer, inference = memory.gpu_share or _BY_TURNS, _BY_TURNS
+        trainer, inference = memory.gpu_share or _GPU_IN_TURNS, _GPU_IN_TURNS
     else:
-        trainer = memory.gpu_share or round(max(_SHARED_GPU - inference, 0.05), 6)
+        trainer = memory.gpu_share or round(max(_SHARED_GPU - inference, _LEAST_TRAINER_SHARE), 6)
         inference = round(_SHARED_GPU - trainer, 6)
-    if not given and inference <= 0:
+    if not flag_value and inference <= 0:
         raise ConfigError(f"trainer.memory.gpu_share: {trainer} leaves no memory of the GPU to the inference server")
-    flag = () if given else (_MEMORY_FLAG, f"{inference:g}")
+    flag = () if flag_value else (_MEMORY_FLAG, f"{inference:g}")
     return (
         config.vllm.replace(args=(*config.vllm.args, *flag)),
         config.trainer.replace(memory=memory.replace(gpu_share=trainer)),
@@ -134,15 +137,16 @@ def _with_gpu_shared(config: Config) -> tuple[VllmConfig, TrainerConfig]:
 
 
 def log_bytes(folder: Path) -> int:
-    """Return the byte limit of the log in `folder`: half of the free space, counting the log's present size as free."""
+    """Return the byte limit of the log in `folder`, which need not exist yet: half of the disk's free space, counting
+    the log's present size as free."""
     log_size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    return (shutil.disk_usage(there).free + log_size) // 2
+    existing_folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    return (shutil.disk_usage(existing_folder).free + log_size) // 2
 
 
 def max_groups_ahead(config: Config) -> int | Literal["auto"]:
     """Return `gateway.max_groups_ahead`; if it is `auto`, as many groups as the trainer trains before the newest of
-    them is stale. No limit if `trainer.max_steps` ends the training, because groups stay untrained then."""
+    them is stale. 0 (no limit) if `trainer.max_steps` ends the training: groups that stay untrained would fill it."""
     if config.gateway.max_groups_ahead != "auto":
         return config.gateway.max_groups_ahead
     trainers = [config.trainer_of(model) for model in config.models]

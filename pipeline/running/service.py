@@ -45,14 +45,15 @@ class _Report:
         self._ready = anyio.Event()
 
     def __call__(self, **facts: str | int | float) -> None:
+        """Report readiness with `facts`, once, and log each call."""
         if self._fd is not None and not self._ready.is_set():
             os.write(self._fd, msgspec.json.encode({"ready": True, **facts}) + b"\n")
         self._ready.set()
         logs.get_logger("pipeline.running.service").info("ready", **facts)
 
     async def beat(self) -> None:
-        """Write a byte every `BEAT_S` after readiness. If the event loop hangs, the bytes stop. Returns if the pipe
-        has no reader."""
+        """Write a byte to the pipe every `BEAT_S` after readiness, as long as the event loop runs. Returns if there is
+        no pipe, or nobody reads it any more."""
         await self._ready.wait()
         if self._fd is None:
             return
@@ -92,8 +93,9 @@ async def _run(serve: Serve, config: Config, args: argparse.Namespace) -> None:
 
 
 def main(name: str, serve: Serve, check: Callable[[Config], None] = lambda config: None) -> None:
-    """Run `check`, which raises `ConfigError` for settings with which the service can't work, then, unless `--check` is
-    given, `serve` in this process. Exits 0 when stopped, 2 if settings can't be used, 1 on a crash."""
+    """Run the service module `name` by the arguments of this process: read the settings, run `check`, then `serve`, or
+    with `--check` nothing more. `check` raises `ConfigError` for settings with which the service can't work. Exits 0
+    when stopped, 2 if settings can't be used, 1 on a crash."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
     parser.add_argument("--config", required=True, help="TOML settings")
     add_overrides(parser)

@@ -13,13 +13,15 @@ STATE = "state.json"
 
 
 class ProcessState(msgspec.Struct, kw_only=True):
-    """A process."""
+    """A process of an installation, as the supervisor last knew it."""
 
     pid: int = 0
     since: str = ""
-    """When it began (`process_start`): another process may have its id later. Empty: it did not run any more."""
+    """When it began (`process_start`), by which another process with the same id is told from it. Empty: it had ended
+    when the file was written."""
     state: str = ""
-    """As `pipeline.running.supervisor` has it. `gone`, which no file holds: it died with the supervisor."""
+    """One of the states of `pipeline.running.supervisor.Watched`. `read_state` adds `gone`: the process died with the
+    supervisor, which could not write that."""
     restarts: int = 0
 
 
@@ -77,14 +79,15 @@ def write_state(run_dir: Path, state: RunState) -> None:
 
 
 def process_start(pid: int) -> str:
-    """Return the boot of this machine and the clock tick of it at which process `pid` began; empty if none runs. No
-    other process has both."""
+    """Return the id of this machine's boot and the clock tick since then at which process `pid` began; empty if no such
+    process runs. Together they identify the process: no other one has both."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     except OSError:
         return ""
-    return "" if fields[0] == "Z" else f"{boot} {fields[19]}"
+    state, start_tick = fields[0], fields[19]  # proc(5): fields 3 and 22; those before stand in front of the ")"
+    return "" if state == "Z" else f"{boot} {start_tick}"
 
 
 def _is_alive(process: ProcessState | RunState) -> bool:

@@ -40,8 +40,11 @@ BACKOFF_RESETS_AFTER_S = 60.0
 GIVE_UP_AFTER = 5
 """Failed starts in a row after which a process that never worked ends the installation."""
 PROBE_EVERY_S = 0.1
+"""Time between two checks whether a server that is starting answers, or whether the store has caught up."""
 TRIM_EVERY_S = 10.0
+"""Time between two checks of the memory of the log's server."""
 DRAIN_S = 60.0
+"""Longest time that the stop waits for the store to write the log's remaining events."""
 STOP_ORDER = ("ui", "gateway", "sampler", "judge", "trainer", "telemetry", "store", "vllm", "nats")
 
 
@@ -115,6 +118,7 @@ class Supervisor:
                 tg.start_soon(self._keep_running, watched)
 
             async def announce() -> None:
+                """Report `started` once all processes are ready and the log was checked."""
                 for watched in self.watched.values():
                     await watched.ready.wait()
                 if self.config.nats.url:
@@ -132,10 +136,10 @@ class Supervisor:
     # -- one process ---------------------------------------------------------------------------------------------
 
     async def _keep_running(self, watched: Watched) -> None:
-        """Run a process until it is to stop, again after a backoff when it ended.
+        """Start a process, and start it again after a growing pause whenever it ends, until it is to stop.
 
         Raises `SupervisorError` if it was never ready: after `GIVE_UP_AFTER` starts, or after one that ends with 2, the
-        status for settings that can't be used (`exit_on_error`). One that was ready is always restarted."""
+        status for settings that can't be used. A process that was ready once is always restarted."""
         backoff, failures = Backoff(BACKOFF_FIRST_S, BACKOFF_MAX_S), 0
         for name in watched.spec.needs:
             await self.watched[name].ready.wait()
@@ -154,27 +158,28 @@ class Supervisor:
                 raise SupervisorError(self._why_it_does_not_start(watched, code))
             if time.monotonic() - began > BACKOFF_RESETS_AFTER_S:
                 backoff.reset()
-            self._change(watched, "backoff")
+            self._set_state(watched, "backoff")
             await backoff.wait()
             watched.restarts += 1
 
     async def _run_once(self, watched: Watched) -> int:
-        """Start a process, watch it, and return its exit status when it ended. Nothing that it started is left then."""
+        """Start a process, kill it if it hangs, and return its exit status when it has ended. Processes that it started
+        are killed too."""
         spec = watched.spec
         if spec.prepare is not None:
             spec.prepare()
         # The fault handler is there before the imports, which may hang too (`_await_start`).
         env = spec.environment(self.config) | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-        with (self._logs / f"{spec.name}.log").open("ab") as sink:
-            watched.log_begin = sink.tell()
+        with (self._logs / f"{spec.name}.log").open("ab") as log:
+            watched.log_begin = log.tell()
             process, read_end = await child.launch(
-                spec.argv, env=env, sink=sink, handles=self._inherit, reports=not spec.probe
+                spec.argv, env=env, output=log, inherited_fds=self._inherit, is_service=not spec.probe
             )
         watched.process, watched.pid = process, process.pid
         try:
             if watched.stopping.is_set():
-                return -signal.SIGKILL  # `_stop` did not wait for it, as it was being launched
-            self._change(watched, "starting")
+                return -signal.SIGKILL  # `_stop` was called during the launch and could not wait; `finally` kills it
+            self._set_state(watched, "starting")
             async with anyio.create_task_group() as tg:
                 tg.start_soon(self._watch, watched, read_end)
                 code = await process.wait()
@@ -191,7 +196,8 @@ class Supervisor:
     # -- liveness (`pipeline.running.liveness`) ---------------------------------------------------------------------
 
     async def _watch(self, watched: Watched, fd: int) -> None:
-        """Kill a process that does not become ready, or does not respond afterwards."""
+        """Kill a process that does not become ready, or does not respond afterwards. `fd`: the pipe on which a service
+        reports."""
         await self._await_start(watched, fd)
         probe = watched.spec.probe
         if probe.startswith("tcp://"):
@@ -202,12 +208,13 @@ class Supervisor:
             await self._kill_hanging(watched, await liveness.until_silent(fd, self.config.supervisor.deadline_s))
 
     async def _watch_log(self) -> None:
-        """Restart the log's server when it accepts no writes, if the supervisor started it."""
+        """Check by writes that the log's server works, until cancelled. Restart it when it accepts none, if the
+        supervisor started it; in any case keep `alarms` up to date."""
         watched = self.watched.get("nats")
         if watched is not None:
             await watched.ready.wait()
 
-        async def lost(reason: str) -> None:
+        async def restart_server(reason: str) -> None:
             if watched is not None and watched.state == "ready":
                 await self._kill_hanging(watched, reason)
 
@@ -215,7 +222,7 @@ class Supervisor:
             self._probing = tg.cancel_scope
             if self.config.nats.max_memory:
                 tg.start_soon(self._bound_memory)
-            await self._log_probe.watch(lost)
+            await self._log_probe.watch(restart_server)
 
     async def _bound_memory(self) -> None:
         """Delete the oldest events while the log's server needs more memory than `nats.max_memory`."""
@@ -230,35 +237,36 @@ class Supervisor:
             await anyio.sleep(TRIM_EVERY_S)
 
     async def _kill_hanging(self, watched: Watched, reason: str) -> None:
-        """Kill a process that hangs; `_keep_running` starts it again."""
+        """Kill a process that hangs and log the `reason`; `_keep_running` starts it again."""
         process = watched.process
         if process is None or watched.stopping.is_set():
             return
         logger.error("process does not respond; killing it", process=watched.spec.name, reason=reason)
-        self._change(watched, "failed")
+        self._set_state(watched, "failed")
         if watched.spec.name != "nats":  # a Python process writes the stacks of its threads to its log
             await child.abort(process)
         _kill_group(process.pid)
 
     async def _await_start(self, watched: Watched, fd: int) -> None:
-        """Wait until the process is ready, or ended. Kill it after `start_timeout_s`."""
+        """Wait until the process is ready or has ended. Kill it if it is not ready after `start_timeout_s`. `fd`: the
+        pipe on which a service reports."""
         spec = watched.spec
         with anyio.move_on_after(spec.start_timeout_s) as bound:
             if spec.probe:
                 await _until_it_answers(spec.probe)
                 if spec.name == "nats":
                     await self._provision(watched.ever_ready)
-            elif not await child.is_ready(fd):
+            elif not await child.wait_until_ready(fd):
                 return  # the process ended
             watched.ever_ready = True
-            self._change(watched, "ready")
+            self._set_state(watched, "ready")
             watched.ready.set()
         if bound.cancelled_caught:
             await self._kill_hanging(watched, f"it was not ready after {spec.start_timeout_s:g} s")
 
-    async def _provision(self, restarted: bool) -> None:
+    async def _provision(self, was_provisioned: bool) -> None:
         """Create streams, consumers and buckets, as the operator: the services' NATS users may not. Retries until the
-        log answers; a server that is `restarted` has taken the same settings before, so a refusal is repeated too."""
+        log answers. Raises `BrokerError` if it refuses them, unless it accepted them before (`was_provisioned`)."""
         settings, backoff = msgspec.structs.replace(self.config.nats, provision=True), Backoff()
         while True:
             try:
@@ -266,14 +274,14 @@ class Supervisor:
                     await broker.provision_consumer(streams.trainer_consumer(self.config.trainer.branch))
                     return
             except BrokerError as error:
-                # What the server took before, it refuses for want of space, and takes when there is some.
-                if not isinstance(error, BrokerUnavailableError) and not restarted:
+                # A server that accepted the same settings before refuses them while its disk is full.
+                if not isinstance(error, BrokerUnavailableError) and not was_provisioned:
                     raise
                 logger.warning("the log is not provisioned yet; trying again", exc=error)
             await backoff.wait()
 
     def _why_it_does_not_start(self, watched: Watched, code: int) -> str:
-        """Return the end of a process's log, with its exit status."""
+        """Return the message of the error that a process does not start: its exit status and the end of its log."""
         path = self._logs / f"{watched.spec.name}.log"
         tail = path.read_text("utf-8", "replace").splitlines()[-15:] if path.exists() else []
         return f"{watched.spec.name} does not start (exit code {code}); {path} ends:\n" + "\n".join(tail)
@@ -293,7 +301,7 @@ class Supervisor:
     async def _stop(self, watched: Watched) -> None:
         """Stop a process for good: by SIGTERM, and after `stop_grace_s` by SIGKILL."""
         watched.stopping.set()
-        self._change(watched, "stopping")
+        self._set_state(watched, "stopping")
         process = watched.process
         if process is not None and process.returncode is None:
             process.terminate()
@@ -301,7 +309,7 @@ class Supervisor:
                 await process.wait()
             _kill_group(process.pid)
             await process.wait()
-        self._change(watched, "stopped")
+        self._set_state(watched, "stopped")
 
     async def _drain_store(self) -> None:
         """Wait until the store has written every event of the log, or the wait times out."""
@@ -319,9 +327,9 @@ class Supervisor:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def _change(self, watched: Watched, state: str) -> None:
-        """Give a process a new state: write it to `state.json` and tell `on_change`. With `ready` and `backoff` come
-        the errors of this start in its log; without any, `backoff` comes with the log's last line."""
+    def _set_state(self, watched: Watched, state: str) -> None:
+        """Give a process a new state, write it to `state.json` and call `on_change`. For `ready` and `backoff`, set
+        `errors` to the errors that it logged since its start; if there are none, for `backoff` to its last line."""
         watched.state = state
         watched.errors = ()
         if state in ("ready", "backoff"):
@@ -357,7 +365,7 @@ class Supervisor:
             alarms=self.alarms,
             services=processes,
         )
-        if state == self._written:  # the file's time tells which run changed last
+        if state == self._written:  # `find_installation` takes the file's time for that of the last change
             return
         try:
             write_state(self._run_dir, state)
@@ -367,7 +375,7 @@ class Supervisor:
             logger.error("state.json was not written; it is tried again", error=str(error))
 
     async def _rewrite_state(self) -> None:
-        """Write `state.json` where it changed, until cancelled: alarms do, and a write may have failed."""
+        """Write `state.json` again at intervals, until cancelled: alarms may have changed, or a write have failed."""
         while True:
             await anyio.sleep(self.config.supervisor.probe_every_s)
             self._write_state()
@@ -394,7 +402,7 @@ async def _until_it_answers(probe: str) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill the process `pid` and all that it started: it leads a process group."""
+    """Kill the process group that the process `pid` leads: itself and what it started. Does nothing if it is gone."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -31,12 +31,13 @@ class RequireKey:
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
-        """Pass a request on if it has the key or needs none; else answer 401. Keys are compared in constant time."""
+        """Pass a request on to vLLM if it has the key or needs none; else answer 401, or close a websocket. Keys are
+        compared in constant time."""
         if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN:
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if hmac.compare_digest(given, self._expected):
+        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if hmac.compare_digest(authorization, self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

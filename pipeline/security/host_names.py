@@ -36,6 +36,6 @@ def address_of(host: str) -> Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or address is of the loopback interface."""
+    """Return whether a name or address is of the loopback interface: `localhost`, `127.0.0.0/8` or `::1`."""
     address = address_of(host)
     return host == "localhost" if address is None else address.is_loopback

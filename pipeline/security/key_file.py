@@ -39,8 +39,8 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
 
 
 def check_keys(keys: Iterable[KeyConfig]) -> tuple[KeyConfig, ...]:
-    """Return `keys`. Raises `ConfigError` for one whose hash is no SHA-256 or whose date is none, and for the hash of
-    an empty key."""
+    """Return `keys` unchanged. Raises `ConfigError` if the hash of one is no SHA-256, or that of an empty key, or its
+    date of expiry is none."""
     for key in keys:
         expires_at(key)
         if not _SHA256.fullmatch(key.sha256):

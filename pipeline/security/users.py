@@ -196,20 +196,21 @@ acknowledgement is one to `$JS.ACK…`, so nearly all rights are permissions to 
 
 def rights(user: User) -> Rights:
     """Return the NATS permissions of a user, by its row in `USERS`. It may subscribe to its own inbox only."""
-    made, denied = _rights_to_make_consumers(user)
+    allowed, denied = _rights_to_make_consumers(user)
     publish = (
         *_rights_to_write(user),
         *_rights_to_read(user),
         *_rights_to_consume(user),
         *_rights_to_fleet(user),
-        *made,
+        *allowed,
         *(_rights_to_provision() if user.provisions else ()),
     )
     return Rights(publish, denied, (f"{inbox_prefix(user.name)}.>",))
 
 
 def _rights_to_write(user: User) -> list[str]:
-    """Events, probes, timers and objects that a user publishes, and messages that it deletes."""
+    """Return the subjects to which a user may publish in order to write events, probes, timers and objects, and to
+    delete messages."""
     publish = [*user.publishes, *map(streams.alive_subject, user.probes)]
     if user.sets_timers:
         publish.append(f"{streams.TIMER_SET}.>")
@@ -226,27 +227,29 @@ def _rights_to_write(user: User) -> list[str]:
 
 
 def _rights_to_read(user: User) -> list[str]:
-    """Streams that a user reads without a consumer, and buckets whose objects it reads: those that it writes, too,
-    because a publish that is repeated first looks for what is there."""
+    """Return the subjects to which a user may publish in order to read streams without a consumer, and objects of
+    buckets. Those that it writes are among them, because a publish that is repeated looks for its first attempt."""
     streams_read = {*user.reads, *(streams.consumer(name).stream for name in user.consumes)} & {*EVENT_STREAMS}
     streams_read |= _own_letters(user)
     written = {streams.stream_of_subject(subject) for subject in user.publishes}
     buckets = {*user.fetches, *user.stores, *map(streams.claims_bucket, streams_read | written)}
-    reached = {*streams_read, *map(streams.bucket_stream, buckets), *([streams.DETECTED.name] if user.detects else [])}
+    detected = [streams.DETECTED.name] if user.detects else []
     publish = [f"{_API}STREAM.NAMES"]
-    for stream in sorted(reached):
+    for stream in sorted({*streams_read, *map(streams.bucket_stream, buckets), *detected}):
         gets = ("STREAM.INFO.{}", "STREAM.MSG.GET.{}", "DIRECT.GET.{}", "DIRECT.GET.{}.>")
         publish += [_API + get.format(stream) for get in gets]
     return publish
 
 
 def _own_letters(user: User) -> set[str]:
-    """The stream DEAD for a user that publishes dead letters in its own name, and checks first whether one exists."""
+    """Return the stream DEAD, in a set, for a user that publishes dead letters in its own name only, for which it
+    checks whether one exists; an empty set for the operator, whose rights to DEAD stand in its row."""
     return set() if user.provisions else {"DEAD"}
 
 
 def _rights_to_consume(user: User) -> list[str]:
-    """Consumers of `pipeline.streams` that a user takes messages from, and those whose lag it asks for."""
+    """Return the subjects to which a user may publish in order to take messages from consumers of `pipeline.streams`,
+    and to ask for the lag of those in `awaits`."""
     publish = [f"{_API}CONSUMER.INFO.{c.stream}.{c.name}" for c in map(streams.consumer, user.awaits)]
     for spec in map(streams.consumer, user.consumes):
         consumer = f"{spec.stream}.{spec.name}"
@@ -255,8 +258,8 @@ def _rights_to_consume(user: User) -> list[str]:
 
 
 def _rights_to_fleet(user: User) -> list[str]:
-    """Keys of the bucket `FLEET`: a user's own records (`keeps`), which others follow, and how often a message ended
-    the process that handled it (`pipeline.log.deaths`)."""
+    """Return the subjects to which a user may publish in order to write and read the bucket `FLEET`: its own records
+    (`keeps`), and how often a message ended the process that handled it (`pipeline.log.deaths`)."""
     # The consumers of branches have names that are made later: "*", which `deaths_key` puts under `deaths.branch`.
     counted = [f"{streams.deaths_key(name)}.>" for name in (*user.consumes, *("*" for _ in user.branches))]
     publish = [streams.key_subject(streams.FLEET.name, keys) for keys in (*counted, *user.keeps)]
@@ -266,8 +269,9 @@ def _rights_to_fleet(user: User) -> list[str]:
 
 
 def _rights_to_make_consumers(user: User) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what a user must be allowed, and denied, that makes consumers: ephemeral ones of the streams that it
-    follows, durable ones for its branches. Those of `pipeline.streams` that are not its own stay out of its reach."""
+    """Return the subjects to which a user may publish in order to make consumers, ephemeral ones of the streams that it
+    follows and durable ones for its branches; and those to which it may not, although wildcards of the first match
+    them: those of other users' consumers in `pipeline.streams`."""
     followed = [*user.follows, *([streams.key_value_stream(streams.FLEET.name)] if user.keeps else [])]
     allowed: list[str] = []
     denied: list[str] = []
@@ -285,7 +289,8 @@ def _rights_to_make_consumers(user: User) -> tuple[tuple[str, ...], tuple[str, .
 
 
 def _rights_to_provision() -> list[str]:
-    """Streams, consumers and buckets that the operator creates and updates, and dead letters that it deletes."""
+    """Return the subjects to which the operator may publish in order to create and update streams, consumers and
+    buckets, and to delete dead letters."""
     return [
         *(f"{_API}STREAM.{verb}.*" for verb in ("CREATE", "UPDATE", "INFO")),
         *(f"{_API}CONSUMER.{verb}.*.>" for verb in ("CREATE", "DURABLE.CREATE", "INFO")),

@@ -32,8 +32,8 @@ def with_art_names(metrics: Mapping[str, float]) -> dict[str, float]:
     for name, value in sorted(metrics.items(), key=lambda metric: not metric[0].startswith(RUN)):
         alias = ALIASES.get(name)
         if name.startswith(RUN):
-            own = re.sub(r"[^A-Za-z0-9_.-]+", ".", name.removeprefix(RUN)).strip(".")
-            name, alias = f"{RUN}{own}", f"train/{own}"
+            agents_name = re.sub(r"[^A-Za-z0-9_.-]+", ".", name.removeprefix(RUN)).strip(".")
+            name, alias = f"{RUN}{agents_name}", f"train/{agents_name}"
         both[f"trainer/{name}"] = value
         if alias:
             both[alias] = value

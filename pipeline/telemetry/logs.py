@@ -21,12 +21,14 @@ _service = "journeywork"
 _ALWAYS = ("at", "level", "service", "logger", "event", "exception")
 """Fields of every line, and the traceback of one with an exception. All others are a line's own."""
 _MOST_ERRORS = 5
+"""Error lines of a service that are shown."""
 
 
 class _JsonFormatter(logging.Formatter):
     """Makes a line of JSON of a record. Records of `Logger` have their keyword arguments in `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line: the fields that every one has (`_ALWAYS`), then its own."""
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z",
             "level": record.levelname.lower(),
@@ -51,6 +53,8 @@ class Logger:
         if self._log.isEnabledFor(level):
             self._log.log(level, "%s", event, extra={"fields": fields}, exc_info=exc)
 
+    # Each method logs `event`, a constant text, with its fields, and with the traceback of `exc`, at its level.
+
     def debug(self, event: str, **fields: Any) -> None:
         self._emit(logging.DEBUG, event, fields)
 
@@ -65,6 +69,7 @@ class Logger:
 
 
 def get_logger(name: str) -> Logger:
+    """Return the logger of the module `name`."""
     return Logger(name)
 
 

@@ -35,8 +35,8 @@ def add_overrides(parser: argparse.ArgumentParser, help_text: str = "any setting
 
 @contextmanager
 def exit_on_error(command: str, unusable: Errors, failed: Errors = ()) -> Iterator[None]:
-    """End the program with one line on standard error: with status 2 for an argument, setting or file that can't be
-    used, with 1 for a failure."""
+    """End the program with one line on standard error if the block raises one of these errors: with status 2 for those
+    of `unusable` (an argument, setting or file can't be used), with 1 for those of `failed`."""
     try:
         yield
     except (*unusable, *failed) as error:

@@ -40,6 +40,7 @@ class Output(Console):
     the disk of a file is full. It prints nothing more then."""
 
     def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich's console does, unless the output can't be written any more."""
         try:
             super().print(*objects, **options)
         except OSError:
@@ -48,7 +49,7 @@ class Output(Console):
     def on_broken_pipe(self) -> None:
         """Print nothing more. Rich calls it too, and would end the program."""
         self.quiet = True
-        # What Python still holds of it is written at the end of the program.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())
-        os.close(nowhere)
+        # Python writes what it has buffered at the end of the program, and would fail again.
+        null_fd = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_fd, self.file.fileno())
+        os.close(null_fd)

@@ -46,10 +46,10 @@ class TraceBackend:
     @classmethod
     def from_environment(cls) -> TraceBackend:
         """Return the backend that the environment names. Raises `ConfigError` if it names none."""
-        if to := destination():
+        if project := destination():
             return cls(
-                endpoint=f"{to.url}/api/public/otel/v1/traces",
-                headers={"Authorization": to.authorization, "x-langfuse-ingestion-version": "4"},
+                endpoint=f"{project.url}/api/public/otel/v1/traces",
+                headers={"Authorization": project.authorization, "x-langfuse-ingestion-version": "4"},
             )
         for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
             if (protocol := os.environ.get(name, "http/protobuf")) != "http/protobuf":
@@ -65,6 +65,7 @@ class TraceBackend:
         return 200 if succeeded else self._thread.status
 
     def close(self) -> None:
+        """Close OpenTelemetry's exporter, which sends nothing more."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _remember_status(self, response: requests.Response, *_: Any, **__: Any) -> None:
@@ -72,8 +73,9 @@ class TraceBackend:
         self._thread.status = response.status_code
 
 
-def requests_of(spans: Iterable[ReadableSpan]) -> Iterator[list[ReadableSpan]]:
-    """Divide spans into requests of at most `REQUEST_CHARS` of text, or of one span."""
+def split_into_requests(spans: Iterable[ReadableSpan]) -> Iterator[list[ReadableSpan]]:
+    """Yield the spans in lists, one for each request: of at most `REQUEST_CHARS` of text, or of a single span that has
+    more."""
     request: list[ReadableSpan] = []
     size = 0
     for span in spans:

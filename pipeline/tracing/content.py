@@ -19,7 +19,7 @@ def as_json(value: Any) -> str:
 
 
 def document(body: bytes) -> Json:
-    """Return a JSON object; empty if the bytes are none."""
+    """Return the JSON object in `body`; an empty one if it holds none."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
@@ -28,12 +28,13 @@ def document(body: bytes) -> Json:
 
 
 def request_input(request: Json) -> Any:
-    """Return what a call asks: its messages, its input or prompt, or the whole request."""
+    """Return what a request asks the model: the value of `messages`, `input` or `prompt`, the first that it has, else
+    the whole request."""
     return next((request[name] for name in ("messages", "input", "prompt") if name in request), request)
 
 
 def reply(response: Json) -> Any:
-    """Return the message or the text of a completion's choice; of any other response, the whole of it."""
+    """Return what the model replied: the message or the text of the first choice, else the whole response."""
     choices = response.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     return choice.get("message") or choice.get("text") or response

@@ -18,67 +18,70 @@ from pipeline.events import AnyEvent, ExchangeRecorded, GroupScored, TrajectoryC
 from pipeline.log.broker import Broker, Consumption, LogEntry
 from pipeline.running.service import Ready, main
 from pipeline.tracing import langfuse, spans
-from pipeline.tracing.backend import TraceBackend, requests_of, send
+from pipeline.tracing.backend import TraceBackend, send, split_into_requests
 from pipeline.tracing.trace import Run, caller, make_run
 
 BATCH = 512
+"""Events whose spans are made and sent together."""
 _REMEMBERED = 10_000
+"""Trajectories whose `Run` is remembered."""
 
 
 class SpanMaker:
     """Makes the spans and the scores of an event. What they say of its trajectory is read from the log once for many
     events."""
 
-    def __init__(self, broker: Broker, shown: bool) -> None:
-        """`shown`: whether prompts, replies and explanations are part of the spans (`telemetry.content`)."""
-        self._broker, self._shown = broker, shown
+    def __init__(self, broker: Broker, with_content: bool) -> None:
+        """`with_content`: whether prompts, replies and explanations are part of the spans (`telemetry.content`)."""
+        self._broker, self._with_content = broker, with_content
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
         """What is common to the spans of a trajectory, by project and trajectory. Of more than `_REMEMBERED`, the one
         that was not used for the longest time is forgotten."""
 
     async def make(self, recorded: LogEntry[AnyEvent]) -> tuple[list[ReadableSpan], list[langfuse.Score]]:
         """Return the spans and the scores of an event; none for an event that traces do not show."""
-        event, shown = recorded.event, self._shown
+        event, with_content = recorded.event, self._with_content
         match event:
             case ExchangeRecorded():
                 run = await self._run(event.project, event.trajectory, event.group, event.model, recorded)
                 called_by = caller(event.project, event.trajectory, recorded.headers)
-                return [spans.call_span(event, run, shown, called_by)], []
+                return [spans.call_span(event, run, with_content, called_by)], []
             case TrajectoryCompleted():
                 keys = {"project": event.project, "trajectory": event.trajectory}
                 run = await self._run(event.project, event.trajectory, event.group, event.model)
-                last = await self._broker.read_last(ExchangeRecorded, **keys) if shown else None
-                return [spans.run_span(event, run, last.event if last else None, shown)], []
+                last = await self._broker.read_last(ExchangeRecorded, **keys) if with_content else None
+                return [spans.run_span(event, run, last.event if last else None, with_content)], []
             case GroupScored():
-                made: list[ReadableSpan] = []
+                verdict_spans: list[ReadableSpan] = []
                 scores: list[langfuse.Score] = []
                 for member in event.members:
                     run = await self._run(event.project, member.trajectory, event.group, event.model)
-                    made.append(spans.verdict_span(event, member, run, shown))
-                    scores += langfuse.scores(event, member, run, shown)
-                return made, scores
+                    verdict_spans.append(spans.verdict_span(event, member, run, with_content))
+                    scores += langfuse.scores(event, member, run, with_content)
+                return verdict_spans, scores
             case _:
                 return [], []
 
     async def _run(
         self, project: str, trajectory: str, group: str, model: str, call: LogEntry[AnyEvent] | None = None
     ) -> Run:
-        """Return what the spans of a trajectory have in common. `call`: the call that is being exported, which saves a
-        read of the log if it is the trajectory's first."""
+        """Return a trajectory as its spans show it. `group` and `model`: of the event, for a trajectory whose opening
+        has left the log. `call`: one of its calls, if the caller has one, which may save a read of the first."""
         key = (project, trajectory)
         if key not in self._runs:
             opened = await self._broker.read_last(TrajectoryOpened, project=project, trajectory=trajectory)
             context = caller(project, trajectory, opened.headers) if opened else None
             context = context or caller(project, trajectory, await self._first_headers(project, trajectory, call))
             event = opened.event if opened else None
-            self._runs[key] = make_run(project, trajectory, group, model, event, context, self._shown)
+            self._runs[key] = make_run(project, trajectory, group, model, event, context, self._with_content)
             if len(self._runs) > _REMEMBERED:
                 self._runs.popitem(last=False)
         self._runs.move_to_end(key)
         return self._runs[key]
 
     async def _first_headers(self, project: str, trajectory: str, call: LogEntry[AnyEvent] | None) -> Mapping[str, str]:
-        """Return the headers of a trajectory's first call: all its spans are in the trace that this call brought."""
+        """Return the headers of a trajectory's first call, whose `traceparent` decides the trace of all its spans. They
+        are read from the log unless `call` is that call; empty if the log no longer holds it."""
         if call is not None and isinstance(call.event, ExchangeRecorded) and not call.event.seq:
             return call.headers
         page = await self._broker.read_page(ExchangeRecorded, project=project, trajectory=trajectory)
@@ -86,18 +89,18 @@ class SpanMaker:
 
 
 async def export(
-    messages: Consumption, maker: SpanMaker, backend: TraceBackend, to: langfuse.Destination | None
+    messages: Consumption, maker: SpanMaker, backend: TraceBackend, scores_to: langfuse.Destination | None
 ) -> None:
-    """Export the spans and scores of one consumer's events, and acknowledge the events when the backend has them.
-
-    `to`: where scores are written; None: nowhere."""
+    """Export the spans and scores of one consumer's events, and acknowledge the events when the backend has them, until
+    cancelled. `scores_to`: where scores are written; None: nowhere."""
     while True:
         batch = await messages.batch(BATCH)
-        made = [await maker.make(delivery) for delivery in batch]
-        for request in requests_of([span for some, _ in made for span in some]):
+        by_event = [await maker.make(delivery) for delivery in batch]
+        for request in split_into_requests([span for event_spans, _ in by_event for span in event_spans]):
             await send(backend, request)
-        if to is not None and (scores := [score for _, some in made for score in some]):
-            await langfuse.put(to, scores)
+        scores = [score for _, event_scores in by_event for score in event_scores]
+        if scores_to is not None and scores:
+            await langfuse.put(scores_to, scores)
         for delivery in batch:
             await delivery.ack()
 
@@ -118,7 +121,7 @@ async def serve(config: Config, ready: Ready) -> None:
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` if the service could not start with these settings."""
+    """Raise `ConfigError` if the environment names no usable trace backend, so that the service could not start."""
     TraceBackend.from_environment().close()
 
 

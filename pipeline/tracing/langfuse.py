@@ -25,13 +25,14 @@ from pipeline.tracing.trace import Run, hashed
 
 logger = get_logger("pipeline.tracing.langfuse")
 
-_AT_ONCE = 100
-"""Scores in one request."""
+_SCORES_PER_REQUEST = 100
 _TIMEOUT_S = 30.0
 _RETRY_S, _RETRY_LONGEST_S = 1.0, 30.0
-_LATER = frozenset({401, 403, 408, 425, 429})
-"""Statuses after which the same request may succeed: a key can be corrected, a limit passes."""
+_RETRIED_STATUSES = frozenset({401, 403, 408, 425, 429})
+"""Statuses after which the same request may succeed, besides those of the server (5xx): a key can be corrected, a limit
+passes."""
 _SOME_REFUSED = 207
+"""Status of an answer that says of each score whether it was taken."""
 
 
 class Destination(msgspec.Struct, frozen=True):
@@ -42,7 +43,8 @@ class Destination(msgspec.Struct, frozen=True):
 
 
 def destination() -> Destination | None:
-    """Return the project that LANGFUSE_* name; None if they name none. Raises `ConfigError` if one is missing."""
+    """Return the project that the variables LANGFUSE_* name; None if there is no LANGFUSE_SECRET_KEY. Raises
+    `ConfigError` if there is one, and another of the variables is missing."""
     secret, public = os.environ.get("LANGFUSE_SECRET_KEY"), os.environ.get("LANGFUSE_PUBLIC_KEY")
     if not secret:
         return None
@@ -68,12 +70,14 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
     environment: str = ""
 
 
-def scores(event: GroupScored, member: Member, run: Run, shown: bool) -> list[Score]:
-    """Return the reward of a member of a group, its components, and the score of each verdict on it."""
+def scores(event: GroupScored, member: Member, run: Run, with_content: bool) -> list[Score]:
+    """Return the Langfuse scores of a member of a scored group: its reward, the reward's components, and the score of
+    each verdict on it. `with_content`: whether they have the judge's explanations."""
     branch = "" if event.branch == "main" else f"{event.branch}/"
     at = datetime.fromtimestamp(event.at / 1e6, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
-    def score(name: str, value: float, about: int, number: str = "", comment: str = "", **more: Any) -> Score:
+    def score(name: str, value: float, span_id: int, number: str = "", comment: str = "", **metadata: Any) -> Score:
+        """`number` tells scores of one name apart, such as those of several verdicts."""
         identity = hashed("score", event.message_id(), number, run.trajectory, name, size=16)
         return Score(
             id=f"{identity:032x}",
@@ -82,45 +86,47 @@ def scores(event: GroupScored, member: Member, run: Run, shown: bool) -> list[Sc
             value=value,
             data_type="NUMERIC",
             timestamp=at,
-            observation_id=f"{about:016x}",
+            observation_id=f"{span_id:016x}",
             comment=comment,
-            metadata={"judge": event.judge, "group": event.group, "branch": event.branch, **more},
+            metadata={"judge": event.judge, "group": event.group, "branch": event.branch, **metadata},
             environment=os.environ.get("LANGFUSE_TRACING_ENVIRONMENT", ""),
         )
 
     out = [score("reward", member.reward, run.root)]
     out += [score(f"reward.{name}", value, run.root) for name, value in member.components.items()]
     for number, verdict in enumerate(event.verdicts):
-        about = {"judge_model": verdict.judge_model, "rubric_hash": verdict.rubric_hash, "pass": number}
+        verdict_facts = {"judge_model": verdict.judge_model, "rubric_hash": verdict.rubric_hash, "pass": number}
         name, span = f"judge.{verdict.rubric or 'default'}", verdict_span_id(event, member.trajectory)
-        for said in verdict.scores:
-            if said.trajectory == member.trajectory and verdict.judge_model != "agent":
-                of_call = {"call": said.call} if said.call >= 0 else {}
-                which = f"{number}/{said.call}" if of_call else str(number)
-                out.append(score(name, said.score, span, which, said.explanation if shown else "", **about, **of_call))
+        for verdict_score in verdict.scores:
+            if verdict_score.trajectory == member.trajectory and verdict.judge_model != "agent":
+                of_call = {"call": verdict_score.call} if verdict_score.call >= 0 else {}
+                verdict_number = f"{number}/{verdict_score.call}" if of_call else str(number)
+                comment = verdict_score.explanation if with_content else ""
+                out.append(score(name, verdict_score.score, span, verdict_number, comment, **verdict_facts, **of_call))
     return out
 
 
-async def put(to: Destination, scores: Sequence[Score]) -> None:
-    """Write scores. Repeat a request for as long as that may help. Scores that Langfuse refuses are logged and left
-    out."""
-    headers = {"Authorization": to.authorization, "Content-Type": "application/json"}
-    async with httpx.AsyncClient(base_url=to.url, headers=headers, timeout=_TIMEOUT_S) as client:
-        for first in range(0, len(scores), _AT_ONCE):
+async def put(project: Destination, scores: Sequence[Score]) -> None:
+    """Write scores to a Langfuse project. A request is repeated until Langfuse takes or refuses it. Scores that it
+    refuses are logged and left out."""
+    headers = {"Authorization": project.authorization, "Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=project.url, headers=headers, timeout=_TIMEOUT_S) as client:
+        for first in range(0, len(scores), _SCORES_PER_REQUEST):
             backoff = Backoff(_RETRY_S, _RETRY_LONGEST_S)
-            while not await _post(client, scores[first : first + _AT_ONCE]):
+            while not await _post(client, scores[first : first + _SCORES_PER_REQUEST]):
                 await backoff.wait()
 
 
 async def _post(client: httpx.AsyncClient, scores: Sequence[Score]) -> bool:
-    """Send scores. Return whether the request is done with; false: it may succeed later."""
+    """Send one request with scores. Return true if Langfuse took or refused them, false if the same request may succeed
+    later."""
     try:
         answer = await client.post("/api/public/scores", content=msgspec.json.encode(scores))
     except httpx.HTTPError as error:
         logger.warning("Langfuse does not answer; trying again", error=str(error) or type(error).__name__)
         return False
     facts: dict[str, Any] = {"status": answer.status_code, "answer": answer.text[:200]}
-    if answer.status_code in _LATER or answer.status_code >= 500:
+    if answer.status_code in _RETRIED_STATUSES or answer.status_code >= 500:
         logger.warning("Langfuse took no scores; trying again", **facts)
         return False
     if not answer.is_success or answer.status_code == _SOME_REFUSED:

@@ -1,7 +1,7 @@
 """Events to OpenTelemetry spans: the one module that knows the GenAI conventions and Langfuse's attributes.
 
-`exporter` calls it with each event. A `Run` (`pipeline.tracing.trace`) is the event's trajectory; `shown` says whether
-prompts, replies and explanations are part of the spans.
+`exporter` calls it with each event. A `Run` (`pipeline.tracing.trace`) is the event's trajectory; `with_content` says
+whether prompts, replies and explanations are part of the spans.
 
 Spans are derived from events, not opened per request, so requests are not slowed. The whole tree is in
 docs/dashboard.md, which a test compares with what a receiver gets.
@@ -28,8 +28,9 @@ _NUMBERS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_pe
 _METADATA = "langfuse.observation.metadata."
 
 
-def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None, shown: bool) -> ReadableSpan:
-    """Return the span of the whole run. `last` is its last call, whose reply is the run's output."""
+def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None, with_content: bool) -> ReadableSpan:
+    """Return the span of the whole run. `last` is its last call, whose reply is the run's output; `with_content`:
+    whether task and reply are part of it."""
     attributes = run.attributes("agent", version_name(event.model, event.last_step)) | {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.provider.name": "journeywork",
@@ -41,9 +42,9 @@ def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None
     }
     if event.reward is not None:
         attributes[f"{_METADATA}reward"] = event.reward
-    if shown and event.task:
+    if with_content and event.task:
         attributes["langfuse.observation.input"] = event.task
-    if shown and last is not None:
+    if with_content and last is not None:
         attributes["langfuse.observation.output"] = as_json(reply(document(last.response)))
     return span(
         f"invoke_agent {event.model}",
@@ -57,9 +58,11 @@ def run_span(event: TrajectoryCompleted, run: Run, last: ExchangeRecorded | None
     )
 
 
-def call_span(event: ExchangeRecorded, run: Run, shown: bool, called_by: tuple[int, int] | None) -> ReadableSpan:
-    """Return the span of one model call. `called_by`: trace and span of the agent's own span of this call."""
+def call_span(event: ExchangeRecorded, run: Run, with_content: bool, called_by: tuple[int, int] | None) -> ReadableSpan:
+    """Return the span of one model call. `with_content`: whether prompt and reply are part of it. `called_by`: trace
+    and span of the agent's own span of this call."""
     request, response = document(event.request), document(event.response)
+    # A provider's count, else the number of packed ids of four bytes each.
     prompt = event.input_tokens or len(event.prompt_ids) // 4
     sampled = event.output_tokens or len(event.sampled_ids) // 4
     usage = {"input": prompt, "output": sampled, "total": prompt + sampled}
@@ -85,7 +88,7 @@ def call_span(event: ExchangeRecorded, run: Run, shown: bool, called_by: tuple[i
     if event.first_token_at:
         began = datetime.fromtimestamp(event.first_token_at / 1e6, UTC)
         attributes["langfuse.observation.completion_start_time"] = began.isoformat().replace("+00:00", "Z")
-    if shown:
+    if with_content:
         attributes["langfuse.observation.input"] = as_json(request_input(request))
         attributes["langfuse.observation.output"] = as_json(reply(response))
         if isinstance(request.get("tools"), list):
@@ -118,21 +121,22 @@ def verdict_span_id(event: GroupScored, trajectory: str) -> int:
     return hashed("verdict", event.message_id(), trajectory, size=8)
 
 
-def verdict_span(event: GroupScored, member: Member, run: Run, shown: bool) -> ReadableSpan:
-    """Return the span of the verdicts on one trajectory."""
+def verdict_span(event: GroupScored, member: Member, run: Run, with_content: bool) -> ReadableSpan:
+    """Return the span of the verdicts on one trajectory of a scored group, the `member`, with an event for each score.
+    `with_content`: whether explanations are part of it."""
     results = []
     for verdict in event.verdicts:
         for score in verdict.scores:
             if score.trajectory == member.trajectory:
-                said: Attributes = {
+                result: Attributes = {
                     "gen_ai.evaluation.name": verdict.rubric or verdict.judge_model,
                     "gen_ai.evaluation.score.value": score.score,
                 }
                 if score.call >= 0:
-                    said[f"{_METADATA}call"] = score.call
-                if shown and score.explanation:
-                    said["gen_ai.evaluation.explanation"] = score.explanation
-                results.append(SpanEvent("gen_ai.evaluation.result", said, event.at * 1000))
+                    result[f"{_METADATA}call"] = score.call
+                if with_content and score.explanation:
+                    result["gen_ai.evaluation.explanation"] = score.explanation
+                results.append(SpanEvent("gen_ai.evaluation.result", result, event.at * 1000))
     attributes = run.attributes("evaluator", version_name(event.model, member.last_step)) | {
         f"{_METADATA}reward": member.reward,
         f"{_METADATA}judge": event.judge,

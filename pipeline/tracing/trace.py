@@ -61,8 +61,9 @@ def caller(project: str, trajectory: str, headers: Mapping[str, str]) -> tuple[i
     match = _TRACEPARENT.match(headers.get("traceparent", ""))
     if match is None or not int(match[1], 16) or not int(match[2], 16):
         return None
-    context = int(match[1], 16), int(match[2], 16)
-    return None if context[1] == root_span_id(project, trajectory) else context
+    trace, span = int(match[1], 16), int(match[2], 16)
+    # Where the caller sent none, the gateway writes the header of `traceparent`, which names the run's own span.
+    return None if span == root_span_id(project, trajectory) else (trace, span)
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +83,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return root_span_id(self.project, self.trajectory)
 
     def attributes(self, kind: str, version: str) -> Attributes:
-        """Return those of a span of a `kind` of observation, of a policy version (may be empty)."""
+        """Return the attributes of a span of this run: the common ones, Langfuse's `kind` of observation, and the
+        policy version, which may be empty."""
         of_version = {"langfuse.version": version} if version else {}
         return {**self.common, "langfuse.observation.type": kind, **of_version}
 
@@ -100,20 +102,21 @@ def make_run(
     model: str,
     opened: TrajectoryOpened | None,
     context: tuple[int, int] | None,
-    shown: bool,
+    with_content: bool,
 ) -> Run:
     """Return the trajectory as its spans show it. `opened`: its opening, if the log holds it; `group` and `model` are
-    used in its place. `context`: trace and span of the caller, `None` if it sent none. `shown`: whether content is."""
+    used in its place. `context`: trace and span of the caller, `None` if it sent none. `with_content`: whether spans
+    have the task and the run's metadata."""
     metadata = document(bytes(opened.metadata)) if opened else {}
     trace, above = context or (trace_id(project, trajectory), 0)
-    task = opened.task[:_NAME_CHARS] if opened and shown else ""
+    task = opened.task[:_NAME_CHARS] if opened and with_content else ""
     tags = metadata.get("tags", [])
     group = opened.group if opened else group
     user, session = (str(metadata.get(name) or "")[:_NAME_CHARS] for name in ("user_id", "session_id"))
     common: Attributes = {
         f"langfuse.trace.metadata.{key}": str(value)[:_NAME_CHARS]
         for key, value in metadata.items()
-        if shown and isinstance(value, str | int | float)
+        if with_content and isinstance(value, str | int | float)
     }
     common |= {
         "session.id": session or group or trajectory,
@@ -148,7 +151,7 @@ def span(
     name: str,
     trace: int,
     above: int,
-    own: int,
+    span_id: int,
     start_us: int,
     end_us: int,
     attributes: Attributes,
@@ -158,12 +161,13 @@ def span(
     links: Sequence[Link] = (),
     failed: str = "",
 ) -> ReadableSpan:
-    """Return a finished span. `above` is the id of its parent, 0 for none; times are in microseconds."""
+    """Return a finished span with the id `span_id` in a trace. `above`: the id of its parent, 0 for none. Times are in
+    microseconds; a start of 0 stands for the end. `failed`: why it failed, empty if it did not."""
     if failed:
         attributes = attributes | {"error.type": failed}
     return ReadableSpan(
         name=name,
-        context=SpanContext(trace, own, is_remote=False, trace_flags=_SAMPLED),
+        context=SpanContext(trace, span_id, is_remote=False, trace_flags=_SAMPLED),
         parent=SpanContext(trace, above, is_remote=True, trace_flags=_SAMPLED) if above else None,
         resource=resource(),
         attributes=attributes,

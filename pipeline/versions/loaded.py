@@ -16,7 +16,7 @@ class LoadedVersions:
         """For each server, the start of its process, and the SHA-256 of the loaded adapters by version."""
 
     def apply(self, event: PolicyLoaded | PolicyUnloaded) -> None:
-        """Take in an event, in the order of the log."""
+        """Update what is loaded by an event. Call it with all events in the order of the log."""
         process, loaded = self._by_server.get(event.replica, ("", {}))
         if isinstance(event, PolicyLoaded):
             if process != event.server_start:

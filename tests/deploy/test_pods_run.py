@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from judge.rewards.sandbox import unavailable
+from judge.rewards.sandbox import sandbox_fault
 from tests.conftest import DOUBLE
 from tests.deploy.kit import ROOT, Object, prepared, render
 from tests.deploy.pod_box import Cluster
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("vllm of pods"),
     pytest.mark.timeout(590),
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+    pytest.mark.skipif(bool(sandbox_fault()), reason=sandbox_fault()),
 ]
 
 _DOUBLE = """

@@ -13,9 +13,9 @@ from pipeline.config import Config, JudgeConfig, ModelConfig, NatsConfig, Outsid
 from pipeline.events import AlarmChanged, AnswersCompared, ShadowAnswered
 from pipeline.log.broker import Broker
 from tests.judge.kit import IMPORTS_LITELLM, exchange
+from tests.kits.log import acknowledged
 from tests.kits.scoring_server import Scorer, ScoringServer
 from tests.kits.settings import with_values
-from tests.kits.waiting import until
 from tests.store import kit
 
 pytestmark = IMPORTS_LITELLM
@@ -46,13 +46,6 @@ async def comparing(broker: Broker, config: Config) -> AsyncIterator[None]:
         tasks.cancel_scope.cancel()
 
 
-async def acknowledged(broker: Broker) -> None:
-    async def done() -> bool:
-        return not await broker.lag("judge-shadows")
-
-    await until(done)
-
-
 async def test_answers_that_differ_are_scored_in_both_orders_and_the_others_are_not_asked_about(
     broker: Broker, nats_config: NatsConfig
 ) -> None:
@@ -63,7 +56,7 @@ async def test_answers_that_differ_are_scored_in_both_orders_and_the_others_are_
         for event in (shadow(0, "quality=0.2"), shadow(1, "quality=0.6", same=True), shadow(2, "quality=0.8")):
             await broker.publish(event)
         await broker.publish(shadow(7, "of a call that is gone"))
-        await acknowledged(broker)
+        await acknowledged(broker, "judge-shadows")
         asked = server.calls
     compared = {r.event.call: r.event for r in await broker.read(AnswersCompared)}
     assert asked == 4
@@ -85,6 +78,6 @@ async def test_without_a_judge_model_money_or_an_answer_shadow_calls_pass_by(
         async with comparing(broker, settings(nats_config, server, **retries, **changes)):
             await broker.publish(exchange("r", "x"))
             await broker.publish(shadow(0, "y"))
-            await acknowledged(broker)
+            await acknowledged(broker, "judge-shadows")
         assert bool(server.calls) is (not changes)
     assert await broker.read(AnswersCompared) == []

@@ -42,7 +42,7 @@ async def test_a_message_that_left_the_log_has_no_group(broker: Broker) -> None:
 
 async def test_a_group_ends_by_its_score_or_its_discard_and_by_nothing_else(broker: Broker) -> None:
     log = GroupLog(broker, SETTINGS)
-    assert await log.end_of(KEY) == GroupEnd()
+    assert await log.read_end(KEY) == GroupEnd()
     fields = {"project": "p", "model": "m", "group": "g"}
     await broker.publish(GroupAdmitted(**fields))
     await broker.publish(late_event(completed("d")))
@@ -51,11 +51,11 @@ async def test_a_group_ends_by_its_score_or_its_discard_and_by_nothing_else(brok
     scored = {**fields, "judge": "j", "members": members}
     await broker.publish(GroupScored(**scored, branch="b"))
     await broker.publish(GroupDiscarded(**fields, trajectories=("a",), reason="no_variance", by="trainer"))
-    assert await log.end_of(KEY) == GroupEnd(ended=False, trajectories=frozenset("d"))
+    assert await log.read_end(KEY) == GroupEnd(ended=False, trajectories=frozenset("d"))
     await broker.publish(GroupScored(**scored))
-    assert await log.end_of(KEY) == GroupEnd(ended=True, trajectories=frozenset("ad"), scored=True)
+    assert await log.read_end(KEY) == GroupEnd(ended=True, trajectories=frozenset("ad"), scored=True)
     other = GroupKey("p", "m", "h", "train")
     await broker.publish(
         GroupDiscarded(project="p", model="m", group="h", trajectories=("x",), reason="unscored", by="judge")
     )
-    assert await log.end_of(other) == GroupEnd(ended=True, trajectories=frozenset("x"))
+    assert await log.read_end(other) == GroupEnd(ended=True, trajectories=frozenset("x"))

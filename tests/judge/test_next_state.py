@@ -54,17 +54,10 @@ async def test_each_call_gets_the_score_and_the_hint_of_what_followed_it() -> No
     assert found.mean == 0.0
     assert len(model.requests) == len(found.verdicts) == 3
     for verdict in found.verdicts:
-        assert [(s.trajectory, s.call, s.score) for s in verdict.scores] == [
-            ("a", 0, 1.0),
-            ("a", 1, -1.0),
-            ("a", 2, 0.0),
-        ]
-        assert (verdict.rubric, verdict.judge_model, verdict.cost_usd, verdict.order) == (
-            "next_state",
-            "test-judge",
-            0.001,
-            (),
-        )
+        scores = [(s.trajectory, s.call, s.score) for s in verdict.scores]
+        assert scores == [("a", 0, 1.0), ("a", 1, -1.0), ("a", 2, 0.0)]
+        assert (verdict.rubric, verdict.judge_model) == ("next_state", "test-judge")
+        assert (verdict.cost_usd, verdict.order) == (0.001, ())
     assert judging.statistics.measured_fields()["self_agreement"] == 1.0
     assert (judging.statistics.groups, judging.statistics.passes) == (1, 3)
 

@@ -138,13 +138,8 @@ async def test_rewards_are_combined_by_weight_and_every_component_is_recorded() 
         RewardConfig(name="quality", kind="ruler", weight=1.0),
         function("won", weight=-1.0),
     )
-    assert scores.components["a"] == {
-        "style": 0.5,
-        "agent": 1.0,
-        "outcome": 1.0,
-        "quality": pytest.approx(0.9),
-        "won": 1.0,
-    }
+    components = {"style": 0.5, "agent": 1.0, "outcome": 1.0, "quality": pytest.approx(0.9), "won": 1.0}
+    assert scores.components["a"] == components
     assert scores.final == pytest.approx({"a": (2 + 0.9 - 1) / 4, "b": 0.2 / 4, "c": (1 + 0.4) / 4})
     assert {v.judge_model for v in scores.verdicts} == {"agent", "test-judge", f"python:{HERE}:won"}
 

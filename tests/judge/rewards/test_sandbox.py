@@ -25,21 +25,15 @@ from tests.kits.waiting import until_true
 
 pytestmark = pytest.mark.timeout(300)
 
-FAULT = sandbox.unavailable()
+FAULT = sandbox.sandbox_fault()
 needs_bubblewrap = pytest.mark.skipif(bool(FAULT), reason=FAULT)
 everywhere = pytest.mark.parametrize("isolate", [pytest.param("require", marks=needs_bubblewrap), "off"])
 
 
 def named(name: str) -> list[psutil.Process]:
     """Processes that call themselves `name` and still run."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.name() == name and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    processes = psutil.process_iter(["name", "status"])
+    return [p for p in processes if p.info["name"] == name and p.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 async def gone(name: str) -> None:
@@ -192,7 +186,7 @@ async def test_without_bubblewrap_require_is_an_error_at_start_and_auto_a_warnin
             pass
     async with function("length", "auto").open() as call:
         assert (await call({"id": "a", "messages": []})).reward == 0.0
-    assert [w["reason"] for w in warned] == [sandbox.unavailable()]
+    assert [w["reason"] for w in warned] == [sandbox.sandbox_fault()]
 
 
 @everywhere
@@ -251,4 +245,4 @@ def test_bubblewrap_that_does_not_answer_is_unavailable(
     monkeypatch.setattr(sandbox, "_BWRAP", (str(bwrap),))
     bwrap.write_text(f"#!/bin/sh\nexec {script}\n")
     bwrap.chmod(0o755 if script else 0o644)
-    assert "does not work here" in sandbox._fault_of(str(bwrap))
+    assert "does not work here" in sandbox._try_sandbox(str(bwrap))

@@ -35,17 +35,10 @@ async def test_each_trajectory_gets_its_own_score() -> None:
     assert len(verdicts) == 2
     for verdict in verdicts:
         assert {s.trajectory: s.score for s in verdict.scores} == pytest.approx(QUALITY)
-        assert (verdict.judge_model, verdict.rubric, verdict.rubric_hash) == (
-            "test-judge",
-            "general",
-            judge.rubric.hash,
-        )
-        assert (verdict.prompt_tokens, verdict.completion_tokens, verdict.cost_usd, verdict.latency_s) == (
-            100,
-            10,
-            0.001,
-            0.05,
-        )
+        names = (verdict.judge_model, verdict.rubric, verdict.rubric_hash)
+        assert names == ("test-judge", "general", judge.rubric.hash)
+        cost = (verdict.prompt_tokens, verdict.completion_tokens, verdict.cost_usd, verdict.latency_s)
+        assert cost == (100, 10, 0.001, 0.05)
         assert all(s.explanation for s in verdict.scores)
     assert verdicts[0].order != verdicts[1].order
 

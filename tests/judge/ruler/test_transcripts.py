@@ -23,10 +23,8 @@ def test_a_trajectory_without_a_call_to_judge_is_told_with_both_causes() -> None
 
 async def test_a_transcript_comes_from_the_log(broker: Broker) -> None:
     await broker.publish(exchange("t", "hello"))
-    assert (
-        rendered((await load_transcript(broker, "p", "t")).last_conversation.messages)
-        == "[user] Win the game.\n[assistant] hello"
-    )
+    messages = (await load_transcript(broker, "p", "t")).last_conversation.messages
+    assert rendered(messages) == "[user] Win the game.\n[assistant] hello"
     with pytest.raises(HistoryGoneError):
         await load_transcript(broker, "p", "none")
 

@@ -33,10 +33,7 @@ def run(name: str, task: str, reward: float | None, version: str = "outside:mast
     ]
 
 
-def config(run_dir: Path, nats: NatsConfig, *may_train: bool) -> Config:
-    made = kit.settings(str(BASE), run_dir, nats)
-    tables = tuple(OutsideConfig(name="master", url="http://x/v1", may_train=may) for may in may_train)
-    return with_values(msgspec.structs.replace(made, outside=tables), {"vllm.max_model_len": 64})
+MASTER = OutsideConfig(name="master", url="http://x/v1", may_train=True)
 
 
 def taken(run_dir: Path, query: str) -> list[str]:
@@ -59,26 +56,27 @@ def test_best_run_of_each_task_comes_first(tmp_path: Path) -> None:
         *run("unknown", "e", None),
         *run("own", "f", 1.0, "m@1"),
     )
-    query = apprentice.best_runs(config(tmp_path, NatsConfig(), True), None, 10, 0.5)
-    assert taken(tmp_path, query) == ["a2", "c1", "b1", "a1"]
-    assert taken(tmp_path, apprentice.best_runs(config(tmp_path, NatsConfig(), True), "master", 2, 0.5)) == ["a2", "c1"]
-    quoted = Config(outside=(OutsideConfig(name="a'b", url="http://x/v1", may_train=True),))
+    config = Config(outside=(MASTER,))
+    assert taken(tmp_path, apprentice.best_runs(config, None, 10, 0.5)) == ["a2", "c1", "b1", "a1"]
+    assert taken(tmp_path, apprentice.best_runs(config, "master", 2, 0.5)) == ["a2", "c1"]
+    quoted = Config(outside=(MASTER.replace(name="a'b"),))
     assert taken(tmp_path, apprentice.best_runs(quoted, None, 10, 0.5)) == []
 
 
 @pytest.mark.parametrize(
-    ("may_train", "master", "said"),
+    ("tables", "master", "said"),
     [
-        ((True, False), None, r"\[\[outside\]\] master: may_train is false.*set may_train = true in each table"),
+        ((MASTER, MASTER.replace(may_train=False)), None, "master: may_train is false.*set may_train = true in each"),
         ((), None, "name one of the outside models of the settings: none"),
-        ((True,), "other", r"no \[\[outside\]\] table has the name 'other'; there are: master"),
+        ((MASTER,), "other", r"no \[\[outside\]\] table has the name 'other'; there are: master"),
+        ((MASTER.replace(apprentice="second"),), None, "its apprentice is 'second', and only the first model of `m"),
     ],
 )
 def test_refusals_name_the_table_and_the_setting(
-    may_train: tuple[bool, ...], master: str | None, said: str, tmp_path: Path
+    tables: tuple[OutsideConfig, ...], master: str | None, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        apprentice.best_runs(config(tmp_path, NatsConfig(), *may_train), master, 10, 0.5)
+        apprentice.best_runs(Config(outside=tables), master, 10, 0.5)
 
 
 @pytest.mark.timeout(300)
@@ -96,7 +94,8 @@ async def test_from_the_masters_runs_to_a_version(
         *run("long", "a1=x b1=x " * 40, 1.0),
         *run("picture", "a2=x", 1.0, content=picture),
     )
-    save(config(tmp_path, nats_config, True), tmp_path / "config.toml")
+    config = msgspec.structs.replace(kit.settings(str(BASE), tmp_path, nats_config), outside=(MASTER,))
+    save(with_values(config, {"vllm.max_model_len": 64}), tmp_path / "config.toml")
     apprentice.main(["--run-dir", str(tmp_path), "--test-share", "0", "--", "--epochs", "1"])
     said = capfd.readouterr().out
     assert "4 rows of 5 runs" in said
@@ -108,11 +107,3 @@ async def test_from_the_masters_runs_to_a_version(
         (step,) = [r.event for r in await broker.read(CheckpointPublished, project="p")]
     assert step.source.startswith("sft:sha256:")
     assert step.metrics["dataset_rows"] == 2
-
-
-def test_an_apprentice_that_is_not_the_first_model_is_refused(tmp_path: Path) -> None:
-    made = config(tmp_path, NatsConfig(), True)
-    (table,) = made.outside
-    other = msgspec.structs.replace(made, outside=(msgspec.structs.replace(table, apprentice="second"),))
-    with pytest.raises(ConfigError, match="its apprentice is 'second', and only the first model of `models`"):
-        apprentice.best_runs(other, None, 10, 0.5)

@@ -103,45 +103,41 @@ def test_a_lake_elsewhere_comes_to_where_a_run_has_it(stopped: Config, tmp_path:
 
 
 def test_what_is_no_whole_backup_is_refused_and_leaves_nothing(stopped: Config, tmp_path: Path) -> None:
-    copy, new = tmp_path / "copy", tmp_path / "new"
+    copy, other = tmp_path / "copy", tmp_path / "other"
     backup(stopped, copy)
+
+    def refused(why: str, run_dir: Path = other / "new") -> None:
+        with pytest.raises(ConfigError, match=why):
+            restore(copy, run_dir)
+
     with pytest.raises(ConfigError, match="not an empty folder"):
         backup(stopped, copy)
-    with pytest.raises(ConfigError, match="not an empty folder"):
-        restore(copy, Path(stopped.run_dir))
-    manifest = copy / MANIFEST
+    refused("not an empty folder", Path(stopped.run_dir))
+    manifest, changed = copy / MANIFEST, copy / "store" / "table" / "1.parquet"
     whole = manifest.read_text()
     # A name that is in the backup, and would be written beside the run.
     manifest.write_text(whole.replace("keys/a.nk", "../copy/keys/a.nk"))
-    with pytest.raises(ConfigError, match=r"a\.nk is not what was copied"):
-        restore(copy, tmp_path / "other" / "new")
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "copy", "other"}
-    assert not any((tmp_path / "other").iterdir())
+    refused(r"a\.nk is not what was copied")
     manifest.write_text(whole)
-    changed = copy / "store" / "table" / "1.parquet"
     changed.write_text("store/table/2.parquet")
-    with pytest.raises(ConfigError, match=r"1\.parquet is not what was copied"):
-        restore(copy, new)
+    refused(r"1\.parquet is not what was copied")
     changed.unlink()
-    with pytest.raises(ConfigError, match=r"1\.parquet is not what was copied"):
-        restore(copy, new)
+    refused(r"1\.parquet is not what was copied")
     changed.symlink_to(Path(stopped.run_dir, "store", "table", "1.parquet"))
-    with pytest.raises(ConfigError, match=r"1\.parquet is not what was copied"):
-        restore(copy, new)
-    manifest.write_text(manifest.read_text().replace("store/table/1.parquet", "../run/up.lock"))
-    with pytest.raises(ConfigError, match=r"up\.lock is not what was copied"):
-        restore(copy, new)
+    refused(r"1\.parquet is not what was copied")
+    manifest.write_text(whole.replace("store/table/1.parquet", "../run/up.lock"))
+    refused(r"up\.lock is not what was copied")
     manifest.unlink()
-    with pytest.raises(ConfigError, match="no complete backup"):
-        restore(copy, new)
+    refused("no complete backup")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "copy", "other"}
+    assert not any(other.iterdir())
 
 
 def test_a_run_that_can_t_be_copied_is_refused(stopped: Config, tmp_path: Path) -> None:
     run_dir = Path(stopped.run_dir)
     with pytest.raises(ConfigError, match="inside of the run directory"):
         backup(stopped, run_dir / "copy")
-    with folder_lock.hold(run_dir), pytest.raises(folder_lock.InstallationInUseError):
+    with folder_lock.lock_exclusively(run_dir), pytest.raises(folder_lock.InstallationInUseError):
         backup(stopped, tmp_path / "copy")
     (run_dir / "nats").rename(tmp_path / "nats")
     with pytest.raises(ConfigError, match="a NATS server of your own"):

@@ -95,7 +95,7 @@ def test_every_event_survives_its_encoding_and_fields_that_a_newer_writer_adds(c
     event = sample(cls)
     assert decode(encode(event)) == event
     # Two events on one subject need ids that tell them apart.
-    assert cls.unique_subject or "message_id" in vars(cls)
+    assert cls.unique_subject or cls.message_id_format or "message_id" in vars(cls)
     assert event.message_id() == sample(cls).message_id() != ""
     newer = msgspec.msgpack.decode(encode(event)) | {"added_later": [1, {"x": 2}], "v": 2}
     assert decode(msgspec.msgpack.encode(newer)) == msgspec.structs.replace(event, v=2)
@@ -113,11 +113,8 @@ def test_a_packed_field_that_may_be_missing_may_be_null() -> None:
     packed = msgspec.Meta(extra={"column": "list<int32>"})
     kinds = [Annotated[bytes | None, packed], Annotated[bytes, packed] | None, Annotated[bytes, packed]]
     found = schema.columns(msgspec.defstruct("Packed", [(f"f{at}", kind) for at, kind in enumerate(kinds)]))
-    assert [(column.kind, column.nullable) for column in found] == [
-        ("list<int32>", True),
-        ("list<int32>", True),
-        ("list<int32>", False),
-    ]
+    assert {column.kind for column in found} == {"list<int32>"}
+    assert [column.nullable for column in found] == [True, True, False]
 
 
 @pytest.mark.parametrize("kind", [set[int], int | str, Literal[1, 2]], ids=str)

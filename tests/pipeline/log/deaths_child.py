@@ -2,8 +2,6 @@
 
 python -m tests.pipeline.log.deaths_child NATS_URL exit|exception"""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,13 +1,9 @@
 """The broker against a real NATS server."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipeline.log.broker import Broker, HistoryGoneError
 from tests.kits.events import completed, exchange
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_only_a_publish_without_a_condition_has_a_message_id(broker: Broker) -> None:

@@ -1,7 +1,5 @@
 """Connections to a NATS server with authentication: TLS with a CA, nkeys."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +12,7 @@ import pytest
 from pipeline.config import ConfigError, NatsConfig, load
 from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.security import nkey, users
-
-pytestmark = pytest.mark.anyio
+from tests.kits.waiting import until_true
 
 
 class Authority:
@@ -83,10 +80,8 @@ async def test_a_connection_that_loses_its_server_comes_back_with_its_credential
     async with Broker.connect(config, name="supervisor") as broker:
         server.kill()
         await anyio.to_thread.run_sync(server.start)
-        with anyio.fail_after(60):
-            while not broker.client.is_connected:
-                await anyio.sleep(0.05)
-            assert (await broker.js.stream_info("DEAD")).config.name == "DEAD"
+        await until_true(lambda: broker.client.is_connected)
+        assert (await broker.js.stream_info("DEAD")).config.name == "DEAD"
 
 
 async def test_one_nkey_for_every_process(start_nats: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """A message that ends the service that handles it: it becomes a dead letter, and the others are handled."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -22,83 +21,78 @@ from tests.kits.events import completed
 from tests.kits.quick_service import quick_consumers
 from tests.pipeline.log import deaths_child
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+async def broker(nats_config: NatsConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Broker]:
+    """A connection to a log that delivers again soon what a dead process held."""
     monkeypatch.setattr(streams, "CONSUMERS", quick_consumers(deaths_child.ACK_WAIT_S))
+    async with Broker.connect(nats_config) as broker:
+        yield broker
 
 
 async def test_a_message_that_ends_the_service_again_and_again_is_a_dead_letter(
-    nats_config: NatsConfig, quick: None, subtests: pytest.Subtests
+    nats_config: NatsConfig, broker: Broker, subtests: pytest.Subtests
 ) -> None:
-    async with Broker.connect(nats_config) as broker:
-        # The cause of a first exit is not known. That of an exception is.
-        for how, deaths in (("exit", 3), ("exception", 2)):
-            with subtests.test(how):
-                for i in range(9):
-                    await broker.publish(completed(deaths_child.POISON if i == 4 else f"{how}-{i}"))
-                command = [sys.executable, "-m", deaths_child.__name__, nats_config.url, how]
-                codes = []
-                while len(codes) < 6 and 0 not in codes:
-                    child = await anyio.run_process(command, check=False, stderr=subprocess.DEVNULL)
-                    codes.append(child.returncode)
-                assert codes == [3 if how == "exit" else 1] * deaths + [0]
-                (letter,) = await broker.read(DeadLettered)
-                assert isinstance(letter.event, DeadLettered)
-                assert (letter.event.reason, letter.event.consumer) == ("ended_service", "judge")
-                assert "judge ended 2 times" in letter.event.detail
-                assert await broker.lag("judge") == 0
-                await dead_letters.drop(broker, letter)
-                await broker.js.purge_stream("ROLLOUTS")
+    # The cause of a first exit is not known. That of an exception is.
+    for how, deaths in (("exit", 3), ("exception", 2)):
+        with subtests.test(how):
+            for i in range(9):
+                await broker.publish(completed(deaths_child.POISON if i == 4 else f"{how}-{i}"))
+            command = [sys.executable, "-m", deaths_child.__name__, nats_config.url, how]
+            codes = []
+            while len(codes) < 6 and 0 not in codes:
+                child = await anyio.run_process(command, check=False, stderr=subprocess.DEVNULL)
+                codes.append(child.returncode)
+            assert codes == [3 if how == "exit" else 1] * deaths + [0]
+            (letter,) = await broker.read(DeadLettered)
+            assert (letter.event.reason, letter.event.consumer) == ("ended_service", "judge")
+            assert "judge ended 2 times" in letter.event.detail
+            assert await broker.lag("judge") == 0
+            await dead_letters.drop(broker, letter)
+            await broker.js.purge_stream("ROLLOUTS")
 
 
-async def test_a_message_is_handled_alone_when_it_is_delivered_again(nats_config: NatsConfig, quick: None) -> None:
+async def test_a_message_is_handled_alone_when_it_is_delivered_again(broker: Broker) -> None:
     """A stop in order and a lost log are no deaths: the messages come again, and none is counted."""
-    async with Broker.connect(nats_config) as broker:
-        for name in "abc":
-            await broker.publish(completed(name))
-        for error in (None, BrokerUnavailableError("the log is away")):
-            async with broker.consume("judge") as messages:
-                assert await messages.batch(10, wait_s=60)
-                await messages.close(error)
+    for name in "abc":
+        await broker.publish(completed(name))
+    for error in (None, BrokerUnavailableError("the log is away")):
         async with broker.consume("judge") as messages:
-            seen: set[str] = set()
-            # On a slow machine new ones, or a copy of what was acknowledged late, come between.
-            while len(seen) < 6:
-                batch = await messages.batch(10)
-                old = [d for d in batch if not d.event.trajectory.startswith("new-")]
-                assert not old or batch == old[:1]
-                for delivery in old:
-                    await broker.publish(completed(f"new-{delivery.event.trajectory}"))
-                    if delivery.event.trajectory != "b":  # that one is held: the next ones come all the same
-                        await delivery.ack(confirmed=True)
-                seen |= {d.event.trajectory for d in batch}
-            assert seen == {name + old for old in "abc" for name in ("", "new-")}
-        assert await broker.read(DeadLettered) == []
+            assert await messages.batch(10, wait_s=60)
+            await messages.close(error)
+    async with broker.consume("judge") as messages:
+        seen: set[str] = set()
+        # On a slow machine new ones, or a copy of what was acknowledged late, come between.
+        while len(seen) < 6:
+            batch = await messages.batch(10)
+            old = [d for d in batch if not d.event.trajectory.startswith("new-")]
+            assert not old or batch == old[:1]
+            for delivery in old:
+                await broker.publish(completed(f"new-{delivery.event.trajectory}"))
+                if delivery.event.trajectory != "b":  # that one is held: the next ones come all the same
+                    await delivery.ack(confirmed=True)
+            seen |= {d.event.trajectory for d in batch}
+        assert seen == {name + old for old in "abc" for name in ("", "new-")}
+    assert await broker.read(DeadLettered) == []
 
 
-async def test_an_exception_that_was_caught_blames_nothing_that_is_settled_and_nothing_twice(
-    nats_config: NatsConfig, quick: None
-) -> None:
-    async with Broker.connect(nats_config) as broker:
-        for name in "abcd":
-            await broker.publish(completed(name))
-        async with broker.consume("judge") as messages:
-            deliveries: list[Delivery] = []
-            while len(deliveries) < 4:
-                deliveries += await messages.batch(10)
-            acked, given_back, acked_first, held = deliveries
-            await acked_first.ack(confirmed=True)
-            with suppress(ValueError), handling(deliveries), handling([held]):
-                raise ValueError
-            await acked.ack(confirmed=True)
-            await given_back.give_back(600)
-            await messages.close(ValueError("a failure of something else"))
-            deaths = Deaths(broker, messages.spec)
-            counts = [await deaths.count(d.stream, d.place) for d in deliveries]
-            assert counts == [0, 0, 0, 1]
+async def test_an_exception_that_was_caught_blames_nothing_that_is_settled_and_nothing_twice(broker: Broker) -> None:
+    for name in "abcd":
+        await broker.publish(completed(name))
+    async with broker.consume("judge") as messages:
+        deliveries: list[Delivery] = []
+        while len(deliveries) < 4:
+            deliveries += await messages.batch(10)
+        acked, given_back, acked_first, held = deliveries
+        await acked_first.ack(confirmed=True)
+        with suppress(ValueError), handling(deliveries), handling([held]):
+            raise ValueError
+        await acked.ack(confirmed=True)
+        await given_back.give_back(600)
+        await messages.close(ValueError("a failure of something else"))
+        deaths = Deaths(broker, messages.spec)
+        counts = [await deaths.count(d.stream, d.place) for d in deliveries]
+        assert counts == [0, 0, 0, 1]
 
 
 async def test_a_consumer_without_a_limit_of_deaths_counts_none(broker: Broker) -> None:

@@ -1,7 +1,5 @@
 """Exchanges that the log holds as continuations: written by gateways, read whole by everybody, on a real server."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 
@@ -32,8 +30,6 @@ from tests.kits.conversations import growing
 from tests.kits.log import take
 from trainer.batches.groups import AdmittedGroup, Refusal
 from trainer.batches.histories import Histories
-
-pytestmark = pytest.mark.anyio
 
 KEYS = {"project": "p", "trajectory": "t"}
 

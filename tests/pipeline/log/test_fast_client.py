@@ -1,8 +1,6 @@
 """The short ways beside nats-py, against a real NATS server and with bytes in any portions, and what of nats-py they
 rely on."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib.metadata
@@ -25,8 +23,7 @@ from pipeline.log.broker import Broker, BrokerUnavailableError
 from pipeline.log.fast_client import FastClient, Pulled
 from tests.conftest import NatsServer
 from tests.kits.events import exchange
-
-pytestmark = pytest.mark.anyio
+from tests.kits.waiting import until_true
 
 # -- nats-py -------------------------------------------------------------------------------------------------------
 
@@ -245,9 +242,8 @@ async def test_a_late_answer_to_a_ping_that_was_given_up_does_not_end_the_readin
     assert nats_server.process is not None
     nats_server.process.send_signal(signal.SIGSTOP)
     try:
-        with anyio.fail_after(60):
-            while psutil.Process(nats_server.process.pid).status() != psutil.STATUS_STOPPED:
-                await anyio.sleep(0.01)  # until its threads have stopped
+        process = psutil.Process(nats_server.process.pid)
+        await until_true(lambda: process.status() == psutil.STATUS_STOPPED)  # its threads may stop later
         with pytest.raises(nats.errors.FlushTimeoutError):
             await broker.client.flush(timeout=1)
     finally:

@@ -1,9 +1,6 @@
 """Following a stream through a power cut that takes the end of the log, and through connections that break."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,8 +20,7 @@ from rollout_gateway.serving.policies import Policies
 from tests.conftest import NatsServer
 from tests.kits.events import checkpoint
 from tests.kits.power import Power
-
-pytestmark = pytest.mark.anyio
+from tests.kits.waiting import until_true
 
 
 async def test_a_log_that_lost_its_end_ends_who_follows_it(
@@ -69,15 +65,12 @@ async def test_messages_that_retention_took_are_no_loss(
         policies.apply = counted  # type: ignore[method-assign, assignment]
         tg.start_soon(policies.follow, broker, lambda _: None)
         await broker.publish(checkpoint(4))
-        with anyio.fail_after(60):
-            while seen != ["m@4"]:
-                await anyio.sleep(0.02)
-            await broker.js.delete_msg("POLICY", 4)
-            nats_server.kill()
-            await anyio.to_thread.run_sync(nats_server.start)
-            await broker.publish(checkpoint(5))
-            while len(seen) < 2:
-                await anyio.sleep(0.02)
+        await until_true(lambda: seen == ["m@4"])
+        await broker.js.delete_msg("POLICY", 4)
+        nats_server.kill()
+        await anyio.to_thread.run_sync(nats_server.start)
+        await broker.publish(checkpoint(5))
+        await until_true(lambda: len(seen) == 2)
         assert seen == ["m@4", "m@5"]
         tg.cancel_scope.cancel()
 
@@ -85,15 +78,11 @@ async def test_messages_that_retention_took_are_no_loss(
 async def test_between_two_servers_no_consumer_is_created(nats_server: NatsServer, broker: Broker) -> None:
     """nats-py would leave out its name, so that a service's right to create it would not cover the request."""
     nats_server.kill()
-    with anyio.fail_after(60):
-        while broker.client.is_connected:
-            await anyio.sleep(0.01)
+    await until_true(lambda: not broker.client.is_connected)
     with pytest.raises(nats.errors.ConnectionReconnectingError):
         await follow._create_consumer(broker, "POLICY", ["policy.>"], Place(0, 0))
     await anyio.to_thread.run_sync(nats_server.start)
-    with anyio.fail_after(60):
-        while not broker.client.is_connected:
-            await anyio.sleep(0.01)
+    await until_true(lambda: broker.client.is_connected)
     assert await follow._create_consumer(broker, "POLICY", ["policy.>"], Place(0, 0))
 
 
@@ -146,22 +135,17 @@ async def test_what_a_broken_connection_lost_is_delivered_again(
             async for recorded in follow.follow_events(follower, [CheckpointPublished], lambda: 1):
                 seen.append(recorded.event.version)
 
-        async def until(condition: Callable[[], bool]) -> None:
-            with anyio.fail_after(60):
-                while not condition():
-                    await anyio.sleep(0.01)
-
         tg.start_soon(read)
         await broker.publish(checkpoint(1))
-        await until(lambda: len(seen) == 1)
+        await until_true(lambda: len(seen) == 1)
         lossy.losing = True
         for step in (2, 3):
             await broker.publish(checkpoint(step))
-        await until(lambda: lossy.lost.count(b"$JS.ACK.POLICY.") >= 2)
+        await until_true(lambda: lossy.lost.count(b"$JS.ACK.POLICY.") >= 2)
         lossy.break_off()
         if more:
-            await until(lambda: follower.client.stats["reconnects"] > 0 and follower.client.is_connected)
+            await until_true(lambda: follower.client.stats["reconnects"] > 0 and follower.client.is_connected)
             await broker.publish(checkpoint(4))
-        await until(lambda: len(seen) == 3 + more)
+        await until_true(lambda: len(seen) == 3 + more)
         assert seen == ["m@1", "m@2", "m@3", "m@4"][: 3 + more]
         tg.cancel_scope.cancel()

@@ -1,7 +1,5 @@
 """Reads of the log that a lagging replica answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,8 +8,6 @@ from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from pipeline.log.messages import StoredMessage
 from tests.kits.events import exchange
-
-pytestmark = pytest.mark.anyio
 
 
 class Lagging:

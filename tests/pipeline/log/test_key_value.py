@@ -1,17 +1,12 @@
 """Values with a time to live: what a follower of the bucket sees."""
 
-from __future__ import annotations
-
 from contextlib import aclosing
 
 import anyio
-import pytest
 
 from pipeline import streams
 from pipeline.log import key_value
 from pipeline.log.broker import Broker
-
-pytestmark = pytest.mark.anyio
 
 BUCKET = streams.FLEET.name
 

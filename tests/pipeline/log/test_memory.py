@@ -1,17 +1,11 @@
 """The oldest events go when their subjects need more memory than the NATS server may use."""
 
-from __future__ import annotations
-
-import pytest
-
 from pipeline.config import NatsConfig
 from pipeline.events import TrajectoryOpened
 from pipeline.log import memory
 from pipeline.log.broker import Broker
 from tests.kits.events import exchange
 from tests.kits.log import take
-
-pytestmark = pytest.mark.anyio
 
 RUNS, MOST = 100, 50
 

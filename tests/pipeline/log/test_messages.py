@@ -1,10 +1,6 @@
 """After a power cut, the same sequence may belong to another event."""
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig
@@ -15,8 +11,6 @@ from tests.conftest import NatsServer
 from tests.kits.events import completed
 from tests.kits.log import take
 from tests.kits.power import Power
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_delivery_and_a_read_agree(nats_config: NatsConfig) -> None:

@@ -1,7 +1,5 @@
 """A change of the table of streams changes the limits of streams that hold data."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import anyio
@@ -16,9 +14,7 @@ from pipeline.config import NatsConfig
 from pipeline.events import ExchangeRecorded
 from pipeline.log.broker import Broker
 from tests.kits.events import completed, exchange
-from tests.kits.log import take
-
-pytestmark = pytest.mark.anyio
+from tests.kits.log import emptied, take
 
 
 async def test_changed_limits_reach_a_stream_and_a_consumer_that_hold_data(
@@ -94,6 +90,5 @@ async def test_a_claimed_object_lives_as_long_as_its_message_and_then_goes(
                 # As long as the message is there, so is what it names.
                 assert await broker.decode(claim) == large
                 await anyio.sleep(0.05)
-            while (await broker.stream_info("OBJ_CLAIMS_ROLLOUTS")).state.messages:
-                await anyio.sleep(0.05)
+        await emptied(broker, "OBJ_CLAIMS_ROLLOUTS")
         assert (await broker.stream_info("OBJ_CLAIMS_POLICY")).config.max_age in (0, None)

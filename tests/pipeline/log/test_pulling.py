@@ -1,17 +1,12 @@
 """Taking messages of a consumer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
-import pytest
 
 from pipeline.log.fast_client import FastClient, Pulled
 from pipeline.log.pulling import Puller
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_what_was_taken_is_back_if_the_caller_is_cancelled_before_it_has_it() -> None:

@@ -1,31 +1,19 @@
 """Timers: what the server delivers at its time, also after a restart, unless it is cancelled."""
 
-from __future__ import annotations
-
 import time
 
 import anyio
 import anyio.to_thread
-import pytest
 
-from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.events import GroupTimedOut
 from pipeline.log.broker import Broker
 from tests.conftest import NatsServer
-from tests.kits.log import take
-
-pytestmark = pytest.mark.anyio
+from tests.kits.log import emptied, take
 
 
 def timeout(group: str, timeout_s: float = 1.0) -> GroupTimedOut:
     return GroupTimedOut(project="p", model="m", group=group, timeout_s=timeout_s)
-
-
-async def until_empty(broker: Broker) -> None:
-    with anyio.fail_after(60):
-        while (await broker.stream_info(streams.TIMERS.name)).state.messages:
-            await anyio.sleep(0.05)
 
 
 async def test_a_timer_is_delivered_at_its_time_and_then_gone(nats_config: NatsConfig) -> None:
@@ -44,7 +32,7 @@ async def test_a_timer_is_delivered_at_its_time_and_then_gone(nats_config: NatsC
         assert set(found) == {"past", "replaced"}
         assert found["replaced"][0].timeout_s == 2.0
         assert found["replaced"][1] >= soon
-        await until_empty(broker)
+        await emptied(broker, "TIMERS")
 
 
 async def test_timers_survive_the_server_and_those_it_missed_are_delivered(
@@ -60,7 +48,7 @@ async def test_timers_survive_the_server_and_those_it_missed_are_delivered(
         (held,) = await take(due, 1)
         assert held.event.message_id() == timeout("g").message_id()
         await held.ack()
-        await until_empty(broker)
+        await emptied(broker, "TIMERS")
 
 
 async def test_a_delivery_that_is_given_back_comes_again_after_the_delay(nats_config: NatsConfig) -> None:

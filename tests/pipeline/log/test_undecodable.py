@@ -1,7 +1,5 @@
 """A message that is not an event is skipped by every reader and becomes a dead letter once."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
@@ -13,8 +11,6 @@ from pipeline.log.broker import READER, Broker
 from rollout_gateway.access.trajectory_tokens import TrajectoryTokens
 from rollout_gateway.capture.registry import Completion, Registry
 from tests.kits.events import checkpoint, exchange
-
-pytestmark = pytest.mark.anyio
 
 GARBAGE = b"\xc1garbage"
 

@@ -1,19 +1,17 @@
 """The operator hears of events that the log deletes before the store has written them."""
 
-from __future__ import annotations
+from functools import partial
 
 import anyio
 import msgspec
-import pytest
 
 from pipeline import streams
 from pipeline.config import NatsConfig
 from pipeline.log.broker import Broker
 from pipeline.log.unwritten import Unwritten, UnwrittenEvents
 from tests.kits.events import exchange
-from tests.kits.log import take
-
-pytestmark = pytest.mark.anyio
+from tests.kits.log import emptied, take
+from tests.kits.waiting import until
 
 
 async def test_a_store_that_is_behind_raises_an_alarm_and_a_loss_another(nats_config: NatsConfig) -> None:
@@ -22,9 +20,8 @@ async def test_a_store_that_is_behind_raises_an_alarm_and_a_loss_another(nats_co
     async with Broker.connect(short) as broker:
         assert await watched.check(broker) == []
         await broker.publish(exchange())
+        found = await until(partial(watched.check, broker))
         with anyio.fail_after(60):
-            while not (found := await watched.check(broker)):
-                await anyio.sleep(0.05)
             while not any(loss.detail.startswith("ROLLOUTS deleted events") for loss in found):
                 assert any(loss.detail.startswith("store-rollouts has not written") for loss in found)
                 assert min(loss.share for loss in found) >= 0.5
@@ -45,7 +42,5 @@ async def test_events_that_the_store_wrote_raise_no_alarm(nats_config: NatsConfi
             (held,) = await take(messages, 1)
             await held.ack(confirmed=True)
         await watched.check(broker)
-        with anyio.fail_after(60):
-            while (await broker.stream_info("ROLLOUTS")).state.messages:
-                await anyio.sleep(0.05)
+        await emptied(broker, "ROLLOUTS")
         assert await watched.check(broker) == []

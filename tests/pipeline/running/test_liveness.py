@@ -1,11 +1,9 @@
 """Processes that hang are detected and restarted: services, servers, and a log whose disk was full."""
 
-import contextlib
 import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
@@ -21,11 +19,10 @@ from pipeline.log.health import Fill
 from pipeline.log.health import fills as log_fills
 from pipeline.running import liveness
 from pipeline.running.plan import ProcessSpec, make_plan
-from pipeline.running.supervisor import Supervisor
 from tests.conftest import NatsServer, free_port
 from tests.kits.disk import small_disk
 from tests.kits.events import opened
-from tests.pipeline.running.supervised import Changes, supervised
+from tests.pipeline.running.supervised import supervised
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -81,39 +78,27 @@ async def test_a_server_whose_health_page_fails_is_restarted(tmp_path: Path) -> 
         await changes.until(lambda: server.restarts and server.state == "ready")
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "small", 8) as folder:
-        yield folder
-
-
-@contextlib.asynccontextmanager
-async def log_on(disk: Path, **client: str | bool) -> AsyncIterator[tuple[Supervisor, Changes, Broker, Broker]]:
-    """A log whose files are on `disk`, its supervisor, and two connections to it: the first one is impatient."""
-    config, specs = make_plan(load(None, [f"run_dir={disk}", "nats.max_bytes=1000000000"]), ())
-    config = msgspec.structs.replace(config, supervisor=QUICK)
-    impatient = msgspec.structs.replace(config.nats, publish_deadline_s=5.0, ack_timeout_s=1.0)
-    async with (
-        supervised(config, *specs, seconds=250) as (supervisor, changes),
-        Broker.connect(impatient, **client) as hasty,  # type: ignore[arg-type]
-        Broker.connect(config.nats, **client) as broker,  # type: ignore[arg-type]
-    ):
-        yield supervisor, changes, hasty, broker
-
-
 @pytest.mark.slow
-async def test_a_bucket_that_met_a_full_disk_takes_objects_once_there_is_room(disk: Path) -> None:
+async def test_a_bucket_that_met_a_full_disk_takes_objects_once_there_is_room(tmp_path: Path) -> None:
     """The probes of the streams of events fit into the space that was left, so they see nothing."""
-    # The trainer may write objects, the supervisor may not.
-    async with log_on(disk, name="trainer", provision=False) as (supervisor, changes, hasty, broker):
-        server = supervisor.watched["nats"]
-        (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - 600_000))
-        with pytest.raises(BrokerError):
-            await hasty.put_object(streams.ADAPTERS_BUCKET, "refused", os.urandom(1_500_000))
-        before = server.restarts
-        (disk / "ballast").unlink()
-        await changes.until(lambda: server.restarts > before and server.state == "ready")
-        await broker.put_object(streams.ADAPTERS_BUCKET, "taken", os.urandom(1_500_000))
+    with small_disk(tmp_path / "small", 8) as disk:
+        config, specs = make_plan(load(None, [f"run_dir={disk}", "nats.max_bytes=1000000000"]), ())
+        config = msgspec.structs.replace(config, supervisor=QUICK)
+        impatient = msgspec.structs.replace(config.nats, publish_deadline_s=5.0, ack_timeout_s=1.0)
+        async with (
+            supervised(config, *specs, seconds=250) as (supervisor, changes),
+            # The trainer may write objects, the supervisor may not.
+            Broker.connect(impatient, name="trainer", provision=False) as hasty,
+            Broker.connect(config.nats, name="trainer", provision=False) as broker,
+        ):
+            server = supervisor.watched["nats"]
+            (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - 600_000))
+            with pytest.raises(BrokerError):
+                await hasty.put_object(streams.ADAPTERS_BUCKET, "refused", os.urandom(1_500_000))
+            before = server.restarts
+            (disk / "ballast").unlink()
+            await changes.until(lambda: server.restarts > before and server.state == "ready")
+            await broker.put_object(streams.ADAPTERS_BUCKET, "taken", os.urandom(1_500_000))
 
 
 async def nothing_is_lost(reason: str) -> None:

@@ -1,5 +1,6 @@
 """A receiver of spans and scores."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,20 +9,11 @@ from pipeline.tracing import backend, langfuse
 from tests.kits.langfuse import LangfuseReceiver, run_langfuse
 from tests.pipeline.tracing.kit import point_at
 
-_UNSET = (
-    "LANGFUSE_SECRET_KEY",
-    "LANGFUSE_PUBLIC_KEY",
-    "LANGFUSE_BASE_URL",
-    "OTEL_EXPORTER_OTLP_PROTOCOL",
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-)
-
 
 @pytest.fixture(autouse=True)
 def _no_destination(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in _UNSET:
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("LANGFUSE_", "OTEL_"))]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture

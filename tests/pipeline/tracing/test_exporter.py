@@ -50,7 +50,7 @@ def test_opentelemetrys_variables_name_the_service(monkeypatch: pytest.MonkeyPat
 
 def test_requests_are_bounded() -> None:
     spans = [ReadableSpan(name=str(i), attributes={"a": "x" * 900_000}) for i in range(5)]
-    assert [len(request) for request in backend.requests_of(spans)] == [2, 2, 1]
+    assert [len(request) for request in backend.split_into_requests(spans)] == [2, 2, 1]
 
 
 async def test_what_is_too_large_for_the_backend_stops_nothing(
