@@ -3,7 +3,8 @@
 A loop that is started again asks here what is left to play; nothing of it is kept on this machine. A *scenario* is a
 task of the loop, and an *attempt* one run of it. Each scenario has a *group* of attempts, whose rewards are compared,
 and a further group for the attempts that ended without a result; each group is a *try*, and their number is limited. An
-attempt's id follows from the loop's name and its place: `<loop>-<scenario>[.<try>]-<attempt>`.
+attempt's id follows from the loop's name and its place: `<loop>-<scenario>[.<try>]-<attempt>`, and at a held-out task,
+which the version of a step is evaluated by, `<loop>-eval-<step>-<task>[.<try>]-<attempt>`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Progress:
     """The scenario's place in the loop, or the held-out task's in `LoopOptions.evaluation`."""
     missing: int
     """Attempts that have no result yet."""
-    evaluated: int | None = None
+    evaluated_step: int | None = None
     """The step of the version that plays a held-out task. `None` for a scenario, which is trained."""
     tries: int = 0
     """Groups of attempts that were started."""
@@ -67,10 +68,10 @@ class Attempts:
         self._reads = anyio.Semaphore(_READS)
         self._scenarios_at_once = max(_SCENARIOS_AT_ONCE, concurrency)
 
-    def group(self, progress: Progress, try_number: int) -> str:
+    def group_name(self, progress: Progress, try_number: int) -> str:
         """Return the name of a group of attempts at a scenario or held-out task: the first one (`try_number` 0), or one
         for a further try."""
-        label = "" if progress.evaluated is None else f"eval-{progress.evaluated}-"
+        label = "" if progress.evaluated_step is None else f"eval-{progress.evaluated_step}-"
         return f"{self._name}-{label}{progress.number}" + (f".{try_number}" if try_number else "")
 
     async def _recorded(self, trajectory: str) -> dict[str, Any] | None:
@@ -102,7 +103,7 @@ class Attempts:
         model, or in a group of another size."""
         size = progress.missing
         while progress.missing and progress.tries < self._tries:
-            group = self.group(progress, progress.tries)
+            group = self.group_name(progress, progress.tries)
             states = await run_all(self._read_ended, [f"{group}-{at}" for at in range(progress.missing)])
             opened = [state for state in states if state is not None]
             if not opened:

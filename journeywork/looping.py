@@ -161,7 +161,7 @@ class _Loop(Generic[Task]):
 
     def _task_of(self, progress: Progress) -> Task:
         """Return the held-out task, or the scenario: the loop begins again with the first one after the last."""
-        if progress.evaluated is not None:
+        if progress.evaluated_step is not None:
             return self._options.evaluation[progress.number]
         return self._scenarios[progress.number % len(self._scenarios)]
 
@@ -196,7 +196,7 @@ class _Loop(Generic[Task]):
         """Play the attempt `at` (from 0) of a group of `size`, and free the slot that `play` took for it. What the
         rollout raises is kept and counted: the attempt has no result then, and is played again."""
         opened: Trajectory | None = None
-        task, is_evaluation = self._task_of(progress), progress.evaluated is not None
+        task, is_evaluation = self._task_of(progress), progress.evaluated_step is not None
         try:
             described = self._options.describe(task) if self._options.describe else ""
             async with self._client.trajectory(
@@ -207,7 +207,7 @@ class _Loop(Generic[Task]):
                 attempt=at + 1,
                 task=described,
                 split="val" if is_evaluation else "train",
-                pinned=f"{self._model}@{progress.evaluated}" if is_evaluation else "",
+                pinned=f"{self._model}@{progress.evaluated_step}" if is_evaluation else "",
             ) as opened:
                 self._unopened.discard(group)
                 await call_rollout(self._rollout, opened, task, self._limiter)
@@ -231,23 +231,23 @@ class _Loop(Generic[Task]):
     async def play(self, progress: Progress) -> None:
         """Play the missing attempts, and those without a result again until `tries` groups were started."""
         while progress.missing and progress.tries < self._options.tries:
-            group, size = self.attempts.group(progress, progress.tries), progress.missing
+            group, size = self.attempts.group_name(progress, progress.tries), progress.missing
             progress.tries += 1
             async with anyio.create_task_group() as playing, self._turn:
                 for at in range(size):
                     await self._slots.acquire()
-                    if not at and progress.evaluated is None:
+                    if not at and progress.evaluated_step is None:
                         # `count_next_group` has counted the group, with the step before it waited for its slot.
                         self._count(group)
                     playing.start_soon(self._attempt, progress, group, at, size)
-        if progress.missing and progress.evaluated is None:
+        if progress.missing and progress.evaluated_step is None:
             self.result.incomplete.append(progress.number)
 
     async def evaluate(self, step: int) -> None:
         """Play the held-out tasks with the version of `step`, as far as they were not played before."""
 
         async def play_task(number: int) -> list[float]:
-            progress = await self.attempts.read(Progress(number, 1, evaluated=step))
+            progress = await self.attempts.read(Progress(number, 1, evaluated_step=step))
             await self.play(progress)
             return progress.rewards
 
@@ -283,7 +283,9 @@ class _Loop(Generic[Task]):
     async def count_earlier_groups(self, known: Sequence[Progress]) -> None:
         """Count the groups of an earlier process that still wait for the trainer: it trains them before new ones."""
         for progress in known:
-            self._undecided |= dict.fromkeys(self.attempts.group(progress, tried) for tried in range(progress.tries))
+            self._undecided |= dict.fromkeys(
+                self.attempts.group_name(progress, tried) for tried in range(progress.tries)
+            )
         for group in await self._read_decided():
             del self._undecided[group]
 
@@ -307,7 +309,7 @@ class _Loop(Generic[Task]):
 
     def count_next_group(self, progress: Progress) -> None:
         """Count the group that `play` starts next for `progress`, so that `may_start` reckons with it."""
-        self._count(self.attempts.group(progress, progress.tries))
+        self._count(self.attempts.group_name(progress, progress.tries))
 
     def _count(self, group: str) -> None:
         """Count a group as undecided and as not known to the gateway yet, with the present step as that of its

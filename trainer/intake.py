@@ -1,9 +1,10 @@
 """Scored groups from the log into the queues of their models.
 
 The intake takes `group.scored` events from the durable consumer `trainer`. It queues them by model in stream order,
-publishes a discard for those that can't train, and moves those that no trainer with these settings can train to the
-dead letters. The service (`trainer.service`) runs it beside the steps, and calls `discard` and `dead_letter` for groups
-that turn out to be untrainable later.
+publishes a discard for those that teach nothing (too old, equal rewards, members that infrastructure broke), and moves
+those that fail in this trainer, as of a model that its settings don't name, to the dead letters, for the operator. The
+service (`trainer.service`) runs it beside the steps, and calls `discard` and `dead_letter` for groups that turn out to
+be untrainable later.
 
 A group's place is its stream sequence and stream time. The sequence alone does not identify it: after a power cut the
 server gives it to another event.
@@ -212,7 +213,8 @@ class Intake:
     async def _publish_discard(
         self, event: GroupScored, refusal: Refusal, version: str = "", duration_s: float = 0.0
     ) -> None:
-        """Publish that a group is not trained. `version`: the policy's at the discard; `duration_s`: of the group's
+        """Publish that a group is not trained. `version`: the policy's at the discard, empty without
+        one; `duration_s`: of the group's
         longest run, 0 if unknown."""
         await self._broker.publish(
             event.discarded(

@@ -82,6 +82,7 @@ def _failure_line(number: int | None, why: str) -> bytes:
 async def _answer(request: Request) -> None:
     """Score a group and write the answer. An error of any kind is written as an answer too, because the program waits
     for one."""
+    # For all requests from now on, as one program sends them: judge models read their API keys from the environment.
     os.environ.update(request.environment)
     try:
         config = load(None, request.settings)

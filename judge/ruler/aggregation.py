@@ -117,7 +117,8 @@ def pairwise_agreement(a: Mapping[str, float], b: Mapping[str, float]) -> float 
 
 
 def pair_signs(a: Mapping[str, float], b: Mapping[str, float]) -> list[tuple[int, int]]:
-    """Return for each pair of names that both have how `a` and how `b` order it: -1, 0 or 1."""
+    """Return for each pair of names with scores in both mappings how `a` and how `b` order it: -1, 0 or 1. By these
+    `pairwise_agreement` and `judge.labelled` count how often two scorings agree."""
     pairs = itertools.combinations(sorted(a.keys() & b.keys()), 2)
     return [(sign(a[x] - a[y]), sign(b[x] - b[y])) for x, y in pairs]
 

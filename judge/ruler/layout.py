@@ -1,7 +1,8 @@
 """The layout of RULER's prompt: text common to the trajectories once, the rest with each trajectory.
 
 Attempts at one task share most of their text, and a prompt that repeats it costs money and exceeds the judge model's
-context. `judge.ruler.prompt` puts the layout between nonce lines and cuts it if it is too long.
+context. `judge.ruler.prompt` puts the layout between lines with a random word, which no trajectory can know, and cuts
+it if it is too long.
 
 In common are the tools and messages with which all of them begin, and any long message of several trajectories. A
 message that occurs more than once is replaced by a reference, with an id drawn for the call: to the common text, or to
@@ -52,7 +53,7 @@ class _Segment:
     text: str
     role: str = ""
     """Empty if the text is no message."""
-    last: bool = False
+    is_last: bool = False
     """The last message of a conversation, which is always shown in its place."""
 
 
@@ -92,18 +93,20 @@ def build_layout(transcripts: Sequence[Transcript], new_id: Callable[[], str]) -
 
 def _segments_of(conversations: Sequence[Conversation], tools: Tools, shared: int) -> list[list[_Segment]]:
     """Return the pieces of text of each conversation of a trajectory, without `tools` and the first `shared` messages
-    of the first conversation, which are in the common text."""
+    of the first conversation, which are in the common text. A conversation's tools are among the pieces if they
+    are not those of the conversation before."""
     out = []
+    shown_tools = tools
     for number, conversation in enumerate(conversations):
         segments = []
-        if conversation.tools != tools:
+        if conversation.tools != shown_tools:
             segments.append(_Segment(render_tools(conversation.tools) or "[tools] none"))
-            tools = conversation.tools
+            shown_tools = conversation.tools
         start, last = shared if number == 0 else 0, len(conversation.messages) - 1
-        if start and len(conversations) > 1:
+        if start and len(conversations) > 1:  # the judge could not tell which conversation they begin
             segments.append(_Segment(f"(messages 1 to {shared} are those of the context)"))
         for index, message in enumerate(conversation.messages[start:], start):
-            segments.append(_Segment(render_message(message), str(message.get("role", "?")), index == last))
+            segments.append(_Segment(render_message(message), str(message.get("role", "?")), is_last=index == last))
         out.append(segments)
     return out
 
@@ -114,7 +117,7 @@ def _references(members: Sequence[Sequence[Sequence[_Segment]]], new_id: Callabl
     counts = Counter(
         text
         for member in members
-        for text in {s.text for shown in member for s in shown if s.role and not s.last}
+        for text in {s.text for shown in member for s in shown if s.role and not s.is_last}
         if len(text) >= _MIN_SHARED
     )
     return {text: new_id() for text, count in sorted(counts.items()) if count > 1}

@@ -1,6 +1,7 @@
-"""Everything of a trajectory that trains, as conversations, for judges and data sets.
+"""All parts of a trajectory that are trained on, as conversations, for judges and data sets.
 
-The trainer learns from every complete reply of every call that is no side call. One conversation does not hold all of
+The trainer learns from every complete reply of every call that is no side call (one that its agent excludes from
+training). One conversation does not hold all of
 them: a call with `n > 1` has several replies, sub-agents have conversations of their own, and an agent that shortens
 its history drops earlier messages. So a trajectory is a list of conversations, in the order in which they began. A
 call continues the longest conversation with which its request begins, message by message; any other call begins a new
@@ -65,7 +66,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class _Keyed:
+class _KeyedMessage:
     """A message. Two that say the same are equal, because they have the same key."""
 
     message: Message = field(compare=False)
@@ -80,7 +81,7 @@ class _OpenConversation:
     """Its index among the trajectory's conversations."""
     choice: int
     """Index of the choice with which its first call goes on, where that call has several."""
-    messages: list[_Keyed]
+    messages: list[_KeyedMessage]
     tools: tuple[dict[str, Any], ...] = ()
     calls: list[int] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
@@ -135,7 +136,8 @@ class _ConversationBuilder:
 
     def __init__(self) -> None:
         self.conversations: list[_OpenConversation] = []
-        self._decoded: dict[bytes, _Keyed] = {}
+        self._messages: dict[bytes, _KeyedMessage] = {}
+        """The messages of requests by their JSON. Requests repeat earlier messages, and each is decoded once."""
 
     def add(self, exchange: ExchangeRecorded) -> int:
         """Add an exchange to the conversation that it continues, or begin a new one. Return the conversation's
@@ -151,19 +153,19 @@ class _ConversationBuilder:
         conversation.tools = tools or conversation.tools
         conversation.calls.append(exchange.seq)
         conversation.end_follow_up()
-        reply = [_Keyed(m, _content_key(m)) for m in _reply_messages(exchange)]
+        reply = [_KeyedMessage(m, _content_key(m)) for m in _reply_messages(exchange)]
         if reply and exchange.status == "complete" and not exchange.side_call:
             conversation.replies.append(Reply(exchange.seq, len(conversation.messages), role=exchange.role))
         conversation.messages += reply
         conversation.partial = len(reply) if exchange.status != "complete" else 0
         return conversation.number
 
-    def _continued_by(self, request: Sequence[_Keyed]) -> _OpenConversation | None:
+    def _continued_by(self, request: Sequence[_KeyedMessage]) -> _OpenConversation | None:
         """Return the longest conversation with which a request begins."""
         fitting = [c for c in self.conversations if c.messages[: c.firm()] == request[: c.firm()]]
         return max(fitting, key=_OpenConversation.firm, default=None)
 
-    def _request(self, exchange: ExchangeRecorded) -> tuple[list[_Keyed], tuple[dict[str, Any], ...]]:
+    def _request(self, exchange: ExchangeRecorded) -> tuple[list[_KeyedMessage], tuple[dict[str, Any], ...]]:
         """Return the request's messages and tools. A request repeats the earlier messages, so each one is decoded
         only once."""
         try:
@@ -180,22 +182,22 @@ class _ConversationBuilder:
             return [], offered
         return [keyed for m in messages if (keyed := self._keyed(bytes(m))) is not None], offered
 
-    def _keyed(self, raw: bytes) -> _Keyed | None:
+    def _keyed(self, raw: bytes) -> _KeyedMessage | None:
         """Return a message of a request with its key; `None` for what is no message, or nested too deeply."""
-        if raw not in self._decoded:
+        if raw not in self._messages:
             message = _decode(raw)
             if not isinstance(message, dict):
                 return None
             try:
-                self._decoded[raw] = _Keyed(message, _content_key(message))
+                self._messages[raw] = _KeyedMessage(message, _content_key(message))
             except RecursionError:
                 return None
-        return self._decoded[raw]
+        return self._messages[raw]
 
-    def _completion(self, prompt: str) -> list[_Keyed]:
+    def _completion(self, prompt: str) -> list[_KeyedMessage]:
         """Return a plain completion's prompt as messages: those of the conversation that it continues, the one with the
         longest text with which the prompt begins, and one with the rest of the prompt."""
-        longest, messages = "", list[_Keyed]()
+        longest, messages = "", list[_KeyedMessage]()
         for conversation in self.conversations:
             firm = conversation.messages[: conversation.firm()]
             text = "".join(text_of(m.message.get("content")) for m in firm)
@@ -203,7 +205,7 @@ class _ConversationBuilder:
                 longest, messages = text, firm
         if rest := prompt[len(longest) :]:
             message = {"role": _PROMPT, "content": rest}
-            messages.append(_Keyed(message, _content_key(message)))
+            messages.append(_KeyedMessage(message, _content_key(message)))
         return messages
 
 

@@ -120,6 +120,7 @@ def _editing(path: Path) -> Iterator[list[KeyConfig]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = list(read_keys(path)) if path.exists() else []
         yield keys
+        # Fields without a value are left out. A key's role is always written, for who reads the file.
         tables = [
             {name: value for name, value in msgspec.to_builtins(key).items() if name == "role" or value} for key in keys
         ]

@@ -1,5 +1,5 @@
 """Demonstrations: conversations that the model did not have, recorded as calls of a trajectory. Supervised fine-tuning
-trains them. They come as members of a group that is completed (`groups`)."""
+trains the model on their replies. They come with the request that completes their group (`groups`)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ async def demonstrated_calls(
     request: ControlRequest, model: str, group: str, member: GroupMember
 ) -> list[ExchangeRecorded]:
     """Return the replies of a member's demonstration as calls of its trajectory: each with the token ids of the prompt
-    that the model would have got, by its chat template, and of the reply, without logprobs. Returns none for a
-    trajectory that is completed, as a client's retry may name it.
+    that the model would have got, by its chat template, and of the reply, without logprobs. Returns none if
+    the trajectory is completed already, as by a request that the client repeats. `member` has a demonstration.
 
     Raises an `ApiError`: 400 for a conversation that the template can't render so, 502 or 503 where no inference server
     answers."""
@@ -51,6 +51,7 @@ async def demonstrated_calls(
             return []
         model = opened.model
     gateway.router.refuse_outside(model)
+    # No version sampled the replies, but a call has one: the model's newest.
     version = gateway.policies.newest_loaded_anywhere(model) or version_name(model, 0)
     calls = []
     for reply in demonstrated_replies(chat.messages, chat.tools):
@@ -67,7 +68,7 @@ async def demonstrated_calls(
             ExchangeRecorded(
                 project=gateway.project,
                 trajectory=member.id,
-                seq=0,
+                seq=0,  # the trajectory sets it as it records the call
                 model=model,
                 policy_version=version,
                 step=parse_version(version)[1],

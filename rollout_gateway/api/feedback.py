@@ -76,6 +76,7 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
     except ApiError as error:
         if error.param != "trajectory":
             raise
+        # Only the route for one run has this field: who sends it here is told where to send it.
         raise ApiError(error.status, error.code, f"{error} {_RUN_ADVICE}", param="trajectory") from error
     if bool(body.answer) == bool(body.ranking):
         message = "Send either `answer`, the id of an answer, or `ranking`, ids of runs or answers, best first."
@@ -85,7 +86,9 @@ async def on_answers(request: ControlRequest) -> dict[str, Any]:
         if trajectory is None:
             raise _unknown_answer(body.answer)
         grade = _grade(body, request.gateway.config.gateway.max_reward)
-        return await _record_signals(request, body, [_Target(trajectory, body.answer, grade, body.about == "run")])
+        return await _record_signals(
+            request, body, [_Target(trajectory, body.answer, grade, of_run=body.about == "run")]
+        )
     return await _record_signals(request, body, _targets_of_ranking(body))
 
 
@@ -133,7 +136,7 @@ def _targets_of_ranking(body: AnswerFeedback) -> list[_Target]:
     targets = []
     for place, name in enumerate(body.ranking):
         run, grade = trajectory_of(name), _Grade("number", 1 - place / last, body.text)
-        targets.append(_Target(run, name, grade, body.about == "run") if run else _Target(name, -1, grade))
+        targets.append(_Target(run, name, grade, of_run=body.about == "run") if run else _Target(name, -1, grade))
     run, times = Counter(target.trajectory for target in targets).most_common(1)[0]
     if times > 1:
         raise invalid_body(f"`ranking` names the run {run!r} more than once: name one answer of each run.", "ranking")

@@ -94,8 +94,9 @@ class RunLog:
         return message.subject == event.subject() and (recorded is None or recorded.event.at == event.at)
 
     async def watch_log_end(self) -> None:
-        """Check the log's end after each reconnection, for ever. Raises `LogShrankError` if the log lost it, which ends
-        the gateway. `service` starts it."""
+        """Call `check_end`, which checks only after a reconnection, every `_END_CHECK_S` seconds, for ever. Raises
+        `LogShrankError`, which ends the gateway, once a check of this task or of a call found that the log lost its end
+        (`_shrank`). `service` starts it."""
         while not self._shrank.is_set():
             with anyio.move_on_after(_END_CHECK_S):
                 await self._shrank.wait()

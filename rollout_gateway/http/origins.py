@@ -60,7 +60,7 @@ class OriginPolicy:
             raise ApiError(400, "invalid_host", message)
         if not (self._any_name or name in self._names):
             address = address_of(name)
-            # A literal IP address cannot be rebound through DNS, so it is accepted.
+            # No DNS answer changes where a literal IP address leads. On loopback, only a loopback address is right.
             if address is None or (self._loopback and not address.is_loopback):
                 message = f"This gateway does not serve the host name {name[:200]!r}: add it to gateway.http.hosts."
                 raise ApiError(421, "unknown_host", message)

@@ -95,7 +95,7 @@ class Request:
         """Cancelled with a `ClientGoneError` when the client closes its connection."""
         self.started = False
         """The head of the answer was written."""
-        self._unread = True
+        self._more_to_read = True
         """Some of the body may not have been received."""
         self._reading_began = False
         """`read` was called. If it raised, the rest of the body is not worth waiting for."""
@@ -117,10 +117,10 @@ class Request:
         body, size = bytearray(), self.announced
         bodies.count(self, 0)
         try:
-            while self._unread and size <= self.max_body:
+            while self._more_to_read and size <= self.max_body:
                 body += await self._receive(began + limits.body_timeout_s + len(body) / _BODY_RATE)
                 size = max(size, len(body))
-                if self._unread:
+                if self._more_to_read:
                     bodies.count(self, len(body))
                     if self.cancellation.error is not None:
                         raise self.cancellation.error
@@ -141,7 +141,7 @@ class Request:
                 message = await self.receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
-        self._unread = message["more_body"]
+        self._more_to_read = message["more_body"]
         body: bytes = message["body"]
         return body
 
@@ -149,9 +149,9 @@ class Request:
         """Receive and drop the rest of the body, but not much more than `max_bytes`, for `LINGER_S` at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while self._unread and max_bytes > 0:
+                while self._more_to_read and max_bytes > 0:
                     message = await self.receive()
-                    self._unread = message.get("more_body", False)
+                    self._more_to_read = message.get("more_body", False)
                     max_bytes -= len(message.get("body", b""))
 
     async def answer(self, status: int, body: bytes, headers: HeaderList = (), content_type: bytes = JSON) -> None:
@@ -162,7 +162,7 @@ class Request:
             await self._discard(_DISCARD_LIMIT)
         kind = ((b"content-type", content_type),) if body else ()
         length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
-        unread = self._unread
+        unread = self._more_to_read
         await self._start(status, (*kind, *length, *headers), unread)
         await self.send({"type": "http.response.body", "body": body, "more_body": unread})
         if unread:  # if the connection was closed now, a reset could discard the answer before it is read

@@ -100,7 +100,9 @@ class ProviderReply(UpstreamReply):
 
     def __init__(self, response: aiohttp.ClientResponse, provider: Provider) -> None:
         super().__init__(response, provider.url)
-        self._provider, self._closed, self.table = provider, False, provider.table
+        self._provider, self._closed = provider, False
+        self.table = provider.table
+        """The provider's settings."""
         self.hide_key = provider.hide_key
         headers = [(name.lower(), self.hide_key(value)) for name, value in response.raw_headers]
         self.content_type = dict(headers).get(b"content-type", b"")

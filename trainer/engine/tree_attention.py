@@ -128,10 +128,11 @@ def tree_attention(
 def _attended(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
 ) -> torch.Tensor:
-    """Return the attention of queries to keys of shape [R, H, L, D], as [R, L, H, D]."""
+    """Return the attention of queries to keys of shape [R, H, L, D], as [R, L, H, D]. On a CPU, bfloat16 is computed in
+    float32 for at most `_SHORT` keys, because that takes less time."""
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and key.shape[2] <= _SHORT:
-        exact: torch.Tensor = _SDPA(module, query.float(), key.float(), value.float(), mask, **options)[0]
-        return exact.to(query.dtype)
+        in_float32: torch.Tensor = _SDPA(module, query.float(), key.float(), value.float(), mask, **options)[0]
+        return in_float32.to(query.dtype)
     attended: torch.Tensor = _SDPA(module, query, key, value, mask, **options)[0]
     return attended
 
