@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
-_NAMES = re.compile(r"(?:^|[_-])(?:key|secret|password|token|authorization|cookie)$|credentials?$", re.I)
+_SECRET_NAMES = re.compile(r"(?:^|[_-])(?:key|secret|password|token|authorization|cookie)$|credentials?$", re.I)
 
 
 def plain_secrets(value: Any, where: str) -> Iterator[str]:
@@ -29,10 +29,11 @@ def referenced_variables(value: Any) -> Iterator[str]:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Return whether a setting of this name holds a secret. Credentials may be a file's path, or its content (JSON)."""
+    """Return whether a setting of this name, whose value is no reference, holds a secret. Credentials may be a file's
+    path, or its content (JSON)."""
     if name.lower().endswith(("credential", "credentials")):
         return value.lstrip().startswith("{")  # else the path of a file
-    return bool(value) and _NAMES.search(name) is not None
+    return bool(value) and _SECRET_NAMES.search(name) is not None
 
 
 def _strings(value: Any, where: str = "") -> Iterator[tuple[str, str]]:

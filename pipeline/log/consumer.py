@@ -154,12 +154,14 @@ class Consumption:
         self.reader, self.spec, self._puller, self._admit = reader, spec, puller, admit
         self._reject, self._deaths = reject, Deaths(reader, spec)
         self._redelivered: deque[tuple[Pulled, int]] = deque()
-        """Messages that wait until they are handled alone, each with the client's reconnections when it came."""
+        """Messages that wait until they are handled alone, each with the number of the client's reconnections when it
+        came: an acknowledgement after a further one could be for another message (`Delivery`)."""
         self._alone: _HandledAlone | None = None
         self._failed: set[Delivery] = set()
-        """Deliveries whose handler raised, and that are held still."""
+        """Deliveries whose handler raised, until they are settled: `close` counts a death for each."""
         self.unsettled: set[Delivery] = set()
         self._backoff = Backoff()
+        """Pauses between pulls while a cluster elects the consumer's leader."""
 
     async def batch(self, limit: int, wait_s: float = 1.0) -> list[Delivery]:
         """Return up to `limit` deliveries. The list is empty if none came within `wait_s` seconds or the log is

@@ -3,10 +3,10 @@ before the gateway publishes it. All that publish texts of clients or models cal
 
 The agent gets what was sampled; log, judge, lake and data sets get `[name of the mask]`. A call with masked text is
 recorded without its tokens: they hold the text too, and without them nothing that follows in its conversation can be
-computed exactly. So it is not trained. What can't be searched is not recorded, or refused before it is sent: JSON that
-can't be decoded, and prompts of token ids. A text is searched as it is, and with JSON's escapes decoded once, as in the
-arguments of a tool call; what is escaped more often is not found. Patterns are RE2's, which takes time in proportion to
-the text, whatever the pattern is.
+computed exactly. So it is not trained. What can't be searched is refused before it is sent (a request that is no JSON,
+a prompt of token ids), or recorded as `{}` (an answer that is no JSON). A text is searched as it is, and with JSON's
+escapes decoded once, as in the arguments of a tool call; what is escaped more often is not found. Patterns are RE2's,
+which takes time in proportion to the text, whatever the pattern is.
 """
 
 from __future__ import annotations

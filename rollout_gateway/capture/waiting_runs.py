@@ -103,7 +103,8 @@ class WaitingRuns:
         return await self._get({"seq": seq + 1, "next_by_subj": f"{self._prefix}.*.*"})
 
     async def _get(self, request: dict[str, Any]) -> WaitingRun | None:
-        """Return the waiting run that a direct get of JetStream with this `request` finds; `None` if there is none."""
+        """Return the waiting run that the stream's leader finds by this `request` for a message; `None` if there is
+        none. Another replica could lack the newest."""
         message = await self._broker.leader_get(streams.DETECTED.name, request)
         if message is None:
             return None

@@ -297,14 +297,14 @@ class EventTable:
     def read_newest_files(self, read: Callable[[], Result]) -> Result:
         """Return what `read` makes of the table's files. It is called again if a file is gone because another process
         has replaced it. Raises `DamagedFileError` if the newest version has a file that is missing."""
-        searched = -1
+        version_with_gap = -1
         while True:
             try:
                 return read()
             except FileNotFoundError as error:
-                if self._version() == searched:
+                if self._version() == version_with_gap:
                     raise DamagedFileError(str(error.filename or error), "it is missing") from error
-                searched = self._version()
+                version_with_gap = self._version()
                 self._delta = self._files = None
 
     def _are_stored(self, seqs: Ints, ats: Ints) -> npt.NDArray[np.bool_]:

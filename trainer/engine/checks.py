@@ -142,7 +142,8 @@ def compare_earlier_versions(passes: Passes, step: Step, share: float) -> Metric
 
 
 def _comparable(sequence: TokenSequence, version: int) -> TokenSequence:
-    """Return the sequence with all tokens as context but those that `version` sampled with a recorded logprob."""
+    """Return the sequence with only those tokens to compare that the step `version` sampled with a recorded logprob.
+    The others are context."""
     return sequence.masking_out((sequence.steps != version) | np.isnan(sequence.logprobs))
 
 

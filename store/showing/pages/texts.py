@@ -109,5 +109,6 @@ NAMES = {
 
 
 def name(value: Any) -> str:
-    """Return what people read in place of a name of the code (`NAMES`); the name itself if there is nothing else."""
+    """Return the label that people read for an identifier of the code (`NAMES`), the identifier itself if it has none,
+    and a dash for `None`."""
     return NAMES.get(value, str(value)) if value is not None else "–"
