@@ -133,9 +133,9 @@ def _texts(member: Sequence[Sequence[_Segment]], references: dict[str, str], new
     def text_of(segment: _Segment) -> str:
         """Return the text of a segment, or a reference in its place."""
         text, role = segment.text, segment.role
-        if not segment.last and text in references:
+        if not segment.is_last and text in references:
             return f"[{role}] (text {references[text]} of the context)"
-        if not segment.last and text in repeated_ids:
+        if not segment.is_last and text in repeated_ids:
             return f"[{role}] (text {repeated_ids[text]} again)"
         if counts[text] > 1 and text not in repeated_ids:
             repeated_ids[text] = new_id()
