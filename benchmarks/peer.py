@@ -5,8 +5,7 @@
 
 TRL's `GRPOTrainer` with its own generation trains on the same messages, examples, group size, rank, rate and number of
 tokens, on both cores. Every ten steps it answers the held-out messages, by the most probable tokens; that time is not
-counted. It ends at the demo's score, after `--seconds`, or after twice the demo's steps. Writes
-benchmarks/results/peer.json.
+counted. It ends at the demo's score, or after twice the demo's time or steps. Writes benchmarks/results/peer.json.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def reward(completions: list[Any], number: list[int], seed: list[int], **_: Any)
     ]
 
 
-def train(run_dir: Path, seconds: float) -> dict[str, Any]:
+def train(run_dir: Path) -> dict[str, Any]:
     """Train with TRL from the warm start of a demo that has ended. Returns both sides' times and scores."""
     report = json.loads((run_dir / "report.json").read_text())
     trainer_settings = tomllib.loads(SETTINGS.read_text())["trainer"]
@@ -103,7 +102,7 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
         {"prompt": message("train", n, seed).prompt, "number": n, "seed": seed}
         for n in range(2 * steps * GROUPS_PER_STEP)
     ]
-    evaluations = _Evaluations(score, report["held_out"]["trained"]["value"], seconds)
+    evaluations = _Evaluations(score, report["held_out"]["trained"]["value"], 2 * report["train_s"])
     with TemporaryDirectory() as scratch, plain_logprobs("cpu"):
         args = GRPOConfig(
             output_dir=scratch,
@@ -152,11 +151,10 @@ def train(run_dir: Path, seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories of demos that have ended")
-    parser.add_argument("--seconds", type=float, default=1800, help="limit of TRL's training, for each run")
     parser.add_argument("--out", type=Path, default=RESULTS / "peer.json")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    runs = [train(run, args.seconds) for run in args.runs]
+    runs = [train(run) for run in args.runs]
     write_results(args.out, {"runs": runs, "threads": torch.get_num_threads()})
 
 
