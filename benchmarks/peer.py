@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import time
 import tomllib
 from pathlib import Path
@@ -155,7 +156,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     runs = [train(run) for run in args.runs]
-    write_results(args.out, {"runs": runs, "threads": torch.get_num_threads()})
+    command = f"python -m benchmarks.peer {shlex.join(map(str, args.runs))}"
+    write_results(args.out, {"command": command, "runs": runs, "threads": torch.get_num_threads()})
 
 
 if __name__ == "__main__":

@@ -61,5 +61,6 @@ def without_sent(message: str, sent: str) -> str:
 
 
 def _letters(text: str) -> str:
-    """Return the letters and digits of a text, without spaces, punctuation and escapes of JSON or Python."""
+    """Return the letters and digits of a text, without spaces, punctuation and escapes of JSON or Python. Of an escape
+    `\\uXXXX` the character stays."""
     return re.sub(r"\\u([0-9a-f]{4})|\\[a-z]|[\W_]+", lambda m: chr(int(m[1], 16)) if m[1] else "", text)

@@ -260,7 +260,7 @@ class Intake:
                 await self.discard(queue, group, refusal)
 
     async def _end_incomplete_batches(self) -> None:
-        """Discard the groups of incomplete requested batches that came to their timeout or hold too many groups.
+        """Discard the groups of incomplete requested batches that are to end (`trainer.requested.batches_to_end`).
 
         At most half of the groups that the log delivers without an acknowledgement may wait for others of their batch:
         with all of them, the log would deliver no more."""

@@ -1,7 +1,7 @@
 """How old tokens may be when they are trained: `trainer.max_staleness`, counted in steps from sampling to training.
 
-`trainer.batches.groups` leaves out groups and tokens that are older, and `trainer.engine.late` corrects sequences with
-such tokens where `trainer.late` says so. The adapters of versions whose tokens may still be trained are kept.
+`trainer.batches.groups` leaves out groups and tokens that are older. Where `trainer.late` says so, sequences with such
+tokens are corrected (`trainer.engine.loss_inputs`). The adapters of versions within `max_staleness` are kept.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def stale_tokens(sequence: TokenSequence, step: int, bound: int, *, later_too: b
 
 
 def is_late(sequence: TokenSequence, step: int, config: TrainerConfig) -> bool:
-    """Whether a sequence is trained with the correction of late sequences at `step`: `trainer.late` is on, and a
-    trained token was sampled more than `max_staleness` steps before or by a later version."""
+    """Whether a sequence is trained with the correction of late sequences at `step`: `trainer.late` is on, the loss is
+    not `sft`, and a trained token was sampled more than `max_staleness` steps before or by a later version."""
     if config.late == "off" or config.loss.type == "sft":
         return False
     return bool(stale_tokens(sequence, step, config.max_staleness, later_too=True).any())
 
 
 def is_adapter_kept(earlier: int, step: int, config: TrainerConfig) -> bool:
-    """Whether tokens that the version of the step `earlier` sampled may be trained after `step`. Their logprobs are
-    checked with that version's adapter."""
+    """Whether the adapter of the step `earlier` is kept beside that of `step`, to check the logprobs of its tokens: of
+    the steps within `max_staleness`, and one more (`versions_kept`)."""
     return step - config.max_staleness - 1 <= earlier < step
 
 

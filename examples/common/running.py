@@ -192,7 +192,7 @@ def as_program(run_dir: Path) -> Iterator[None]:
 
 def make_room(run_dir: Path) -> None:
     """Rename the folder of an earlier run, if it is there, to its name with the time of its last change. Raises
-    `ExampleError` if its installation still runs, because that would go on in the renamed folder."""
+    `ExampleError` if its installation still runs, because that would go on in the new folder."""
     if run_dir.exists():
         with (run_dir / "up.lock").open("ab") as lock:
             try:

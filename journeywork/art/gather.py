@@ -43,11 +43,12 @@ async def gather_trajectory_groups(
 
     async def play(group: Awaitable[TrajectoryGroup]) -> list[TrajectoryGroup]:
         played = await wrap_group_awaitable(group)
-        if played is not None and after_each is not None:
-            played = await after_each(played)
-        if played is None:
+        if played is None or after_each is None:
+            return [played] if played is not None else []
+        after = await after_each(played)
+        if after is None:
             return []
-        return played if isinstance(played, list) else [played]
+        return after if isinstance(after, list) else [after]
 
     with gathering(total, pbar_desc, max_exceptions):
         lists = await _gather_all([play(group) for group in waiting])

@@ -148,9 +148,9 @@ def key_of(form: Form) -> Key:
 
 
 def find_base(form: Continuation, forms: Mapping[Key, Form]) -> Base:
-    """Return the whole exchange that `form` continues. That may be a continuation itself, so the chain of continuations
-    is followed back to a whole exchange and restored from there. `forms`: the exchanges of the trajectory as the log
-    holds them. Raises `BrokenChainError` if one of the chain is missing."""
+    """Return the `Base` of the whole exchange that `form` continues. That may be a continuation itself, so the chain of
+    continuations is followed back to a whole exchange and restored from there. `forms`: the exchanges of the trajectory
+    as the log holds them. Raises `BrokenChainError` if one of the chain is missing."""
     chain: list[Form] = [form]
     while isinstance(last := chain[-1], Continuation):
         earlier = forms.get(base_of(last))

@@ -22,8 +22,8 @@ class EncryptedClient(FastClient):
     require it."""
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """Overrides nats-py's method, which handles the server's first message: end the connection if it offers no
-        TLS."""
+        """Overrides nats-py's method, which handles the server's first message: end the connection if it does not
+        require TLS."""
         if initial_connection and not info.get("tls_required"):
             raise nats.errors.Error("the server does not require TLS, but the settings do")
         await super()._process_info(info, initial_connection)

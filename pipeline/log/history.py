@@ -164,8 +164,8 @@ class Reader(StreamReader):
         return entry_of_class
 
     async def recorded(self, stream: str, message: StoredMessage) -> LogEntry[AnyEvent] | None:
-        """Return the event in a message of `stream`. None if it cannot be decoded, which makes it a dead letter, or
-        continues an exchange that is gone, which is logged."""
+        """Return the event in a message of `stream`. None if it cannot be decoded, for which
+        `skip_undecodable` is called, or continues an exchange that is gone, which is logged."""
         try:
             return await self._entry(stream, message)
         except ExchangeNotWholeError as error:

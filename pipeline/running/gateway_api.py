@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(args: argparse.Namespace) -> GatewayApi:
-    """Return the gateway that the arguments of `add_arguments` name, with an operator's key. Raises `ConfigError` if
-    they name none, or an installation that does not run one."""
+    """Return the gateway that the arguments of `add_arguments` name, with the key that they give, else that of the
+    installation, if it has one. Raises `ConfigError` if they name none, or an installation that does not run one."""
     url = args.url or ("" if args.run_dir else os.environ.get(URL_VARIABLE, ""))
     folder: Path | None = None
     if not url:

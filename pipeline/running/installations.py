@@ -51,7 +51,7 @@ def installation_settings(
     tables that the command needs, empty for all; the other tables may then hold settings of another version.
 
     The address is the first that is not empty: that of `overrides`, of `file`, of the server that `journeywork up`
-    started (none, if it was stopped), of the installation's own settings. Raises `ConfigError`."""
+    started (if that was stopped, there is no address), of the installation's own settings. Raises `ConfigError`."""
     source: str | Path | None = file
     folder = None
     if not file or run_dir:

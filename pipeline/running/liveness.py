@@ -75,8 +75,9 @@ class LogProbe:
     def __init__(self, config: Config) -> None:
         self._config, self._settings = config, config.supervisor
         self._folder = config.path("nats")
-        self._provisioned: set[str] = set()
-        """Streams that have existed. One that has not is no fault: the log is being provisioned."""
+        self._probed: set[str] = set()
+        """Streams that a probe did not find missing. One that has always been missing is no fault: the log is being
+        provisioned."""
         self._alarms: dict[str, str] = {}
         """The present alarms, by what they are about."""
         self.checked = anyio.Event()
@@ -138,9 +139,9 @@ class LogProbe:
         async def write(name: str) -> None:
             """Write to one stream; add what is wrong with it to `reasons` or `at_limit`."""
             refusal = await health.probe(broker, name, self._settings.deadline_s)
-            if refusal is not None and refusal.kind == "missing" and name not in self._provisioned:
+            if refusal is not None and refusal.kind == "missing" and name not in self._probed:
                 return
-            self._provisioned.add(name)
+            self._probed.add(name)
             if refusal is None or refusal.kind == "refused":  # a restart does not change what the server answers
                 return
             if refusal.kind == "at_limit":

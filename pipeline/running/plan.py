@@ -172,7 +172,7 @@ def _server_binary() -> str:
 
 def nats_command(config: Config, port: int, host: str = LOOPBACK) -> ProcessSpec:
     """Return how the NATS server is started, on `host` and `port`, with JetStream's files in the run directory. Its
-    configuration is written before each start."""
+    configuration is written before a start if it is not there already."""
     folder = config.path("nats").absolute()
     settings = folder / "nats.conf"
 

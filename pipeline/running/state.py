@@ -17,8 +17,8 @@ class ProcessState(msgspec.Struct, kw_only=True):
 
     pid: int = 0
     since: str = ""
-    """When it began (`process_start`), by which another process with the same id is told from it. Empty: it had ended
-    when the file was written."""
+    """When it began (`process_start`), by which another process with the same id is told from it. Empty: it did not
+    run when the file was written."""
     state: str = ""
     """One of the states of `pipeline.running.supervisor.Watched`. `read_state` adds `gone`: the process died with the
     supervisor, which could not write that."""

@@ -106,7 +106,7 @@ def make_run(
 ) -> Run:
     """Return the trajectory as its spans show it. `opened`: its opening, if the log holds it; `group` and `model` are
     used in its place. `context`: trace and span of the caller, `None` if it sent none. `with_content`: whether spans
-    have the task and the run's metadata."""
+    have the task, and of the metadata more than tags, user and session."""
     metadata = document(bytes(opened.metadata)) if opened else {}
     trace, above = context or (trace_id(project, trajectory), 0)
     task = opened.task[:_NAME_CHARS] if opened and with_content else ""

@@ -234,8 +234,8 @@ class Checker:
 
     async def _may_be_starting(self, condition: AlarmChanged) -> bool:
         """Return whether `condition` says that an inference server is behind, and the server may still be starting:
-        less than `vllm.start_timeout_s` ago this store started, or the server lacked the record that its sampler agent
-        writes when it holds all versions."""
+        less than `vllm.start_timeout_s` ago this store started, or the server was first found without the record that
+        its sampler agent writes when it holds all versions."""
         if condition.alarm != "replica_behind":
             return False
         key = streams.key_subject(streams.FLEET.name, streams.sampler_key(condition.project, condition.about))

@@ -344,7 +344,8 @@ def _compare_pairs(metric: Metric, parts: Sequence[Part], alpha: float) -> Findi
 
 def _bounds(metric: Metric, runs: Sequence[Run]) -> list[Bounds]:
     """Return the bounds of each run before the first one that has no value and is not late. Both are the run's value,
-    cut to the metric's range; of a late run without a value, they are those of `metric.late`."""
+    cut to the metric's range; of a late run without a value, they are `metric.late`, or the ends of
+    the range if that is `None`."""
     late = (metric.low, metric.high) if metric.late is None else (metric.late, metric.late)
     known = itertools.takewhile(lambda run: run[0] or run[1] is not None, runs)
     return [late if value is None else (cut := min(max(value, metric.low), metric.high), cut) for _, value in known]

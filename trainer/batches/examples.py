@@ -161,8 +161,8 @@ def _baselines(
 def _advantages(member: Member, differences: Floats, loss: LossConfig, roles: Roles) -> Floats:
     """Return the advantage of each call of a run, from the scaled differences of its returns to the baseline.
 
-    Where only calls were judged (`Member.graded`), the calls that no reward is credited to have 0. A last number, 0, is
-    added for all later calls, which a teacher may teach."""
+    Where only calls were judged (`Member.graded`), the calls that nothing judged have 0 (`calls_with_credit`). A last
+    number, 0, is added for all later calls, which a teacher may teach."""
     if member.graded == "calls":
         return np.append(differences * calls_with_credit(member, len(differences), loss.turn_discount, roles), 0.0)
     return differences

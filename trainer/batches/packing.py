@@ -291,9 +291,8 @@ class Cost:
     def of(cls, parameters: int, width: int) -> Cost:
         """Return the cost of a LoRA step. `parameters`: number of frozen parameters without embeddings; `width`: number
         of heads times the head dimension, summed over the layers."""
-        # A token takes 2 operations a parameter forward and 2 backward, as the weights are frozen. A pair takes 12 for
-        # each dimension of a head; 8 are counted, because on a CPU attention was measured to run at nearly twice the
-        # rate of the linear layers.
+        # A token takes 2 operations a parameter forward and 2 backward, as the weights are frozen. On a CPU, attention
+        # was measured to run at nearly twice the rate of the linear layers.
         return cls(4.0 * parameters, 8.0 * width)
 
 

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 async def _train(config: Config, args: argparse.Namespace) -> None:
-    """Take the single step of `--on` or `--adopt` and print the new version, or run the trainer until it is stopped."""
+    """Take the single step of `--on` or `--adopt` and print the new version, or run the trainer (`trainer.service`)."""
     if not args.adopt and args.on is None:
         from trainer.service import train
 

@@ -10,7 +10,7 @@ of positions. Windows and chunks are measured in positions along the sequence, n
 carry a recurrent state (linear attention, convolutions) can't share a prefix between branches: for a model with such
 layers every sequence gets its own row.
 
-Shape letters as in `trainer.batches.packing`, and D hidden size, V vocabulary, n tokens scored at once.
+Shape letters as in `trainer.batches.packing`, and D hidden size, V vocabulary, n tokens computed at once.
 """
 
 from __future__ import annotations

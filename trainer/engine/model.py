@@ -115,7 +115,7 @@ class PolicyModel:
 
     def move_base(self, device: torch.device) -> None:
         """Move the frozen weights to `device`: to the CPU while the inference server has the GPU, and back
-        (`trainer.gpu_turns`). The adapter stays where it is, because the optimizer holds views of its tensors."""
+        (`trainer.gpu_turns`). The adapter stays where it is, because `_live` holds views of its tensors."""
         frozen = [p for p in self.peft.parameters() if not p.requires_grad]
         for tensor in [*frozen, *self.peft.buffers()]:
             tensor.data = tensor.data.to(device)

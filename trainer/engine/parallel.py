@@ -75,7 +75,7 @@ class Job:
     packing: Packing
     work: Work
     checkpointing: bool
-    """Whether gradient checkpointing was switched on because memory ran out."""
+    """Whether gradient checkpointing is on in the first process."""
 
 
 class ProcessGroup:

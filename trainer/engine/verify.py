@@ -224,8 +224,8 @@ def verify(model: PolicyModel) -> Verified:
 
 @contextmanager
 def _in_float32(model: PolicyModel) -> Iterator[None]:
-    """Hold the frozen weights of a 16-bit model in float32 within the block, unless they are quantised, divided among
-    processes, or too large for the memory."""
+    """Hold the frozen weights of a 16-bit model in float32 within the block, unless Unsloth loaded them, or they are
+    quantised, divided among processes, or too large for the memory."""
     config = model.config
     plain = config.engine == "transformers" and config.memory.quantization == "none" and not model.sharded
     frozen = [*model.peft.parameters(), *model.peft.buffers()] if plain else []

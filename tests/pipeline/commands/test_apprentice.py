@@ -66,10 +66,14 @@ def test_best_run_of_each_task_comes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tables", "master", "said"),
     [
-        ((MASTER, MASTER.replace(may_train=False)), None, "master: may_train is false.*set may_train = true in each"),
+        ((MASTER, MASTER.replace(may_train=False)), None, r"\[\[outside\]\] master: may_train is false.*in each table"),
         ((), None, "name one of the outside models of the settings: none"),
         ((MASTER,), "other", r"no \[\[outside\]\] table has the name 'other'; there are: master"),
-        ((MASTER.replace(apprentice="second"),), None, "its apprentice is 'second', and only the first model of `m"),
+        (
+            (MASTER.replace(apprentice="second"),),
+            None,
+            "its apprentice is 'second', and only the first model of `models`",
+        ),
     ],
 )
 def test_refusals_name_the_table_and_the_setting(

@@ -95,7 +95,7 @@ def test_every_event_survives_its_encoding_and_fields_that_a_newer_writer_adds(c
     event = sample(cls)
     assert decode(encode(event)) == event
     # Two events on one subject need ids that tell them apart.
-    assert cls.unique_subject or cls.message_id_format or "message_id" in vars(cls)
+    assert cls.unique_subject or {"message_id_format", "message_id"} & vars(cls).keys()
     assert event.message_id() == sample(cls).message_id() != ""
     newer = msgspec.msgpack.decode(encode(event)) | {"added_later": [1, {"x": 2}], "v": 2}
     assert decode(msgspec.msgpack.encode(newer)) == msgspec.structs.replace(event, v=2)

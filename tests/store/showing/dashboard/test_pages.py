@@ -269,7 +269,7 @@ def test_a_correction_stays_with_its_run_whatever_its_name_is(open_dashboard: Op
 
 
 def test_a_run_whose_name_ends_in_json_has_a_page_and_data(open_dashboard: Open, run_dir: Path) -> None:
-    """An address with `.json` is the data of the run without that ending if there is one: no run can hide another's."""
+    """An address with `.json` is the data of the run without that ending if there is one: no run hides its data."""
     fill(run_dir, opened("x.json"), exchange("x.json"), opened("t0.json"), exchange("t0.json"))
     client = open_dashboard()
     page = client.get("/trajectory/x.json")
