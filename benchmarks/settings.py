@@ -83,7 +83,7 @@ class Policy:
 
     @torch.no_grad()
     def answer(self, attempts: Sequence[Attempt], at_most: int) -> list[str]:
-        """Sample the next turn of each attempt, of `at_most` tokens or less, and append it. Returns the turns' texts."""
+        """Sample the next turn of each attempt, of `at_most` tokens or less, and append it. Returns the texts."""
         model = self._engine.model.peft.get_base_model()
         end, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id or 0
         prompt_lengths = [len(a.ids) for a in attempts]

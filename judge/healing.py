@@ -70,7 +70,7 @@ class Healer:
         hints: dict[str, Hint] = {}
 
         async def correct(member: Member) -> None:
-            """Put the correction of a run into `hints`; log why there is none."""
+            """Put the correction of a run into `hints`, if there is one. Log an error that prevents it."""
             try:
                 if (hint := await self._correct(group, member)) is not None:
                     hints[member.trajectory] = hint
@@ -131,9 +131,9 @@ class Healer:
 
         The comparison is published with what the outside model cost, also if an error ends this method, because all
         judges add up these costs. Raises `UnscoredError`."""
-        names: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory, "model": group.model}
-        names |= {"outside": self._table.name, "outside_score": 0.5, "apprentice_score": 0.5}
-        compared = AnswersCompared(**names, call=calls[-1].seq)
+        fields: dict[str, Any] = {"project": group.project, "trajectory": member.trajectory, "model": group.model}
+        fields |= {"outside": self._table.name, "outside_score": 0.5, "apprentice_score": 0.5}
+        compared = AnswersCompared(**fields, call=calls[-1].seq)
         paid: list[float] = []
         try:
             call = await self._call_at_fault(calls, member, paid)

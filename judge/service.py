@@ -182,7 +182,7 @@ class Judge:
     async def _on_arrivals_of(self, arrived: tuple[GroupKey, list[Delivery]]) -> None:
         """Handle completions and signals of one group: begin to score the group if one of them made it ready, record
         late trajectories, and set the group's deadline if its first completion is among them. Acknowledge all but the
-        one that made the group ready, which `_score` acknowledges."""
+        one that made the group ready, which `_score` acknowledges, and signals after that (`_on_later_signal`)."""
         key, deliveries = arrived
         with handling(deliveries):
             deliveries.sort(key=lambda delivery: delivery.seq)
@@ -265,7 +265,8 @@ class Judge:
         self._tasks.start_soon(self._score, group)
 
     async def _score(self, group: Group) -> None:
-        """Score a closed group and publish its event, unless one is on the log already. Then record as late the members
+        """Score a closed group and publish its event, unless one is on the log already (a discard does
+        not count if the group is scored again). Then record as late the members
         that the event on the log does not list, and acknowledge the deliveries that made the group ready."""
         key = group.key
         with handling(self._scoring[key]):

@@ -143,7 +143,7 @@ class ModelCalls:
             request.body, model_request.prompt, model_request.original = body, decision.prompt_id, original
 
     def _read_for_policy(self, model_request: ModelRequest) -> tuple[Call, Translation | None]:
-        """Read and check the body of a call that a policy answers. Returns as `_read_call`. Raises a 400 `ApiError`."""
+        """Read and check the body of a call that a policy answers. Returns as `_read_call`. Raises `ApiError`."""
         path, body = model_request.path, model_request.http.body
         translation = _TRANSLATIONS[path](body) if path in _TRANSLATIONS else None
         call = translation.call() if translation is not None else _READERS[path](body)
@@ -221,9 +221,9 @@ class ModelCalls:
         # The trajectory that URL, headers, metadata or token name is found first: a call that is refused for it reads
         # no recorded answer.
         caller = known_caller or await self._caller(call, model_request, detect=False)
-        async with self._gateway.api_keys.reading(model_request.http.owner) as read:
+        async with self._gateway.api_keys.reading(model_request.http.owner) as count_bytes:
             exchanges = await self._gateway.registry.exchanges_of(
-                translation.referenced_ids, model_request.access, read
+                translation.referenced_ids, model_request.access, count_bytes
             )
         for missing in translation.referenced_ids - exchanges.keys():
             raise unknown_reference(missing)

@@ -41,8 +41,8 @@ _SETTLE_S = 10
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a non-blocking socket that listens at the address. Port 0 takes a free one. Raises `ConfigError` if the
-    address is not free."""
+    """Return a non-blocking socket that listens at the address. Port 0 takes a free one. Raises `ConfigError` if it
+    can't listen there."""
     ipv6 = ":" in host
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
     try:

@@ -67,7 +67,8 @@ class ConfiguredComposer:
 
     @property
     def at_once(self) -> int:
-        """How many groups to score at once: twice as many as the judge model is asked about, so that it never idles."""
+        """How many groups to score at once: twice as many as the judge model is asked about, so that it never idles,
+        and at least `_LEAST_JUDGED`; `_WITHOUT_JUDGE` without a judge model."""
         return max(2 * self._config.concurrency, _LEAST_JUDGED) if self.judges else _WITHOUT_JUDGE
 
     @property

@@ -180,7 +180,8 @@ class Asker(ABC):
         refuses a prompt as too long, the context is halved, for all later prompts too.
 
         Every call is added to `spent`. Raises `JudgingError` after `judge.attempts` replies that can't be read, if no
-        reply comes, and for a prompt that is too long at `_MIN_CONTEXT_TOKENS`."""
+        reply comes, and for a prompt that is too long when half of the context would be less than
+        `_MIN_CONTEXT_TOKENS`."""
         while True:
             tokens = self._context_tokens
             try:

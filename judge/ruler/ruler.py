@@ -79,7 +79,7 @@ class LlmRuler(Asker):
         return aggregate(passes, self.statistics.bias), with_failed_calls(verdicts, spent)
 
     async def _judge_in_order(self, ordered: Sequence[Transcript], spent: Usage) -> Verdict:
-        """Ask the judge model once about the trajectories in the order given, and return its scores as a verdict. Every
+        """Ask the judge model about the trajectories in the order given, and return its scores as a verdict. Every
         call is added to `spent`. Raises `JudgingError`."""
         build = functools.partial(prompt.build_prompt, ordered)
         asked, parsed, verdict = await self.ask(build, ordered, spent)

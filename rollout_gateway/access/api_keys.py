@@ -212,7 +212,7 @@ class ApiKeys:
             return None if self._file_version is None else (None, ())
 
     def _apply(self, changed: tuple[_FileVersion, tuple[KeyConfig, ...]] | None) -> bool:
-        """Replace the keys by those that `_read_changed` returned, if it returned any. Returns whether it did."""
+        """Replace the keys by those that `_read_changed` returned, unless that is `None`. Returns whether it did."""
         if changed is None:
             return False
         self._replace_keys(changed[1])

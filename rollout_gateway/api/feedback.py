@@ -208,9 +208,9 @@ async def _last_answer_of(request: ControlRequest, trajectory: str, owner: str) 
     opened = await _opening_to_grade(gateway, trajectory, access)
     if opened.owner != owner and not access.operator:
         raise unknown_trajectory(trajectory, "`corrected_by` is the id of a run that the same key opened.")
-    async with request.reading(opened) as read:
+    async with request.reading(opened) as count_bytes:
         async for call in gateway.registry.log.calls(trajectory):
-            read(size_of(call))
+            count_bytes(size_of(call))
             if call.status == "complete" and not call.choice and not call.side_call:
                 last = call
     try:
@@ -281,8 +281,8 @@ async def _call_number(request: ControlRequest, opened: TrajectoryOpened, call: 
     gateway, trajectory = request.gateway, opened.trajectory
     if isinstance(call, str):
         run = await gateway.registry.find_to_read(trajectory)
-        async with request.reading(opened) as read:
-            exchange = (await run.exchanges_of([call], read, complete=False)).get(call)
+        async with request.reading(opened) as count_bytes:
+            exchange = (await run.exchanges_of([call], count_bytes, complete=False)).get(call)
         if exchange is None:
             raise _unknown_answer(call, f"Run {trajectory!r}")
         return exchange.seq

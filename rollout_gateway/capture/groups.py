@@ -47,8 +47,9 @@ class Groups:
         return msgspec.structs.replace(opened, group_size=group.group_size)
 
     async def _open(self, opened: TrajectoryOpened) -> GroupOpened:
-        """Return the opening of a trajectory's group. If the group is new, publish its opening with the trajectory's
-        owner and group size."""
+        """Return the opening of a trajectory's group. If the group is new, publish its opening: with the trajectory's
+        owner and group size, or those of a run by whose id the group is named, and with the owner of its outcome if
+        there is one."""
         event = GroupOpened(
             project=opened.project,
             model=opened.model,

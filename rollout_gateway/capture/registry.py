@@ -360,12 +360,13 @@ class Registry:
         Raises a 409 `ApiError` if these are other results."""
         opened, recorded, _ = await self.describe(trajectory)
         run = Trajectory(self.log, opened)
-        if recorded is not None:  # its calls are not read again
+        if recorded is not None:
+            # The run's calls are not read again.
             run.recorded.not_whole = int(recorded.metrics.get(NOT_RECORDED, 0))
-        repeated = await _completion_event(run, body, inferred)
-        if recorded is None or _repeatable_fields(recorded) != _repeatable_fields(repeated):
-            raise already_completed(trajectory, "it can't be completed again with other results")
-        return recorded
+            repeated = await _completion_event(run, body, inferred)
+            if _repeatable_fields(recorded) == _repeatable_fields(repeated):
+                return recorded
+        raise already_completed(trajectory, "it can't be completed again with other results")
 
 
 def _opening_bytes(run: Trajectory) -> int:

@@ -321,7 +321,7 @@ def _add_referenced_item(
 ) -> str:
     """Add the output item of a recorded response that a client names by its id (`name`) to the messages of a chat
     completion. `type_before`: the type of the item before it. Returns the item's own type. Raises a 400 `ApiError` if
-    there is no such item."""
+    there is no such tool call."""
     prefix, number, completion = _match_id(_ITEM_ID, name).groups()
     answer, index = _answer_message(exchanges[completion]), int(number)
     match prefix:

@@ -251,7 +251,8 @@ def add_reasoning(messages: list[dict[str, Any]], text: str) -> None:
 
 
 def add_text(messages: list[dict[str, Any]], content: str | list[dict[str, Any]], type_before: str) -> None:
-    """Add text to the last message of the assistant. `type_before`: the type of the item before it."""
+    """Add text to the last message of the assistant, or as a further message if that has a text of its own.
+    `type_before`: the type of the item before it."""
     message = _last_assistant_message(messages)
     content_before = message["content"]
     if content_before is None:

@@ -37,7 +37,8 @@ _FINISH_REASONS = {
     "max_output_tokens": "length",
     "refusal": "content_filter",
 }
-"""The `finish_reason` of a chat completion, by Anthropic's stop reasons and by the states of OpenAI's Responses API."""
+"""The `finish_reason` of a chat completion, by Anthropic's stop reasons and by the states and reasons of OpenAI's
+Responses API."""
 
 
 class Usage(msgspec.Struct, array_like=True):
@@ -293,7 +294,7 @@ def _responses_events(response: Document) -> list[Document]:
 
 def _events_of_item(item: Document) -> tuple[Document, list[Document]]:
     """Return an item of a Responses answer as a stream's first event about it has it, without its texts, and the events
-    that send the texts."""
+    that send the texts. An item that is no message or call is returned whole, without events."""
     if item["type"] == "function_call":
         kind, arguments = "response.function_call_arguments", item["arguments"]
         filling = [{"type": f"{kind}.delta", "delta": arguments}, {"type": f"{kind}.done", "arguments": arguments}]

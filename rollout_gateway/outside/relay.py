@@ -49,7 +49,7 @@ class _OutsideExchange(Exchange):
     cost_usd: float | None = None
     error: str = ""
     failed: list[str] = field(default_factory=list)
-    """For each provider or apprentice that was asked before and did not answer: its name or URL, and the reason."""
+    """For each provider or apprentice that did not answer: its name or URL, and the reason."""
 
     def _own_fields(self, choice: SampledChoice) -> dict[str, Any]:
         """Return the fields of a choice's event: no tokens, and with the first choice what the whole call cost."""
@@ -226,7 +226,7 @@ class Relay:
         them."""
         answer, events = OutsideAnswer(exchange.call, reply.table), EventBuffer()
         last_events: list[bytes] = []
-        """The last events."""
+        """Held back until the call is recorded."""
         status: Status = "failed"
         broke_off = True
         await request.start([(b"content-type", reply.content_type), *reply.headers_for_agent, *_run_header(exchange)])

@@ -169,7 +169,7 @@ def _as_chat(dialect: str, body: bytes) -> bytes:
             request["tools"] = [t for t in tools if t.get("input_schema") or t.get("type", "custom") == "custom"]
             translation = MessagesTranslation(msgspec.json.encode(request))
         else:
-            # The gateway wrote none of these ids and sealed none of this reasoning.
+            # The gateway wrote none of these ids and encoded none of this reasoning.
             for name in ("previous_response_id", "background"):
                 request.pop(name, None)
             if isinstance(request["input"], list):

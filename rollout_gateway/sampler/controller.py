@@ -190,9 +190,10 @@ class ServerController:
         return {*self.loaded, *self._policies.loaded(self.name, self.server_start)}
 
     async def _handshake(self) -> None:
-        """Bring what this agent knows of the server up to date, at the first contact and after a failure: check its
-        health, read whether it was restarted and which adapters it has loaded, publish which ones it lost, and adopt
-        those that this agent did not load. Raises `UpstreamError`, `msgspec.DecodeError`, `BrokerError`."""
+        """Bring what this agent knows of the server up to date, at the first contact, after a failure, and while
+        adapters are missing or none is loaded: check its health, read whether it was restarted and which adapters it
+        has loaded, publish which ones it lost, and adopt those that this agent did not load. Raises `UpstreamError`,
+        `msgspec.DecodeError`, `BrokerError`."""
         await server_state.check_health(self._server)
         server_start = await server_state.process_start_time(self._server)
         folders = await server_state.loaded_adapters(self._server)

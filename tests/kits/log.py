@@ -16,11 +16,11 @@ async def read_stream(reader: Reader, stream: str) -> list[LogEntry[AnyEvent]]:
     return [recorded for recorded in found if recorded is not None]
 
 
-async def acknowledged(broker: Broker, consumer: str) -> None:
-    """Return once a consumer has acknowledged everything."""
+async def acknowledged(broker: Broker, prefix: str) -> None:
+    """Return once all consumers whose names begin with `prefix` have acknowledged everything."""
 
     async def done() -> bool:
-        return not await broker.lag(consumer)
+        return not await broker.lag(prefix)
 
     await until(done)
 

@@ -38,7 +38,7 @@ class FakeVllm:
         self.port = await self._serving.enter_async_context(serving(self._serve, self.port))
 
     async def stop(self) -> None:
-        """As a kill: every connection ends, and what is under way is not answered."""
+        """As a kill: every connection ends, and what is under way gets no answer after 10 ms."""
         await self._serving.aclose()
         self.life += 1
         self.loaded.clear()

@@ -58,17 +58,17 @@ def test_messages_give_the_model_its_own_turn_again(turn: tuple[str, str, int]) 
     assert chat["messages"] == [USER, message, *results(turn[2])]
 
 
-@given(turns, st.sampled_from(["items", "sealed", "references", "previous"]))
+@given(turns, st.sampled_from(["items", "encoded", "references", "previous"]))
 def test_responses_give_the_model_its_own_turn_again(turn: tuple[str, str, int], way: str) -> None:
     message = said(*turn)
     asked: dict[str, Any] = {"tools": CODEX, "instructions": "Play."}
-    if way == "sealed":
+    if way == "encoded":
         asked |= {"include": ["reasoning.encrypted_content"], "store": False}
     answer = translated(ResponsesTranslation, input=[USER], **asked).answer(completion(message))
     request = {"model": "m", "messages": [{"role": "system", "content": "Play."}, USER]}
     exchange = recorded(request, message)
     back = [USER, *answer["output"]]
-    if way == "sealed":
+    if way == "encoded":
         back = [item | {"summary": []} if item.get("type") == "reasoning" else item for item in back]
     elif way == "references":
         back = [USER, *({"type": "item_reference", "id": item["id"]} for item in answer["output"])]
@@ -90,8 +90,8 @@ def test_reasoning_that_no_answer_followed_stays_a_turn() -> None:
     stranger = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA_of another server"}
     with pytest.raises(ApiError, match="encrypted_content"):
         translated(ResponsesTranslation, input=[USER, stranger]).chat()
-    sealed = base64.b64encode("é".encode()).decode()
-    known = stranger | {"encrypted_content": sealed}
+    encoded = base64.b64encode("é".encode()).decode()
+    known = stranger | {"encrypted_content": encoded}
     chat = translated(ResponsesTranslation, input=[USER, known, {"role": "assistant", "content": "a1"}]).chat()
     assert chat["messages"][1] == {"role": "assistant", "content": "a1", "reasoning": "é"}
 

@@ -53,8 +53,17 @@ async def test_decisions_are_taken_and_shown_with_their_reasons_and_hold_at_ever
     followed = policy("follow", "tictactoe", "--reason", "enough")
     assert followed.startswith("tictactoe: tictactoe@2\n  why: follows the newest at")
     await serves(other, "tictactoe@2")
+    policy("promote", "tictactoe@0")
+    await publish_adapter(broker, 3)
+    await until_true(lambda: "loaded tictactoe@1, tictactoe@2, tictactoe@3" in policy("list"))
+    for each in (other, gateway):  # a decision holds against a version that comes after it
+        await serves(each, "tictactoe@0")
+    assert policy("follow", "tictactoe", "--reason", "enough").startswith("tictactoe: tictactoe@3\n")
+    followed = policy("list")
+    await serves(other, "tictactoe@3")
     events = [r.event for r in await broker.read(PolicyPromoted)]
-    assert [e.action for e in events] == ["promote", "rollback", "split", "promote", "rollback", "promote", "follow"]
+    actions = "promote rollback split promote rollback promote follow promote follow"
+    assert " ".join(e.action for e in events) == actions
     assert events[0].reason == "better on held-out tasks"
     assert policy("list") == followed
     # A decision of a log from before 0.2, whose word is not sent any more.

@@ -79,7 +79,8 @@ async def test_a_rollback_that_is_repeated_at_another_gateway_takes_back_nothing
         for _ in range(2):
             tasks.start_soon(gateway(log).decide, "m", "rollback", Decision(request="back"))
     await gateway(broker).decide("m", "promote", VersionDecision(version="m@4"))
-    await gateway(broker).decide("m", "rollback", Decision(request="back"))
+    answer = await gateway(broker).decide("m", "rollback", Decision(request="back"))
+    assert answer == {"model": "m", "action": "rollback", "version": "m@0", "other": None}
     with pytest.raises(ApiError, match="Nothing was recorded") as refused:
         await gateway(broker).decide("m", "promote", VersionDecision(version="m@1", request="back"))
     assert (refused.value.status, refused.value.code) == (409, "request_exists")
